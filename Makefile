@@ -1,0 +1,49 @@
+# Every target sets itself up: a virtual environment in .venv, then the library in it.
+# Needed on the machine: make, and Python 3.12 or newer with its venv module.
+
+PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+# The CUDA 13 build of JAX where a GPU answers; EXTRAS=cuda12 for a CUDA 12 torch.
+EXTRAS ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13)
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help setup compare test test-gpu check format clean
+
+help:
+	@echo "make compare   parity and speed of every path, one table"
+	@echo "make test      the test suite (GPU tests run where there is a GPU)"
+	@echo "make check     format, lint, types, floors"
+	@echo "make format    rewrite the sources in the house format"
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.12 or newer is needed (set PYTHON=...)"; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(RUN) -m pip install --quiet --disable-pip-version-check \
+		--config-settings editable_mode=compat --editable ".[test,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	touch $(READY)
+
+comma := ,
+
+setup: $(READY)
+
+compare: $(READY)
+	$(RUN) -m bench.compare --framework both
+
+test: $(READY)
+	$(RUN) -m pytest -n 2
+
+check: $(READY)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(VENV)/bin/pyrefly check
+	$(VENV)/bin/lint-imports
+
+format: $(READY)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,85 @@
+"""Configuration data and its loader: YAML in, checked dataclasses out.
+
+`load` reads a YAML file of this folder (by name) or of any path; `build` turns the mapping
+into a dataclass. An unknown key is an error, and numbers are read by the type of the field
+(PyYAML takes `1e-4` for a string).
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent
+
+
+def load(name: str | Path) -> dict[str, Any]:
+    """The mapping in `configs/<name>.yaml`, or in the file at `name` when that is a path."""
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in FOLDER.glob("*.yaml"))
+        raise FileNotFoundError(f"no config file {str(path)!r}; configs/ has {known}")
+    data = yaml.safe_load(path.read_text())
+    if not isinstance(data, dict):
+        raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
+    return data
+
+
+def overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `top` laid over it, section by section."""
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        both_maps = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = overlay(old, value) if both_maps else value
+    return merged
+
+
+def build[T](cls: type[T], mapping: Mapping[str, Any], where: str = "config") -> T:
+    """`cls(**mapping)` for a dataclass, nested dataclasses included.
+
+    Raises:
+      ValueError: an unknown key, or a value that is not of the field's type; the message
+        names the key with its section.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(mapping) - set(fields))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known: {sorted(fields)}")
+    hints = typing.get_type_hints(cls)
+    values = {
+        key: _coerce(value, hints[key], f"{where}.{key}") for key, value in mapping.items()
+    }
+    return cls(**values)
+
+
+def _coerce(value: Any, kind: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be a mapping, got {value!r}")
+        return build(kind, value, where)  # type: ignore[arg-type]
+    if isinstance(kind, types.UnionType):
+        inner = [k for k in typing.get_args(kind) if k is not type(None)]
+        return None if value is None else _coerce(value, inner[0], where)
+    origin = typing.get_origin(kind)
+    if origin is typing.Literal:
+        if value not in typing.get_args(kind):
+            raise ValueError(f"{where} must be one of {typing.get_args(kind)}, got {value!r}")
+        return value
+    if kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    try:
+        number = kind(value) if kind in (int, float, str) else value
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}") from None
+    if kind is int and isinstance(value, float) and value != number:
+        raise ValueError(f"{where} must be of type int, got {value!r}")
+    return number

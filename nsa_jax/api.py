@@ -1,0 +1,278 @@
+"""The public functions: validation once, then the chosen implementation of every step.
+
+Shapes are those of `nsa_jax.types`; `B T S H Hkv D Dv C N n`. Wherever `key`/`value` is taken,
+a `Branches` of arrays is taken too (paper section 3.3.3). `implementation` is None
+(automatic), a name for all branches, or a `Branches` of names; a named one never falls back.
+
+Every function raises `ValueError` for input that no implementation could take (the message
+names the argument, what was expected and what came) and `NotImplementedError` when a named
+implementation cannot run the problem.
+"""
+
+from nsa_jax import branches, validate
+from nsa_jax.compress import CompressParams
+from nsa_jax.compress import compress as compress_windows
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import REGISTRY, Plan, problem_of
+from nsa_jax.types import Branches
+
+
+def attention(
+    query,
+    key,
+    value,
+    gates,
+    *,
+    config: NSAConfig = NSAConfig(),
+    compressed=None,
+    block_indices=None,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | Branches[str | None] | None = None,
+):
+    """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
+
+    Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
+
+    Args:
+      query: `[B, T, H, D]`, float.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
+      gates: `Branches` of `[B, T, H]`, or one array `[B, T, H, 3]` in the branches' order.
+      config: the sizes; defaults are the paper's.
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None: the mean.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
+        from the compressed scores.
+      segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence; negative:
+        padding, which sees nothing (output 0) and is not seen.
+      scale: of the logits; None: `D**-0.5`.
+
+    Returns:
+      `[B, T, H, Dv]` in the dtype of `query`.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    gates = validate.gates(gates, query)
+    for branch, k, v in zip(Branches._fields, key, value, strict=True):
+        validate.attention(query, k, v, config, segment_ids, scale, branch)
+    if compressed is None:
+        compressed = (
+            compress_windows(key.compressed, config=config, segment_ids=segment_ids),
+            compress_windows(value.compressed, config=config, segment_ids=segment_ids),
+        )
+    return attend(
+        query,
+        key,
+        value,
+        gates,
+        compressed,
+        config=config,
+        block_indices=block_indices,
+        kv_len=key.selected.shape[1],
+        segment_ids=segment_ids,
+        scale=scale,
+        implementation=implementation,
+    )
+
+
+def attend(
+    query,
+    key: Branches,
+    value: Branches,
+    gates: Branches,
+    compressed,
+    *,
+    config,
+    block_indices,
+    kv_len,
+    segment_ids,
+    scale,
+    implementation,
+):
+    """`attention` on compressed tokens that are there already (see `cache.py`)."""
+    plan = _plan(
+        query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
+    )
+    where = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
+    compressed_key, compressed_value = compressed
+    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
+    if block_indices is None:
+        block_indices = plan.scores.load()(query, compressed_key, **where)
+    validate.indices(block_indices, query, key.selected, config)
+    outputs = Branches(
+        plan.compressed.load()(query, compressed_key, compressed_value, **where)[0],
+        plan.selected.load()(query, key.selected, value.selected, block_indices, **where)[0],
+        plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+    )
+    return branches.combine(outputs, gates)
+
+
+def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
+    """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
+
+    Args:
+      x: keys or values `[B, S, Hkv, D]`.
+      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_jax.compress`).
+      segment_ids: `[B, S]`; the tokens of all sequences then stand in the order of their first
+        token, without gaps, zeros in the slots left over.
+
+    Returns:
+      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+    """
+    validate.array("x", x, 4)
+    validate.phi(params, x, config)
+    validate.segments(segment_ids, x.shape[0], x.shape[1])
+    return compress_windows(x, params, config=config, segment_ids=segment_ids)
+
+
+def select_blocks(
+    query,
+    compressed_key,
+    *,
+    config: NSAConfig,
+    kv_len=None,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | None = None,
+):
+    """The blocks that each query reads (Eqs. 8-12), without gradient.
+
+    Args:
+      query: `[B, T, H, D]`.
+      compressed_key: `[B, C, Hkv, D]`.
+      kv_len: number of keys, int or int32 `[]` or `[B]`; query `t` is at `t + kv_len - T`.
+        None: `T`.
+
+    Returns:
+      int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+    """
+    kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
+    plan = _plan(query, compressed_key, query.shape[-1], config, segment_ids, implementation)
+    return plan.scores.load()(
+        query,
+        compressed_key,
+        config=config,
+        kv_len=kv_len,
+        segment_ids=segment_ids,
+        scale=scale,
+    )
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config: NSAConfig,
+    kv_len=None,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | None = None,
+):
+    """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
+
+    Args as in `select_blocks`, with `compressed_value` `[B, C, Hkv, Dv]`.
+
+    Returns:
+      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
+    """
+    kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
+    validate.compressed(query, compressed_key, compressed_value, config, kv_len)
+    plan = _plan(
+        query,
+        compressed_key,
+        compressed_value.shape[-1],
+        config,
+        segment_ids,
+        implementation,
+    )
+    return plan.compressed.load()(
+        query,
+        compressed_key,
+        compressed_value,
+        config=config,
+        kv_len=kv_len,
+        segment_ids=segment_ids,
+        scale=scale,
+    )
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config: NSAConfig,
+    kv_len=None,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | None = None,
+):
+    """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
+
+    Args:
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
+        sequence in a packed batch.
+      kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
+    """
+    validate.attention(query, key, value, config, segment_ids, scale)
+    validate.indices(block_indices, query, key, config)
+    validate.length(kv_len, query, segment_ids, key.shape[1])
+    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+    return plan.selected.load()(
+        query,
+        key,
+        value,
+        block_indices,
+        config=config,
+        kv_len=kv_len,
+        segment_ids=segment_ids,
+        scale=scale,
+    )
+
+
+def sliding_attention(
+    query,
+    key,
+    value,
+    *,
+    config: NSAConfig,
+    kv_len=None,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | None = None,
+):
+    """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
+    validate.attention(query, key, value, config, segment_ids, scale)
+    validate.length(kv_len, query, segment_ids, key.shape[1])
+    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+    return plan.sliding.load()(
+        query,
+        key,
+        value,
+        config=config,
+        kv_len=kv_len,
+        segment_ids=segment_ids,
+        scale=scale,
+    )
+
+
+def explain(
+    query,
+    key,
+    value,
+    *,
+    config: NSAConfig = NSAConfig(),
+    segment_ids=None,
+    implementation: str | Branches[str | None] | None = None,
+) -> Plan:
+    """What `attention` would run for these arguments, and why not what stands before it."""
+    key, value = Branches.each(key).selected, Branches.each(value).selected
+    validate.attention(query, key, value, config, segment_ids, None)
+    return _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+
+
+def _plan(query, key, value_width, config, segment_ids, implementation) -> Plan:
+    problem = problem_of(
+        query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
+    )
+    return REGISTRY.plan(problem, implementation)

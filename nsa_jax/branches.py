@@ -1,0 +1,178 @@
+"""The three branches in plain XLA (implementation `xla`): any device, memory bounded.
+
+Queries are taken a chunk at a time; the selected branch gathers the blocks of one chunk only
+and the sliding branch slices the band that its chunk can see. Each returns the output
+`[B, T, H, Dv]` and the natural log-sum-exp `[B, T, H]`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nsa_jax import geometry
+from nsa_jax.chunks import BUDGET_BYTES, over_queries
+from nsa_jax.softmax import grouped, logits_of, precision_of, scale_of, softmax, wide
+from nsa_jax.types import Branches
+
+
+def _rows(out, lse, query):
+    """`[B, Q, Hkv, G, Dv]` and `[B, Hkv, G, Q]` as the public shapes."""
+    batch, length, heads, _ = query.shape
+    out = out.reshape(batch, length, heads, out.shape[-1]).astype(query.dtype)
+    return out, lse.transpose(0, 3, 1, 2).reshape(batch, length, heads)
+
+
+def _attend(query, key, value, seen, scale):
+    """Attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
+    logits = logits_of(grouped(query, key), key, scale)
+    probs, lse = softmax(logits, seen[:, None, None])
+    out = jnp.einsum(
+        "bkgqs,bskd->bqkgd",
+        probs.astype(value.dtype),
+        value,
+        precision=precision_of(value.dtype),
+        preferred_element_type=wide(value.dtype),
+    )
+    return _rows(out, lse, query)
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len=None,
+    segment_ids=None,
+    scale=None,
+):
+    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    batch, length, heads, _ = query.shape
+    count = compressed_key.shape[1]
+    where = geometry.positions(
+        batch,
+        length,
+        kv_len=length if kv_len is None else kv_len,
+        segment_ids=segment_ids,
+        config=config,
+    )
+    slot = jnp.arange(count, dtype=jnp.int32)
+
+    def chunk(query, position, start):
+        local = slot - start[..., None]
+        last_token = local * config.compress_stride + config.compress_block - 1
+        seen = (local >= 0) & (last_token <= position[..., None])
+        return _attend(query, compressed_key, compressed_value, seen, scale)
+
+    arrays = (query, where.position, where.compressed_start)
+    return over_queries(chunk, arrays, batch * heads * max(count, 1) * 4)
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len=None,
+    segment_ids=None,
+    scale=None,
+):
+    """One softmax over the keys of the selected blocks with position `<= p`."""
+    batch, length, _, width = query.shape
+    num_keys, kv_heads = key.shape[1:3]
+    size = config.select_block
+    where = geometry.positions(
+        batch,
+        length,
+        kv_len=num_keys if kv_len is None else kv_len,
+        segment_ids=segment_ids,
+        config=config,
+    )
+    key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
+    if num_keys < size:  # a block must fit in the array that it is sliced from
+        key, value = (
+            jnp.pad(x, ((0, 0), (0, size - num_keys), (0, 0), (0, 0))) for x in (key, value)
+        )
+        num_keys = size
+
+    def block_of(row, start):  # row [S, D], start []: [l', D]
+        return lax.dynamic_slice(row, (start, jnp.int32(0)), (size, row.shape[1]))
+
+    per_query = jax.vmap(jax.vmap(block_of, (None, 0)), (None, 0))  # [Q, n] starts
+    per_head = jax.vmap(per_query, (1, 1), 1)  # [S, Hkv, D], [Q, Hkv, n]
+    gather = jax.vmap(per_head)  # [B, Q, Hkv, n, l', D]
+
+    def chunk(query, indices, position, start):
+        first = start[..., None, None] + indices * size
+        slice_at = jnp.clip(first, 0, num_keys - size)
+        token = slice_at[..., None] + jnp.arange(size, dtype=jnp.int32)
+        last = jnp.minimum(first + size - 1, (start + position)[..., None, None])
+        seen = (token >= first[..., None]) & (token <= last[..., None])
+        seen &= (indices >= 0)[..., None]  # [B, Q, Hkv, n, l']
+        keys, values = gather(key, slice_at), gather(value, slice_at)
+        merge = (*indices.shape[:3], -1)
+        logits = jnp.einsum(
+            "bqkgd,bqksd->bkgqs",
+            grouped(query, key),
+            keys.reshape(*merge, width),
+            precision=precision_of(query.dtype),
+            preferred_element_type=wide(query.dtype),
+        )
+        logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
+        seen = seen.reshape(merge).transpose(0, 2, 1, 3)[:, :, None]
+        probs, lse = softmax(logits, seen)
+        out = jnp.einsum(
+            "bkgqs,bqksd->bqkgd",
+            probs.astype(value.dtype),
+            values.reshape(*merge, value.shape[-1]),
+            precision=precision_of(value.dtype),
+            preferred_element_type=wide(value.dtype),
+        )
+        return _rows(out, lse, query)
+
+    keys_per_row = kv_heads * block_indices.shape[-1] * size
+    row_bytes = batch * keys_per_row * (width + value.shape[-1]) * key.dtype.itemsize
+    arrays = (query, block_indices, where.position, where.key_start)
+    return over_queries(chunk, arrays, row_bytes)
+
+
+def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
+    """The last `window` keys of the sequence, the query's own included."""
+    batch, length, heads, _ = query.shape
+    num_keys, window = key.shape[1], config.window
+    where = geometry.positions(
+        batch,
+        length,
+        kv_len=num_keys if kv_len is None else kv_len,
+        segment_ids=segment_ids,
+        config=config,
+    )
+    key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
+    index = where.first_key[:, None] + jnp.arange(length, dtype=jnp.int32)
+
+    def chunk(query, index, position, start):
+        size = min(num_keys, query.shape[1] + max(window - 1, 0))
+        band = jnp.clip(index[:, 0] - (window - 1), 0, num_keys - size)
+        slice_band = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, size))
+        token = (band[:, None] + jnp.arange(size, dtype=jnp.int32))[:, None]
+        index, start = index[..., None], start[..., None]
+        seen = (token <= index) & (token > index - window) & (token >= start)
+        seen &= position[..., None] >= 0
+        return _attend(query, slice_band(key, band), slice_band(value, band), seen, scale)
+
+    # A chunk as long as the window keeps the wasted half of the band small.
+    row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
+    budget = min(row_bytes * max(window, 64), BUDGET_BYTES)
+    arrays = (query, index, where.position, where.key_start)
+    return over_queries(chunk, arrays, row_bytes, budget_bytes=budget)
+
+
+def combine(outputs: Branches, gates: Branches):
+    """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
+    dtype = outputs.compressed.dtype
+    total = jnp.zeros((), wide(dtype))
+    for out, gate in zip(outputs, gates, strict=True):
+        total = total + out.astype(wide(dtype)) * gate.astype(wide(dtype))[..., None]
+    return total.astype(dtype)

@@ -1,0 +1,211 @@
+"""Decoding: a preallocated cache, and one function for prefill, chunk and token.
+
+The cache keeps the keys and values of the selected and the sliding branch whole, of the
+compressed branch the compressed tokens and the last `l - 1` raw ones, from which the next
+compressed token is made. Nothing grows: a write past the capacity raises `ValueError` where
+the length is known, and turns the output to NaN where it is traced.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nsa_jax import api, validate
+from nsa_jax.compress import CompressParams, apply_phi
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+
+
+class NSACache(NamedTuple):
+    """`M`: capacity in tokens. Sliding fields are None where it reads the selected ones."""
+
+    selected_key: Float[Array, "B M Hkv D"]
+    selected_value: Float[Array, "B M Hkv Dv"]
+    sliding_key: Float[Array, "B M Hkv D"] | None
+    sliding_value: Float[Array, "B M Hkv Dv"] | None
+    compressed_key: Float[Array, "B C Hkv D"]
+    compressed_value: Float[Array, "B C Hkv Dv"]
+    recent_key: Float[Array, "B l-1 Hkv D"]
+    recent_value: Float[Array, "B l-1 Hkv Dv"]
+    length: Int[Array, " B"]  # tokens seen by each sequence
+
+    @property
+    def capacity(self) -> int:
+        return self.selected_key.shape[1]
+
+
+def init_cache(
+    batch: int,
+    capacity: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    *,
+    config: NSAConfig,
+    dtype=jnp.float32,
+    separate: bool = False,
+) -> NSACache:
+    """An empty cache for `capacity` tokens.
+
+    Args:
+      separate: whether the sliding branch has keys and values of its own (`Branches`).
+    """
+    sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
+    for name, size in sizes.items() | {("key_width", key_width), ("value_width", value_width)}:
+        if size < 1:
+            raise ValueError(f"{name} must be >= 1, got {size}")
+
+    def zeros(length, width):
+        return jnp.zeros((batch, length, kv_heads, width), dtype)
+
+    count, recent = config.num_compressed(capacity), config.compress_block - 1
+    return NSACache(
+        zeros(capacity, key_width),
+        zeros(capacity, value_width),
+        zeros(capacity, key_width) if separate else None,
+        zeros(capacity, value_width) if separate else None,
+        zeros(count, key_width),
+        zeros(count, value_width),
+        zeros(recent, key_width),
+        zeros(recent, value_width),
+        jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def cached_attention(
+    query,
+    key,
+    value,
+    gates,
+    cache: NSACache,
+    *,
+    config: NSAConfig = NSAConfig(),
+    compress_params: tuple[CompressParams, CompressParams] = (None, None),
+    scale: float | None = None,
+    implementation: str | Branches[str | None] | None = None,
+):
+    """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
+
+    The same numbers as `attention` over all tokens so far, in one piece, in chunks of any
+    size or token by token.
+
+    Args:
+      query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
+      cache: from `init_cache`; `Branches` of keys need `separate=True` there.
+      compress_params: of the keys and of the values (`nsa_jax.compress`).
+
+    Raises:
+      ValueError: bad shapes, or more tokens than the capacity.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    gates = validate.gates(gates, query)
+    for branch, k, v in zip(Branches._fields, key, value, strict=True):
+        validate.attention(query, k, v, config, None, scale, branch)
+        validate.shape(f"key.{branch}", k, (*query.shape[:2], *cache.recent_key.shape[2:]))
+        validate.shape(f"value.{branch}", v, (*k.shape[:3], cache.recent_value.shape[3]))
+    validate.phi(compress_params[0], key.compressed, config)
+    validate.phi(compress_params[1], value.compressed, config)
+    _check(key, value, query, cache)
+    cache = update(cache, key, value, config, compress_params)
+    shared = cache.sliding_key is None
+    keys = Branches(
+        None, cache.selected_key, cache.selected_key if shared else cache.sliding_key
+    )
+    values = Branches(
+        None, cache.selected_value, cache.selected_value if shared else cache.sliding_value
+    )
+    out = api.attend(
+        query,
+        keys,
+        values,
+        gates,
+        (cache.compressed_key, cache.compressed_value),
+        config=config,
+        block_indices=None,
+        kv_len=cache.length,
+        segment_ids=None,
+        scale=scale,
+        implementation=implementation,
+    )
+    full = (cache.length > cache.capacity)[:, None, None, None]
+    return jnp.where(full, jnp.asarray(jnp.nan, out.dtype), out), cache
+
+
+def _check(key, value, query, cache):
+    if cache.selected_key.dtype != query.dtype:
+        raise ValueError(
+            f"cache must have the dtype of query, {query.dtype}, got {cache.selected_key.dtype}"
+        )
+    own = key.sliding is not key.selected or value.sliding is not value.selected
+    if own and cache.sliding_key is None:
+        raise ValueError(
+            "key and value must be one array for the selected and sliding branches of this "
+            "cache, got Branches; make it with init_cache(separate=True)"
+        )
+    if not isinstance(cache.length, jax.core.Tracer):
+        longest = int(jnp.max(cache.length)) + query.shape[1]
+        if longest > cache.capacity:
+            raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
+
+
+def update(cache, key, value, config, compress_params) -> NSACache:
+    """The cache with the new tokens in it, `[B, T, Hkv, .]` in each branch."""
+    start, num_new = cache.length, key.selected.shape[1]
+    shared = cache.sliding_key is None
+
+    def append(buffer, new):
+        place = jnp.minimum(start, buffer.shape[1] - num_new)
+        write = jax.vmap(lambda b, n, at: lax.dynamic_update_slice_in_dim(b, n, at, 0))
+        return write(buffer, new, place)
+
+    compressed_key, recent_key = _emit(
+        cache.compressed_key,
+        cache.recent_key,
+        key.compressed,
+        start,
+        config,
+        compress_params[0],
+    )
+    compressed_value, recent_value = _emit(
+        cache.compressed_value,
+        cache.recent_value,
+        value.compressed,
+        start,
+        config,
+        compress_params[1],
+    )
+    return NSACache(
+        append(cache.selected_key, key.selected),
+        append(cache.selected_value, value.selected),
+        None if shared else append(cache.sliding_key, key.sliding),
+        None if shared else append(cache.sliding_value, value.sliding),
+        compressed_key,
+        compressed_value,
+        recent_key,
+        recent_value,
+        start + num_new,
+    )
+
+
+def _emit(buffer, recent, new, start, config, params):
+    """Writes the compressed tokens whose last raw token is among `new`."""
+    block, stride = config.compress_block, config.compress_stride
+    num_new, count = new.shape[1], buffer.shape[1]
+    raw = jnp.concatenate([recent, new], axis=1)
+    if count:
+        # Token i ends at i*d + l - 1; the first to end at or after `start`, and its followers.
+        first = jnp.maximum(-(-(start - block + 1) // stride), 0)
+        most = -(-num_new // stride)
+        index = first[:, None] + jnp.arange(most, dtype=jnp.int32)
+        begin = index * stride - start[:, None] + block - 1
+        cut = jax.vmap(
+            jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, block), (None, 0))
+        )
+        tokens = apply_phi(cut(raw, begin), params)
+        complete = index * stride + block <= start[:, None] + num_new
+        slot = jnp.where(complete, index, count)
+        buffer = jax.vmap(lambda b, at, t: b.at[at].set(t, mode="drop"))(buffer, slot, tokens)
+    return buffer, raw[:, num_new:]

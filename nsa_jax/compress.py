@@ -1,0 +1,97 @@
+"""Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from nsa_jax import geometry
+from nsa_jax.config import NSAConfig
+
+
+class PoolParams(NamedTuple):
+    """A learnable weighted sum over the window, per channel (a depthwise convolution)."""
+
+    weight: Float[Array, "l D"]
+
+
+class MLPParams(NamedTuple):
+    """The paper's MLP with an intra-block position embedding.
+
+    `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`, the window flattened token by
+    token, gelu in its tanh form, shared by the key/value heads.
+    """
+
+    position: Float[Array, "l D"]
+    w1: Float[Array, "l*D F"]
+    b1: Float[Array, " F"]
+    w2: Float[Array, "F D"]
+    b2: Float[Array, " D"]
+
+
+type CompressParams = PoolParams | MLPParams | None  # None: the mean
+
+
+def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
+    """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`."""
+    dtype = jnp.promote_types(windows.dtype, jnp.float32)
+    wide = windows.astype(dtype)
+    if params is None:
+        out = jnp.mean(wide, axis=2)
+    elif isinstance(params, PoolParams):
+        out = jnp.sum(wide * params.weight.astype(dtype)[:, None], axis=2)
+    else:
+        out = _mlp(windows, params)
+    return out.astype(windows.dtype)
+
+
+def _mlp(windows, params):
+    length, width = params.position.shape
+    dtype = windows.dtype
+    exact = lax.Precision.HIGHEST if dtype != jnp.bfloat16 else lax.Precision.DEFAULT
+    wide = jnp.promote_types(dtype, jnp.float32)
+    embedded = windows.astype(wide) + params.position.astype(wide)[:, None]
+    hidden = jnp.einsum(
+        "bclkd,ldf->bckf",
+        embedded.astype(dtype),
+        params.w1.astype(dtype).reshape(length, width, -1),
+        precision=exact,
+        preferred_element_type=wide,
+    )
+    hidden = jax.nn.gelu(hidden + params.b1.astype(wide), approximate=True)
+    out = jnp.einsum(
+        "bckf,fd->bckd",
+        hidden.astype(dtype),
+        params.w2.astype(dtype),
+        precision=exact,
+        preferred_element_type=wide,
+    )
+    return out + params.b2.astype(wide)
+
+
+def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
+    """`phi` over the windows of `x` [B, S, Hkv, D]: `[B, C, Hkv, D]`.
+
+    In a packed batch the windows of every sequence stand in the order of their first token,
+    without gaps; the slots left over at the end are zero.
+    """
+    batch, length, kv_heads, width = x.shape
+    block, stride = config.compress_block, config.compress_stride
+    count = config.num_compressed(length)
+    if count == 0:
+        return jnp.zeros((batch, 0, kv_heads, width), x.dtype)
+    if segment_ids is None:
+        # A window is l/d stride blocks: static slices, so that the gradient needs no scatter.
+        shifts = block // stride
+        blocks = x[:, : (count + shifts - 1) * stride].reshape(
+            batch, -1, stride, kv_heads, width
+        )
+        windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
+        return apply_phi(jnp.concatenate(windows, axis=2), params)
+    starts = geometry.window_starts(segment_ids, config)
+    taps = jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32)
+    windows = jax.vmap(lambda row, index: row[index])(x, taps)
+    out = apply_phi(windows, params)
+    return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))

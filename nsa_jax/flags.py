@@ -1,0 +1,50 @@
+"""absl flags that choose the implementation of each branch, for programs built on the library.
+
+Import this module before `app.run`, then pass `implementation=flags.implementation(...)`.
+"""
+
+from absl import flags
+
+from nsa_jax.dispatch import OnUnsupported, Problem, Registry
+from nsa_jax.types import Branches
+
+NAMES = ("reference", "xla", "sdpa", "fa2", "jax", "mosaic", "triton")
+
+_KERNELS = Branches(
+    *(
+        flags.DEFINE_enum(
+            f"{branch}_kernel",
+            "auto",
+            ["auto", *NAMES],
+            f"Implementation of the {branch} branch; auto: the first that can run.",
+        )
+        for branch in Branches._fields
+    )
+)
+_ON_UNSUPPORTED = flags.DEFINE_enum(
+    "on_unsupported",
+    "error",
+    ["error", "fallback"],
+    "What a named implementation that cannot run the problem does.",
+)
+
+
+def named() -> Branches[str | None]:
+    """The names given on the command line; None where the flag says auto."""
+    return Branches(*(None if f.value == "auto" else f.value for f in _KERNELS))
+
+
+def on_unsupported() -> OnUnsupported:
+    """The value of `--on_unsupported`."""
+    return "fallback" if _ON_UNSUPPORTED.value == "fallback" else "error"
+
+
+def implementation(registry: Registry, problem: Problem) -> Branches[str]:
+    """What the flags come to for `problem`, ready for `implementation=`.
+
+    Raises:
+      ValueError: the framework has no implementation of a given name.
+      NotImplementedError: a named one cannot run `problem`, and `--on_unsupported=error`.
+    """
+    plan = registry.plan(problem, named(), on_unsupported())
+    return Branches(*(getattr(plan, b).implementation for b in Branches._fields))

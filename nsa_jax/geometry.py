@@ -1,0 +1,82 @@
+"""Where each query stands: in its sequence, in the key array, in the compressed array."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from nsa_jax.config import NSAConfig
+
+
+class Positions(NamedTuple):
+    """One entry a query. Key index `k` belongs to local position `k - key_start`."""
+
+    position: Int[Array, "B T"]  # in its own sequence; -1: padding, sees nothing
+    key_start: Int[Array, "B T"]  # key index of the sequence's first token
+    compressed_start: Int[Array, "B T"]  # slot of the sequence's first compressed token
+    first_key: Int[Array, " B"]  # key index of query 0
+
+
+def positions(
+    batch: int,
+    num_queries: int,
+    *,
+    kv_len: "int | Int[Array, ''] | Int[Array, ' B']",
+    segment_ids: "Int[Array, 'B S'] | None",
+    config: NSAConfig,
+) -> Positions:
+    """Positions of the last `num_queries` tokens of `kv_len` (or of the packed row)."""
+    if segment_ids is not None:
+        kv_len = segment_ids.shape[1]
+    first = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32) - num_queries, (batch,))
+    index = first[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
+    if segment_ids is None:
+        start = jnp.zeros_like(index)
+        return Positions(index, start, start, first)
+    position, window = _packed(segment_ids, config)
+    before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
+    start = jnp.arange(kv_len, dtype=jnp.int32) - jnp.maximum(position, 0)
+    slot = jax.vmap(lambda row, at: row[at])(before, start)
+    tail = slice(kv_len - num_queries, None)
+    return Positions(position[:, tail], start[:, tail], slot[:, tail], first)
+
+
+def _packed(segment_ids, config):
+    """Per token: position in its sequence (-1: padding), and whether a window starts there."""
+    length = segment_ids.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)
+    border = segment_ids[:, 1:] != segment_ids[:, :-1]
+    border = jnp.pad(border, ((0, 0), (1, 0)), constant_values=True)
+    start = lax.cummax(jnp.where(border, index, 0), axis=1)
+    position = jnp.where(segment_ids < 0, -1, index - start)
+    # The last token of the window is in the same sequence iff its position says so.
+    reach = config.compress_block - 1
+    last = jnp.pad(position, ((0, 0), (0, reach)), constant_values=-1)[:, reach:]
+    window = (position % config.compress_stride == 0) & (last == position + reach)
+    return position, (window & (position >= 0)).astype(jnp.int32)
+
+
+def window_starts(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Array, "B C"]:
+    """Key index of each compressed token's first token in a packed row; -1: unused slot."""
+    length = segment_ids.shape[1]
+    count = config.num_compressed(length)
+    _, window = _packed(segment_ids, config)
+    slot = jnp.where(window == 1, jnp.cumsum(window, axis=1) - 1, count)
+    empty = jnp.full((count,), -1, jnp.int32)
+    index = jnp.arange(length, dtype=jnp.int32)
+    return jax.vmap(lambda row: empty.at[row].set(index, mode="drop"))(slot)
+
+
+def without_padding(x, kv_len, segment_ids):
+    """`x` [B, S, ...] with zeros where no query may look, so that not even NaN gets out."""
+    length = x.shape[1]
+    if segment_ids is not None:
+        valid = segment_ids >= 0
+    elif kv_len is None or (isinstance(kv_len, int) and kv_len == length):
+        return x
+    else:
+        end = jnp.asarray(kv_len, jnp.int32).reshape(-1, 1)
+        valid = jnp.broadcast_to(jnp.arange(length) < end, x.shape[:2])
+    return jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))

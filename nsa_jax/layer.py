@@ -1,0 +1,98 @@
+"""What an NSA attention layer is, in the seed system's words, for both frameworks' modules."""
+
+import dataclasses
+from typing import Any
+
+from nsa_jax.config import NSAConfig
+
+PHI = ("avg", "mlp", "mlp_pe")
+GATES = ("sigmoid", "softmax")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Hyper-parameters of `nsa_jax.nn.NSAAttention` and `nsa_torch.NSAAttention`.
+
+    Two layers with equal specs have the same parameters and compute the same function.
+
+    Attributes:
+      dim: width of the model.
+      n_heads, n_kv_groups: query heads, key/value heads.
+      d_k, d_v: width of a query/key head (even), of a value head.
+      l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
+        `num_selected`, `window` of `NSAConfig`.
+      phi: "avg": the mean. "mlp": the seed system's word for a learnable depthwise
+        convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
+        position embedding.
+      phi_hidden: hidden width of "mlp_pe"; None: twice the width that it compresses.
+      gate: "sigmoid" (paper): independent; "softmax" (seed): the three add up to one.
+      gate_hidden: hidden width of the gate; None: `d_k // 2`.
+      gate_temp: the gate's logits are divided by it.
+      rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
+        pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
+
+    Raises:
+      ValueError: a rule is broken; the message names the argument and the value.
+    """
+
+    dim: int
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+    phi: str = "avg"
+    phi_hidden: int | None = None
+    gate: str = "sigmoid"
+    gate_hidden: int | None = None
+    gate_temp: float = 1.0
+    rope_base: float = 10000.0
+    rope_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_heads", "n_kv_groups", "d_k", "d_v"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.n_heads % self.n_kv_groups:
+            raise ValueError(
+                f"n_heads must be a multiple of n_kv_groups={self.n_kv_groups}, "
+                f"got {self.n_heads}"
+            )
+        if self.d_k % 2:
+            raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
+        if self.phi not in PHI:
+            raise ValueError(f"phi must be one of {PHI}, got {self.phi!r}")
+        if self.gate not in GATES:
+            raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
+        for name in ("gate_temp", "rope_base", "rope_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("gate_hidden", "phi_hidden"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1 or None, got {value}")
+        _ = self.config
+
+    @property
+    def config(self) -> NSAConfig:
+        return NSAConfig.from_seed(
+            l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w
+        )
+
+    @property
+    def gate_width(self) -> int:
+        """Hidden width of the gate."""
+        return self.gate_hidden or max(1, self.d_k // 2)
+
+    def phi_width(self, width: int) -> int:
+        """Hidden width of the MLP that compresses heads of `width`."""
+        return self.phi_hidden or 2 * width
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values that differ from None, for a checkpoint's metadata."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value is not None}

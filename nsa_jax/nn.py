@@ -1,0 +1,235 @@
+"""`NSAAttention` in Flax NNX: projections, rotary embedding, compression, gates, cache.
+
+The attribute names are those of the torch module's state_dict, so that
+`interop.weights` carries a checkpoint from either framework to the other.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nsa_jax import api, cache, geometry
+from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.layer import LayerSpec
+from nsa_jax.types import Branches
+
+
+def apply_rope(x, position, *, base: float = 10000.0, scale: float = 1.0):
+    """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
+    width = x.shape[-1]
+    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    angle = (position.astype(jnp.float32) / scale)[..., None] * base**-exponent
+    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+class Gate(nnx.Module):
+    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+
+    def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.fc1 = nnx.Linear(spec.d_k, spec.gate_width, **kinds)
+        start = nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform")
+        self.fc2 = nnx.Linear(spec.gate_width, 3, kernel_init=start, **kinds)
+        self.spec = spec
+
+    def __call__(self, pooled_query):
+        logits = self.fc2(jax.nn.silu(self.fc1(pooled_query))) / self.spec.gate_temp
+        if self.spec.gate == "softmax":
+            return jax.nn.softmax(logits, axis=-1)
+        return jax.nn.sigmoid(logits)
+
+
+class Pool(nnx.Module):
+    """Weights `[l, D]` of a depthwise convolution over a window; they start as the mean."""
+
+    def __init__(self, length: int, width: int, *, param_dtype):
+        self.weight = nnx.Param(jnp.full((length, width), 1 / length, param_dtype))
+
+    def params(self) -> PoolParams:
+        return PoolParams(self.weight[...])
+
+
+class MLP(nnx.Module):
+    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+
+    def __init__(self, length: int, width: int, hidden: int, *, param_dtype, rngs: nnx.Rngs):
+        def normal(shape, deviation):
+            value = jax.random.normal(rngs.params(), shape, jnp.float32)
+            return nnx.Param((value * deviation).astype(param_dtype))
+
+        self.position = normal((length, width), 0.02)
+        self.w1 = normal((length * width, hidden), 1 / math.sqrt(length * width))
+        self.b1 = nnx.Param(jnp.zeros((hidden,), param_dtype))
+        self.w2 = normal((hidden, width), 1 / math.sqrt(hidden))
+        self.b2 = nnx.Param(jnp.zeros((width,), param_dtype))
+
+    def params(self) -> MLPParams:
+        return MLPParams(
+            self.position[...], self.w1[...], self.b1[...], self.w2[...], self.b2[...]
+        )
+
+
+class NSAAttention(nnx.Module):
+    """Causal self-attention by Native Sparse Attention, with keys and values per branch.
+
+    Args:
+      spec: the hyper-parameters (`nsa_jax.layer.LayerSpec`).
+      dtype, param_dtype: of the computation, of the parameters.
+      implementation: as in `nsa_jax.attention`.
+      rngs: for the initial parameters.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        implementation: str | Branches[str | None] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.spec = spec
+        self.dtype = dtype
+        self.implementation = implementation
+
+        def linear(size_in, size_out):
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=False,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        keys, values = spec.n_kv_groups * spec.d_k, spec.n_kv_groups * spec.d_v
+        self.W_Q = linear(spec.dim, spec.n_heads * spec.d_k)
+        self.W_K_cmp, self.W_V_cmp = linear(spec.dim, keys), linear(spec.dim, values)
+        self.W_K_sel, self.W_V_sel = linear(spec.dim, keys), linear(spec.dim, values)
+        self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
+        self.out = linear(spec.n_heads * spec.d_v, spec.dim)
+        self.gate = Gate(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        if spec.phi == "mlp":
+            self.phi_k_conv = Pool(spec.l, spec.d_k, param_dtype=param_dtype)
+            self.phi_v_conv = Pool(spec.l, spec.d_v, param_dtype=param_dtype)
+        elif spec.phi == "mlp_pe":
+            self.phi_k_mlp, self.phi_v_mlp = (
+                MLP(spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs)
+                for width in (spec.d_k, spec.d_v)
+            )
+
+    def hyper_parameters(self):
+        """What makes this layer's function, for a checkpoint's metadata."""
+        return self.spec.as_dict()
+
+    def compress_params(self) -> tuple[CompressParams, CompressParams]:
+        """Parameters of `phi` for keys and for values."""
+        if self.spec.phi == "mlp":
+            return self.phi_k_conv.params(), self.phi_v_conv.params()
+        if self.spec.phi == "mlp_pe":
+            return self.phi_k_mlp.params(), self.phi_v_mlp.params()
+        return None, None
+
+    def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
+        """An empty cache for `capacity` tokens of this layer."""
+        return cache.init_cache(
+            batch,
+            capacity,
+            self.spec.n_kv_groups,
+            self.spec.d_k,
+            self.spec.d_v,
+            config=self.spec.config,
+            dtype=self.dtype,
+            separate=True,
+        )
+
+    def project(self, x, position):
+        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_jax.attention` takes."""
+        spec = self.spec
+        batch, length, _ = x.shape
+
+        def heads(linear, count, width):
+            return linear(x).reshape(batch, length, count, width)
+
+        def rotate(x):
+            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
+
+        query = rotate(heads(self.W_Q, spec.n_heads, spec.d_k))
+        key = Branches(
+            *(
+                rotate(heads(linear, spec.n_kv_groups, spec.d_k))
+                for linear in (self.W_K_cmp, self.W_K_sel, self.W_K_win)
+            )
+        )
+        value = Branches(
+            *(
+                heads(linear, spec.n_kv_groups, spec.d_v)
+                for linear in (self.W_V_cmp, self.W_V_sel, self.W_V_win)
+            )
+        )
+        group = spec.n_heads // spec.n_kv_groups
+        pooled = query.reshape(batch, length, spec.n_kv_groups, group, -1).mean(axis=3)
+        gates = jnp.repeat(self.gate(pooled), group, axis=2)
+        return query, key, value, gates
+
+    def __call__(self, x, kv: cache.NSACache | None = None, *, segment_ids=None):
+        """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
+
+        Args:
+          x: `[B, T, dim]`.
+          kv: from `init_cache`; None: the tokens are whole sequences, and None comes back.
+          segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
+        """
+        spec = self.spec
+        if x.ndim != 3 or x.shape[-1] != spec.dim:
+            raise ValueError(f"x must have shape (B, T, {spec.dim}), got {x.shape}")
+        if kv is not None and segment_ids is not None:
+            raise ValueError("segment_ids must be None where a cache is given, got both")
+        batch, length, _ = x.shape
+        where = geometry.positions(
+            batch,
+            length,
+            kv_len=length if kv is None else kv.length + length,
+            segment_ids=segment_ids,
+            config=spec.config,
+        )
+        query, key, value, gates = self.project(x.astype(self.dtype), where.position)
+        options = dict(config=spec.config, implementation=self.implementation)
+        if kv is None:
+            key_params, value_params = self.compress_params()
+            compressed = (
+                api.compress(
+                    key.compressed, key_params, config=spec.config, segment_ids=segment_ids
+                ),
+                api.compress(
+                    value.compressed,
+                    value_params,
+                    config=spec.config,
+                    segment_ids=segment_ids,
+                ),
+            )
+            out = api.attention(
+                query,
+                key,
+                value,
+                gates,
+                compressed=compressed,
+                segment_ids=segment_ids,
+                **options,
+            )
+        else:
+            out, kv = cache.cached_attention(
+                query,
+                key,
+                value,
+                gates,
+                kv,
+                compress_params=self.compress_params(),
+                **options,
+            )
+        return self.out(out.reshape(batch, length, -1)), kv

@@ -1,0 +1,243 @@
+"""The oracle: every branch dense, with explicit boolean masks built from token indices.
+
+It computes in float32 (float64 for float64 input), or in `compute_dtype` when one is given:
+the same code in the low precision is the yardstick of the tolerance rule. It shares no code
+with the fast paths, needs memory for `[T, S]` per head, and is never chosen for its speed.
+
+Source: arXiv 2502.11089 v2, Eqs. 5-12. Arguments and shapes as in `nsa_jax.api`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+
+EXACT = lax.Precision.HIGHEST
+
+
+def _tokens(batch, num_keys, num_queries, kv_len, segment_ids):
+    """Each key's sequence [B, S] (-1: none) and position in it, each query's index [B, T]."""
+    index = jnp.arange(num_keys)
+    lengths = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32), (batch,))
+    sequence = jnp.where(index < lengths[:, None], 0, -1)
+    if segment_ids is not None:
+        new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        sequence = jnp.where(segment_ids < 0, -1, jnp.cumsum(new, axis=1))
+    border = jnp.pad(sequence[:, 1:] != sequence[:, :-1], ((0, 0), (1, 0)))
+    position = index - lax.cummax(jnp.where(border, index, 0), axis=1)
+    query_index = jnp.arange(num_queries) + lengths[:, None] - num_queries
+    return sequence, position, query_index
+
+
+def _window_starts(sequence, position, config):
+    """Key index of the first token of each compressed token, `[B, C]`; -1: unused slot."""
+    num_keys, length = sequence.shape[1], config.compress_block
+    count = config.num_compressed(num_keys)
+    first = jnp.arange(num_keys - length + 1) if count else jnp.arange(0)
+    complete = (
+        (sequence[:, first] >= 0)
+        & (sequence[:, first] == sequence[:, first + length - 1])
+        & (position[:, first] % config.compress_stride == 0)
+    )
+    return jax.vmap(lambda row: jnp.nonzero(row, size=count, fill_value=-1)[0])(complete)
+
+
+def _attend(query, key, value, mask, scale, dtype):
+    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
+    out_dtype = dtype or query.dtype
+    dtype = dtype or jnp.promote_types(query.dtype, jnp.float32)
+    batch, num_queries, heads, width = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, width)
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    scale = jnp.asarray(width**-0.5 if scale is None else scale, dtype)
+    mask = mask[:, :, None]
+    logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=EXACT) * scale
+    logits = jnp.where(mask, logits, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.where(mask, jnp.exp(logits - top), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    probs = weights / total
+    out = jnp.einsum("bkgts,bskd->btkgd", probs, value, precision=EXACT)
+    lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0]
+    lse = lse.transpose(0, 3, 1, 2).reshape(batch, num_queries, heads)
+    out = out.reshape(batch, num_queries, heads, value.shape[-1]).astype(out_dtype)
+    return out, lse.astype(jnp.promote_types(dtype, jnp.float32)), probs
+
+
+def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
+    """`phi` over every window of `l` tokens, one each `d` tokens (Eq. 7)."""
+    sequence, position, _ = _tokens(x.shape[0], x.shape[1], 0, x.shape[1], segment_ids)
+    starts = _window_starts(sequence, position, config)
+    taps = jnp.clip(starts, 0)[..., None] + jnp.arange(config.compress_block)
+    windows = jax.vmap(lambda row, index: row[index])(x, taps)  # [B, C, l, Hkv, D]
+    windows = windows.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if params is None:
+        out = windows.mean(axis=2)
+    elif isinstance(params, PoolParams):
+        weight = params.weight.astype(windows.dtype)
+        out = jnp.einsum("bclkd,ld->bckd", windows, weight, precision=EXACT)
+    elif isinstance(params, MLPParams):
+        position, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params)
+        flat = (windows + position[:, None]).transpose(0, 1, 3, 2, 4)
+        flat = flat.reshape(*flat.shape[:3], -1)
+        hidden = jax.nn.gelu(jnp.matmul(flat, w1, precision=EXACT) + b1, approximate=True)
+        out = jnp.matmul(hidden, w2, precision=EXACT) + b2
+    return jnp.where(starts[:, :, None, None] >= 0, out, 0).astype(x.dtype)
+
+
+def _compressed(query, key, value, config, kv_len, segment_ids, scale, dtype):
+    """`_attend` over the compressed tokens, and the block weights `[B, C, N]` of Eq. 9."""
+    batch, num_queries = query.shape[:2]
+    num_keys = num_queries if kv_len is None else kv_len
+    if segment_ids is not None:
+        kv_len = num_keys = segment_ids.shape[1]
+    elif not isinstance(num_keys, int):
+        num_keys = (key.shape[1] + 1) * config.compress_stride + config.compress_block
+    kv_len = num_keys if kv_len is None else kv_len
+    sequence, position, query_index = _tokens(batch, num_keys, num_queries, kv_len, segment_ids)
+    starts = _window_starts(sequence, position, config)[:, : key.shape[1]]
+    at = jax.vmap(lambda row, index: row[index])
+    own = at(sequence, query_index)[:, :, None]
+    mask = (starts >= 0) & (at(sequence, starts) >= 0)
+    mask = mask[:, None] & (at(sequence, starts)[:, None] == own)
+    mask &= starts[:, None] + config.compress_block - 1 <= query_index[:, :, None]
+    out, lse, probs = _attend(query, key, value, mask[:, None], scale, dtype)
+    tokens = at(position, starts)[..., None] + jnp.arange(config.compress_block)
+    blocks = jax.nn.one_hot(
+        tokens // config.select_block, config.num_blocks(num_keys), dtype=probs.dtype
+    )
+    overlap = blocks.sum(axis=2) / config.compress_stride
+    return out, lse, jnp.einsum("bkgtc,bcj->btkj", probs, overlap, precision=EXACT)
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len=None,
+    segment_ids=None,
+    scale=None,
+    compute_dtype=None,
+):
+    out, lse, _ = _compressed(
+        query,
+        compressed_key,
+        compressed_value,
+        config,
+        kv_len,
+        segment_ids,
+        scale,
+        compute_dtype,
+    )
+    return out, lse
+
+
+def block_scores(query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None):
+    """Importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
+    value = compressed_key[..., :0]
+    return _compressed(query, compressed_key, value, config, kv_len, segment_ids, scale, None)[
+        2
+    ]
+
+
+def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None):
+    scores = lax.stop_gradient(
+        block_scores(
+            query,
+            compressed_key,
+            config=config,
+            kv_len=kv_len,
+            segment_ids=segment_ids,
+            scale=scale,
+        )
+    )
+    batch, num_queries, _, num_blocks = scores.shape
+    if segment_ids is not None:
+        kv_len = segment_ids.shape[1]
+    kv_len = num_queries if kv_len is None else kv_len
+    num_keys = num_blocks * config.select_block if segment_ids is None else kv_len
+    sequence, position, index = _tokens(batch, num_keys, num_queries, kv_len, segment_ids)
+    at = jax.vmap(lambda row, where: row[where])
+    own = jnp.where(at(sequence, index) >= 0, at(position, index) // config.select_block, -1)
+    own = own[:, :, None, None]
+    block = jnp.arange(num_blocks)
+    forced = (block < config.num_initial) | (block > own - config.num_local)
+    ranked = jnp.where(forced, jnp.inf, scores)
+    ranked = jnp.where(block <= own, ranked, -jnp.inf)
+    order = jnp.argsort(-ranked, axis=-1, stable=True)[..., : config.num_selected]
+    chosen = jnp.where(order <= own, order, num_blocks)
+    chosen = jnp.sort(chosen, axis=-1)
+    missing = config.num_selected - chosen.shape[-1]
+    chosen = jnp.pad(
+        chosen, ((0, 0),) * 3 + ((0, max(missing, 0)),), constant_values=num_blocks
+    )
+    return jnp.where(chosen == num_blocks, -1, chosen).astype(jnp.int32)
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len=None,
+    segment_ids=None,
+    scale=None,
+    compute_dtype=None,
+):
+    batch, num_keys = key.shape[:2]
+    kv_len = num_keys if kv_len is None else kv_len
+    sequence, position, index = _tokens(batch, num_keys, query.shape[1], kv_len, segment_ids)
+    own = jax.vmap(lambda row, where: row[where])(sequence, index)[:, :, None]
+    block = (position // config.select_block)[:, None, None]  # [B, 1, 1, S]
+    chosen = jnp.zeros((*block_indices.shape[:3], num_keys), bool)
+    for slot in range(block_indices.shape[-1]):
+        chosen |= block_indices[..., slot, None] == block
+    mask = (sequence[:, None] == own) & (own >= 0)
+    mask &= jnp.arange(num_keys) <= index[:, :, None]
+    mask = chosen.transpose(0, 2, 1, 3) & mask[:, None]
+    key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
+    return _attend(query, key, value, mask, scale, compute_dtype)[:2]
+
+
+def sliding_attention(
+    query,
+    key,
+    value,
+    *,
+    config,
+    kv_len=None,
+    segment_ids=None,
+    scale=None,
+    compute_dtype=None,
+):
+    batch, num_keys = key.shape[:2]
+    kv_len = num_keys if kv_len is None else kv_len
+    sequence, _, index = _tokens(batch, num_keys, query.shape[1], kv_len, segment_ids)
+    own = jax.vmap(lambda row, where: row[where])(sequence, index)[:, :, None]
+    distance = index[:, :, None] - jnp.arange(num_keys)
+    mask = (sequence[:, None] == own) & (own >= 0)
+    mask &= (distance >= 0) & (distance < config.window)
+    key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
+    return _attend(query, key, value, mask[:, None], scale, compute_dtype)[:2]
+
+
+def combine(outputs: Branches, gates: Branches):
+    """`sum_c gate[c] * out[c]` (Eq. 5); gates `[B, T, H]`."""
+    dtype = jnp.promote_types(outputs.compressed.dtype, jnp.float32)
+    weighted = [
+        out.astype(dtype) * gate.astype(dtype)[..., None]
+        for out, gate in zip(outputs, gates, strict=True)
+    ]
+    total = weighted[0] + weighted[1] + weighted[2]
+    return total.astype(outputs.compressed.dtype)

@@ -1,0 +1,124 @@
+"""Which blocks a query reads: scores from the compressed probabilities, then top-n.
+
+Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nsa_jax import geometry
+from nsa_jax.chunks import over_queries
+from nsa_jax.config import NSAConfig
+from nsa_jax.softmax import grouped, logits_of, softmax
+
+
+def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):
+    """Eq. 9: `score[j] = sum_i w(i, j) * probs[i]`, `w` counting shared stride blocks.
+
+    Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
+    the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
+    """
+    cover = config.compress_block // config.compress_stride
+    ratio = config.select_block // config.compress_stride
+    size, count = num_blocks * ratio, probs.shape[-1]
+    lead = [(0, 0)] * (probs.ndim - 1)
+    by_stride = jnp.zeros((*probs.shape[:-1], size), probs.dtype)
+    for shift in range(cover):
+        tail = max(size - shift - count, 0)
+        by_stride += jnp.pad(probs, [*lead, (shift, tail)])[..., :size]
+    return by_stride.reshape(*probs.shape[:-1], num_blocks, ratio).sum(axis=-1)
+
+
+def choose(
+    scores: Float[Array, "... N"], own: Int[Array, "..."], config: NSAConfig
+) -> Int[Array, "... n"]:
+    """The `n` blocks of Eq. 11 among `0 .. own` (`own` < 0: none), ascending, -1 padding.
+
+    The first `num_initial` and the last `num_local` candidates are always among them; equal
+    scores go to the lower index. `lax.top_k` promises its order of ties on no GPU, so it is
+    asked for values only: what lies above the n-th largest is in, and ties fill the rest.
+    """
+    num_blocks, n = scores.shape[-1], config.num_selected
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    own = own[..., None]
+    forced = (block < config.num_initial) | (block > own - config.num_local)
+    candidate = block <= own
+    ranked = jnp.where(forced, jnp.inf, scores.astype(jnp.float32))
+    ranked = jnp.where(candidate, ranked, -jnp.inf)
+    width = min(n, num_blocks)
+    floor = lax.top_k(ranked, width)[0][..., -1:]
+    above = ranked > floor
+    tied = candidate & (ranked == floor)
+    room = width - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    chosen = above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
+    # The keys below are distinct, so this second top-k has no ties to order.
+    smallest_first = -lax.top_k(jnp.where(chosen, -block, -num_blocks), width)[0]
+    indices = jnp.where(smallest_first == num_blocks, -1, smallest_first)
+    pad = [(0, 0)] * (indices.ndim - 1) + [(0, n - width)]
+    return jnp.pad(indices, pad, constant_values=-1).astype(jnp.int32)
+
+
+def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
+    """A function of a chunk of queries to its scores, with the arrays to be chunked."""
+    batch, num_queries, heads, _ = query.shape
+    count = compressed_key.shape[1]
+    if segment_ids is not None:
+        kv_len = segment_ids.shape[1]
+    kv_len = num_queries if kv_len is None else kv_len
+    longest = kv_len
+    if not isinstance(kv_len, int):
+        longest = count * config.compress_stride + config.compress_block - 1
+    num_blocks = config.num_blocks(longest)
+    where = geometry.positions(
+        batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config
+    )
+    slot = jnp.arange(count, dtype=jnp.int32)
+    last_token = config.compress_block - 1
+
+    def scores(query, position, start):
+        logits = logits_of(grouped(query, compressed_key), compressed_key, scale)
+        local = slot - start[..., None]
+        seen = (local >= 0) & (
+            local * config.compress_stride + last_token <= position[..., None]
+        )
+        probs = softmax(logits, seen[:, None, None])[0].sum(axis=2)  # [B, Hkv, Q, C]
+        if segment_ids is not None and count:
+            shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
+            shifted = jnp.take_along_axis(probs, shift, axis=-1)
+            probs = jnp.where(start[:, None, :, None] + slot < count, shifted, 0)
+        return map_to_blocks(probs, num_blocks, config).transpose(0, 2, 1, 3)
+
+    arrays = (query, where.position, where.compressed_start)
+    return scores, arrays, batch * heads * max(count, 1) * 4
+
+
+def block_scores(
+    query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
+) -> Float[Array, "B T Hkv N"]:
+    """Importance of every selection block (Eqs. 8-10), float32, summed over the group."""
+    query, compressed_key = lax.stop_gradient((query, compressed_key))
+    scores, arrays, row_bytes = _scorer(
+        query, compressed_key, config, kv_len, segment_ids, scale
+    )
+    return over_queries(scores, arrays, row_bytes)
+
+
+def select_blocks(
+    query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
+) -> Int[Array, "B T Hkv n"]:
+    """The selected blocks of each query and key/value head; scores never exist for all T."""
+    query, compressed_key = lax.stop_gradient((query, compressed_key))
+    scores, arrays, row_bytes = _scorer(
+        query, compressed_key, config, kv_len, segment_ids, scale
+    )
+
+    def chosen(query, position, start):
+        # Floor division keeps the position -1 of padding negative.
+        own = jnp.broadcast_to(
+            (position // config.select_block)[..., None],
+            (*position.shape, compressed_key.shape[2]),
+        )
+        return choose(scores(query, position, start), own, config)
+
+    return over_queries(chosen, arrays, row_bytes)

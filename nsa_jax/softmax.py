@@ -1,0 +1,51 @@
+"""The numerics that every XLA branch shares: grouped logits and a softmax that may be empty."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+
+def precision_of(dtype):
+    """Float32 products stay float32 (no TF32); low precision is exact in the accumulator."""
+    low = jnp.dtype(dtype).itemsize < 4
+    return lax.Precision.DEFAULT if low else lax.Precision.HIGHEST
+
+
+def wide(dtype):
+    """The dtype of logits, softmax and accumulation."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
+    """`[B, T, Hkv, G, D]`: the query heads by the key/value head that they read."""
+    batch, length, heads, width = query.shape
+    return query.reshape(batch, length, key.shape[2], heads // key.shape[2], width)
+
+
+def logits_of(query: Float[Array, "B Q Hkv G D"], key: Float[Array, "B K Hkv D"], scale):
+    """`scale * q . k` for keys that all queries share, `[B, Hkv, G, Q, K]`."""
+    logits = jnp.einsum(
+        "bqkgd,bskd->bkgqs",
+        query,
+        key,
+        precision=precision_of(query.dtype),
+        preferred_element_type=wide(query.dtype),
+    )
+    return logits * jnp.asarray(scale_of(scale, query), logits.dtype)
+
+
+def scale_of(scale, query) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*A K"]):
+    """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf."""
+    logits = jnp.where(seen, logits, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+    return weights / total, lse[..., 0]

@@ -1,0 +1,208 @@
+"""Checks of public arguments: each error names the argument, what was expected, what came.
+
+They read only `shape` and `dtype`, so the torch front end checks its tensors with them too.
+"""
+
+import math
+import numbers
+
+from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int32", "int64", "int16", "int8")
+
+
+def dtype_name(x) -> str:
+    """`float32` for a JAX, NumPy or torch dtype alike."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def array(name: str, x, rank: int, dtypes=FLOATS) -> None:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+    if len(x.shape) != rank:
+        raise ValueError(f"{name} must have {rank} axes, got shape {tuple(x.shape)}")
+    if dtype_name(x) not in dtypes:
+        raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
+
+
+def shape(name: str, x, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
+
+
+def _same_dtype(name: str, x, query) -> None:
+    if x.dtype != query.dtype:
+        raise ValueError(
+            f"{name} must have the dtype of query, {dtype_name(query)}, got {dtype_name(x)}"
+        )
+
+
+def configuration(config) -> None:
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+
+
+def scaling(scale) -> None:
+    if scale is None:
+        return
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"scale must be a positive number or None, got {scale!r}")
+
+
+def heads(query, key, name: str = "key") -> None:
+    if key.shape[2] < 1 or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"query heads must be a multiple of {name} heads, "
+            f"got {query.shape[2]} and {key.shape[2]}"
+        )
+
+
+def attention(query, key, value, config, segment_ids, scale, branch=None) -> None:
+    """`query` [B, T, H, D], `key` [B, S, Hkv, D], `value` [B, S, Hkv, Dv], T <= S."""
+    suffix = f".{branch}" if branch else ""
+    key_name, value_name = f"key{suffix}", f"value{suffix}"
+    configuration(config)
+    array("query", query, 4)
+    array(key_name, key, 4)
+    array(value_name, value, 4)
+    _same_dtype(key_name, key, query)
+    _same_dtype(value_name, value, query)
+    shape(key_name, key, (query.shape[0], key.shape[1], key.shape[2], query.shape[3]))
+    shape(value_name, value, (*key.shape[:3], value.shape[3]))
+    heads(query, key, key_name)
+    if query.shape[1] > key.shape[1]:
+        raise ValueError(
+            f"query must not be longer than {key_name}, "
+            f"got T={query.shape[1]} and S={key.shape[1]}"
+        )
+    segments(segment_ids, key.shape[0], key.shape[1])
+    scaling(scale)
+
+
+def gates(gates, query) -> Branches:
+    """`Branches` of `[B, T, H]` from themselves or from one `[B, T, H, 3]`."""
+    array("query", query, 4)
+    expected = tuple(query.shape[:3])
+    if isinstance(gates, Branches):
+        for name, gate in zip(Branches._fields, gates, strict=True):
+            array(f"gates.{name}", gate, 3)
+            shape(f"gates.{name}", gate, expected)
+        return gates
+    array("gates", gates, 4)
+    shape("gates", gates, (*expected, 3))
+    return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
+
+
+def segments(segment_ids, batch: int, length: int) -> None:
+    if segment_ids is None:
+        return
+    array("segment_ids", segment_ids, 2, INTEGERS)
+    shape("segment_ids", segment_ids, (batch, length))
+
+
+def length(kv_len, query, segment_ids, capacity: int | None = None) -> None:
+    """`kv_len`: T <= kv_len <= capacity where it is an int; `[]` or `[B]` otherwise."""
+    if kv_len is None:
+        return
+    if segment_ids is not None:
+        raise ValueError("kv_len must be None where segment_ids are given, got both")
+    if isinstance(kv_len, bool) or not isinstance(kv_len, int):
+        if not hasattr(kv_len, "shape"):
+            raise ValueError(f"kv_len must be an integer or an array of them, got {kv_len!r}")
+        if tuple(kv_len.shape) not in ((), (query.shape[0],)):
+            raise ValueError(
+                f"kv_len must have shape () or ({query.shape[0]},), got {tuple(kv_len.shape)}"
+            )
+        array("kv_len", kv_len, len(kv_len.shape), ("int32", "int64"))
+        return
+    if kv_len < query.shape[1]:
+        raise ValueError(f"kv_len must be at least T={query.shape[1]}, got {kv_len}")
+    if capacity is not None and kv_len > capacity:
+        raise ValueError(f"kv_len must be at most the keys there are, {capacity}, got {kv_len}")
+
+
+def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
+    """Checks of the functions that get compressed keys only; returns `kv_len`, T for None."""
+    configuration(config)
+    array("query", query, 4)
+    array("compressed_key", compressed_key, 4)
+    _same_dtype("compressed_key", compressed_key, query)
+    count = compressed_key.shape[1]
+    shape(
+        "compressed_key",
+        compressed_key,
+        (query.shape[0], count, compressed_key.shape[2], query.shape[3]),
+    )
+    heads(query, compressed_key, "compressed_key")
+    scaling(scale)
+    length(kv_len, query, segment_ids)
+    if segment_ids is not None:
+        array("segment_ids", segment_ids, 2, INTEGERS)
+        segments(segment_ids, query.shape[0], segment_ids.shape[1])
+        if segment_ids.shape[1] < query.shape[1]:
+            raise ValueError(
+                f"segment_ids must cover the T={query.shape[1]} queries, "
+                f"got {segment_ids.shape[1]}"
+            )
+        kv_len = segment_ids.shape[1]
+    kv_len = query.shape[1] if kv_len is None else kv_len
+    _count("compressed_key", compressed_key, config, kv_len)
+    return None if segment_ids is not None else kv_len
+
+
+def compressed(query, compressed_key, compressed_value, config, kv_len) -> None:
+    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`, enough for `kv_len` tokens."""
+    array("compressed_key", compressed_key, 4)
+    array("compressed_value", compressed_value, 4)
+    batch, _, _, width = query.shape
+    kv_heads = compressed_key.shape[2]
+    shape("compressed_key", compressed_key, (batch, compressed_key.shape[1], kv_heads, width))
+    shape(
+        "compressed_value",
+        compressed_value,
+        (*compressed_key.shape[:3], compressed_value.shape[3]),
+    )
+    _same_dtype("compressed_key", compressed_key, query)
+    _same_dtype("compressed_value", compressed_value, query)
+    heads(query, compressed_key, "compressed_key")
+    _count("compressed_key", compressed_key, config, kv_len)
+
+
+def _count(name, x, config, kv_len) -> None:
+    if not isinstance(kv_len, int):
+        return
+    expected = config.num_compressed(kv_len)
+    if x.shape[1] != expected:
+        raise ValueError(
+            f"{name} must have C={expected} tokens for {kv_len} keys, got {x.shape[1]}"
+        )
+
+
+def indices(block_indices, query, key, config) -> None:
+    """int32 `[B, T, Hkv, n]`."""
+    array("block_indices", block_indices, 4, ("int32",))
+    expected = (*query.shape[:2], key.shape[2], config.num_selected)
+    shape("block_indices", block_indices, expected)
+
+
+def phi(params, x, config) -> None:
+    """Parameters of `compress` that fit windows of `l` tokens of `x` [B, S, Hkv, D]."""
+    configuration(config)
+    if params is None:
+        return
+    window = (config.compress_block, x.shape[3])
+    if isinstance(params, PoolParams):
+        shape("params.weight", params.weight, window)
+    elif isinstance(params, MLPParams):
+        hidden = params.b1.shape[0]
+        shape("params.position", params.position, window)
+        shape("params.w1", params.w1, (window[0] * window[1], hidden))
+        shape("params.w2", params.w2, (hidden, window[1]))
+        shape("params.b2", params.b2, window[1:])
+    else:
+        raise ValueError(
+            f"params must be None, PoolParams or MLPParams, got {type(params).__name__}"
+        )

@@ -1,0 +1,35 @@
+"""A strict world: no implicit promotion, warnings are errors, shapes checked at run time."""
+
+import os
+
+# One small thread pool per worker, eight CPU devices for the sharding tests, and room on the
+# GPU for both frameworks. Read when the backends start, so before the first import of jax.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+from jaxtyping import install_import_hook
+
+CHECKED = ["branches", "chunks", "compress", "geometry", "reference", "select", "softmax"]
+install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype")
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests that need a GPU are left out, and counted as such, where there is none."""
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(1337)
