@@ -11,8 +11,7 @@ from jax import lax
 
 from nsa_jax import geometry
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
-from nsa_jax.softmax import grouped, logits_of, precision_of, scale_of, softmax, wide
-from nsa_jax.types import Branches
+from nsa_jax.numerics import grouped, logits_of, precision_of, scale_of, softmax, wide
 
 
 def _rows(out, lse, query):
@@ -169,8 +168,8 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     return over_queries(chunk, arrays, row_bytes, budget_bytes=budget)
 
 
-def combine(outputs: Branches, gates: Branches):
-    """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
+def combine(outputs, gates):
+    """`sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`, in float32; gates `[B, T, H]`."""
     dtype = outputs.compressed.dtype
     total = jnp.zeros((), wide(dtype))
     for out, gate in zip(outputs, gates, strict=True):

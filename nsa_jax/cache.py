@@ -53,10 +53,13 @@ def init_cache(
     Args:
       separate: whether the sliding branch has keys and values of its own (`Branches`).
     """
-    sizes = dict(batch=batch, capacity=capacity, kv_heads=kv_heads)
-    for name, size in sizes.items() | {("key_width", key_width), ("value_width", value_width)}:
-        if size < 1:
-            raise ValueError(f"{name} must be >= 1, got {size}")
+    validate.sizes(
+        batch=batch,
+        capacity=capacity,
+        kv_heads=kv_heads,
+        key_width=key_width,
+        value_width=value_width,
+    )
 
     def zeros(length, width):
         return jnp.zeros((batch, length, kv_heads, width), dtype)
@@ -102,13 +105,11 @@ def cached_attention(
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
-    for branch, k, v in zip(Branches._fields, key, value, strict=True):
-        validate.attention(query, k, v, config, None, scale, branch)
-        validate.shape(f"key.{branch}", k, (*query.shape[:2], *cache.recent_key.shape[2:]))
-        validate.shape(f"value.{branch}", v, (*k.shape[:3], cache.recent_value.shape[3]))
-    validate.phi(compress_params[0], key.compressed, config)
-    validate.phi(compress_params[1], value.compressed, config)
-    _check(key, value, query, cache)
+    validate.cached(query, key, value, cache, config, compress_params, scale)
+    if not isinstance(cache.length, jax.core.Tracer):
+        longest = int(jnp.max(cache.length)) + query.shape[1]
+        if longest > cache.capacity:
+            raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
     cache = update(cache, key, value, config, compress_params)
     shared = cache.sliding_key is None
     keys = Branches(
@@ -132,23 +133,6 @@ def cached_attention(
     )
     full = (cache.length > cache.capacity)[:, None, None, None]
     return jnp.where(full, jnp.asarray(jnp.nan, out.dtype), out), cache
-
-
-def _check(key, value, query, cache):
-    if cache.selected_key.dtype != query.dtype:
-        raise ValueError(
-            f"cache must have the dtype of query, {query.dtype}, got {cache.selected_key.dtype}"
-        )
-    own = key.sliding is not key.selected or value.sliding is not value.selected
-    if own and cache.sliding_key is None:
-        raise ValueError(
-            "key and value must be one array for the selected and sliding branches of this "
-            "cache, got Branches; make it with init_cache(separate=True)"
-        )
-    if not isinstance(cache.length, jax.core.Tracer):
-        longest = int(jnp.max(cache.length)) + query.shape[1]
-        if longest > cache.capacity:
-            raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
 
 
 def update(cache, key, value, config, compress_params) -> NSACache:

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from nsa_jax import geometry
 from nsa_jax.config import NSAConfig
+from nsa_jax.numerics import precision_of, wide
 
 
 class PoolParams(NamedTuple):
@@ -36,12 +36,11 @@ type CompressParams = PoolParams | MLPParams | None  # None: the mean
 
 def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
     """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`."""
-    dtype = jnp.promote_types(windows.dtype, jnp.float32)
-    wide = windows.astype(dtype)
+    dtype = wide(windows.dtype)
     if params is None:
-        out = jnp.mean(wide, axis=2)
+        out = jnp.mean(windows, axis=2, dtype=dtype)
     elif isinstance(params, PoolParams):
-        out = jnp.sum(wide * params.weight.astype(dtype)[:, None], axis=2)
+        out = jnp.sum(windows.astype(dtype) * params.weight.astype(dtype)[:, None], axis=2)
     else:
         out = _mlp(windows, params)
     return out.astype(windows.dtype)
@@ -50,25 +49,20 @@ def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
 def _mlp(windows, params):
     length, width = params.position.shape
     dtype = windows.dtype
-    exact = lax.Precision.HIGHEST if dtype != jnp.bfloat16 else lax.Precision.DEFAULT
-    wide = jnp.promote_types(dtype, jnp.float32)
-    embedded = windows.astype(wide) + params.position.astype(wide)[:, None]
-    hidden = jnp.einsum(
-        "bclkd,ldf->bckf",
-        embedded.astype(dtype),
-        params.w1.astype(dtype).reshape(length, width, -1),
-        precision=exact,
-        preferred_element_type=wide,
-    )
-    hidden = jax.nn.gelu(hidden + params.b1.astype(wide), approximate=True)
-    out = jnp.einsum(
-        "bckf,fd->bckd",
-        hidden.astype(dtype),
-        params.w2.astype(dtype),
-        precision=exact,
-        preferred_element_type=wide,
-    )
-    return out + params.b2.astype(wide)
+    position, w1, b1, w2, b2 = (x.astype(wide(dtype)) for x in params)
+
+    def product(spec, x, weight):
+        return jnp.einsum(
+            spec,
+            x.astype(dtype),
+            weight.astype(dtype),
+            precision=precision_of(dtype),
+            preferred_element_type=wide(dtype),
+        )
+
+    embedded = windows.astype(wide(dtype)) + position[:, None]
+    hidden = product("bclkd,ldf->bckf", embedded, w1.reshape(length, width, -1)) + b1
+    return product("bckf,fd->bckd", jax.nn.gelu(hidden, approximate=True), w2) + b2
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):

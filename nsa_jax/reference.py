@@ -13,22 +13,29 @@ from jax import lax
 
 from nsa_jax.compress import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
 
 EXACT = lax.Precision.HIGHEST
 
 
+def _wide(dtype):
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _iota(*bounds):
+    return jnp.arange(*bounds, dtype=jnp.int32)
+
+
 def _tokens(batch, num_keys, num_queries, kv_len, segment_ids):
     """Each key's sequence [B, S] (-1: none) and position in it, each query's index [B, T]."""
-    index = jnp.arange(num_keys)
+    index = _iota(num_keys)
     lengths = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32), (batch,))
     sequence = jnp.where(index < lengths[:, None], 0, -1)
     if segment_ids is not None:
         new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        sequence = jnp.where(segment_ids < 0, -1, jnp.cumsum(new, axis=1))
+        sequence = jnp.where(segment_ids < 0, -1, jnp.cumsum(new, axis=1, dtype=jnp.int32))
     border = jnp.pad(sequence[:, 1:] != sequence[:, :-1], ((0, 0), (1, 0)))
     position = index - lax.cummax(jnp.where(border, index, 0), axis=1)
-    query_index = jnp.arange(num_queries) + lengths[:, None] - num_queries
+    query_index = _iota(num_queries) + lengths[:, None] - num_queries
     return sequence, position, query_index
 
 
@@ -36,19 +43,20 @@ def _window_starts(sequence, position, config):
     """Key index of the first token of each compressed token, `[B, C]`; -1: unused slot."""
     num_keys, length = sequence.shape[1], config.compress_block
     count = config.num_compressed(num_keys)
-    first = jnp.arange(num_keys - length + 1) if count else jnp.arange(0)
+    first = _iota(num_keys - length + 1) if count else _iota(0)
     complete = (
         (sequence[:, first] >= 0)
         & (sequence[:, first] == sequence[:, first + length - 1])
         & (position[:, first] % config.compress_stride == 0)
     )
-    return jax.vmap(lambda row: jnp.nonzero(row, size=count, fill_value=-1)[0])(complete)
+    starts = jax.vmap(lambda row: jnp.nonzero(row, size=count, fill_value=-1)[0])(complete)
+    return starts.astype(jnp.int32)
 
 
 def _attend(query, key, value, mask, scale, dtype):
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
     out_dtype = dtype or query.dtype
-    dtype = dtype or jnp.promote_types(query.dtype, jnp.float32)
+    dtype = dtype or _wide(query.dtype)
     batch, num_queries, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, width)
@@ -68,16 +76,16 @@ def _attend(query, key, value, mask, scale, dtype):
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0]
     lse = lse.transpose(0, 3, 1, 2).reshape(batch, num_queries, heads)
     out = out.reshape(batch, num_queries, heads, value.shape[-1]).astype(out_dtype)
-    return out, lse.astype(jnp.promote_types(dtype, jnp.float32)), probs
+    return out, lse.astype(_wide(dtype)), probs
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
     """`phi` over every window of `l` tokens, one each `d` tokens (Eq. 7)."""
     sequence, position, _ = _tokens(x.shape[0], x.shape[1], 0, x.shape[1], segment_ids)
     starts = _window_starts(sequence, position, config)
-    taps = jnp.clip(starts, 0)[..., None] + jnp.arange(config.compress_block)
+    taps = jnp.clip(starts, 0)[..., None] + _iota(config.compress_block)
     windows = jax.vmap(lambda row, index: row[index])(x, taps)  # [B, C, l, Hkv, D]
-    windows = windows.astype(jnp.promote_types(x.dtype, jnp.float32))
+    windows = windows.astype(_wide(x.dtype))
     if params is None:
         out = windows.mean(axis=2)
     elif isinstance(params, PoolParams):
@@ -86,7 +94,7 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     elif isinstance(params, MLPParams):
         position, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params)
         flat = (windows + position[:, None]).transpose(0, 1, 3, 2, 4)
-        flat = flat.reshape(*flat.shape[:3], -1)
+        flat = flat.reshape(*flat.shape[:3], flat.shape[3] * flat.shape[4])
         hidden = jax.nn.gelu(jnp.matmul(flat, w1, precision=EXACT) + b1, approximate=True)
         out = jnp.matmul(hidden, w2, precision=EXACT) + b2
     return jnp.where(starts[:, :, None, None] >= 0, out, 0).astype(x.dtype)
@@ -99,17 +107,19 @@ def _compressed(query, key, value, config, kv_len, segment_ids, scale, dtype):
     if segment_ids is not None:
         kv_len = num_keys = segment_ids.shape[1]
     elif not isinstance(num_keys, int):
-        num_keys = (key.shape[1] + 1) * config.compress_stride + config.compress_block
+        num_keys = key.shape[1] * config.compress_stride + config.compress_block - 1
     kv_len = num_keys if kv_len is None else kv_len
     sequence, position, query_index = _tokens(batch, num_keys, num_queries, kv_len, segment_ids)
     starts = _window_starts(sequence, position, config)[:, : key.shape[1]]
+    unused = key.shape[1] - starts.shape[1]
+    starts = jnp.pad(starts, ((0, 0), (0, unused)), constant_values=-1)
     at = jax.vmap(lambda row, index: row[index])
     own = at(sequence, query_index)[:, :, None]
     mask = (starts >= 0) & (at(sequence, starts) >= 0)
     mask = mask[:, None] & (at(sequence, starts)[:, None] == own)
     mask &= starts[:, None] + config.compress_block - 1 <= query_index[:, :, None]
     out, lse, probs = _attend(query, key, value, mask[:, None], scale, dtype)
-    tokens = at(position, starts)[..., None] + jnp.arange(config.compress_block)
+    tokens = at(position, starts)[..., None] + _iota(config.compress_block)
     blocks = jax.nn.one_hot(
         tokens // config.select_block, config.num_blocks(num_keys), dtype=probs.dtype
     )
@@ -169,11 +179,12 @@ def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=Non
     at = jax.vmap(lambda row, where: row[where])
     own = jnp.where(at(sequence, index) >= 0, at(position, index) // config.select_block, -1)
     own = own[:, :, None, None]
-    block = jnp.arange(num_blocks)
+    block = _iota(num_blocks)
     forced = (block < config.num_initial) | (block > own - config.num_local)
     ranked = jnp.where(forced, jnp.inf, scores)
     ranked = jnp.where(block <= own, ranked, -jnp.inf)
     order = jnp.argsort(-ranked, axis=-1, stable=True)[..., : config.num_selected]
+    order = order.astype(jnp.int32)
     chosen = jnp.where(order <= own, order, num_blocks)
     chosen = jnp.sort(chosen, axis=-1)
     missing = config.num_selected - chosen.shape[-1]
@@ -204,7 +215,7 @@ def selected_attention(
     for slot in range(block_indices.shape[-1]):
         chosen |= block_indices[..., slot, None] == block
     mask = (sequence[:, None] == own) & (own >= 0)
-    mask &= jnp.arange(num_keys) <= index[:, :, None]
+    mask &= _iota(num_keys) <= index[:, :, None]
     mask = chosen.transpose(0, 2, 1, 3) & mask[:, None]
     key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
     return _attend(query, key, value, mask, scale, compute_dtype)[:2]
@@ -225,16 +236,16 @@ def sliding_attention(
     kv_len = num_keys if kv_len is None else kv_len
     sequence, _, index = _tokens(batch, num_keys, query.shape[1], kv_len, segment_ids)
     own = jax.vmap(lambda row, where: row[where])(sequence, index)[:, :, None]
-    distance = index[:, :, None] - jnp.arange(num_keys)
+    distance = index[:, :, None] - _iota(num_keys)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= (distance >= 0) & (distance < config.window)
     key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
     return _attend(query, key, value, mask[:, None], scale, compute_dtype)[:2]
 
 
-def combine(outputs: Branches, gates: Branches):
-    """`sum_c gate[c] * out[c]` (Eq. 5); gates `[B, T, H]`."""
-    dtype = jnp.promote_types(outputs.compressed.dtype, jnp.float32)
+def combine(outputs, gates):
+    """`sum_c gate[c] * out[c]` (Eq. 5) of two `Branches`; gates `[B, T, H]`."""
+    dtype = _wide(outputs.compressed.dtype)
     weighted = [
         out.astype(dtype) * gate.astype(dtype)[..., None]
         for out, gate in zip(outputs, gates, strict=True)

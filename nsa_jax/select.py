@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
 from nsa_jax.config import NSAConfig
-from nsa_jax.softmax import grouped, logits_of, softmax
+from nsa_jax.numerics import grouped, logits_of, softmax
 
 
 def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConfig):

@@ -206,3 +206,40 @@ def phi(params, x, config) -> None:
         raise ValueError(
             f"params must be None, PoolParams or MLPParams, got {type(params).__name__}"
         )
+
+
+def sizes(**values: int) -> None:
+    """Each is an int >= 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+
+
+def cached(query, key, value, cache, config, compress_params, scale) -> None:
+    """New tokens `[B, T, Hkv, .]` of each branch that fit a cache of either framework."""
+    for branch, k, v in zip(Branches._fields, key, value, strict=True):
+        attention(query, k, v, config, None, scale, branch)
+        shape(f"key.{branch}", k, (*query.shape[:2], *cache.recent_key.shape[2:]))
+        shape(f"value.{branch}", v, (*k.shape[:3], cache.recent_value.shape[3]))
+    if cache.recent_key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"cache must be of batch {query.shape[0]}, got {cache.recent_key.shape[0]}"
+        )
+    if cache.recent_key.shape[1] != config.compress_block - 1:
+        raise ValueError(
+            f"cache must be made with compress_block={config.compress_block}, "
+            f"got one with {cache.recent_key.shape[1] + 1}"
+        )
+    if cache.recent_key.dtype != query.dtype:
+        raise ValueError(
+            f"cache must have the dtype of query, {dtype_name(query)}, "
+            f"got {dtype_name(cache.recent_key)}"
+        )
+    own = key.sliding is not key.selected or value.sliding is not value.selected
+    if own and cache.sliding_key is None:
+        raise ValueError(
+            "key and value must be one array for the selected and sliding branches of this "
+            "cache, got Branches; make it with init_cache(separate=True)"
+        )
+    phi(compress_params[0], key.compressed, config)
+    phi(compress_params[1], value.compressed, config)

@@ -9,7 +9,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from jaxtyping import install_import_hook
 
-CHECKED = ["branches", "chunks", "compress", "geometry", "reference", "select", "softmax"]
+CHECKED = ["branches", "chunks", "compress", "geometry", "numerics", "reference", "select"]
 install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype")
 
 import jax

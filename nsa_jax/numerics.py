@@ -13,7 +13,8 @@ def precision_of(dtype):
 
 def wide(dtype):
     """The dtype of logits, softmax and accumulation."""
-    return jnp.promote_types(dtype, jnp.float32)
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
@@ -38,7 +39,7 @@ def scale_of(scale, query) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*A K"]):
+def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
     """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf."""
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))

@@ -1,0 +1,153 @@
+"""The attention module's weights in one file that both frameworks read (safetensors).
+
+The file holds the torch module's `state_dict`: its keys and its layouts. The Flax NNX module
+has the same names, so a path maps to a key by one rule:
+
+  NNX parameter           key in the file      layout
+  `a.b.kernel` [in, out]  `a.b.weight`         [out, in]    transposed, as torch.nn.Linear
+  `a.weight` [l, d]       `a.weight`           [d, 1, l]    a depthwise torch.nn.Conv1d
+  any other               the path with dots   as it is
+
+Dtypes are kept, bfloat16 included; nothing is cast. The file's metadata records what
+`module.hyper_parameters()` returns (names to numbers or words), as JSON.
+"""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from flax import nnx
+
+METADATA_KEY = "hyper_parameters"
+
+
+class Module(Protocol):
+    """A torch or NNX module that tells what it was built from."""
+
+    def hyper_parameters(self) -> dict[str, int | float | str]: ...
+
+
+def save(path: str | Path, module: Module) -> None:
+    """Writes the weights and hyper-parameters of `module` to `path`, all or nothing.
+
+    Args:
+      path: the file, replaced in one step if it exists.
+      module: a `torch.nn.Module` or `nnx.Module` that has `hyper_parameters()`.
+    """
+    path = Path(path)
+    metadata = {METADATA_KEY: json.dumps(module.hyper_parameters())}
+    data = safetensors.torch.save(_tensors(module), metadata)
+    # A reader of `path` sees the old file or the new one, even if this process dies halfway.
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def load(path: str | Path, module: Module) -> None:
+    """Reads the weights in `path` into `module`, in place.
+
+    Values go to the device (or sharding) of the parameter they replace. A file without
+    recorded hyper-parameters is taken if its keys, shapes and dtypes fit.
+
+    Raises:
+      ValueError: the hyper-parameters, keys, shapes or dtypes differ; the message names the
+        first difference, what was expected and what the file has. The module is unchanged.
+    """
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    if METADATA_KEY in metadata:
+        recorded = json.loads(metadata[METADATA_KEY])
+        _check_hyper_parameters(path, module.hyper_parameters(), recorded)
+    _check_tensors(path, _tensors(module), tensors)
+    if isinstance(module, torch.nn.Module):
+        module.load_state_dict(tensors)
+        return
+    loaded = [
+        (steps, param.replace(_to_nnx(steps, tensors[_key(steps)], param.get_value())))
+        for steps, param in _params(module)
+    ]
+    nnx.update(module, nnx.from_flat_state(loaded))
+
+
+def _check_hyper_parameters(path: str | Path, expected: dict, got: dict) -> None:
+    for name in sorted(expected.keys() | got.keys()):
+        ours, theirs = expected.get(name, "no such name"), got.get(name, "no such name")
+        if ours != theirs:
+            raise ValueError(
+                f"{path}: hyper-parameter {name} must be {ours!r} as in the module, "
+                f"got {theirs!r}"
+            )
+
+
+def _check_tensors(
+    path: str | Path, expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]
+) -> None:
+    for key in sorted(expected.keys() | got.keys()):
+        ours, theirs = _describe(expected.get(key)), _describe(got.get(key))
+        if ours != theirs:
+            raise ValueError(f"{path}: {key}: expected {ours}, got {theirs}")
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "no such key"
+    return f"shape {tuple(tensor.shape)} of {tensor.dtype}"
+
+
+def _tensors(module: Module) -> dict[str, torch.Tensor]:
+    """The module's weights as they stand in the file."""
+    if isinstance(module, torch.nn.Module):
+        return {key: value.contiguous() for key, value in module.state_dict().items()}
+    return {
+        _key(steps): _from_nnx(steps, param.get_value()) for steps, param in _params(module)
+    }
+
+
+def _params(module: Module) -> nnx.FlatState:
+    return nnx.to_flat_state(nnx.state(module, nnx.Param))
+
+
+def _key(steps: tuple[Any, ...]) -> str:
+    *parents, name = map(str, steps)
+    return ".".join([*parents, "weight" if name == "kernel" else name])
+
+
+def _is_matrix(name: str, steps: tuple[Any, ...], array: np.ndarray | jax.Array) -> bool:
+    return steps[-1] == name and array.ndim == 2
+
+
+def _from_nnx(steps: tuple[Any, ...], array: jax.Array) -> torch.Tensor:
+    host = np.asarray(array)
+    if _is_matrix("kernel", steps, array):
+        host = host.T
+    elif _is_matrix("weight", steps, array):
+        host = host.T[:, None]
+    # torch does not know NumPy's bfloat16, so the bits travel as integers.
+    bits = np.array(host, order="C").view(f"i{host.dtype.itemsize}")
+    return torch.from_numpy(bits).view(getattr(torch, host.dtype.name))
+
+
+def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: jax.Array) -> jax.Array:
+    """The value of the parameter at `steps`, placed as `old` is."""
+    bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
+    host = bits.view(old.dtype)
+    if _is_matrix("kernel", steps, old):
+        host = host.T
+    elif _is_matrix("weight", steps, old):
+        host = host[:, 0].T
+    # JAX may share a NumPy array's memory, and the tensor's is the file, mapped.
+    return jax.device_put(np.array(host, order="C"), old.sharding)

@@ -1,0 +1,29 @@
+"""A selection as half-open key ranges, the seed system's view of it, for logs and checks."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from nsa_jax.config import NSAConfig
+
+
+def to_ranges(
+    block_indices: Int[Array, "B T Hkv n"], position: Int[Array, "B T"], config: NSAConfig
+) -> Int[Array, "B T Hkv n 2"]:
+    """`[start, end)` of each run of selected keys at or before the query, ascending.
+
+    Adjacent blocks are merged, ends are cut at `position + 1`, and slots left over are
+    `(0, 0)` at the end. Positions are local to the sequence.
+    """
+    size = config.select_block
+    valid = block_indices >= 0
+    previous = jnp.pad(block_indices[..., :-1], ((0, 0),) * 3 + ((1, 0),), constant_values=-2)
+    opens = valid & (block_indices != previous + 1)
+    # The run that each block belongs to; blocks of no run go to a slot that is cut off.
+    count = block_indices.shape[-1]
+    run = jnp.where(valid, jnp.cumsum(opens, axis=-1) - 1, count)
+    end = jnp.minimum((block_indices + 1) * size, position[:, :, None, None] + 1)
+    slots = jnp.arange(count, dtype=run.dtype)
+    member = run[..., None, :] == slots[:, None]  # [..., slot, block]
+    starts = jnp.where(member & opens[..., None, :], block_indices[..., None, :] * size, 0)
+    ends = jnp.where(member, end[..., None, :], 0)
+    return jnp.stack([starts.max(axis=-1), ends.max(axis=-1)], axis=-1).astype(jnp.int32)

@@ -1,0 +1,119 @@
+"""One builder of problems, and the float64 oracle and low-precision yardstick of each step."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax import reference
+from nsa_jax.config import NSAConfig
+
+SMALL = NSAConfig(
+    compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=10
+)
+PAPER = NSAConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem's shape; `segments` are the lengths of packed sequences, negative: padding."""
+
+    T: int
+    S: int
+    H: int = 4
+    Hkv: int = 2
+    D: int = 16
+    Dv: int = 16
+    B: int = 2
+    config: NSAConfig = SMALL
+    segments: tuple[int, ...] | None = None
+    dtype: str = "float32"
+
+    def __str__(self):
+        packed = "-packed" if self.segments else ""
+        return (
+            f"T{self.T}-S{self.S}-H{self.H}x{self.Hkv}-D{self.D}x{self.Dv}"
+            f"-w{self.config.window}-n{self.config.num_selected}-{self.dtype}{packed}"
+        )
+
+
+CASES = (
+    Case(63, 63, H=2, Hkv=2),  # G=1
+    Case(111, 111, H=6, Hkv=2, D=24, Dv=8),  # G=3
+    Case(37, 111, H=6, Hkv=1, D=8, Dv=12),  # G=6, T < S
+    Case(97, 97, H=16, Hkv=1, D=16, Dv=8, B=1),  # G=16
+    Case(1, 75, H=4, Hkv=2),  # one token
+    Case(5, 5, B=1),  # no compressed token at all
+    Case(40, 40, config=dataclasses.replace(SMALL, window=0, num_selected=9)),  # n > blocks
+    Case(90, 90, B=1, segments=(20, 1, 43, 8, -18)),
+    Case(50, 90, B=1, H=6, Hkv=2, segments=(20, 1, 43, 8, -18)),
+    Case(130, 130, H=8, Hkv=2, D=32, Dv=16, dtype="bfloat16", config=PAPER),
+    Case(77, 77, H=3, Hkv=1, dtype="float16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    case: Case
+    query: Any
+    key: Any
+    value: Any
+    gates: Any
+    segment_ids: Any
+
+    @property
+    def where(self):
+        """The keyword arguments that say where the queries stand."""
+        kv_len = None if self.segment_ids is not None else self.case.S
+        return dict(config=self.case.config, kv_len=kv_len, segment_ids=self.segment_ids)
+
+
+def segment_ids(lengths: tuple[int, ...]) -> np.ndarray:
+    """`[1, S]` ids of sequences of these lengths; a negative length is padding."""
+    runs = [np.full(abs(n), i if n > 0 else -1) for i, n in enumerate(lengths)]
+    return np.concatenate(runs)[None].astype(np.int32)
+
+
+@functools.lru_cache
+def problem(case: Case, seed: int = 0) -> Problem:
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return Problem(
+        case,
+        normal(case.B, case.T, case.H, case.D),
+        normal(case.B, case.S, case.Hkv, case.D),
+        normal(case.B, case.S, case.Hkv, case.Dv),
+        jnp.asarray(rng.uniform(size=(case.B, case.T, case.H, 3)), dtype),
+        None if case.segments is None else jnp.asarray(segment_ids(case.segments)),
+    )
+
+
+def call(function, *arrays, **options):
+    """`function` compiled as a whole: op by op each shape would cost a compilation an op."""
+    return jax.jit(functools.partial(function, **options))(*arrays)
+
+
+def oracle(name: str, *arrays, **options):
+    """`reference.<name>` in float64 on the already rounded `arrays`, as NumPy."""
+    with jax.enable_x64(True):
+        wide = [
+            jnp.asarray(np.asarray(x), jnp.float64)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x
+            for x in arrays
+        ]
+        out = call(getattr(reference, name), *wide, **options)
+        return jax.tree.map(np.asarray, out)
+
+
+def yardstick(name: str, *arrays, **options):
+    """`reference.<name>` computed in the arrays' own precision, as NumPy."""
+    out = call(getattr(reference, name), *arrays, compute_dtype=arrays[0].dtype, **options)
+    return jax.tree.map(np.asarray, out)

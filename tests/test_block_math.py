@@ -1,0 +1,113 @@
+"""Sizes, and what a compressed token weighs in a selection block (Eqs. 9 and 10)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nsa_jax import reference, select
+from nsa_jax.config import NSAConfig
+
+# l, d, l': the paper's, all equal, l = d, l = l', odd sizes, stride 1.
+SIZES = [(32, 16, 64), (8, 8, 8), (4, 4, 12), (24, 4, 24), (12, 4, 24), (15, 5, 35), (2, 1, 3)]
+MODULES = [reference, select]
+by_module = pytest.mark.parametrize("module", MODULES, ids=lambda m: m.__name__.split(".")[1])
+
+
+def scores_of(module, query, key, **how):
+    return np.asarray(jax.jit(functools.partial(module.block_scores, **how))(query, key))
+
+
+def config_of(block, stride, select_block):
+    return NSAConfig(block, stride, select_block, num_selected=3, window=7)
+
+
+def weights(module, config, length):
+    """w(i, j) [C, N] as the scores show it: in batch row `i` token `i` has probability 1."""
+    count = config.num_compressed(length)
+    query = jnp.ones((count, 1, 1, 1), jnp.float32)
+    key = 1000 * jnp.eye(count, dtype=jnp.float32)[..., None, None]
+    scores = scores_of(module, query, key, config=config, kv_len=length, scale=1.0)
+    return scores[:, 0, 0]
+
+
+def shared_tokens(config, i, j):
+    first, block = i * config.compress_stride, j * config.select_block
+    token = set(range(first, first + config.compress_block))
+    return len(token & set(range(block, block + config.select_block)))
+
+
+def equation_9(config, i, j):
+    """How often the double sum for block `j` names token `i`; the paper counts both from 1."""
+    ratio = config.select_block // config.compress_stride
+    cover = config.compress_block // config.compress_stride
+    named = [ratio * (j + 1) - m - n for m in range(ratio) for n in range(cover)]
+    return named.count(i + 1)
+
+
+@by_module
+def test_a_block_weighs_five_tokens_1_2_2_2_1(module):
+    config = config_of(32, 16, 64)
+    w = weights(module, config, 330)
+    assert w.shape == (19, 6)
+    assert w[:4, 0].tolist() == [2, 2, 2, 1]
+    assert w[:, 0].sum() == 7
+    for j in range(1, 4):
+        assert w[4 * j - 1 : 4 * j + 4, j].tolist() == [1, 2, 2, 2, 1]
+        assert w[:, j].sum() == 8
+    assert w[15:, 4].tolist() == [1, 2, 2, 2]
+    assert not w[:, 5].any()
+
+
+@by_module
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_weights_count_shared_stride_blocks(module, sizes):
+    config = config_of(*sizes)
+    length = 3 * config.select_block + config.compress_block + 1
+    got = weights(module, config, length)
+    for (i, j), w in np.ndenumerate(got):
+        assert w * config.compress_stride == shared_tokens(config, i, j)
+        assert w == equation_9(config, i, j)
+    # No part of a token is lost.
+    assert (got.sum(axis=1) == config.compress_block // config.compress_stride).all()
+
+
+@by_module
+def test_scores_are_summed_over_the_group(module):
+    config, length, kv_heads, group = config_of(8, 4, 16), 53, 2, 3
+    rng = np.random.default_rng(0)
+    query = jnp.asarray(rng.normal(size=(1, length, kv_heads * group, 4)), jnp.float32)
+    key = rng.normal(size=(1, config.num_compressed(length), kv_heads, 4))
+    key = jnp.asarray(key, jnp.float32)
+    got = scores_of(module, query, key, config=config, kv_len=length)
+    key_of_head = jnp.repeat(key, group, axis=2)
+    alone = scores_of(module, query, key_of_head, config=config, kv_len=length)
+    assert got.shape == (1, length, kv_heads, config.num_blocks(length))
+    summed = alone.reshape(1, length, kv_heads, group, -1).sum(axis=3)
+    np.testing.assert_allclose(got, summed, rtol=2e-6, atol=1e-7)
+    # Probabilities sum to 1, and each token weighs l/d in all.
+    total = np.where(np.arange(length) < config.compress_block - 1, 0, group * 2)
+    np.testing.assert_allclose(got.sum(axis=-1)[0], total[:, None] * [1, 1], rtol=2e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes_count_windows_and_blocks(sizes):
+    config = config_of(*sizes)
+    for length in range(4 * config.select_block):
+        starts = range(0, length, config.compress_stride)
+        windows = [s for s in starts if s + config.compress_block <= length]
+        blocks = {token // config.select_block for token in range(length)}
+        assert config.num_compressed(length) == len(windows)
+        assert config.num_blocks(length) == len(blocks)
+
+
+def test_reads_count_the_rows_of_a_decode_step():
+    config = config_of(8, 4, 16)
+    for length in range(1, 100):
+        compressed = [s for s in range(0, length, 4) if s + 8 <= length]
+        selected = [(slot, row) for slot in range(3) for row in range(16)]
+        sliding = [u for u in range(length) if u > length - 1 - 7]
+        assert config.reads(length) == len(compressed) + len(selected) + len(sliding)
+    assert NSAConfig().reads(65536) == 4095 + 16 * 64 + 512

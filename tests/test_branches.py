@@ -1,0 +1,228 @@
+"""Every branch and implementation of JAX against the float64 oracle, forward."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from bench.parity import assert_parity, check_indices
+from nsa_jax import reference
+from tests.inputs import CASES, SMALL, Case, call, oracle, problem, yardstick
+
+IMPLEMENTATIONS = ("xla", "reference")
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def compare(name, actual, arrays, **options):
+    exact = oracle(name, *arrays, **options)
+    low = yardstick(name, *arrays, **options)
+    for part, got, want, rough in zip(("out", "lse"), actual, exact, low, strict=True):
+        dtype = arrays[0].dtype
+        assert_parity(f"{name}.{part}", np.asarray(got), want, rough, dtype=dtype)
+    assert actual[0].dtype == arrays[0].dtype
+    assert actual[1].dtype == jnp.float32
+
+
+def compressed_of(p):
+    return tuple(
+        call(nsa_jax.compress, x, config=p.case.config, segment_ids=p.segment_ids)
+        for x in (p.key, p.value)
+    )
+
+
+@by_case
+@by_implementation
+def test_compressed(case, implementation):
+    p = problem(case)
+    arrays = (p.query, *compressed_of(p))
+    out = call(nsa_jax.compressed_attention, *arrays, implementation=implementation, **p.where)
+    compare("compressed_attention", out, arrays, **p.where)
+
+
+@by_case
+@by_implementation
+def test_selected(case, implementation):
+    p = problem(case)
+    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    arrays = (p.query, p.key, p.value, indices)
+    out = call(nsa_jax.selected_attention, *arrays, implementation=implementation, **p.where)
+    compare("selected_attention", out, arrays, **p.where)
+
+
+@by_case
+@by_implementation
+def test_sliding(case, implementation):
+    p = problem(case)
+    arrays = (p.query, p.key, p.value)
+    out = call(nsa_jax.sliding_attention, *arrays, implementation=implementation, **p.where)
+    compare("sliding_attention", out, arrays, **p.where)
+
+
+@by_case
+@by_implementation
+def test_selection(case, implementation):
+    p = problem(case)
+    key = compressed_of(p)[0]
+    indices = call(
+        nsa_jax.select_blocks, p.query, key, implementation=implementation, **p.where
+    )
+    exact = oracle("select_blocks", p.query, key, **p.where)
+    # Random float32 scores have no near ties: the path must choose what float64 chooses.
+    np.testing.assert_array_equal(np.asarray(indices), exact)
+    if case.segments is None:
+        scores = oracle("block_scores", p.query, key, **p.where)
+        positions = np.arange(case.T) + case.S - case.T
+        assert check_indices(np.asarray(indices), scores, positions, case.config).ok
+
+
+@by_case
+def test_whole(case):
+    p = problem(case)
+    arrays = (p.query, p.key, p.value, p.gates)
+    options = dict(config=case.config, segment_ids=p.segment_ids)
+    whole = call(nsa_jax.attention, *arrays, implementation="xla", **options)
+    dense = call(nsa_jax.attention, *arrays, implementation="reference", **options)
+    # The path's own rounding of the compressed keys decides its selection.
+    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
+        exact = call(
+            nsa_jax.attention,
+            *wide,
+            block_indices=indices,
+            implementation="reference",
+            **options,
+        )
+    if case.dtype == "float32":
+        assert_parity("whole", np.asarray(whole), np.asarray(exact), np.asarray(dense))
+    else:
+        scale = 16 * float(jnp.finfo(whole.dtype).eps)
+        np.testing.assert_allclose(
+            np.asarray(whole, np.float64), np.asarray(exact), rtol=scale, atol=scale
+        )
+
+
+@pytest.mark.parametrize("budget", [1, 20_000])
+def test_chunks_change_nothing(budget, monkeypatch):
+    """Any chunk size gives the same numbers, with a last chunk that is not full."""
+    p = problem(Case(63, 75))
+    options = dict(config=SMALL, implementation="xla")
+    key, value = compressed_of(p)
+
+    def run():
+        indices = nsa_jax.select_blocks(p.query, key, kv_len=75, **options)
+        return (
+            nsa_jax.compressed_attention(p.query, key, value, kv_len=75, **options),
+            nsa_jax.selected_attention(p.query, p.key, p.value, indices, **options),
+            nsa_jax.sliding_attention(p.query, p.key, p.value, **options),
+            indices,
+        )
+
+    whole = run()
+    from nsa_jax import branches, chunks, select
+
+    def small(*args, **kwargs):
+        return chunks.over_queries(*args, **(kwargs | {"budget_bytes": budget}))
+
+    monkeypatch.setattr(branches, "over_queries", small)
+    monkeypatch.setattr(select, "over_queries", small)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(run()), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-6)
+
+
+def test_branches_of_keys():
+    """Separate keys and values per branch: each branch reads its own."""
+    case = Case(50, 50)
+    first, second, third = (problem(case, seed) for seed in (0, 1, 2))
+    key = nsa_jax.Branches(first.key, second.key, third.key)
+    value = nsa_jax.Branches(first.value, second.value, third.value)
+    query, gates = first.query, first.gates
+    whole = nsa_jax.attention(query, key, value, gates, config=SMALL)
+    compressed = tuple(nsa_jax.compress(x, config=SMALL) for x in (first.key, first.value))
+    indices = nsa_jax.select_blocks(query, compressed[0], config=SMALL)
+    outs = (
+        nsa_jax.compressed_attention(query, *compressed, config=SMALL)[0],
+        nsa_jax.selected_attention(query, second.key, second.value, indices, config=SMALL)[0],
+        nsa_jax.sliding_attention(query, third.key, third.value, config=SMALL)[0],
+    )
+    expected = sum(out * gates[..., i, None] for i, out in enumerate(outs))
+    np.testing.assert_allclose(np.asarray(whole), np.asarray(expected), atol=1e-6)
+
+
+@by_implementation
+def test_padding_may_be_nan(implementation):
+    """What no query may see is not read: not even NaN gets out."""
+    case = Case(40, 90, B=1, segments=(30, 20, -40))
+    p = problem(case)
+    clean = dict(config=SMALL, segment_ids=p.segment_ids, implementation=implementation)
+    poison = np.array(p.key)
+    poison[:, 50:] = np.nan
+    key, value = jnp.asarray(poison), jnp.asarray(poison)
+    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    for got, want in (
+        (
+            nsa_jax.selected_attention(p.query, key, value, indices, **clean),
+            nsa_jax.selected_attention(p.query, p.key, p.key, indices, **clean),
+        ),
+        (
+            nsa_jax.sliding_attention(p.query, key, value, **clean),
+            nsa_jax.sliding_attention(p.query, p.key, p.key, **clean),
+        ),
+    ):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    out, lse = nsa_jax.sliding_attention(p.query, key, value, **clean)
+    assert (np.asarray(out)[:, -40:] == 0).all() and np.isneginf(np.asarray(lse)[:, -40:]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_of_a_buffer(implementation):
+    """`kv_len` of each row, traced, over buffers that are longer than any of them."""
+    case = Case(9, 80)
+    p = problem(case)
+    lengths = (80, 41)
+    options = dict(config=SMALL, implementation=implementation)
+    key, value = compressed_of(p)
+    buffers = (p.key.at[1, 41:].set(jnp.nan), p.value.at[1, 41:].set(jnp.nan))
+
+    @jax.jit
+    def run(kv_len):
+        indices = nsa_jax.select_blocks(p.query, key, kv_len=kv_len, **options)
+        return (
+            indices,
+            nsa_jax.compressed_attention(p.query, key, value, kv_len=kv_len, **options)[0],
+            nsa_jax.selected_attention(p.query, *buffers, indices, kv_len=kv_len, **options)[0],
+            nsa_jax.sliding_attention(p.query, *buffers, kv_len=kv_len, **options)[0],
+        )
+
+    together = run(jnp.asarray(lengths, jnp.int32))
+    for row, length in enumerate(lengths):
+        one = dict(config=SMALL, implementation="reference")
+        query = p.query[row : row + 1]
+        keys, values = p.key[row : row + 1, :length], p.value[row : row + 1, :length]
+        small = tuple(nsa_jax.compress(x, config=SMALL) for x in (keys, values))
+        indices = nsa_jax.select_blocks(query, small[0], kv_len=length, **one)
+        alone = (
+            indices,
+            nsa_jax.compressed_attention(query, *small, kv_len=length, **one)[0],
+            nsa_jax.selected_attention(query, keys, values, indices, **one)[0],
+            nsa_jax.sliding_attention(query, keys, values, **one)[0],
+        )
+        np.testing.assert_array_equal(np.asarray(together[0][row]), np.asarray(alone[0][0]))
+        for a, b in zip(together[1:], alone[1:], strict=True):
+            np.testing.assert_allclose(np.asarray(a[row]), np.asarray(b[0]), atol=2e-6)
+
+
+def test_repeat_runs_are_bitwise_equal():
+    p = problem(dataclasses.replace(CASES[1], B=1))
+    runs = [
+        np.asarray(nsa_jax.attention(p.query, p.key, p.value, p.gates, config=p.case.config))
+        for _ in range(3)
+    ]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_array_equal(runs[0], runs[2])
