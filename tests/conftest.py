@@ -2,10 +2,16 @@
 
 import os
 
-# One small thread pool per worker, eight CPU devices for the sharding tests, and room on the
-# GPU for both frameworks. Read when the backends start, so before the first import of jax.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import torch
+
+# Read when the backends start, so set before the first import of jax. Eight CPU devices for
+# the sharding tests, room on the GPU for both frameworks, and on the CPU a compiler that does
+# not optimise: nearly all of the suite's time is compilation.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+FLAGS = "--xla_force_host_platform_device_count=8"
+if not torch.cuda.is_available():
+    FLAGS += " --xla_backend_optimization_level=0"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 from jaxtyping import install_import_hook
 
@@ -15,7 +21,6 @@ install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype"
 import jax
 import numpy as np
 import pytest
-import torch
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

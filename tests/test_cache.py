@@ -1,0 +1,186 @@
+"""Prefill, chunks and single tokens through the cache: the same numbers and indices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from bench.parity import FLOAT32_MAX
+from nsa_jax.compress import MLPParams, PoolParams
+from tests.inputs import SMALL, Case, call, problem
+
+CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)
+SPLITS = {"whole": [63], "chunks": [20, 1, 30, 12], "tokens": [1] * 63}
+
+
+def phi(kind, rng, width):
+    if kind == "mean":
+        return None
+    if kind == "pool":
+        return PoolParams(jnp.asarray(rng.normal(size=(8, width)), jnp.float32))
+    shapes = ((8, width), (8 * width, 12), (12,), (12, width), (width,))
+    return MLPParams(*(jnp.asarray(rng.normal(size=s) * 0.3, jnp.float32) for s in shapes))
+
+
+def decode(p, sizes, step, cache):
+    outs, begin = [], 0
+    for size in sizes:
+        part = slice(begin, begin + size)
+        out, cache = step(
+            p.query[:, part], p.key[:, part], p.value[:, part], p.gates[:, part], cache
+        )
+        outs.append(out)
+        begin += size
+    return jnp.concatenate(outs, axis=1), cache
+
+
+@pytest.mark.parametrize("kind", ["mean", "pool", "mlp"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_decode_equals_attention(split, kind, rng):
+    p = problem(CASE)
+    params = phi(kind, rng, 8), phi(kind, rng, 5)
+    compressed = tuple(
+        call(nsa_jax.compress, x, y, config=SMALL)
+        for x, y in zip((p.key, p.value), params, strict=True)
+    )
+    whole = call(
+        nsa_jax.attention, p.query, p.key, p.value, p.gates, config=SMALL, compressed=compressed
+    )
+    cache = nsa_jax.init_cache(2, 70, 2, 8, 5, config=SMALL)
+    step = jax.jit(
+        functools.partial(nsa_jax.cached_attention, config=SMALL, compress_params=params)
+    )
+    out, cache = decode(p, SPLITS[split], step, cache)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(whole), rtol=0, atol=FLOAT32_MAX)
+    assert cache.length.tolist() == [63, 63]
+    # What the cache made of the windows is what `compress` makes of the whole.
+    count = SMALL.num_compressed(63)
+    for got, want in zip(
+        (cache.compressed_key, cache.compressed_value), compressed, strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(got)[:, :count], np.asarray(want), atol=1e-6)
+        assert not np.asarray(got)[:, count:].any()
+
+
+@pytest.mark.parametrize("split", ["chunks", "tokens"])
+def test_indices_are_bitwise_those_of_the_whole(split):
+    p = problem(CASE)
+    key = call(nsa_jax.compress, p.key, config=SMALL)
+    whole = np.asarray(call(nsa_jax.select_blocks, p.query, key, config=SMALL))
+    select = jax.jit(
+        lambda query, kv_len: nsa_jax.select_blocks(query, key, config=SMALL, kv_len=kv_len)
+    )
+    begin, parts = 0, []
+    for size in SPLITS[split]:
+        begin += size
+        parts.append(select(p.query[:, begin - size : begin], jnp.int32(begin)))
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_rows_of_different_length():
+    """Sequences that started at different times decode side by side."""
+    p = problem(CASE)
+    step = jax.jit(functools.partial(nsa_jax.cached_attention, config=SMALL))
+    cache = nsa_jax.init_cache(2, 70, 2, 8, 5, config=SMALL)
+    cache = cache._replace(length=jnp.array([0, 5], jnp.int32))
+    late, _ = decode(p, [30, 33], step, cache)
+    fresh, _ = decode(p, [30, 33], step, nsa_jax.init_cache(2, 70, 2, 8, 5, config=SMALL))
+    np.testing.assert_allclose(np.asarray(late)[0], np.asarray(fresh)[0], atol=1e-6)
+    # Row 1 has five zero tokens before it: attention over them and the rest.
+    pad = lambda x: jnp.pad(x[1:], ((0, 0), (5, 0), (0, 0), (0, 0)))
+    whole = nsa_jax.attention(*map(pad, (p.query, p.key, p.value, p.gates)), config=SMALL)
+    np.testing.assert_allclose(np.asarray(late)[1], np.asarray(whole)[0, 5:], atol=2e-6)
+
+
+def test_separate_keys_of_the_branches():
+    p, other = problem(CASE), problem(CASE, 7)
+    key = nsa_jax.Branches(p.key, other.key, p.key + other.key)
+    value = nsa_jax.Branches(other.value, p.value, p.value)
+    whole = nsa_jax.attention(p.query, key, value, p.gates, config=SMALL)
+    cache = nsa_jax.init_cache(2, 63, 2, 8, 5, config=SMALL, separate=True)
+    outs = []
+    for part in (slice(0, 40), slice(40, 63)):
+        cut = lambda x, part=part: jax.tree.map(lambda y: y[:, part], x)
+        out, cache = nsa_jax.cached_attention(
+            *map(cut, (p.query, key, value, p.gates)), cache, config=SMALL
+        )
+        outs.append(out)
+    np.testing.assert_allclose(np.concatenate(outs, 1), np.asarray(whole), atol=2e-6)
+
+
+def test_full_cache_is_an_error_or_nan():
+    p = problem(CASE)
+    cache = nsa_jax.init_cache(2, 62, 2, 8, 5, config=SMALL)
+    with pytest.raises(ValueError, match="capacity is 62 tokens, got 63"):
+        nsa_jax.cached_attention(p.query, p.key, p.value, p.gates, cache, config=SMALL)
+    step = jax.jit(functools.partial(nsa_jax.cached_attention, config=SMALL))
+    out, cache = step(p.query[:, :60], p.key[:, :60], p.value[:, :60], p.gates[:, :60], cache)
+    assert np.isfinite(np.asarray(out)).all()
+    out, _ = step(p.query[:, 60:], p.key[:, 60:], p.value[:, 60:], p.gates[:, 60:], cache)
+    assert np.isnan(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("length", [96, 128])
+def test_decode_counters(length):
+    """`reads(S)` against the value rows that one token really reads: those with a gradient.
+
+    The query's block is full, so that no selected row is cut off.
+    """
+    config = SMALL
+    p = problem(Case(1, length, H=4, Hkv=1, B=1))
+    small = tuple(call(nsa_jax.compress, x, config=config) for x in (p.key, p.value))
+    indices = call(nsa_jax.select_blocks, p.query, small[0], config=config, kv_len=length)
+
+    def read(function, value):
+        """Value rows with a gradient."""
+        grad = jax.jit(jax.grad(lambda v: (function(v)[0] ** 2).sum()))(value)
+        return int((np.abs(np.asarray(grad)).sum(axis=(0, 2, 3)) > 0).sum())
+
+    compressed = read(
+        lambda v: nsa_jax.compressed_attention(
+            p.query, small[0], v, config=config, kv_len=length
+        ),
+        small[1],
+    )
+    selected = read(
+        lambda v: nsa_jax.selected_attention(p.query, p.key, v, indices, config=config),
+        p.value,
+    )
+    sliding = read(
+        lambda v: nsa_jax.sliding_attention(p.query, p.key, v, config=config), p.value
+    )
+    assert compressed + selected + sliding == config.reads(length)
+    assert compressed == config.num_compressed(length)
+    assert selected == config.num_selected * config.select_block
+    assert sliding == config.window
+
+
+def test_decode_counters_of_gathers():
+    """The selected branch gathers `n` blocks a token from the cache, whatever its length."""
+    for length in (40, 400):
+        p = problem(Case(1, length, H=4, Hkv=1, B=1))
+        indices = jnp.zeros((1, 1, 1, 4), jnp.int32)
+        jaxpr = jax.make_jaxpr(
+            lambda *x: nsa_jax.selected_attention(*x, config=SMALL, implementation="xla")
+        )(p.query, p.key, p.value, indices)
+        gathered = [
+            eqn.outvars[0].aval.size // p.key.shape[-1]
+            for eqn in equations(jaxpr.jaxpr)
+            if eqn.primitive.name == "gather"
+        ]
+        assert gathered == [SMALL.num_selected * SMALL.select_block] * 2  # keys and values
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for sub in jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
+            inner = getattr(sub, "jaxpr", sub)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

@@ -1,0 +1,79 @@
+"""Nothing reads the future: not an output, a score, an index or a log-sum-exp."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from nsa_jax import reference, select
+from tests.inputs import SMALL, Case, call, problem, segment_ids
+
+LENGTH = 141
+CASE = Case(LENGTH, LENGTH, H=6, Hkv=2)
+
+
+def everything(implementation, key, value, query, segments=None):
+    """Every quantity of every branch, by name, `[B, T, ...]`."""
+    options = dict(config=SMALL, segment_ids=segments)
+    chosen = dict(implementation=implementation, **options)
+    compressed_key = nsa_jax.compress(key, **options)
+    compressed_value = nsa_jax.compress(value, **options)
+    indices = nsa_jax.select_blocks(query, compressed_key, **chosen)
+    scores = (reference if implementation == "reference" else select).block_scores(
+        query, compressed_key, **options
+    )
+    branches = {
+        "compressed": nsa_jax.compressed_attention(
+            query, compressed_key, compressed_value, **chosen
+        ),
+        "selected": nsa_jax.selected_attention(query, key, value, indices, **chosen),
+        "sliding": nsa_jax.sliding_attention(query, key, value, **chosen),
+    }
+    parts = {
+        f"{n}.{p}": x
+        for n, pair in branches.items()
+        for p, x in zip(("out", "lse"), pair, strict=True)
+    }
+    return {"indices": indices, "scores": scores, **parts}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_past_does_not_see_a_changed_token(implementation, packed):
+    p = problem(CASE)
+    lengths = (100, 1, 40)
+    segments = jnp.asarray(np.repeat(segment_ids(lengths), 2, 0)) if packed else None
+    run = lambda key, value, query: call(
+        lambda *x: everything(implementation, *x, segments=segments), key, value, query
+    )
+    before = run(p.key, p.value, p.query)
+    moved = set()
+    for token in (0, 16, 47, 64, 75, 101, 140):
+        # Large enough to turn softmaxes and selections over wherever it is seen.
+        key = p.key.at[:, token].multiply(-9.0)
+        value = p.value.at[:, token].add(5.0)
+        after = run(key, value, p.query)
+        for name, x in before.items():
+            x, y = np.asarray(x), np.asarray(after[name])
+            np.testing.assert_array_equal(
+                x[:, :token], y[:, :token], err_msg=f"{name}, {token}"
+            )
+            if packed:
+                # Nor does a sequence see another one.
+                ends = np.cumsum(lengths)
+                end = ends[np.searchsorted(ends, token, side="right")]
+                np.testing.assert_array_equal(x[:, end:], y[:, end:], err_msg=name)
+            if (x != y).any():
+                moved.add(name)
+    # The test can see a change: every quantity moved somewhere at or after the token.
+    assert moved == set(before)
+
+
+def test_a_query_changes_its_own_row_only():
+    p = problem(CASE)
+    run = lambda query: call(lambda *x: everything("xla", *x), p.key, p.value, query)
+    before, after = run(p.query), run(p.query.at[:, 130].multiply(-3.0))
+    for name, x in before.items():
+        differs = (np.asarray(x) != np.asarray(after[name])).reshape(2, LENGTH, -1)
+        assert not np.delete(differs, 130, axis=1).any(), name
+        assert differs[:, 130].any(), name

@@ -1,0 +1,160 @@
+"""Gradients of every branch: against the float64 oracle, empty rows, causality."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import nsa_jax
+from bench.parity import assert_parity
+from nsa_jax import reference
+from nsa_jax.compress import MLPParams, PoolParams
+from tests.inputs import CASES, SMALL, Case, call, problem
+
+GRADIENT_CASES = (CASES[1], CASES[2], CASES[3], CASES[5], CASES[6], CASES[8], CASES[9])
+
+
+def loss(query, key, value, gates, *, cotangent, indices, implementation, case, segments):
+    options = dict(config=case.config, segment_ids=segments)
+    compressed = tuple(nsa_jax.compress(x, **options) for x in (key, value))
+    out = nsa_jax.attention(
+        query,
+        key,
+        value,
+        gates,
+        compressed=compressed,
+        block_indices=indices,
+        implementation=implementation,
+        **options,
+    )
+    return (out.astype(cotangent.dtype) * cotangent).sum()
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_backward_parity(case, rng):
+    """dQ, dK, dV and the gates' gradients of `xla`, indices frozen, against float64."""
+    p = problem(case)
+    key = nsa_jax.compress(p.key, config=case.config, segment_ids=p.segment_ids)
+    indices = call(reference.select_blocks, p.query, key, **p.where)
+    # Small cotangents keep the absolute float32 limit meaningful.
+    cotangent = 0.1 * rng.normal(size=(*p.query.shape[:3], case.Dv))
+    arrays = (p.query, p.key, p.value, p.gates)
+
+    def gradients(dtype, implementation):
+        options = dict(
+            cotangent=jnp.asarray(cotangent, jnp.float32 if dtype != "float64" else dtype),
+            indices=indices,
+            implementation=implementation,
+            case=case,
+            segments=p.segment_ids,
+        )
+        wide = [jnp.asarray(np.asarray(x), dtype) for x in arrays]
+        grads = call(jax.grad(functools.partial(loss, **options), (0, 1, 2, 3)), *wide)
+        return [np.asarray(g) for g in grads]
+
+    with jax.enable_x64(True):
+        exact = gradients("float64", "reference")
+    low = gradients(case.dtype, "reference")
+    fast = gradients(case.dtype, "xla")
+    names = ("query", "key", "value", "gates")
+    for name, got, want, rough in zip(names, fast, exact, low, strict=True):
+        assert_parity(f"d{name}", got, want, rough, dtype=case.dtype)
+
+
+@pytest.mark.parametrize("kind", ["mean", "pool", "mlp"])
+def test_gradcheck(kind, rng):
+    """Finite differences in float64 through compression, three branches and gates."""
+    config = nsa_jax.NSAConfig(4, 2, 8, 3, 1, 1, 5)
+    with jax.enable_x64(True):
+        normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * 0.5)
+        params = {
+            "mean": None,
+            "pool": PoolParams(normal(4, 2)),
+            "mlp": MLPParams(normal(4, 2), normal(8, 3), normal(3), normal(3, 2), normal(2)),
+        }[kind]
+        arrays = (
+            normal(1, 19, 2, 2),
+            normal(1, 19, 1, 2),
+            normal(1, 19, 1, 2),
+            normal(1, 19, 2, 3),
+        )
+        small = nsa_jax.compress(arrays[1], params, config=config)
+        indices = nsa_jax.select_blocks(arrays[0], small, config=config)
+
+        def whole(query, key, value, gates, params):
+            compressed = tuple(nsa_jax.compress(x, params, config=config) for x in (key, value))
+            return nsa_jax.attention(
+                query,
+                key,
+                value,
+                gates,
+                config=config,
+                compressed=compressed,
+                block_indices=indices,
+                implementation="xla",
+            )
+
+        check_grads(jax.jit(whole), (*arrays, params), order=1, modes=["rev"], eps=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_rows_without_keys_have_no_gradient(implementation):
+    """`t < l - 1` of the compressed branch, `window=0`, padding: exact zeros, never NaN."""
+    case = Case(40, 40, B=1, segments=(24, 6, -10))
+    p = problem(case)
+    indices = call(
+        reference.select_blocks,
+        p.query,
+        nsa_jax.compress(p.key, config=SMALL, segment_ids=p.segment_ids),
+        **p.where,
+    )
+    options = dict(indices=indices, case=case, segments=p.segment_ids)
+    options |= dict(implementation=implementation, cotangent=jnp.ones((1, 40, 4, 16)))
+    grads = call(
+        jax.grad(functools.partial(loss, **options), (0, 1, 2)),
+        p.query,
+        p.key,
+        p.value,
+        p.gates,
+    )
+    for grad in map(np.asarray, grads):
+        assert np.isfinite(grad).all() and grad[:, :30].any()
+        assert (grad[:, 30:] == 0).all()
+    off = nsa_jax.NSAConfig(8, 4, 16, 4, window=0)
+    grad = jax.grad(
+        lambda q: nsa_jax.sliding_attention(
+            q, p.key, p.value, config=off, implementation=implementation
+        )[0].sum()
+    )(p.query)
+    assert (np.asarray(grad) == 0).all()
+
+
+def test_causality_of_gradients():
+    """The gradient of output `u` is exactly zero at every later input."""
+    p = problem(Case(63, 63))
+    for token in (0, 31, 50):
+        grads = call(
+            jax.grad(
+                lambda k, v, token=token: nsa_jax.attention(
+                    p.query, k, v, p.gates, config=SMALL
+                )[:, token].sum(),
+                (0, 1),
+            ),
+            p.key,
+            p.value,
+        )
+        for grad in map(np.asarray, grads):
+            assert (grad[:, token + 1 :] == 0).all()
+            assert grad[:, token].any() or token == 0
+
+
+def test_no_gradient_through_selection():
+    p = problem(Case(63, 63))
+    key = nsa_jax.compress(p.key, config=SMALL)
+    from nsa_jax.select import block_scores
+
+    grad = jax.grad(lambda q: block_scores(q, key, config=SMALL).sum())(p.query)
+    assert (np.asarray(grad) == 0).all()
