@@ -1,0 +1,121 @@
+"""`NSAConfig`, the YAML files and their loader, the layer's hyper-parameters."""
+
+import dataclasses
+
+import pytest
+
+import configs
+from nsa_jax import NSAConfig
+from nsa_jax.layer import LayerSpec
+
+BAD_CONFIGS = [
+    (dict(compress_stride=0), "compress_stride must be >= 1, got 0"),
+    (
+        dict(compress_block=24),
+        "compress_block must be a multiple of compress_stride=16, got 24",
+    ),
+    (dict(select_block=40), "select_block must be a multiple of compress_stride=16, got 40"),
+    (dict(select_block=16), "select_block must be >= compress_block=32, got 16"),
+    (dict(num_selected=2), "num_selected must be >= num_initial + num_local = 3, got 2"),
+    (dict(num_initial=-1), "num_initial must be >= 0, got -1"),
+    (dict(num_local=-2), "num_local must be >= 0, got -2"),
+    (dict(window=-1), "window must be >= 0, got -1"),
+    (dict(window=2.5), "window must be an int, got 2.5"),
+    (dict(num_selected=True), "num_selected must be an int, got True"),
+    (dict(num_selected=0, num_initial=0, num_local=0), "num_selected must be >= 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("values,message", BAD_CONFIGS, ids=lambda x: str(x)[:40])
+def test_config_validation(values, message):
+    with pytest.raises(ValueError) as error:
+        NSAConfig(**values)
+    assert message in str(error.value)
+
+
+def test_config_validation_of_the_seeds_names():
+    assert NSAConfig.from_seed(l=16, d=8, l_sel=32, n_sel=4, w=9) == NSAConfig(
+        16, 8, 32, 4, window=9
+    )
+    with pytest.raises(ValueError, match="unknown name 'block'"):
+        NSAConfig.from_seed(block=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NSAConfig().window = 3
+
+
+@pytest.mark.parametrize(
+    "values,message",
+    [
+        (dict(n_heads=5), "n_heads must be a multiple of n_kv_groups=2, got 5"),
+        (dict(d_k=7), "d_k must be even"),
+        (dict(phi="conv"), "phi must be one of"),
+        (dict(gate="relu"), "gate must be one of"),
+        (dict(gate_temp=0.0), "gate_temp must be > 0"),
+        (dict(dim=0), "dim must be >= 1"),
+        (dict(l=20), "compress_block must be a multiple"),
+        (dict(gate_hidden=0), "gate_hidden must be >= 1"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_config_validation_of_layers(values, message):
+    good = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
+    with pytest.raises(ValueError, match=message):
+        LayerSpec(**(good | values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    lr: float = 1.0
+    steps: int = 1
+    name: str = "x"
+    fast: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    limit: int | None = None
+
+
+def test_yaml_numbers_are_read_by_type(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("inner: {lr: 1e-4, steps: 3, fast: true}\nlimit: null\n")
+    built = configs.build(Outer, configs.load(path))
+    assert built == Outer(Inner(lr=1e-4, steps=3, fast=True), None)
+    assert isinstance(built.inner.lr, float)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("inner: {rate: 1}", "config.inner: unknown key 'rate'"),
+        ("outer: 1", "config: unknown key 'outer'"),
+        ("inner: {steps: 1.5}", "config.inner.steps must be of type int, got 1.5"),
+        ("inner: {steps: many}", "config.inner.steps must be of type int, got 'many'"),
+        ("inner: {fast: 1}", "config.inner.fast must be of type bool, got 1"),
+        ("inner: {steps: true}", "config.inner.steps must be of type int, got True"),
+        ("inner: 3", "config.inner must be a mapping, got 3"),
+        ("- 1", "must hold a mapping, got list"),
+    ],
+)
+def test_yaml_errors_name_the_key(text, message, tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        configs.build(Outer, configs.load(path))
+    assert message in str(error.value)
+
+
+def test_yaml_files_of_the_folder():
+    with pytest.raises(FileNotFoundError, match="base"):
+        configs.load("no_such_config")
+    for path in configs.FOLDER.glob("*.yaml"):
+        merged = configs.overlay(configs.load("base"), configs.load(path))
+        NSAConfig(**merged["nsa"])
+    assert NSAConfig(**configs.load("base")["nsa"]) == NSAConfig()
+
+
+def test_overlay_goes_by_section():
+    base = {"a": {"x": 1, "y": 2}, "b": 3}
+    assert configs.overlay(base, {"a": {"y": 5}}) == {"a": {"x": 1, "y": 5}, "b": 3}
+    assert base["a"]["y"] == 2

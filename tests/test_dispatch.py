@@ -1,0 +1,102 @@
+"""Choice of implementation: names never fall back, refusals are told, flags mean the same."""
+
+import dataclasses
+import logging
+
+import jax.numpy as jnp
+import pytest
+from absl import flags as absl_flags
+
+import nsa_jax
+from nsa_jax import flags
+from nsa_jax.dispatch import REGISTRY, Implementation, Problem, Registry, problem_of
+from tests.inputs import SMALL, Case, problem
+
+PROBLEM = Problem("jax", "selected", "cpu", "float32", 1, 8, 8, 2, 1, 4, 4, False, SMALL)
+
+
+def registry(*refusals):
+    """A registry of steps whose `i`-th implementation refuses with `refusals[i]`."""
+    row = tuple(
+        Implementation(name, "nsa_jax.branches:combine", lambda p, why=why: why)
+        for name, why in zip("abc", refusals, strict=False)
+    )
+    return Registry(
+        "jax", {step: row for step in ("compressed", "scores", "selected", "sliding")}
+    )
+
+
+def test_automatic_choice_walks_the_order_and_tells_why():
+    choice = registry("too old", None, None).choose(PROBLEM)
+    assert (choice.implementation, dict(choice.refused)) == ("b", {"a": "too old"})
+    assert str(choice) == "selected: b (not a: too old)"
+    assert choice.load() is nsa_jax.branches.combine
+
+
+def test_a_named_implementation_never_falls_back(caplog):
+    table = registry("too old", None)
+    with pytest.raises(NotImplementedError, match="selected: a: too old"):
+        table.choose(PROBLEM, "a")
+    with caplog.at_level(logging.WARNING):
+        choice = table.choose(PROBLEM, "a", "fallback")
+    assert choice.implementation == "b" and choice.refused == {"a": "too old"}
+    assert "a refused, choosing another: too old" in caplog.text
+    with pytest.raises(ValueError, match=r"one of \('a', 'b'\) or None, got 'd'"):
+        table.choose(PROBLEM, "d")
+
+
+def test_all_refused_is_a_group_of_reasons():
+    with pytest.raises(ExceptionGroup) as error:
+        registry("no GPU", "wrong dtype").choose(PROBLEM)
+    assert [str(e) for e in error.value.exceptions] == ["a: no GPU", "b: wrong dtype"]
+
+
+def test_kernels_say_that_they_are_not_there():
+    p = problem(Case(20, 20))
+    for name in ("mosaic", "triton"):
+        with pytest.raises(NotImplementedError, match=f"no {name} kernel for the compressed"):
+            nsa_jax.attention(
+                p.query, p.key, p.value, p.gates, config=SMALL, implementation=name
+            )
+
+
+def test_explain_is_what_runs():
+    p = problem(Case(20, 20))
+    plan = nsa_jax.explain(p.query, p.key, p.value, config=SMALL)
+    assert [c.implementation for c in plan] == ["xla"] * 4
+    assert "not mosaic: " in str(plan)
+    mixed = nsa_jax.Branches("reference", "xla", None)
+    plan = nsa_jax.explain(p.query, p.key, p.value, config=SMALL, implementation=mixed)
+    assert [c.implementation for c in plan] == ["reference", "xla", "xla", "xla"]
+
+
+def test_choice_is_logged_once(caplog):
+    table = registry("reason number 7", None)
+    with caplog.at_level(logging.INFO):
+        table.choose(PROBLEM)
+        table.choose(dataclasses.replace(PROBLEM, T=9, S=9))
+    assert caplog.text.count("reason number 7") == 1
+
+
+def test_flags():
+    values = absl_flags.FLAGS
+    if not values.is_parsed():
+        values(["test"])
+    query = jnp.zeros((1, 8, 2, 4))
+    at = problem_of(query, 1, 8, 4, SMALL, False)
+    assert flags.named() == nsa_jax.Branches(None, None, None)
+    assert flags.implementation(REGISTRY, at) == nsa_jax.Branches("xla", "xla", "xla")
+    with pytest.raises(absl_flags.IllegalFlagValueError):
+        values["selected_kernel"].parse("cuda")
+    saved = values["selected_kernel"].value, values["on_unsupported"].value
+    try:
+        values.selected_kernel = "mosaic"
+        with pytest.raises(NotImplementedError, match="no mosaic kernel for the selected"):
+            flags.implementation(REGISTRY, at)
+        values.on_unsupported = "fallback"
+        assert flags.implementation(REGISTRY, at).selected == "xla"
+        values.selected_kernel = "fa2"
+        with pytest.raises(ValueError, match="'fa2'"):
+            flags.implementation(REGISTRY, at)
+    finally:
+        values.selected_kernel, values.on_unsupported = saved

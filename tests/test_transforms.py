@@ -1,0 +1,139 @@
+"""`jit`, `vmap`, `shard_map`, and what the hot path must not do."""
+
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import nsa_jax
+from tests.inputs import PAPER, SMALL, Case, call, problem
+from tests.test_cache import equations
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def test_vmap_over_a_leading_axis():
+    p, other = problem(Case(40, 40)), problem(Case(40, 40), 3)
+    whole = functools.partial(nsa_jax.attention, config=SMALL)
+    stacked = [
+        jnp.stack([getattr(p, n), getattr(other, n)])
+        for n in ("query", "key", "value", "gates")
+    ]
+    together = call(jax.vmap(whole), *stacked)
+    for i, one in enumerate((p, other)):
+        alone = call(whole, one.query, one.key, one.value, one.gates)
+        np.testing.assert_allclose(np.asarray(together[i]), np.asarray(alone), atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", [(2, 1), (1, 4), (2, 4)], ids=str)
+def test_shard_map_over_batch_and_heads(axes):
+    if len(jax.devices()) < axes[0] * axes[1]:
+        pytest.fail(f"needs {axes[0] * axes[1]} devices; XLA_FLAGS of conftest were overridden")
+    p = problem(Case(50, 50, H=8, Hkv=4))
+    devices = np.array(jax.devices()[: axes[0] * axes[1]]).reshape(axes)
+    spec = PartitionSpec("batch", None, "heads")
+    whole = functools.partial(nsa_jax.attention, config=SMALL)
+    sharded = jax.shard_map(
+        whole, mesh=Mesh(devices, ("batch", "heads")), in_specs=spec, out_specs=spec
+    )
+    arrays = (p.query, p.key, p.value, p.gates)
+    np.testing.assert_allclose(
+        np.asarray(call(sharded, *arrays)), np.asarray(call(whole, *arrays)), atol=1e-6
+    )
+    loss = lambda f: lambda *x: (f(*x) ** 2).sum()
+    got = call(jax.grad(loss(sharded), (0, 1, 2)), *arrays)
+    want = call(jax.grad(loss(whole), (0, 1, 2)), *arrays)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
+
+
+def compiled_memory(case, function, dtype=jnp.float32):
+    shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
+    arrays = (
+        shape(case.B, case.T, case.H, case.D),
+        shape(case.B, case.S, case.Hkv, case.D),
+        shape(case.B, case.S, case.Hkv, case.Dv),
+        shape(case.B, case.T, case.H, 3),
+    )
+    memory = jax.jit(function).lower(*arrays).compile().memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def test_performance_guards_memory():
+    """32k tokens stay under 2 GB forward, and grow with T, not with T * S."""
+    whole = functools.partial(nsa_jax.attention, config=PAPER, implementation="xla")
+    long = Case(32768, 32768, H=16, Hkv=1, D=128, Dv=128, B=1)
+    assert compiled_memory(long, whole) < 2e9
+    grads = jax.grad(lambda *x: whole(*x).astype(jnp.float32).sum(), (0, 1, 2, 3))
+    assert compiled_memory(long, grads) < 5e9
+    short = Case(16384, 16384, H=16, Hkv=1, D=128, Dv=128, B=1)
+    assert compiled_memory(long, whole) < 2.5 * compiled_memory(short, whole)
+
+
+def test_performance_guards_sizes():
+    """No array of all queries by all keys (or blocks, or compressed tokens), none of every
+    selected key, in the whole program; and no call back to the host."""
+    length = 2048
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    arrays = shape(1, length, 16, 64), shape(1, length, 4, 64), shape(1, length, 4, 64)
+    from nsa_jax import branches, chunks, select
+
+    def small(*args, **kwargs):
+        return chunks.over_queries(*args, **(kwargs | {"budget_bytes": 2**20}))
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as at:
+        at.setattr(branches, "over_queries", small)
+        at.setattr(select, "over_queries", small)
+        jaxpr = jax.make_jaxpr(functools.partial(nsa_jax.attention, config=PAPER))(
+            *arrays, shape(1, length, 16, 3)
+        )
+    largest = max(
+        var.aval.size
+        for eqn in equations(jaxpr.jaxpr)
+        for var in eqn.outvars
+        if hasattr(var.aval, "size")
+    )
+    assert largest <= length * 16 * 64  # nothing is larger than the output
+    names = {eqn.primitive.name for eqn in equations(jaxpr.jaxpr)}
+    assert not {n for n in names if "callback" in n or "infeed" in n}
+
+
+def test_performance_guards_compile_once():
+    traces = []
+
+    @jax.jit
+    def whole(*arrays):
+        traces.append(1)
+        return nsa_jax.attention(*arrays, config=SMALL)
+
+    for seed in (0, 1, 2):
+        p = problem(Case(40, 40), seed)
+        whole(p.query, p.key, p.value, p.gates)
+    assert len(traces) == 1
+
+
+IMPORTS = {
+    r"jax\.experimental\.pallas|jax\.experimental import pallas": ["kernels_pallas/"],
+    r"dlpack": ["interop/", "nsa_torch/autograd.py"],
+    r"^\s*(import|from) torch": ["nsa_torch/", "interop/", "bench/"],
+    r"os\.environ|getenv": ["bench/__init__.py"],
+}
+
+
+@pytest.mark.parametrize("pattern", IMPORTS)
+def test_layering(pattern):
+    """Who may name what: kernels, DLPack, torch, environment variables."""
+    floors = ("nsa_jax", "nsa_torch", "interop", "kernels_pallas", "bench", "configs")
+    for floor in floors:
+        for path in (ROOT / floor).rglob("*.py"):
+            name = str(path.relative_to(ROOT))
+            if any(name.startswith(allowed) for allowed in IMPORTS[pattern]):
+                continue
+            found = re.search(pattern, path.read_text(), re.MULTILINE)
+            assert not found, f"{name} must not say {found.group()!r}"
