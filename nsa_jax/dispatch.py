@@ -144,21 +144,20 @@ class Registry:
         implementation: str | Branches[str | None] | None = None,
         on_unsupported: OnUnsupported = "error",
     ) -> Plan:
-        """The choice of every step. Scores run with the selected branch's implementation
-        where it has its own, otherwise with the first that can."""
-        names = Branches.each(implementation)
-        wanted = {"scores": names.selected, **names._asdict()}
-        scoring = {entry.name for entry in self.table["scores"]}
-        if wanted["scores"] in self.names() and wanted["scores"] not in scoring:
-            wanted["scores"] = None
-        return Plan(
-            *(
-                self.choose(
-                    dataclasses.replace(problem, branch=step), wanted[step], on_unsupported
-                )
-                for step in STEPS
-            )
-        )
+        """The choice of every step.
+
+        Scores belong to no branch that can be named: they run with the implementation of the
+        selected branch where that can, otherwise with the first that can. One name for all
+        branches is meant for them too, where it has scores at all.
+        """
+        names = Branches.each(implementation)._asdict()
+        at = {step: dataclasses.replace(problem, branch=step) for step in STEPS}
+        scoring = {entry.name: entry for entry in self.table["scores"]}
+        own = scoring.get(names["selected"])
+        strict = isinstance(implementation, str) and own is not None
+        able = own is not None and own.why_not(at["scores"]) is None
+        names["scores"] = names["selected"] if strict or able else None
+        return Plan(*(self.choose(at[step], names[step], on_unsupported) for step in STEPS))
 
 
 @functools.cache
