@@ -1,0 +1,38 @@
+"""Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_jax.types`.
+
+The configuration and the container of the branches are JAX's own objects. Importing this
+package starts none of JAX's backends, so JAX takes no GPU memory before it is asked to run.
+"""
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+from nsa_torch.cache import NSACache, cached_attention, init_cache
+from nsa_torch.compress import MLPParams, PoolParams
+from nsa_torch.functional import (
+    attention,
+    compress,
+    compressed_attention,
+    explain,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
+from nsa_torch.module import NSAAttention
+
+__all__ = [
+    "Branches",
+    "MLPParams",
+    "NSAAttention",
+    "NSACache",
+    "NSAConfig",
+    "PoolParams",
+    "attention",
+    "cached_attention",
+    "compress",
+    "compressed_attention",
+    "explain",
+    "init_cache",
+    "select_blocks",
+    "selected_attention",
+    "sliding_attention",
+]

@@ -1,0 +1,282 @@
+"""`NSAAttention`: the drop-in for the seed system's module, with the contract's numbers.
+
+Constructor names, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are the seed's.
+The twin in JAX is `nsa_jax.nn.NSAAttention`; `interop.weights` carries checkpoints across.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.layer import LayerSpec
+from nsa_jax.types import Branches
+from nsa_torch import cache, functional, geometry
+
+
+def apply_rope(
+    x: Tensor, position: Tensor, *, base: float = 10000.0, scale: float = 1.0
+) -> Tensor:
+    """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
+    width = x.shape[-1]
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
+    angle = (position.to(torch.float32) / scale)[..., None] * base**-exponent
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = angle.cos()[:, :, None].to(wide), angle.sin()[:, :, None].to(wide)
+    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+class Gate(nn.Module):
+    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+
+    def __init__(self, spec: LayerSpec):
+        super().__init__()
+        self.fc1 = nn.Linear(spec.d_k, spec.gate_width)
+        self.fc2 = nn.Linear(spec.gate_width, 3)
+        nn.init.xavier_uniform_(self.fc2.weight, gain=0.1)
+        nn.init.zeros_(self.fc2.bias)
+        self.spec = spec
+
+    def forward(self, pooled_query: Tensor) -> Tensor:
+        logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
+        return logits.softmax(dim=-1) if self.spec.gate == "softmax" else logits.sigmoid()
+
+
+class MLP(nn.Module):
+    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+
+    def __init__(self, length: int, width: int, hidden: int):
+        super().__init__()
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.w1 = nn.Parameter(torch.randn(length * width, hidden) / math.sqrt(length * width))
+        self.b1 = nn.Parameter(torch.zeros(hidden))
+        self.w2 = nn.Parameter(torch.randn(hidden, width) / math.sqrt(hidden))
+        self.b2 = nn.Parameter(torch.zeros(width))
+
+    def params(self) -> MLPParams:
+        return MLPParams(self.position, self.w1, self.b1, self.w2, self.b2)
+
+
+def _pool(length: int, stride: int, width: int) -> nn.Conv1d:
+    """The seed's depthwise convolution (its keys in the state_dict); starts as the mean."""
+    conv = nn.Conv1d(width, width, length, stride=stride, groups=width, bias=False)
+    nn.init.constant_(conv.weight, 1 / length)
+    return conv
+
+
+class NSAAttention(nn.Module):
+    """Causal self-attention by Native Sparse Attention, with keys and values per branch.
+
+    Args:
+      dim ... rope_scale: `nsa_jax.layer.LayerSpec`, which also says what is refused.
+      rope_impl: "llama", the seed's only one.
+      use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
+      use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
+      implementation: as in `nsa_torch.attention`; not together with the two switches.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_groups: int,
+        d_k: int,
+        d_v: int,
+        l: int = 32,
+        d: int = 16,
+        l_sel: int = 64,
+        n_sel: int = 16,
+        w: int = 512,
+        phi: str = "avg",
+        gate_hidden: int | None = None,
+        gate_temp: float = 1.0,
+        rope_impl: str = "llama",
+        use_flash: bool = True,
+        use_triton_sel: bool = False,
+        *,
+        gate: str = "sigmoid",
+        phi_hidden: int | None = None,
+        rope_base: float = 10000.0,
+        rope_scale: float = 1.0,
+        implementation: str | Branches[str | None] | None = None,
+    ):
+        super().__init__()
+        self.spec = spec = LayerSpec(
+            dim=dim,
+            n_heads=n_heads,
+            n_kv_groups=n_kv_groups,
+            d_k=d_k,
+            d_v=d_v,
+            l=l,
+            d=d,
+            l_sel=l_sel,
+            n_sel=n_sel,
+            w=w,
+            phi=phi,
+            phi_hidden=phi_hidden,
+            gate=gate,
+            gate_hidden=gate_hidden,
+            gate_temp=gate_temp,
+            rope_base=rope_base,
+            rope_scale=rope_scale,
+        )
+        if rope_impl != "llama":
+            raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
+        self.implementation = _seed_switches(implementation, use_flash, use_triton_sel)
+        keys, values = n_kv_groups * d_k, n_kv_groups * d_v
+        self.W_Q = nn.Linear(dim, n_heads * d_k, bias=False)
+        self.W_K_cmp = nn.Linear(dim, keys, bias=False)
+        self.W_V_cmp = nn.Linear(dim, values, bias=False)
+        self.W_K_sel = nn.Linear(dim, keys, bias=False)
+        self.W_V_sel = nn.Linear(dim, values, bias=False)
+        self.W_K_win = nn.Linear(dim, keys, bias=False)
+        self.W_V_win = nn.Linear(dim, values, bias=False)
+        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
+        self.gate = Gate(spec)
+        if phi == "mlp":
+            self.phi_k_conv, self.phi_v_conv = _pool(l, d, d_k), _pool(l, d, d_v)
+        elif phi == "mlp_pe":
+            self.phi_k_mlp = MLP(l, d_k, spec.phi_width(d_k))
+            self.phi_v_mlp = MLP(l, d_v, spec.phi_width(d_v))
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """What makes this layer's function, for a checkpoint's metadata."""
+        return self.spec.as_dict()
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
+
+    def compress_params(self) -> tuple[CompressParams, CompressParams]:
+        """Parameters of `phi` for keys and for values."""
+        if self.spec.phi == "mlp":
+            # [D, 1, l] of the convolution as [l, D]
+            weights = (conv.weight[:, 0].T for conv in (self.phi_k_conv, self.phi_v_conv))
+            key, value = map(PoolParams, weights)
+            return key, value
+        if self.spec.phi == "mlp_pe":
+            return self.phi_k_mlp.params(), self.phi_v_mlp.params()
+        return None, None
+
+    def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
+        """An empty cache for `capacity` tokens, where and in what the parameters are."""
+        spec, weight = self.spec, self.W_Q.weight
+        return cache.init_cache(
+            batch,
+            capacity,
+            spec.n_kv_groups,
+            spec.d_k,
+            spec.d_v,
+            config=spec.config,
+            dtype=weight.dtype,
+            device=weight.device,
+            separate=True,
+        )
+
+    def project(self, x: Tensor, position: Tensor):
+        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes."""
+        spec = self.spec
+
+        def rotate(x):
+            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
+
+        query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, spec.d_k)))
+        key = Branches(
+            *(
+                rotate(linear(x).unflatten(-1, (spec.n_kv_groups, spec.d_k)))
+                for linear in (self.W_K_cmp, self.W_K_sel, self.W_K_win)
+            )
+        )
+        value = Branches(
+            *(
+                linear(x).unflatten(-1, (spec.n_kv_groups, spec.d_v))
+                for linear in (self.W_V_cmp, self.W_V_sel, self.W_V_win)
+            )
+        )
+        pooled = query.unflatten(2, (spec.n_kv_groups, -1)).mean(dim=3)
+        gates = self.gate(pooled).repeat_interleave(spec.n_heads // spec.n_kv_groups, dim=2)
+        return query, key, value, gates
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: cache.NSACache | None = None,
+        *,
+        prefill: bool = True,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, cache.NSACache | None]:
+        """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
+
+        Args:
+          x: `[B, T, dim]`.
+          kv: from `init_cache`; None: the tokens are whole sequences (training), and None
+            comes back.
+          prefill: False says that `x` continues a cache, which must then be given; chunks of
+            any length may be appended either way.
+          cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
+        """
+        spec = self.spec
+        if x.ndim != 3 or x.shape[-1] != spec.dim:
+            raise ValueError(f"x must have shape (B, T, {spec.dim}), got {tuple(x.shape)}")
+        if kv is None and not prefill:
+            raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
+        if kv is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens must be None where a cache is given, got both")
+        batch, length, _ = x.shape
+        if kv is not None:
+            steps = torch.arange(length, device=x.device)
+            query, key, value, gates = self.project(x, kv.length[:, None] + steps)
+            out, kv = cache.cached_attention(
+                query,
+                key,
+                value,
+                gates,
+                kv,
+                config=spec.config,
+                compress_params=self.compress_params(),
+                implementation=self.implementation,
+            )
+            return self.out(out.flatten(2)), kv
+        where = geometry.geometry(
+            batch,
+            length,
+            config=spec.config,
+            kv_len=length,
+            cu_seqlens=cu_seqlens,
+            device=x.device,
+        )
+        query, key, value, gates = self.project(x, where.position)
+        compressed = tuple(
+            functional.compress(tokens, params, config=spec.config, cu_seqlens=cu_seqlens)
+            for tokens, params in zip(
+                (key.compressed, value.compressed), self.compress_params(), strict=True
+            )
+        )
+        out = functional.attention(
+            query,
+            key,
+            value,
+            gates,
+            config=spec.config,
+            compressed=compressed,
+            cu_seqlens=cu_seqlens,
+            implementation=self.implementation,
+        )
+        return self.out(out.flatten(2)), None
+
+
+def _seed_switches(implementation, use_flash, use_triton_sel):
+    """The seed's two booleans as implementations."""
+    if implementation is not None:
+        if use_triton_sel or not use_flash:
+            raise ValueError(
+                "use_flash and use_triton_sel must keep their defaults where implementation "
+                f"is given, got {implementation=}, {use_flash=}, {use_triton_sel=}"
+            )
+        return implementation
+    base = None if use_flash else "sdpa"
+    return Branches(base, "triton" if use_triton_sel else base, base)

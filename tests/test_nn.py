@@ -1,0 +1,297 @@
+"""The two modules: JAX and torch on the same weights, decode, phi, gates, a training step."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+
+import nsa_jax
+from bench.parity import FLOAT32_MAX
+from interop import weights
+from nsa_jax.layer import GATES, PHI, LayerSpec
+from nsa_jax.nn import NSAAttention as JaxAttention
+from nsa_jax.nn import apply_rope
+from nsa_torch import NSAAttention as TorchAttention
+from nsa_torch.module import apply_rope as torch_rope
+
+SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
+
+
+def modules(**options):
+    """A torch module, and the JAX one with its weights, taken through a file's arrays."""
+    torch.manual_seed(options.pop("seed", 0))
+    module = TorchAttention(**(SIZES | options))
+    twin = JaxAttention(LayerSpec(**(SIZES | options)), rngs=nnx.Rngs(0))
+    return module, twin
+
+
+def tokens(length=63, batch=2, seed=1):
+    return np.random.default_rng(seed).normal(size=(batch, length, 24)).astype(np.float32)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("phi", PHI)
+@pytest.mark.parametrize("saved_by", ["torch", "jax"])
+def test_a_checkpoint_of_either_gives_the_same_output(phi, gate, saved_by, tmp_path):
+    module, twin = modules(phi=phi, gate=gate, gate_temp=0.7, rope_scale=2.0)
+    source, target = (module, twin) if saved_by == "torch" else (twin, module)
+    weights.save(tmp_path / "layer.safetensors", source)
+    weights.load(tmp_path / "layer.safetensors", target)
+    x = tokens()
+    with torch.no_grad():
+        expected, none = module(torch.from_numpy(x))
+    got, _ = nnx.jit(lambda m, x: m(x))(twin, jnp.asarray(x))
+    assert none is None
+    np.testing.assert_allclose(np.asarray(got), expected.numpy(), rtol=0, atol=FLOAT32_MAX)
+    assert np.abs(expected.numpy()).max() > 0.05
+
+
+def test_a_checkpoint_of_another_layer_is_refused(tmp_path):
+    module, twin = modules(gate="softmax")
+    weights.save(tmp_path / "layer.safetensors", module)
+    other = JaxAttention(LayerSpec(**SIZES), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="gate"):
+        weights.load(tmp_path / "layer.safetensors", other)
+    weights.load(tmp_path / "layer.safetensors", twin)
+
+
+def test_the_seeds_state_dict_keys():
+    linear = ["W_Q", "W_K_cmp", "W_V_cmp", "W_K_sel", "W_V_sel", "W_K_win", "W_V_win", "out"]
+    keys = {f"{name}.weight" for name in linear}
+    keys |= {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
+    module, _ = modules()
+    assert set(module.state_dict()) == keys
+    module, _ = modules(phi="mlp")
+    assert set(module.state_dict()) == keys | {"phi_k_conv.weight", "phi_v_conv.weight"}
+    assert module.state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
+
+
+@pytest.mark.parametrize("splits", [[63], [20, 1, 30, 12], [1] * 63], ids=len)
+@pytest.mark.parametrize("phi", ["avg", "mlp_pe"])
+def test_decode_of_the_torch_module(phi, splits):
+    module, _ = modules(phi=phi)
+    x = torch.from_numpy(tokens())
+    with torch.no_grad():
+        whole, _ = module(x)
+        kv = module.init_cache(2, 64)
+        parts = []
+        for part in x.split(splits, dim=1):
+            y, kv = module(part, kv, prefill=not parts)
+            parts.append(y)
+    assert kv.longest == 63 and kv.length.tolist() == [63, 63]
+    got = torch.cat(parts, dim=1)
+    np.testing.assert_allclose(got.numpy(), whole.numpy(), rtol=0, atol=FLOAT32_MAX)
+
+
+def test_decode_of_the_torch_module_with_gradients():
+    """Under autograd the cache is copied; the gradients are those of the whole."""
+    module, _ = modules(phi="mlp")
+    x = torch.from_numpy(tokens(40))
+    whole, _ = module(x)
+    first, kv = module(x[:, :25], module.init_cache(2, 40))
+    second, _ = module(x[:, 25:], kv, prefill=False)
+    cotangent = torch.from_numpy(tokens(40, seed=5))
+    names, params = zip(*module.named_parameters(), strict=True)
+    want = torch.autograd.grad((whole * cotangent).sum(), params)
+    got = torch.autograd.grad((torch.cat([first, second], 1) * cotangent).sum(), params)
+    for name, a, b in zip(names, got, want, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-4, atol=1e-4, err_msg=name)
+
+
+def test_decode_of_the_jax_module():
+    _, twin = modules(phi="mlp_pe")
+    x = jnp.asarray(tokens())
+    whole, _ = nnx.jit(lambda m, x: m(x))(twin, x)
+    kv, parts = twin.init_cache(2, 64), []
+    step = nnx.jit(lambda m, x, kv: m(x, kv))
+    for part in jnp.split(x, [21, 42], axis=1):
+        y, kv = step(twin, part, kv)
+        parts.append(y)
+    np.testing.assert_allclose(
+        np.concatenate(parts, 1), np.asarray(whole), rtol=0, atol=FLOAT32_MAX
+    )
+
+
+def test_packed_batches_of_both_modules(tmp_path):
+    module, twin = modules(phi="mlp_pe")
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    lengths = (30, 1, 44)
+    x = tokens(sum(lengths), batch=1)
+    ids = np.repeat(np.arange(3), lengths)[None].astype(np.int32)
+    bounds = torch.tensor([0, 30, 31, 75])
+    with torch.no_grad():
+        packed, _ = module(torch.from_numpy(x), cu_seqlens=bounds)
+        alone = [module(part)[0] for part in torch.from_numpy(x).split(lengths, dim=1)]
+    got, _ = nnx.jit(lambda m, x, ids: m(x, segment_ids=ids))(
+        twin, jnp.asarray(x), jnp.asarray(ids)
+    )
+    want = torch.cat(alone, dim=1).numpy()
+    np.testing.assert_allclose(packed.numpy(), want, rtol=0, atol=FLOAT32_MAX)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=FLOAT32_MAX)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
+    mean, mean_twin = modules(phi="avg")
+    conv, conv_twin = modules(phi="mlp")
+    x = tokens()
+    if framework == "torch":
+        conv.load_state_dict(mean.state_dict(), strict=False)
+        with torch.no_grad():
+            a, b = mean(torch.from_numpy(x))[0].numpy(), conv(torch.from_numpy(x))[0].numpy()
+    else:
+        shared = nnx.state(mean_twin)
+        nnx.update(conv_twin, shared)
+        a, b = (
+            np.asarray(mean_twin(jnp.asarray(x))[0]),
+            np.asarray(conv_twin(jnp.asarray(x))[0]),
+        )
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    if framework == "torch":
+        with torch.no_grad():
+            conv.phi_v_conv.weight.mul_(2.0)
+            assert (conv(torch.from_numpy(x))[0] - torch.from_numpy(a)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["pool", "mlp"])
+def test_phi_mlp_learns_keys_and_values_apart(kind):
+    """Keys' and values' parameters both get gradients, of their own."""
+    module, _ = modules(phi={"pool": "mlp", "mlp": "mlp_pe"}[kind])
+    y, _ = module(torch.from_numpy(tokens()))
+    y.square().sum().backward()
+    grads = {n: p.grad for n, p in module.named_parameters() if n.startswith("phi_")}
+    assert len(grads) == {"pool": 2, "mlp": 10}[kind]
+    for name, grad in grads.items():
+        # A shift of all compressed keys cancels in the softmax: b2 of the keys alone.
+        assert (grad.abs().max() > 1e-6) == (name != "phi_k_mlp.b2"), name
+
+
+def test_rope_depends_on_the_distance_only():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(1, 1, 3, 8)), jnp.float32) for _ in range(2))
+
+    def product(at, other):
+        position = lambda p: jnp.full((1, 1), p, jnp.int32)
+        return np.asarray(
+            (apply_rope(q, position(at)) * apply_rope(k, position(other))).sum(-1)
+        )
+
+    np.testing.assert_allclose(product(17, 5), product(112, 100), atol=1e-4)
+    assert np.abs(product(17, 5) - product(17, 6)).max() > 1e-2
+    position = np.arange(6, dtype=np.int32)[None]
+    x = rng.normal(size=(1, 6, 3, 8)).astype(np.float32)
+    np.testing.assert_allclose(
+        np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(position), scale=3.0)),
+        torch_rope(torch.from_numpy(x), torch.from_numpy(position), scale=3.0).numpy(),
+        atol=1e-6,
+    )
+
+
+def test_softmax_gates_add_up_and_sigmoid_gates_do_not():
+    for gate, adds_up in (("softmax", True), ("sigmoid", False)):
+        module, _ = modules(gate=gate)
+        x = torch.from_numpy(tokens(9))
+        *_, gates = module.project(x, torch.arange(9).expand(2, 9))
+        total = gates.sum(dim=-1)
+        assert gates.shape == (2, 9, 6, 3)
+        assert bool(torch.allclose(total, torch.ones_like(total), atol=1e-5)) is adds_up
+
+
+def test_train_smoke_both_frameworks_take_the_same_steps(tmp_path):
+    """Ten SGD steps on a copy task: the loss falls, and JAX and torch stay together."""
+    module, twin = modules(phi="mlp_pe")
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x = tokens(40)
+    target = np.roll(x, 1, axis=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=3.0)
+    losses = {"torch": [], "jax": []}
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = (module(torch.from_numpy(x))[0] - torch.from_numpy(target)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses["torch"].append(loss.item())
+    tuned = nnx.Optimizer(twin, optax.sgd(3.0), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, tuned):
+        loss, grads = nnx.value_and_grad(
+            lambda m: ((m(jnp.asarray(x))[0] - jnp.asarray(target)) ** 2).mean()
+        )(model)
+        tuned.update(model, grads)
+        return loss
+
+    losses["jax"] = [float(step(twin, tuned)) for _ in range(10)]
+    np.testing.assert_allclose(losses["jax"], losses["torch"], rtol=1e-4)
+    assert losses["jax"][-1] < 0.97 * losses["jax"][0]
+
+
+BAD = {
+    "rope_impl": (
+        lambda: TorchAttention(**SIZES, rope_impl="neox"),
+        "rope_impl must be 'llama'",
+    ),
+    "two choices": (
+        lambda: TorchAttention(**SIZES, use_triton_sel=True, implementation="sdpa"),
+        "use_flash and use_triton_sel must keep their defaults",
+    ),
+    "x of another width": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 23)),
+        "x must have shape (B, T, 24), got (1, 5, 23)",
+    ),
+    "decode without a cache": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 1, 24), None, prefill=False),
+        "kv must be a cache from init_cache where prefill=False, got None",
+    ),
+    "torch cache full": (
+        lambda: (m := TorchAttention(**SIZES))(torch.zeros(1, 9, 24), m.init_cache(1, 8)),
+        "cache capacity is 8 tokens, got 9",
+    ),
+    "cache and cu_seqlens": (
+        lambda: (m := TorchAttention(**SIZES))(
+            torch.zeros(1, 4, 24), m.init_cache(1, 8), cu_seqlens=torch.tensor([0, 4])
+        ),
+        "cu_seqlens must be None where a cache is given, got both",
+    ),
+    "x of another width in JAX": (
+        lambda: modules()[1](jnp.zeros((1, 5, 23))),
+        "x must have shape (B, T, 24), got (1, 5, 23)",
+    ),
+    "cache and segments in JAX": (
+        lambda: (m := modules()[1])(
+            jnp.zeros((1, 4, 24)), m.init_cache(1, 8), segment_ids=jnp.zeros((1, 4), jnp.int32)
+        ),
+        "segment_ids must be None where a cache is given, got both",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_modules(name):
+    run, message = BAD[name]
+    with pytest.raises(ValueError) as error:
+        run()
+    assert message in str(error.value)
+
+
+def test_use_triton_sel_names_the_kernel():
+    module = TorchAttention(**SIZES, use_triton_sel=True)
+    assert module.implementation == nsa_jax.Branches(None, "triton", None)
+    with pytest.raises(NotImplementedError, match="triton"):
+        module(torch.zeros(1, 5, 24))
+
+
+def test_bfloat16_module():
+    _, twin = modules()
+    low = JaxAttention(
+        twin.spec, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    y, _ = low(jnp.asarray(tokens(30)))
+    assert y.dtype == jnp.bfloat16 and bool(jnp.isfinite(y).all())
+    module, _ = modules()
+    y, _ = module.bfloat16()(torch.from_numpy(tokens(30)).bfloat16())
+    assert y.dtype == torch.bfloat16 and bool(y.isfinite().all())
