@@ -23,6 +23,7 @@ def _rows(out, lse, query):
 
 def _attend(query, key, value, seen, scale):
     """Attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
     logits = logits_of(grouped(query, key), key, scale)
     probs, lse = softmax(logits, seen[:, None, None])
     out = jnp.einsum(
@@ -55,16 +56,16 @@ def compressed_attention(
         segment_ids=segment_ids,
         config=config,
     )
-    slot = jnp.arange(count, dtype=jnp.int32)
 
-    def chunk(query, position, start):
-        local = slot - start[..., None]
+    def chunk(query, position, start, key, value):
+        local = jnp.arange(count, dtype=jnp.int32) - start[..., None]
         last_token = local * config.compress_stride + config.compress_block - 1
         seen = (local >= 0) & (last_token <= position[..., None])
-        return _attend(query, compressed_key, compressed_value, seen, scale)
+        return _attend(query, key, value, seen, scale)
 
     arrays = (query, where.position, where.compressed_start)
-    return over_queries(chunk, arrays, batch * heads * max(count, 1) * 4)
+    shared = (compressed_key, compressed_value)
+    return over_queries(chunk, arrays, shared, batch * heads * max(count, 1) * 4)
 
 
 def selected_attention(
@@ -103,14 +104,14 @@ def selected_attention(
     per_head = jax.vmap(per_query, (1, 1), 1)  # [S, Hkv, D], [Q, Hkv, n]
     gather = jax.vmap(per_head)  # [B, Q, Hkv, n, l', D]
 
-    def chunk(query, indices, position, start):
+    def chunk(query, indices, position, start, key, value):
         first = start[..., None, None] + indices * size
         slice_at = jnp.clip(first, 0, num_keys - size)
         token = slice_at[..., None] + jnp.arange(size, dtype=jnp.int32)
         last = jnp.minimum(first + size - 1, (start + position)[..., None, None])
         seen = (token >= first[..., None]) & (token <= last[..., None])
         seen &= (indices >= 0)[..., None]  # [B, Q, Hkv, n, l']
-        keys, values = gather(key, slice_at), gather(value, slice_at)
+        keys, values = (gather(x, slice_at).astype(query.dtype) for x in (key, value))
         merge = (*indices.shape[:3], -1)
         logits = jnp.einsum(
             "bqkgd,bqksd->bkgqs",
@@ -124,17 +125,17 @@ def selected_attention(
         probs, lse = softmax(logits, seen)
         out = jnp.einsum(
             "bkgqs,bqksd->bqkgd",
-            probs.astype(value.dtype),
+            probs.astype(query.dtype),
             values.reshape(*merge, value.shape[-1]),
-            precision=precision_of(value.dtype),
-            preferred_element_type=wide(value.dtype),
+            precision=precision_of(query.dtype),
+            preferred_element_type=wide(query.dtype),
         )
         return _rows(out, lse, query)
 
     keys_per_row = kv_heads * block_indices.shape[-1] * size
     row_bytes = batch * keys_per_row * (width + value.shape[-1]) * key.dtype.itemsize
     arrays = (query, block_indices, where.position, where.key_start)
-    return over_queries(chunk, arrays, row_bytes)
+    return over_queries(chunk, arrays, (key, value), row_bytes)
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
@@ -151,7 +152,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
     index = where.first_key[:, None] + jnp.arange(length, dtype=jnp.int32)
 
-    def chunk(query, index, position, start):
+    def chunk(query, index, position, start, key, value):
         size = min(num_keys, query.shape[1] + max(window - 1, 0))
         band = jnp.clip(index[:, 0] - (window - 1), 0, num_keys - size)
         slice_band = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, size))
@@ -165,7 +166,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
     budget = min(row_bytes * max(window, 64), BUDGET_BYTES)
     arrays = (query, index, where.position, where.key_start)
-    return over_queries(chunk, arrays, row_bytes, budget_bytes=budget)
+    return over_queries(chunk, arrays, (key, value), row_bytes, budget_bytes=budget)
 
 
 def combine(outputs, gates):

@@ -1,38 +1,98 @@
 """Work on a chunk of queries at a time, so that memory stays bounded in both directions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from nsa_jax.numerics import wide
 
 # Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
 BUDGET_BYTES = 128 * 2**20
 
 
-def over_queries(body, arrays, row_bytes: int, *, budget_bytes: int = BUDGET_BYTES):
-    """`body` mapped over chunks of the query axis (axis 1) of `arrays`, `[B, T, ...]` each.
+def over_queries(body, arrays, shared, row_bytes: int, *, budget_bytes: int | None = None):
+    """`body(*chunk, *shared)` mapped over chunks of the query axis of `arrays`.
 
-    `row_bytes` is what one query index costs in the largest intermediate of `body`. The chunks
-    are padded with zeros (integers with -1, the position that sees nothing). Under
-    differentiation each chunk is computed again instead of being kept.
+    `arrays` are `[B, T, ...]`, and so are the leaves of the result; `shared` is what every
+    query may read (keys and values). `row_bytes` is what one query index costs in the largest
+    intermediate of `body`. Chunks are padded with zeros (integers with -1, the position that
+    sees nothing).
+
+    In the backward pass each chunk is computed again instead of being kept, and the gradients
+    of `shared`, to which every query adds, accumulate in float32: `body` then gets them in
+    float32, and casts what it has read of them to the dtype of the queries. It must not close
+    over traced arrays.
     """
-    length = arrays[0].shape[1]
-    most = max(1, budget_bytes // max(row_bytes, 1))
-    count = max(1, -(-length // most))
-    body = jax.checkpoint(body)
+    budget = BUDGET_BYTES if budget_bytes is None else budget_bytes
+    most = max(1, budget // max(row_bytes, 1))
+    count = max(1, -(-arrays[0].shape[1] // most))
+    return _mapped(body, count, tuple(arrays), tuple(shared))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mapped(body, count, arrays, shared):
     if count == 1:
-        return body(*arrays)
-    size = -(-length // count)
-    count = -(-length // size)
+        return body(*arrays, *shared)
+    length = arrays[0].shape[1]
+    out = lax.map(lambda chunk: body(*chunk, *shared), _split(arrays, count))
+    return jax.tree.map(lambda x: _join(x, length), out)
+
+
+def _forward(body, count, arrays, shared):
+    return _mapped(body, count, arrays, shared), (arrays, shared)
+
+
+def _backward(body, count, saved, grads):
+    arrays, shared = saved
+    length = arrays[0].shape[1]
+    moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+    totals = tuple(lax.full_like(x, 0, wide(x.dtype)) for x in shared)
+    widened = tuple(x.astype(wide(x.dtype)) for x in shared)
+
+    def step(totals, chunk):
+        parts, part_grads = chunk
+
+        def of_floats(floats, shared):
+            supply = iter(floats)
+            pairs = zip(moving, parts, strict=True)
+            return body(*(next(supply) if moves else x for moves, x in pairs), *shared)
+
+        floats = tuple(x for moves, x in zip(moving, parts, strict=True) if moves)
+        pull_back = jax.vjp(of_floats, floats, widened)[1]
+        float_grads, shared_grads = pull_back(part_grads)
+        totals = tuple(a + b for a, b in zip(totals, shared_grads, strict=True))
+        return totals, float_grads
+
+    if count == 1:
+        totals, float_grads = step(totals, (arrays, grads))
+    else:
+        chunks = _split((arrays, grads), count)
+        totals, float_grads = lax.scan(step, totals, chunks)
+        float_grads = jax.tree.map(lambda x: _join(x, length), float_grads)
+    supply = iter(float_grads)
+    array_grads = tuple(next(supply) if moves else None for moves in moving)
+    pairs = zip(totals, shared, strict=True)
+    return array_grads, tuple(total.astype(x.dtype) for total, x in pairs)
+
+
+_mapped.defvjp(_forward, _backward)
+
+
+def _split(tree, count):
+    """Each leaf `[B, T, ...]` as `[count, B, size, ...]`, padded."""
 
     def split(x):
+        size = -(-x.shape[1] // count)
         fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
-        pad = [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)
+        pad = [(0, 0), (0, count * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, pad, constant_values=fill)
         return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
-    def join(x):
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], count * size, *x.shape[3:])[:, :length]
+    return jax.tree.map(split, tree)
 
-    out = lax.map(lambda chunk: body(*chunk), tuple(split(x) for x in arrays))
-    return jax.tree.map(join, out)
+
+def _join(x, length):
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]

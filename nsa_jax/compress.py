@@ -1,6 +1,6 @@
 """Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,12 @@ from nsa_jax.numerics import precision_of, wide
 
 
 class PoolParams(NamedTuple):
-    """A learnable weighted sum over the window, per channel (a depthwise convolution)."""
+    """A learnable weighted sum over the window, per channel (a depthwise convolution).
 
-    weight: Float[Array, "l D"]
+    Arrays of JAX or of torch, as everywhere in these tuples.
+    """
+
+    weight: Any  # [l, D]
 
 
 class MLPParams(NamedTuple):
@@ -24,11 +27,11 @@ class MLPParams(NamedTuple):
     token, gelu in its tanh form, shared by the key/value heads.
     """
 
-    position: Float[Array, "l D"]
-    w1: Float[Array, "l*D F"]
-    b1: Float[Array, " F"]
-    w2: Float[Array, "F D"]
-    b2: Float[Array, " D"]
+    position: Any  # [l, D]
+    w1: Any  # [l * D, F]
+    b1: Any  # [F]
+    w2: Any  # [F, D]
+    b2: Any  # [D]
 
 
 type CompressParams = PoolParams | MLPParams | None  # None: the mean

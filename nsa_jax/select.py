@@ -73,11 +73,11 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
     where = geometry.positions(
         batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config
     )
-    slot = jnp.arange(count, dtype=jnp.int32)
     last_token = config.compress_block - 1
 
-    def scores(query, position, start):
+    def scores(query, position, start, compressed_key):
         logits = logits_of(grouped(query, compressed_key), compressed_key, scale)
+        slot = jnp.arange(count, dtype=jnp.int32)
         local = slot - start[..., None]
         seen = (local >= 0) & (
             local * config.compress_stride + last_token <= position[..., None]
@@ -101,7 +101,7 @@ def block_scores(
     scores, arrays, row_bytes = _scorer(
         query, compressed_key, config, kv_len, segment_ids, scale
     )
-    return over_queries(scores, arrays, row_bytes)
+    return over_queries(scores, arrays, (compressed_key,), row_bytes)
 
 
 def select_blocks(
@@ -113,12 +113,12 @@ def select_blocks(
         query, compressed_key, config, kv_len, segment_ids, scale
     )
 
-    def chosen(query, position, start):
+    def chosen(query, position, start, compressed_key):
         # Floor division keeps the position -1 of padding negative.
         own = jnp.broadcast_to(
             (position // config.select_block)[..., None],
             (*position.shape, compressed_key.shape[2]),
         )
-        return choose(scores(query, position, start), own, config)
+        return choose(scores(query, position, start, compressed_key), own, config)
 
-    return over_queries(chosen, arrays, row_bytes)
+    return over_queries(chosen, arrays, (compressed_key,), row_bytes)

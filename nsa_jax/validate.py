@@ -24,6 +24,8 @@ def array(name: str, x, rank: int, dtypes=FLOATS) -> None:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}")
     if len(x.shape) != rank:
         raise ValueError(f"{name} must have {rank} axes, got shape {tuple(x.shape)}")
+    if name == "query" and 0 in x.shape:
+        raise ValueError(f"query must not be empty, got shape {tuple(x.shape)}")
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
 

@@ -40,9 +40,14 @@ class NSACache:
 
     def clone(self) -> "NSACache":
         """A copy that shares no memory with this one."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        return NSACache(**copies)
+        return dataclasses.replace(
+            self,
+            **{
+                field.name: value.clone()
+                for field in dataclasses.fields(self)
+                if isinstance(value := getattr(self, field.name), Tensor)
+            },
+        )
 
 
 def init_cache(
@@ -114,14 +119,13 @@ def cached_attention(
             f"cache capacity is {cache.capacity} tokens, got {cache.longest + num_new}"
         )
     cache = update(cache, key, value, config, compress_params)
-    shared = cache.sliding_key is None
     tokens, slots = cache.longest, config.num_compressed(cache.longest)
     options = dict(config=config, kv_len=cache.length, scale=scale)
     compressed_key = cache.compressed_key[:, :slots]
     compressed_value = cache.compressed_value[:, :slots]
     selected = cache.selected_key[:, :tokens], cache.selected_value[:, :tokens]
     sliding = selected
-    if not shared:
+    if cache.sliding_key is not None and cache.sliding_value is not None:
         sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
     block_indices = functional.select_blocks(query, compressed_key, **options)
     outputs = Branches(

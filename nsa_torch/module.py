@@ -250,11 +250,11 @@ class NSAAttention(nn.Module):
             device=x.device,
         )
         query, key, value, gates = self.project(x, where.position)
-        compressed = tuple(
-            functional.compress(tokens, params, config=spec.config, cu_seqlens=cu_seqlens)
-            for tokens, params in zip(
-                (key.compressed, value.compressed), self.compress_params(), strict=True
-            )
+        key_params, value_params = self.compress_params()
+        packed = dict(config=spec.config, cu_seqlens=cu_seqlens)
+        compressed = (
+            functional.compress(key.compressed, key_params, **packed),
+            functional.compress(value.compressed, value_params, **packed),
         )
         out = functional.attention(
             query,

@@ -27,6 +27,10 @@ CASES = {
         lambda: attention(query=Q[0]),
         "query must have 4 axes, got shape (20, 4, 8)",
     ),
+    "no query": (
+        lambda: attention(query=Q[:, :0], gates=GATES[:, :0]),
+        "query must not be empty, got shape (2, 0, 4, 8)",
+    ),
     "query dtype": (
         lambda: attention(query=Q.astype(jnp.int32)),
         "query must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",

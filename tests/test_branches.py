@@ -9,7 +9,7 @@ import pytest
 
 import nsa_jax
 from bench.parity import assert_parity, check_indices
-from nsa_jax import reference
+from nsa_jax import branches, chunks, reference
 from tests.inputs import CASES, SMALL, Case, call, oracle, problem, yardstick
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -124,13 +124,8 @@ def test_chunks_change_nothing(budget, monkeypatch):
         )
 
     whole = run()
-    from nsa_jax import branches, chunks, select
-
-    def small(*args, **kwargs):
-        return chunks.over_queries(*args, **(kwargs | {"budget_bytes": budget}))
-
-    monkeypatch.setattr(branches, "over_queries", small)
-    monkeypatch.setattr(select, "over_queries", small)
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
+    monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(run()), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-6)
 

@@ -65,16 +65,39 @@ def test_decode_equals_attention(split, kind, rng):
         assert not np.asarray(got)[:, count:].any()
 
 
+GROUPS = {
+    1: Case(111, 111, H=2, Hkv=2, D=8, Dv=5),
+    3: CASE,
+    6: Case(111, 111, H=6, Hkv=1, D=8, Dv=12),
+    16: Case(111, 111, H=16, Hkv=1, D=8, Dv=5),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("split", ["chunks", "tokens"])
-def test_indices_are_bitwise_those_of_the_whole(split):
-    p = problem(CASE)
+def test_every_group_decodes_as_a_whole(split, group):
+    case = GROUPS[group]
+    p = problem(case)
+    sizes = [47, 1, case.S - 48] if split == "chunks" else [1] * case.S
+    whole = call(nsa_jax.attention, p.query, p.key, p.value, p.gates, config=SMALL)
+    cache = nsa_jax.init_cache(2, 120, case.Hkv, case.D, case.Dv, config=SMALL)
+    step = jax.jit(functools.partial(nsa_jax.cached_attention, config=SMALL))
+    out, _ = decode(p, sizes, step, cache)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(whole), rtol=0, atol=FLOAT32_MAX)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("split", ["chunks", "tokens"])
+def test_indices_are_bitwise_those_of_the_whole(split, group):
+    p = problem(GROUPS[group])
+    sizes = [47, 1, p.case.S - 48] if split == "chunks" else [1] * p.case.S
     key = call(nsa_jax.compress, p.key, config=SMALL)
     whole = np.asarray(call(nsa_jax.select_blocks, p.query, key, config=SMALL))
     select = jax.jit(
         lambda query, kv_len: nsa_jax.select_blocks(query, key, config=SMALL, kv_len=kv_len)
     )
     begin, parts = 0, []
-    for size in SPLITS[split]:
+    for size in sizes:
         begin += size
         parts.append(select(p.query[:, begin - size : begin], jnp.int32(begin)))
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)

@@ -1,15 +1,21 @@
 """Nothing reads the future: not an output, a score, an index or a log-sum-exp."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import nsa_jax
 from nsa_jax import reference, select
-from tests.inputs import SMALL, Case, call, problem, segment_ids
+from tests.inputs import SMALL, Case, problem, segment_ids
 
 LENGTH = 141
-CASE = Case(LENGTH, LENGTH, H=6, Hkv=2)
+CASES = {
+    1: Case(LENGTH, LENGTH, H=2, Hkv=2, D=8, Dv=5),
+    3: Case(LENGTH, LENGTH, H=6, Hkv=2),
+    6: Case(LENGTH, LENGTH, H=6, Hkv=1, D=8, Dv=5),
+    16: Case(LENGTH, LENGTH, H=16, Hkv=1, D=8, Dv=12),
+}
 
 
 def everything(implementation, key, value, query, segments=None):
@@ -39,13 +45,13 @@ def everything(implementation, key, value, query, segments=None):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_the_past_does_not_see_a_changed_token(implementation, packed):
-    p = problem(CASE)
+@pytest.mark.parametrize("group", CASES)
+def test_the_past_does_not_see_a_changed_token(group, implementation, packed):
+    p = problem(CASES[group])
     lengths = (100, 1, 40)
     segments = jnp.asarray(np.repeat(segment_ids(lengths), 2, 0)) if packed else None
-    run = lambda key, value, query: call(
-        lambda *x: everything(implementation, *x, segments=segments), key, value, query
-    )
+    compiled = jax.jit(lambda *x: everything(implementation, *x, segments=segments))
+    run = lambda *x: jax.tree.map(np.asarray, compiled(*x))
     before = run(p.key, p.value, p.query)
     moved = set()
     for token in (0, 16, 47, 64, 75, 101, 140):
@@ -70,8 +76,8 @@ def test_the_past_does_not_see_a_changed_token(implementation, packed):
 
 
 def test_a_query_changes_its_own_row_only():
-    p = problem(CASE)
-    run = lambda query: call(lambda *x: everything("xla", *x), p.key, p.value, query)
+    p = problem(CASES[3])
+    run = jax.jit(lambda query: everything("xla", p.key, p.value, query))
     before, after = run(p.query), run(p.query.at[:, 130].multiply(-3.0))
     for name, x in before.items():
         differs = (np.asarray(x) != np.asarray(after[name])).reshape(2, LENGTH, -1)

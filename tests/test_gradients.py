@@ -10,11 +10,13 @@ from jax.test_util import check_grads
 
 import nsa_jax
 from bench.parity import assert_parity
-from nsa_jax import reference
+from nsa_jax import branches, chunks, reference
 from nsa_jax.compress import MLPParams, PoolParams
 from tests.inputs import CASES, SMALL, Case, call, problem
 
-GRADIENT_CASES = (CASES[1], CASES[2], CASES[3], CASES[5], CASES[6], CASES[8], CASES[9])
+# Hundreds of queries share each block: their sum must not be kept in bfloat16.
+MANY = Case(600, 600, H=8, Hkv=1, B=1, dtype="bfloat16")
+GRADIENT_CASES = (MANY, CASES[1], CASES[2], CASES[3], CASES[5], CASES[6], CASES[8], CASES[9])
 
 
 def loss(query, key, value, gates, *, cotangent, indices, implementation, case, segments):
@@ -62,6 +64,24 @@ def test_backward_parity(case, rng):
     names = ("query", "key", "value", "gates")
     for name, got, want, rough in zip(names, fast, exact, low, strict=True):
         assert_parity(f"d{name}", got, want, rough, dtype=case.dtype)
+
+
+@pytest.mark.parametrize("budget", [1, 20_000])
+def test_backward_parity_of_chunks(budget, monkeypatch, rng):
+    """Any chunk size gives the gradients of one chunk, also when the last is not full."""
+    p = problem(Case(63, 75))
+    cotangent = jnp.asarray(rng.normal(size=p.query.shape), jnp.float32)
+    indices = call(
+        nsa_jax.select_blocks, p.query, nsa_jax.compress(p.key, config=SMALL), **p.where
+    )
+    options = dict(cotangent=cotangent, indices=indices, case=p.case, segments=None)
+    run = functools.partial(loss, implementation="xla", **options)
+    arrays = (p.query, p.key, p.value, p.gates)
+    whole = call(jax.grad(run, (0, 1, 2, 3)), *arrays)
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
+    monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
+    for a, b in zip(whole, call(jax.grad(run, (0, 1, 2, 3)), *arrays), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("kind", ["mean", "pool", "mlp"])

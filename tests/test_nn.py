@@ -48,6 +48,27 @@ def test_a_checkpoint_of_either_gives_the_same_output(phi, gate, saved_by, tmp_p
     assert np.abs(expected.numpy()).max() > 0.05
 
 
+@pytest.mark.parametrize(
+    "heads", [(2, 2), (6, 2), (6, 1), (16, 1)], ids=lambda h: f"G{h[0] // h[1]}"
+)
+def test_jax_equals_torch_on_the_same_weights(heads, tmp_path):
+    """Whole, and prefilled then decoded, for every group size; 111 tokens, D != Dv."""
+    module, twin = modules(n_heads=heads[0], n_kv_groups=heads[1], phi="mlp_pe")
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x = tokens(111)
+    run = nnx.jit(lambda m, x, kv: m(x, kv))
+    with torch.no_grad():
+        expected = module(torch.from_numpy(x))[0].numpy()
+        first, kv = module(torch.from_numpy(x[:, :70]), module.init_cache(2, 111))
+        second, _ = module(torch.from_numpy(x[:, 70:]), kv, prefill=False)
+    whole, _ = run(twin, jnp.asarray(x), None)
+    a, kv = run(twin, jnp.asarray(x[:, :70]), twin.init_cache(2, 111))
+    b, _ = run(twin, jnp.asarray(x[:, 70:]), kv)
+    for got in (whole, np.concatenate([a, b], 1), torch.cat([first, second], 1).numpy()):
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=FLOAT32_MAX)
+
+
 def test_a_checkpoint_of_another_layer_is_refused(tmp_path):
     module, twin = modules(gate="softmax")
     weights.save(tmp_path / "layer.safetensors", module)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+from nsa_jax import branches, chunks
 from tests.inputs import PAPER, SMALL, Case, call, problem
 from tests.test_cache import equations
 
@@ -30,8 +31,10 @@ def test_vmap_over_a_leading_axis():
         np.testing.assert_allclose(np.asarray(together[i]), np.asarray(alone), atol=1e-6)
 
 
+@pytest.mark.parametrize("budget", [20_000, chunks.BUDGET_BYTES], ids=["chunks", "whole"])
 @pytest.mark.parametrize("axes", [(2, 1), (1, 4), (2, 4)], ids=str)
-def test_shard_map_over_batch_and_heads(axes):
+def test_shard_map_over_batch_and_heads(axes, budget, monkeypatch):
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
     if len(jax.devices()) < axes[0] * axes[1]:
         pytest.fail(f"needs {axes[0] * axes[1]} devices; XLA_FLAGS of conftest were overridden")
     p = problem(Case(50, 50, H=8, Hkv=4))
@@ -75,24 +78,17 @@ def test_performance_guards_memory():
     assert compiled_memory(long, whole) < 2.5 * compiled_memory(short, whole)
 
 
-def test_performance_guards_sizes():
+def test_performance_guards_sizes(monkeypatch):
     """No array of all queries by all keys (or blocks, or compressed tokens), none of every
     selected key, in the whole program; and no call back to the host."""
     length = 2048
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     arrays = shape(1, length, 16, 64), shape(1, length, 4, 64), shape(1, length, 4, 64)
-    from nsa_jax import branches, chunks, select
-
-    def small(*args, **kwargs):
-        return chunks.over_queries(*args, **(kwargs | {"budget_bytes": 2**20}))
-
-    patch = pytest.MonkeyPatch()
-    with patch.context() as at:
-        at.setattr(branches, "over_queries", small)
-        at.setattr(select, "over_queries", small)
-        jaxpr = jax.make_jaxpr(functools.partial(nsa_jax.attention, config=PAPER))(
-            *arrays, shape(1, length, 16, 3)
-        )
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**20)
+    monkeypatch.setattr(branches, "BUDGET_BYTES", 2**20)
+    jaxpr = jax.make_jaxpr(functools.partial(nsa_jax.attention, config=PAPER))(
+        *arrays, shape(1, length, 16, 3)
+    )
     largest = max(
         var.aval.size
         for eqn in equations(jaxpr.jaxpr)

@@ -1,0 +1,119 @@
+"""Whether a path computes what the contract says: its results on the checked rows."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import oracle, parity
+from bench.parity import Parity
+from bench.problems import Inputs, Settings
+
+
+class Checker:
+    """Compares results of either framework with the oracle, which it computes once each."""
+
+    def __init__(self, settings: Settings, inputs: Inputs, *, backward: bool):
+        self.config, self.inputs, self.backward = settings.nsa, inputs, backward
+        run, model = settings.runtime, settings.model
+        row_elements = run.batch * model.n_heads * run.seq_len
+        self.slabs = oracle.Slabs.of(run.seq_len, row_elements, backward=backward)
+        self.rows = self.slabs.rows
+        self.cotangent = self.slabs.masked(inputs.cotangent)
+        self.dtype = run.dtype
+        self.known: dict[Any, Any] = {}
+
+    def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
+        """Runs `step` of one branch and compares everything that it returns.
+
+        `arguments` are those of `step`, in the arrays of the runner's framework.
+        """
+        result = step(*self.sources(runner, arguments))
+        if branch == "scores":
+            indices = runner.numpy(result["indices"], self.rows)
+            scores = self._scores(self.inputs.compressed_key)
+            return parity.check_indices(indices, scores, self.rows, self.config)
+        exact, low = self._expected(branch, self.inputs.arguments(branch))
+        return parity.merge(self._compare(runner, result, exact, low, branch == "selected"))
+
+    def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
+        """Compares the whole attention. With its own selection given (`frozen`) every row must
+        agree; selecting for itself (`step`), every row that has one admissible selection.
+
+        `own` holds the path's compressed keys and block indices.
+        """
+        compressed_key, block_indices = own
+        indices = runner.numpy(block_indices)
+        chosen = indices[:, self.rows]
+        known = self.inputs.arguments("all") | {"block_indices": jnp.asarray(indices)}
+        exact, low = self._expected("all", known, _digest(chosen))
+        result = frozen(*self.sources(runner, arguments | {"block_indices": block_indices}))
+        parts = self._compare(runner, result, exact, low, False)
+        scores = self._scores(jnp.asarray(runner.numpy(compressed_key)))
+        parts += [parity.check_indices(chosen, scores, self.rows, self.config)]
+        decided = parity.decided(scores, self.rows, self.config)
+        free = runner.numpy(step(*self.sources(runner, arguments))["out"], self.rows)
+        grouped = (*decided.shape, -1, free.shape[-1])
+        arrays = (x.reshape(grouped)[decided] for x in (free, exact["out"], low["out"]))
+        name = "out of its own selection"
+        parts += [parity.check_parity(name, *arrays, dtype=self.dtype)]
+        return parity.merge(parts)
+
+    def sources(self, runner, arguments) -> tuple:
+        """What a step is called with: the arguments, and in backward mode the cotangent."""
+        return (arguments, runner.load(self.cotangent)) if self.backward else (arguments,)
+
+    def _scores(self, compressed_key) -> np.ndarray:
+        arguments = {"query": self.inputs.query, "compressed_key": compressed_key}
+        key = "scores", _digest(np.asarray(compressed_key))
+        if key not in self.known:
+            found = oracle.outputs("scores", arguments, self.config, self.slabs)["scores"]
+            blocks = self.config.num_blocks(self.inputs.query.shape[1])
+            self.known[key] = found[..., :blocks]
+        return self.known[key]
+
+    def _expected(self, branch: str, arguments: Mapping[str, Any], key=None):
+        """The oracle's and the yardstick's results, flat by name."""
+        if (branch, key) not in self.known:
+            self.known[branch, key] = tuple(
+                self._reference(branch, arguments, low) for low in (False, True)
+            )
+        return self.known[branch, key]
+
+    def _reference(self, branch, arguments, low) -> dict[str, np.ndarray]:
+        result = oracle.outputs(branch, arguments, self.config, self.slabs, low=low)
+        if self.backward:
+            grads = oracle.gradients(
+                branch, arguments, self.cotangent, self.config, self.slabs, low=low
+            )
+            result = {"out": result["out"]} | _named(grads)
+        return result
+
+    def _compare(self, runner, result, exact, low, selection) -> list[Parity]:
+        parts = []
+        result = dict(result)
+        grads = _named(result.pop("gradients", {}))
+        for name, x in (result | grads).items():
+            per_query = name in result or name.removeprefix("d ") in oracle.PER_QUERY
+            actual = runner.numpy(x, self.rows if per_query else None)
+            # The log-sum-exp is float32 whatever the inputs, and is held to that.
+            dtype = actual.dtype if name == "lse" else self.dtype
+            arrays = (actual, exact[name], low[name])
+            limited = selection and name == "out"
+            parts += [parity.check_parity(name, *arrays, dtype=dtype, selection=limited)]
+        return parts
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _named(grads: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves by name: `d query`, `d key.selected`."""
+    flat = jax.tree_util.tree_flatten_with_path(dict(grads))[0]
+    return {
+        f"d {jax.tree_util.keystr(path, simple=True, separator='.')}": x for path, x in flat
+    }

@@ -1,0 +1,127 @@
+"""Useful work and compulsory traffic of a branch, and the limits that no timing may beat.
+
+Assumptions:
+  - A visible (query, key) pair costs `2 D` FLOPs for the logit and `2 Dv` for the value; the
+    softmax, the gates, the compression and the top-n are not counted.
+  - The selected branch takes `min(n, blocks there are)` blocks, the query's own among them
+    (`num_local >= 1`), of which only the keys up to the query count.
+  - Backward is five products, `3 * 2 D + 2 * 2 Dv` a pair: the logits once more, dV, dP, dQ
+    and dK. The selection has no gradient.
+  - `all` is the sum of the branches; the scores use the logits of the compressed branch.
+  - Traffic: every input is read once and every output written once, float32 lse and int32
+    indices included. What a kernel reads twice is not useful traffic.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from nsa_jax.config import NSAConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one measurement; see `nsa_jax.types` for the letters."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    itemsize: int  # bytes of one element
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    flops: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Dense tensor-core rates and memory bandwidth of a device (vendor's data sheet)."""
+
+    flops_16bit: float
+    flops_32bit: float  # TF32, the fastest that float32 inputs may use
+    bytes_per_s: float
+
+
+# The longest matching name wins.
+LIMITS = {
+    "H100 80GB HBM3": Limits(989e12, 495e12, 3.35e12),
+    "H100 PCIe": Limits(756e12, 378e12, 2.0e12),
+    "H200": Limits(989e12, 495e12, 4.8e12),
+    "A100": Limits(312e12, 156e12, 2.04e12),
+}
+
+
+def visible_pairs(branch: str, T: int, S: int, config: NSAConfig) -> int:
+    """(query, key) pairs that one head of one sequence may use, compressed tokens as keys."""
+    position = np.arange(S - T, S, dtype=np.int64)
+    if branch in ("compressed", "scores"):
+        block, stride = config.compress_block, config.compress_stride
+        seen = np.where(position >= block - 1, (position - block + 1) // stride + 1, 0)
+    elif branch == "selected":
+        size = config.select_block
+        whole = np.minimum(config.num_selected, position // size + 1) - 1
+        seen = whole * size + position % size + 1
+    elif branch == "sliding":
+        seen = np.minimum(config.window, position + 1)
+    elif branch == "dense":
+        seen = position + 1
+    else:
+        raise ValueError(f"no pairs are defined for branch {branch!r}")
+    return int(seen.sum())
+
+
+def cost(branch: str, shape: Shape, config: NSAConfig, *, backward: bool = False) -> Cost:
+    """Useful FLOPs and compulsory bytes of one forward call, or forward and backward."""
+    if branch == "all":
+        parts = ("compressed", "selected", "sliding")
+        flops = sum(cost(part, shape, config, backward=backward).flops for part in parts)
+        return Cost(flops, _traffic("dense", shape, config, backward))
+    pairs = visible_pairs(branch, shape.T, shape.S, config) * shape.B * shape.H
+    width = 2 * shape.D if branch == "scores" else 2 * (shape.D + shape.Dv)
+    flops = pairs * width
+    if backward and branch != "scores":
+        flops += pairs * (6 * shape.D + 4 * shape.Dv)
+    return Cost(flops, _traffic(branch, shape, config, backward and branch != "scores"))
+
+
+def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> int:
+    rows = shape.B * shape.T * shape.H
+    query, out, lse = rows * shape.D, rows * shape.Dv, 4 * rows
+    keys = shape.S
+    if branch in ("compressed", "scores"):
+        keys = config.num_compressed(shape.S)
+    elif branch == "sliding":
+        keys = min(shape.S, shape.T + max(config.window - 1, 0))
+    elif branch == "selected":
+        keys = min(shape.S, shape.T * config.num_selected * config.select_block)
+    key, value = (shape.B * keys * shape.Hkv * width for width in (shape.D, shape.Dv))
+    indices = 4 * shape.B * shape.T * shape.Hkv * config.num_selected
+    if branch == "scores":
+        return shape.itemsize * (query + key) + indices
+    once = shape.itemsize * (query + key + value + out) + lse
+    once += indices if branch == "selected" else 0
+    # Backward reads all of it and the cotangent, and writes a gradient for each input.
+    again = once + shape.itemsize * (out + query + key + value)
+    return once + again if backward else once
+
+
+def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
+    """Why the time cannot be true on this device, None where it can or nothing is known."""
+    known = max((name for name in LIMITS if name in device), key=len, default=None)
+    if known is None:
+        return None
+    limits, seconds = LIMITS[known], time_ms / 1e3
+    peak = limits.flops_16bit if itemsize <= 2 else limits.flops_32bit
+    if cost.flops / seconds > peak:
+        rate = f"{cost.flops / seconds / 1e12:.0f} TFLOP/s"
+        return f"{rate} is above the {peak / 1e12:.0f} that {known} can reach"
+    if cost.bytes / seconds > limits.bytes_per_s:
+        rate = f"{cost.bytes / seconds / 1e9:.0f} GB/s"
+        return f"{rate} is above the {limits.bytes_per_s / 1e9:.0f} that {known} can reach"
+    return None

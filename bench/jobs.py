@@ -1,0 +1,102 @@
+"""Which rows a comparison has: every implementation of every branch, or the ones named."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from nsa_jax.dispatch import Plan
+from nsa_jax.types import Branches
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One row to measure, or why there is nothing to measure."""
+
+    branch: str
+    label: str  # what will run
+    implementation: Any = None  # as the public functions take it
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    unsupported: str = ""
+    asked: bool = False  # named by the user, who wants to know of a refusal
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.unsupported) and self.asked
+
+
+def jobs(runner, question, wanted: Branches, on_unsupported: str, branches) -> Iterator[Job]:
+    """The rows of one framework, branch by branch; `question` is the `Problem` to solve."""
+    for branch in branches:
+        if branch == "dense":
+            yield from (Job(branch, name, name) for name in runner.dense_names)
+        elif branch == "all":
+            yield from _whole(runner.registry, question, wanted, on_unsupported)
+        else:
+            yield from _step(runner.registry, question, branch, wanted, on_unsupported)
+
+
+def _step(registry, question, branch, wanted, on_unsupported) -> Iterator[Job]:
+    question = dataclasses.replace(question, branch=branch)
+    # Scores go with the selected branch, as in `Registry.plan`.
+    name = wanted.selected if branch == "scores" else getattr(wanted, branch)
+    if name is None:
+        for entry in registry.table[branch]:
+            yield Job(branch, entry.name, entry.name, {}, entry.why_not(question) or "")
+        return
+    try:
+        choice = registry.choose(question, name, on_unsupported)
+    except (NotImplementedError, ValueError) as error:
+        yield Job(branch, name, None, {}, str(error), name in registry.names())
+    else:
+        yield Job(branch, choice.implementation, choice.implementation, dict(choice.refused))
+
+
+def _whole(registry, question, wanted, on_unsupported) -> Iterator[Job]:
+    """One row for each plan: all steps by one name, and the automatic choice."""
+    if any(wanted):
+        try:
+            plan = registry.plan(question, wanted, on_unsupported)
+        except (NotImplementedError, ValueError) as error:
+            known = all(name is None or name in registry.names() for name in wanted)
+            yield Job("all", "/".join(n or "auto" for n in wanted), None, {}, str(error), known)
+            return
+        names = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
+        yield Job("all", label(plan), names, refusals(plan))
+        return
+    automatic = registry.plan(question)
+    seen = False
+    for name in registry.names():
+        try:
+            plan = registry.plan(question, name)
+        except NotImplementedError as error:
+            yield Job("all", name, None, {}, str(error))
+            continue
+        same = label(plan) == label(automatic)
+        seen = seen or same
+        yield Job("all", label(plan), name, refusals(automatic) if same else {})
+    if not seen:
+        yield Job("all", label(automatic), None, refusals(automatic))
+
+
+def label(plan: Plan) -> str:
+    """The name that all steps share, or the four names in their order."""
+    names = [choice.implementation for choice in plan]
+    return names[0] if len(set(names)) == 1 else "/".join(names)
+
+
+def refusals(plan: Plan) -> dict[str, str]:
+    return {
+        f"{choice.branch}.{name}": reason
+        for choice in plan
+        for name, reason in choice.refused.items()
+    }
+
+
+def explanation(plan) -> str:
+    """What would run, in order, and what refuses why."""
+    lines = []
+    for runner, job in plan:
+        fate = f"refuses: {job.unsupported}" if job.unsupported else "runs"
+        lines.append(f"{runner.framework:5} {job.branch:10} {job.label}: {fate}")
+        lines += [f"{'':17} not {name}: {reason}" for name, reason in job.refused.items()]
+    return "\n".join(lines)

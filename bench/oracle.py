@@ -1,0 +1,188 @@
+"""The dense reference on slabs of query rows: what a path's result is compared with.
+
+Here T = S. Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a
+problem themselves, with `kv_len` up to `b`. Long problems are checked on the first rows, the
+last rows and some between; gradients then belong to a cotangent that is zero in all other
+rows. The oracle computes in float64, the yardstick in the path's own dtype, both on the same
+rounded inputs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nsa_jax import reference
+from nsa_jax.types import Branches
+
+# Arguments with one entry a query; the rest has one a key.
+PER_QUERY = ("query", "gates", "block_indices")
+EDGE_ROWS, MIDDLE_ROWS, MIDDLES = 256, 64, 4
+# Up to so many elements of all logits every row is checked.
+ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 2**27, 2**32
+# Elements of the logits of one slab; gradients keep several such arrays.
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
+
+
+class Slabs(NamedTuple):
+    """Runs of `size` query rows, `starts` ascending; an overlap belongs to the earlier run."""
+
+    starts: tuple[int, ...]
+    size: int
+    num_queries: int
+
+    @classmethod
+    def of(cls, num_queries: int, row_elements: int, *, backward: bool = False) -> "Slabs":
+        """All rows of a small problem, chosen rows of a large one.
+
+        `row_elements`: logits of one query position, `B * H * S`.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+        limit = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
+        budget = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
+        size = max(1, budget // max(row_elements, 1))
+        short = num_queries <= 2 * EDGE_ROWS + MIDDLES * MIDDLE_ROWS
+        if short or num_queries * row_elements <= limit:
+            size = min(size, num_queries)
+            starts = [*range(0, num_queries - size, size), num_queries - size]
+            return cls(tuple(starts), size, num_queries)
+        size = 2 ** min(size.bit_length() - 1, MIDDLE_ROWS.bit_length() - 1)
+        inside = (num_queries - 2 * EDGE_ROWS) // MIDDLE_ROWS
+        picked = np.random.default_rng(0).choice(inside, MIDDLES, replace=False)
+        middles = [EDGE_ROWS + int(at) * MIDDLE_ROWS for at in sorted(picked)]
+        runs = [(0, EDGE_ROWS), *((at, MIDDLE_ROWS) for at in middles)]
+        runs.append((num_queries - EDGE_ROWS, EDGE_ROWS))
+        starts = [start for at, rows in runs for start in range(at, at + rows, size)]
+        return cls(tuple(starts), size, num_queries)
+
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """Rows at the head of each slab that an earlier one has already."""
+        ends = (0, *(start + self.size for start in self.starts[:-1]))
+        pairs = zip(self.starts, ends, strict=True)
+        return tuple(max(0, end - start) for start, end in pairs)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Indices of the checked rows, ascending."""
+        pairs = zip(self.starts, self.skips, strict=True)
+        return np.concatenate([np.arange(at + skip, at + self.size) for at, skip in pairs])
+
+    def masked(self, cotangent: jax.Array) -> jax.Array:
+        """`cotangent` [B, T, ...] with zeros in the rows that are not checked."""
+        keep = np.zeros(self.num_queries, bool)
+        keep[self.rows] = True
+        return cotangent * keep.reshape(-1, *[1] * (cotangent.ndim - 2)).astype(cotangent.dtype)
+
+
+def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None) -> dict:
+    """The reference of a branch: `{"out", "lse"}`, or `{"scores"}`, or for `all` `{"out"}`.
+
+    `arguments` are those of the branch; for `all` the block indices too, frozen.
+    """
+    where = {"config": config, "kv_len": kv_len}
+    at = {**where, "compute_dtype": dtype}
+    if branch == "scores":
+        return {"scores": reference.block_scores(**arguments, **where)}
+    if branch == "all":
+        return {"out": _whole(**arguments, where=at)}
+    if branch == "dense":
+        # Causal attention is a sliding window as long as the keys.
+        wide = dataclasses.replace(config, window=arguments["key"].shape[1])
+        out, _ = reference.sliding_attention(**arguments, **{**at, "config": wide})
+        return {"out": out}
+    out, lse = getattr(reference, f"{branch}_attention")(**arguments, **at)
+    return {"out": out, "lse": lse}
+
+
+def _whole(query, key, value, gates, block_indices, where):
+    config = where["config"]
+    pooled = [reference.compress(x.compressed, config=config) for x in (key, value)]
+    selected = (query, key.selected, value.selected, block_indices)
+    parts = Branches(
+        reference.compressed_attention(query, *pooled, **where),
+        reference.selected_attention(*selected, **where),
+        reference.sliding_attention(query, key.sliding, value.sliding, **where),
+    )
+    outs = Branches(*(out for out, _ in parts))
+    return reference.combine(outs, Branches(*jnp.unstack(gates, axis=-1)))
+
+
+def outputs(
+    branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
+) -> dict[str, np.ndarray]:
+    """`dense` on the rows of `slabs`, stacked: the oracle, or with `low` the yardstick."""
+
+    def slab(arguments, start):
+        local, kv_len, dtype = _local(arguments, start, slabs, low)
+        return dense(branch, local, config, kv_len, dtype)
+
+    with jax.enable_x64(True):
+        step, kept = jax.jit(slab), []
+        for start, skip in zip(slabs.starts, slabs.skips, strict=True):
+            part = step(dict(arguments), jnp.int32(start))
+            kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
+    return _stacked(kept)
+
+
+def gradients(
+    branch: str,
+    arguments: Mapping[str, Any],
+    cotangent: jax.Array,
+    config,
+    slabs: Slabs,
+    *,
+    low: bool = False,
+) -> dict[str, Any]:
+    """Gradients of `sum(out * cotangent)` over the rows of `slabs`.
+
+    Per query for the arguments with one entry a query, stacked; summed over the slabs in
+    float64 for keys and values. Integer arguments have none.
+    """
+
+    def slab(arguments, start, skip):
+        local, kv_len, dtype = _local(arguments, start, slabs, low)
+        fixed = {name: local.pop(name) for name in ("block_indices",) if name in local}
+        weight = lax.dynamic_slice_in_dim(cotangent, start, slabs.size, axis=1)
+        fresh = jnp.arange(slabs.size, dtype=jnp.int32)[:, None, None] >= skip
+
+        def out_of(diff):
+            return dense(branch, {**diff, **fixed}, config, kv_len, dtype)["out"]
+
+        out, pull = jax.vjp(out_of, local)
+        grads = pull(jnp.where(fresh, weight, 0).astype(out.dtype))[0]
+        rows = {name: x for name, x in grads.items() if name in PER_QUERY}
+        sums = {name: x for name, x in grads.items() if name not in PER_QUERY}
+        return rows, jax.tree.map(lambda x: x.astype(jnp.float64), sums)
+
+    with jax.enable_x64(True):
+        step, kept, totals = jax.jit(slab), [], None
+        for start, skip in zip(slabs.starts, slabs.skips, strict=True):
+            part, sums = step(dict(arguments), jnp.int32(start), jnp.int32(skip))
+            kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
+            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        return _stacked(kept) | jax.tree.map(np.asarray, totals)
+
+
+def _stacked(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
+
+
+def _local(arguments, start, slabs, low):
+    """The slab's own arguments, its `kv_len` and the dtype to compute in."""
+    local = {
+        name: lax.dynamic_slice_in_dim(x, start, slabs.size, axis=1) if name in PER_QUERY else x
+        for name, x in arguments.items()
+    }
+    kv_len = start + slabs.size  # T = S
+    if low:
+        return local, kv_len, local["query"].dtype
+
+    def widen(x):
+        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(widen, local), kv_len, None

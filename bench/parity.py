@@ -1,0 +1,192 @@
+"""The one tolerance rule: how far a path may be from the oracle. NumPy in, for any framework.
+
+`oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
+reference run in the path's precision. A path may err twice as much as the yardstick does,
+plus a few roundings of its own dtype; no looser bound exists.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+TIMES_YARDSTICK = 2
+ROUNDINGS = 4
+# The seed system's absolute limits, kept besides.
+FLOAT32_MAX = 5e-5
+LOW_PRECISION_SELECTION_MEAN = 1e-3
+# A chosen block may score this much less than the one it displaced, relatively.
+SCORE_SLACK = 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """How far a path was from the oracle and how far it may be; `reason` is empty when ok."""
+
+    error_max: float
+    error_mean: float
+    bound_max: float
+    bound_mean: float
+    ok: bool
+    reason: str = ""
+    rows_differ: int | None = None
+    name: str = ""  # of the array
+
+    @property
+    def share(self) -> float:
+        """The part of its bound that the larger error uses up; above 1 it is broken."""
+        pairs = ((self.error_max, self.bound_max), (self.error_mean, self.bound_mean))
+        used = [error / bound if bound else float(error > 0) * 2 for error, bound in pairs]
+        return np.inf if not np.isfinite(used).all() else max(used)
+
+
+def check_parity(
+    name: str,
+    actual: np.ndarray,
+    oracle: np.ndarray,
+    yardstick: np.ndarray,
+    *,
+    dtype: str | np.dtype | None = None,
+    selection: bool = False,
+) -> Parity:
+    """Applies the rule to one array.
+
+    The bounds on `|actual - oracle|` are, with `eps` of `dtype`:
+      max:  `2 * max|yardstick - oracle| + 4 * eps * max|oracle|`, in float32 at most 5e-5;
+      mean: `2 * mean|yardstick - oracle| + 4 * eps * mean|oracle|`, for the output of the
+            selected branch in float16 and bfloat16 (`selection=True`) at most 1e-3.
+
+    Args:
+      name: what is compared, for the reason.
+      actual: the path's result.
+      dtype: the path's precision where `actual` was converted; None: that of `actual`.
+    """
+    dtype = np.dtype(actual.dtype if dtype is None else dtype)
+    if not actual.shape == oracle.shape == yardstick.shape:
+        shapes = f"{actual.shape}, oracle {oracle.shape}, yardstick {yardstick.shape}"
+        raise ValueError(f"{name}: shapes must be equal, got {shapes}")
+    actual, oracle, yardstick = (x.astype(np.float64) for x in (actual, oracle, yardstick))
+    finite = np.isfinite(oracle)
+    for kind, where in (("nan", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = where(actual) != where(oracle)
+        if wrong.any():
+            return _broken(name, f"{kind} at other places than the oracle ({wrong.sum()})")
+    if not finite.any():
+        return Parity(0.0, 0.0, 0.0, 0.0, True, name=name)
+    exact = oracle[finite]
+    error = np.abs(actual[finite] - exact)
+    usable = np.isfinite(yardstick[finite])
+    low = np.abs(yardstick[finite] - exact)[usable]
+    floor = ROUNDINGS * float(ml_dtypes.finfo(dtype).eps)
+    bound_max, bound_mean = (
+        TIMES_YARDSTICK * (float(of(low)) if low.size else 0.0) + floor * float(of(abs(exact)))
+        for of in (np.max, np.mean)
+    )
+    if dtype == np.float32:
+        bound_max = min(bound_max, FLOAT32_MAX)
+    if selection and dtype.itemsize == 2:
+        bound_mean = min(bound_mean, LOW_PRECISION_SELECTION_MEAN)
+    most, mean = float(error.max()), float(error.mean())
+    reason = ""
+    if not most <= bound_max:
+        reason = f"{name}: max error {most:.3g} is above {bound_max:.3g}"
+    elif not mean <= bound_mean:
+        reason = f"{name}: mean error {mean:.3g} is above {bound_mean:.3g}"
+    return Parity(most, mean, bound_max, bound_mean, not reason, reason, name=name)
+
+
+def assert_parity(name, actual, oracle, yardstick, *, dtype=None, selection=False) -> None:
+    """`check_parity`, raising `AssertionError` with the reason when it does not hold."""
+    result = check_parity(name, actual, oracle, yardstick, dtype=dtype, selection=selection)
+    if not result.ok:
+        raise AssertionError(result.reason)
+
+
+def check_indices(
+    indices: np.ndarray,
+    scores: np.ndarray,
+    positions: np.ndarray,
+    config,
+    *,
+    name: str = "indices",
+) -> Parity:
+    """Checks a selection `[B, T, Hkv, n]` against float64 `scores` `[B, T, Hkv, N]`.
+
+    Exactly: `min(n, candidates)` blocks, ascending, no duplicates, `-1` only at the end, no
+    block after the query's own, every forced block. Every scored block must reach
+    `(1 - 2**-10)` times the score of the last one that the oracle takes; `error_max` and
+    `error_mean` are the relative shortfalls. `rows_differ` counts the rows that are not the
+    oracle's own selection (equal scores: lower index).
+
+    Args:
+      positions: `[T]`, where each query stands in its sequence.
+    """
+    num_blocks, size = scores.shape[-1], config.select_block
+    if indices.shape != (*scores.shape[:3], config.num_selected):
+        expected = (*scores.shape[:3], config.num_selected)
+        raise ValueError(f"{name}: shape must be {expected}, got {indices.shape}")
+    own = (np.asarray(positions) // size)[None, :, None, None]
+    slots = np.arange(config.num_selected)
+    count = np.minimum(config.num_selected, own + 1)
+    filled = slots < count
+    block = np.arange(num_blocks)
+    chosen = np.zeros(scores.shape, bool)
+    inside = (indices >= 0) & (indices <= own) & (indices < num_blocks)
+    np.put_along_axis(chosen, np.where(inside, indices, 0), True, axis=-1)
+    zero = (inside & (indices == 0)).any(axis=-1)
+    chosen[..., 0] = zero
+    forced = ((block < config.num_initial) | (block > own - config.num_local)) & (block <= own)
+    rules = (
+        ("empty slots must be -1 and stand at the end", (indices >= 0) == filled),
+        ("blocks must ascend without duplicates", np.diff(indices) > 0),
+        ("no block after the query's own", indices <= own),
+        ("forced blocks must be there", chosen | ~forced),
+    )
+    for rule, holds in rules:
+        if rule.startswith("blocks"):
+            holds = holds | ~filled[..., 1:]
+        if not holds.all():
+            return _broken(name, f"{rule} ({(~holds).any(axis=-1).sum()} rows break it)")
+    scores = scores.astype(np.float64)
+    ranked = np.where(block <= own, np.where(forced, np.inf, scores), -np.inf)
+    order = np.argsort(-ranked, axis=-1, kind="stable")
+    best = np.zeros_like(chosen)
+    np.put_along_axis(best, order[..., : config.num_selected], True, axis=-1)
+    best &= block <= own
+    bar = np.where(best & ~forced, scores, np.inf).min(axis=-1, keepdims=True)
+    scored = chosen & ~forced
+    below = 1 - scores / np.where(bar > 0, bar, 1)
+    below = np.where(scored & (bar > 0), below, 0.0).clip(0)
+    differ = int((chosen != best).any(axis=-1).sum())
+    worst = float(below.max(initial=0.0))
+    mean = float(below.sum() / max(scored.sum(), 1))
+    ok = worst <= SCORE_SLACK
+    reason = "" if ok else f"{name}: a chosen block scores {worst:.3g} below the n-th best"
+    return Parity(worst, mean, SCORE_SLACK, SCORE_SLACK, ok, reason, differ, name)
+
+
+def decided(scores: np.ndarray, positions: np.ndarray, config) -> np.ndarray:
+    """Rows `[B, T, Hkv]` with one admissible selection: the first block left out scores too
+    little to take the place of the last one taken."""
+    own = (np.asarray(positions) // config.select_block)[None, :, None, None]
+    block = np.arange(scores.shape[-1])
+    forced = (block < config.num_initial) | (block > own - config.num_local)
+    ranked = np.where(forced, np.inf, scores.astype(np.float64))
+    ranked = np.sort(np.where(block <= own, ranked, -np.inf), axis=-1)[..., ::-1]
+    if scores.shape[-1] <= config.num_selected:
+        return np.ones(scores.shape[:3], bool)
+    taken, left = ranked[..., config.num_selected - 1], ranked[..., config.num_selected]
+    return (left == -np.inf) | (left < (1 - SCORE_SLACK) * taken)
+
+
+def merge(parts: Sequence[Parity]) -> Parity:
+    """The part that uses most of its bound speaks for all; the first broken one before it."""
+    broken = [part for part in parts if not part.ok]
+    worst = broken[0] if broken else max(parts, key=lambda part: part.share)
+    differ = [part.rows_differ for part in parts if part.rows_differ is not None]
+    return dataclasses.replace(worst, rows_differ=sum(differ) if differ else None)
+
+
+def _broken(name: str, reason: str) -> Parity:
+    return Parity(np.inf, np.inf, np.nan, np.nan, False, f"{name}: {reason}", name=name)

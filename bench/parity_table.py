@@ -1,0 +1,104 @@
+"""How right every path is on every device: the records of `compare`, one row a path.
+
+python -m bench.parity_table            # print it
+python -m bench.parity_table --write    # and write bench/records/README.md
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from bench import records
+from bench.records import Record
+
+FOLDER = Path(__file__).parent / "records"
+WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
+
+HEAD = """# Records
+
+One JSON line a measurement, under the device that made it; `bench/records.py` says what the
+fields mean. The table below is made from them by `python -m bench.parity_table --write`: each
+path with the problem on which its largest error uses most of its bound (`bench/parity.py`),
+over all its problems.
+
+"""
+COLUMNS = (
+    "device",
+    "framework",
+    "branch",
+    "implementation",
+    "mode",
+    "problems",
+    "dtypes",
+    "heads per group",
+    "longest",
+    "worst",
+    "error",
+    "bound",
+    "status",
+)
+
+
+def _share(record: Record) -> float:
+    bound = record.error_bound or 0.0
+    return (record.error_max or 0.0) / bound if bound else 0.0
+
+
+def paths(found: Iterable[Record]) -> dict[tuple[str, ...], list[Record]]:
+    """The measured records of each path, in the order of their first appearance."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for record in found:
+        if record.branch == "dense" or record.status in ("unsupported", "oom"):
+            continue
+        key = (
+            record.device,
+            record.framework,
+            record.branch,
+            record.implementation,
+            record.mode,
+        )
+        groups.setdefault(key, []).append(record)
+    return groups
+
+
+def table(found: Sequence[Record]) -> str:
+    """Markdown; a path is `ok` when every one of its records is."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    for key, group in sorted(paths(found).items()):
+        worst = max(group, key=lambda record: (record.status != "ok", _share(record)))
+        problems = {(r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input) for r in group}
+        groups = sorted({r.H // r.Hkv for r in group})
+        cells = (
+            *key,
+            str(len(problems)),
+            ", ".join(sorted({r.dtype for r in group})),
+            ", ".join(map(str, groups)),
+            str(max(r.T for r in group)),
+            worst.error_of or "-",
+            "-" if worst.error_max is None else f"{worst.error_max:.2g}",
+            "-" if worst.error_bound is None else f"{worst.error_bound:.2g}",
+            worst.status if worst.status == "ok" else f"{worst.status}: {worst.reason}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def load(folder: Path = FOLDER) -> list[Record]:
+    """All records of `compare` under `folder`."""
+    return [r for path in sorted(folder.glob("*/compare.jsonl")) for r in records.read(path)]
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    found = load()
+    text = table(found)
+    print(text)
+    if WRITE.value:
+        (FOLDER / "README.md").write_text(HEAD + text)
+    return int(any(r.status in ("wrong", "error") for r in found))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,165 @@
+"""What is measured: settings from a config file, and the inputs that they come to."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import configs
+import nsa_jax
+from bench import text
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+
+BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
+PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    dim: int
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    rope_base: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    precision: Literal["bf16", "f16", "f32"]
+    batch: int
+    seq_len: int
+    compressed_kernel: str
+    selected_kernel: str
+    sliding_kernel: str
+    on_unsupported: Literal["error", "fallback"]
+
+    @property
+    def dtype(self):
+        return jnp.dtype(PRECISIONS[self.precision])
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The sections of a config file (`configs/base.yaml` has every key)."""
+
+    model: Model
+    nsa: NSAConfig
+    runtime: Runtime
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of one problem, in its dtype, T = S (letters: `nsa_jax.types`)."""
+
+    query: jax.Array
+    key: Branches[jax.Array]
+    value: Branches[jax.Array]
+    gates: jax.Array  # [B, T, H, 3]
+    compressed_key: jax.Array
+    compressed_value: jax.Array
+    block_indices: jax.Array
+    cotangent: jax.Array  # of the output
+    name: str  # random or text
+    sha256: str | None  # of the text
+    overlap: float
+
+    def arguments(self, branch: str) -> dict[str, Any]:
+        """The arrays that a branch takes, by the names of its arguments."""
+        match branch:
+            case "compressed":
+                return {
+                    "query": self.query,
+                    "compressed_key": self.compressed_key,
+                    "compressed_value": self.compressed_value,
+                }
+            case "scores":
+                return {"query": self.query, "compressed_key": self.compressed_key}
+            case "selected":
+                return {
+                    "query": self.query,
+                    "key": self.key.selected,
+                    "value": self.value.selected,
+                    "block_indices": self.block_indices,
+                }
+            case "sliding" | "dense":
+                key, value = self.key.sliding, self.value.sliding
+                return {"query": self.query, "key": key, "value": value}
+            case "all":
+                return {
+                    "query": self.query,
+                    "key": self.key,
+                    "value": self.value,
+                    "gates": self.gates,
+                }
+        raise ValueError(f"branch must be one of {BRANCHES}, got {branch!r}")
+
+
+def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
+    """The settings in `configs/<name>.yaml` (or at a path) over the base file.
+
+    `runtime` overrides single values of that section.
+    """
+    merged = configs.overlay(configs.load("base"), configs.load(name))
+    merged = configs.overlay(merged, {"runtime": dict(runtime or {})})
+    return configs.build(Settings, merged)
+
+
+def make(settings: Settings, kind: str, seed: int = 0) -> Inputs:
+    """Inputs of `kind` random (standard normal) or text; the selection is their own."""
+    model, run, config = settings.model, settings.runtime, settings.nsa
+    batch, length = run.batch, run.seq_len
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+
+    def normal(heads, width):
+        return jax.random.normal(next(keys), (batch, length, heads, width), run.dtype)
+
+    sha256 = None
+    if kind == "text":
+        found = text.corpus(batch * length)
+        sha256 = found.sha256
+        tokens = found.tokens.reshape(batch, length)
+        arrays = text.project(tokens, **dataclasses.asdict(model), seed=seed)
+        query, key, value, gates = jax.tree.map(lambda x: x.astype(run.dtype), arrays)
+    elif kind == "random":
+        query = normal(model.n_heads, model.d_k)
+        key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))
+        value = Branches(*(normal(model.n_kv_groups, model.d_v) for _ in Branches._fields))
+        gates = jax.nn.sigmoid(normal(model.n_heads, 3))
+    else:
+        raise ValueError(f"input must be random or text, got {kind!r}")
+    compressed_key = nsa_jax.compress(key.compressed, config=config)
+    indices = jax.jit(nsa_jax.select_blocks, static_argnames="config")(
+        query, compressed_key, config=config
+    )
+    return Inputs(
+        query=query,
+        key=key,
+        value=value,
+        gates=gates,
+        compressed_key=compressed_key,
+        compressed_value=nsa_jax.compress(value.compressed, config=config),
+        block_indices=indices,
+        cotangent=normal(model.n_heads, model.d_v),
+        name=kind,
+        sha256=sha256,
+        overlap=float(overlap(indices)),
+    )
+
+
+@jax.jit
+def overlap(block_indices) -> jax.Array:
+    """Mean share of a query's blocks that the query before it selected as well."""
+    now, before = block_indices[:, 1:], block_indices[:, :-1]
+    filled = now >= 0
+
+    def count(slot):  # a slot at a time: [.., n, n] would not fit at 64k
+        same = now[..., slot, None] == before
+        return (same.any(axis=-1) & filled[..., slot]).astype(jnp.float32)
+
+    common = sum(count(slot) for slot in range(now.shape[-1]))
+    total = jnp.maximum(filled.astype(jnp.float32).sum(axis=-1), 1)
+    return jnp.mean(common / total)

@@ -1,0 +1,220 @@
+"""One measurement is one JSON line; every table, plot and threshold derives from these lines.
+
+`Record` lists the fields. `append` writes them, `read` checks every line that it returns, so
+that a damaged file is reported with its name and line instead of becoming a number.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "records"
+Status = Literal["ok", "wrong", "oom", "unsupported", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A measurement, or why there is none. Lengths in tokens, times in milliseconds."""
+
+    bench: str  # which command measured
+    framework: Literal["jax", "torch"]
+    branch: Literal["compressed", "scores", "selected", "sliding", "combine", "all", "dense"]
+    implementation: str  # what ran, not what was asked for
+    mode: Literal["forward", "fwdbwd", "backward", "decode"]
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    config: dict[str, Any]  # the fields of NSAConfig
+    input: str  # random, text, ...
+    input_sha256: str | None = None  # of the corpus bytes that were read
+    overlap: float | None = None  # mean share of selected blocks that neighbours have in common
+    time_ms: float | None = None  # median
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    timer: str | None = None  # host, cuda_events, ...
+    useful_flops: int | None = None
+    bytes: int | None = None  # compulsory traffic: every array once
+    tflops: float | None = None
+    gbps: float | None = None
+    extra_peak_bytes: int | None = None  # beyond the inputs
+    error_of: str | None = None  # the result that uses most of its bound
+    error_max: float | None = None
+    error_mean: float | None = None
+    error_bound: float | None = None  # of error_max
+    error_mean_bound: float | None = None
+    rows_checked: int | None = None  # query positions of each sequence that parity looked at
+    rows_differ: int | None = None  # rows whose selection differs from the oracle's own
+    status: Status = "ok"
+    reason: str = ""
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    device: str = "cpu"
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    commit: str | None = None
+    dirty: bool | None = None
+    time: str = ""  # UTC
+    schema: int = SCHEMA
+
+    @property
+    def times_ms(self) -> tuple[float, float, float] | None:
+        """Median, p20 and p80 of a row that counts; None of any other."""
+        if self.status != "ok" or self.time_ms is None:
+            return None
+        if self.p20_ms is None or self.p80_ms is None:
+            return None
+        return self.time_ms, self.p20_ms, self.p80_ms
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Record)}
+KINDS = typing.get_type_hints(Record)
+
+
+def append(path: str | Path, records: Iterable[Record]) -> None:
+    """Adds one line per record, all in one write, to the file at `path`."""
+    path = Path(path)
+    lines = []
+    for record in records:
+        data = dataclasses.asdict(record)
+        _check(data, "record")
+        lines.append(json.dumps(data, allow_nan=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                raise ValueError(f"{path}: the last line is truncated; nothing appended")
+        file.write("".join(lines).encode())
+        os.fsync(file.fileno())
+
+
+def read(path: str | Path) -> list[Record]:
+    """The records of the file at `path`.
+
+    Raises:
+      ValueError: a line is not one whole valid record; the message names file and line.
+    """
+    records = []
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                data = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not a whole JSON line: {error}") from None
+            _check(data, where)
+            records.append(Record(**data))
+    return records
+
+
+def _check(data: Any, where: str) -> None:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected one JSON object, got {type(data).__name__}")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
+    missing, unknown = FIELDS.keys() - data.keys(), data.keys() - FIELDS.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
+        )
+    for name, kind in KINDS.items():
+        if not _is_a(data[name], kind):
+            raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
+    timed = [data["time_ms"], data["p20_ms"], data["p80_ms"]]
+    if any(ms is not None and ms <= 0 for ms in timed):
+        raise ValueError(f"{where}: times must be positive, got {timed}")
+    if data["status"] == "ok" and (None in timed or data["samples"] < 1):
+        raise ValueError(f"{where}: status ok needs times and samples, got {timed}")
+    if data["status"] != "ok" and not data["reason"]:
+        raise ValueError(f"{where}: status {data['status']} needs a reason")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        return value in typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(_is_a(value, option) for option in typing.get_args(kind))
+    if kind is float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)
+
+
+def folder_of(device: str) -> Path:
+    """Where the records of a device are kept: `bench/records/<slug of its name>`."""
+    return FOLDER / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """The fields `versions`, `commit` and `dirty` of this process.
+
+    Args:
+      commit: what a tree without `.git` is a copy of.
+    """
+    versions = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "jax": _version("jax"),
+        "torch": _version("torch"),
+        "triton": _version("triton"),
+        "cuda": _version("nvidia-cuda-runtime") or _version("nvidia-cuda-runtime-cu12"),
+        "driver": _driver(),
+    }
+    status = _output("git", "status", "--porcelain")
+    return {
+        "versions": versions,
+        "commit": _output("git", "rev-parse", "HEAD") or commit,
+        "dirty": None if status is None else bool(status),
+    }
+
+
+def _driver() -> str | None:
+    listed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return listed.splitlines()[0] if listed else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What the command prints, None where it cannot run or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            cwd=Path(__file__).parent,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,179 @@
+"""Tables and plots of records; nothing here knows more than the records do."""
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.records import FIELDS, Record
+
+COLUMNS = (
+    "framework",
+    "branch",
+    "implementation",
+    "status",
+    "worst",
+    "error",
+    "bound",
+    "ms",
+    "p20",
+    "p80",
+    "speed-up",
+    "TFLOP/s",
+    "extra MiB",
+    "note",
+)
+NUMERIC = frozenset(COLUMNS[5:13])
+
+
+def speed_ups(records: Sequence[Record]) -> list[float | None]:
+    """Time of the fastest dense row over the time of each row of its framework and mode.
+
+    None where the row's parity failed, where it has no time, or where dense has none.
+    """
+    dense: dict[tuple[str, str], float] = {}
+    for record in records:
+        if record.branch == "dense" and record.times_ms:
+            key = record.framework, record.mode
+            dense[key] = min(record.times_ms[0], dense.get(key, math.inf))
+    found: list[float | None] = []
+    for record in records:
+        base = dense.get((record.framework, record.mode))
+        times = record.times_ms
+        found.append(base / times[0] if base is not None and times is not None else None)
+    return found
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, str]]:
+    """The table's cells, by column; the note is whole."""
+
+    def number(value, digits=3):
+        return "-" if value is None else f"{value:.{digits}g}"
+
+    table = []
+    for record, speed_up in zip(records, speed_ups(records), strict=True):
+        extra = record.extra_peak_bytes
+        cells = (
+            record.framework,
+            record.branch,
+            record.implementation,
+            record.status,
+            record.error_of or "-",
+            number(record.error_max, 2),
+            number(record.error_bound, 2),
+            number(record.time_ms, 4),
+            number(record.p20_ms, 4),
+            number(record.p80_ms, 4),
+            "-" if speed_up is None else f"{speed_up:.3g}x",
+            number(record.tflops),
+            "n/a" if extra is None else f"{extra / 2**20:.1f}",
+            _note(record),
+        )
+        table.append(dict(zip(COLUMNS, cells, strict=True)))
+    return table
+
+
+def _note(record: Record) -> str:
+    parts = [record.reason] if record.reason else []
+    if record.rows_differ:
+        parts.append(f"{record.rows_differ} rows select otherwise than the oracle")
+    if record.branch == "all" and record.refused:
+        names = dict.fromkeys(name.rpartition(".")[2] for name in record.refused)
+        parts.append(f"refused before it: {', '.join(names)} (why: --explain)")
+    else:
+        parts += [f"not {name}: {reason}" for name, reason in record.refused.items()]
+    return "; ".join(parts).replace("\n", " ")
+
+
+def heading(records: Sequence[Record]) -> str:
+    """What all rows have in common: device, problem, versions."""
+    first = records[0]
+    shape = " ".join(
+        f"{name}={getattr(first, name)}" for name in ("B", "T", "H", "Hkv", "D", "Dv")
+    )
+    config = " ".join(f"{name}={value}" for name, value in first.config.items())
+    versions = " ".join(f"{name} {value}" for name, value in first.versions.items() if value)
+    state = {True: " with local changes", False: "", None: ""}[first.dirty]
+    text = f", sha256 {first.input_sha256[:16]}" if first.input_sha256 else ""
+    overlap = "" if first.overlap is None else f", overlap of neighbours {first.overlap:.3f}"
+    checked = next((r.rows_checked for r in records if r.rows_checked), 0)
+    devices = ", ".join(dict.fromkeys(record.device for record in records))
+    return "\n".join(
+        (
+            f"device: {devices}",
+            f"problem: {first.mode} {first.dtype} {shape}",
+            f"config: {config}",
+            f"input: {first.input}{text}{overlap}",
+            f"versions: {versions}; commit {first.commit or 'unknown'}{state}",
+            "error: of the result that uses most of its bound (worst), on "
+            f"{checked} query positions of each sequence; indices: shortfall of a score",
+            "speed-up: over the fastest dense row of the same framework; "
+            "a/b/c/d: compressed/scores/selected/sliding",
+        )
+    )
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """One table, padded so that it reads well as plain text too; notes stand below it."""
+    table = rows(records)
+    notes = list(dict.fromkeys(row["note"] for row in table if row["note"]))
+    for row in table:
+        row["note"] = f"[{notes.index(row['note']) + 1}]" if row["note"] else ""
+    widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in COLUMNS}
+
+    def line(cells):
+        fitted = (
+            cells[name].rjust(widths[name])
+            if name in NUMERIC
+            else cells[name].ljust(widths[name])
+            for name in COLUMNS
+        )
+        return f"| {' | '.join(fitted)} |"
+
+    rule = {
+        name: "-" * (widths[name] - 1) + (":" if name in NUMERIC else "-") for name in COLUMNS
+    }
+    lines = [line(dict(zip(COLUMNS, COLUMNS, strict=True))), line(rule), *map(line, table)]
+    head = heading(records).replace("\n", "  \n")
+    foot = "  \n".join(f"[{number}] {note}" for number, note in enumerate(notes, 1))
+    return "\n\n".join((head, "\n".join(lines), foot)).rstrip() + "\n"
+
+
+def csv_text(records: Sequence[Record]) -> str:
+    """Every field of every record, and the speed-up."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([*FIELDS, "speed_up"])
+    for record, speed_up in zip(records, speed_ups(records), strict=True):
+        writer.writerow([*(getattr(record, name) for name in FIELDS), speed_up])
+    return buffer.getvalue()
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Milliseconds of each branch and implementation, logarithmic, with p20 to p80."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [record for record in records if record.times_ms]
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.28 * max(len(timed), 1)))
+    colors = {"jax": "tab:blue", "torch": "tab:orange"}
+    labels = [f"{r.branch}  {r.framework} {r.implementation}" for r in timed]
+    for place, record in enumerate(timed):
+        time, p20, p80 = record.times_ms or (0.0, 0.0, 0.0)
+        axes.barh(
+            place, time, color=colors[record.framework], xerr=[[time - p20], [p80 - time]]
+        )
+        axes.text(p80 * 1.05, place, f"{time:.3g}", va="center", size=8)
+    axes.set_yticks(range(len(timed)), labels)
+    axes.invert_yaxis()
+    if timed:
+        axes.set_xscale("log")
+        axes.margins(x=0.15, y=0.01)
+    axes.set_xlabel("ms (median; bar: p20 to p80)")
+    title = heading(records).splitlines()
+    axes.set_title(f"{title[0]}\n{title[1]}", size=9, loc="left")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

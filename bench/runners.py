@@ -1,0 +1,254 @@
+"""How each framework runs a step: the same arguments in, named results out, time and memory."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import nsa_jax
+from bench import timing
+from bench.problems import Settings
+from nsa_jax.dispatch import REGISTRY, Problem
+
+# JAX has no L2 flush: its inputs rotate through copies of this size in all.
+ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
+# Libraries that take one head width for query, key and value.
+PADDED = "values padded to the width of the keys"
+NOT_DIFFERENTIABLE = ("block_indices",)
+
+
+def forward(api, branch: str, config, implementation, arguments) -> dict[str, Any]:
+    """A branch through the public functions of `api`; both frameworks have the same ones."""
+    how = {"config": config, "implementation": implementation}
+    if branch == "scores":
+        return {"indices": api.select_blocks(**arguments, **how)}
+    if branch == "all":
+        return {"out": api.attention(**arguments, **how)}
+    out, lse = getattr(api, f"{branch}_attention")(**arguments, **how)
+    return {"out": out} if lse is None else {"out": out, "lse": lse}
+
+
+def problem(settings: Settings, framework: str, platform: str) -> Problem:
+    """What the registry of `framework` is asked about; `branch` is filled in later."""
+    model, run = settings.model, settings.runtime
+    return Problem(
+        framework=framework,
+        branch="",
+        platform=platform,
+        dtype=run.dtype.name,
+        B=run.batch,
+        T=run.seq_len,
+        S=run.seq_len,
+        H=model.n_heads,
+        Hkv=model.n_kv_groups,
+        D=model.d_k,
+        Dv=model.d_v,
+        packed=False,
+        config=settings.nsa,
+    )
+
+
+class JaxRunner:
+    """Steps compiled ahead of time, timed by the host clock."""
+
+    framework = "jax"
+    api = nsa_jax
+    registry = REGISTRY
+
+    def __init__(self):
+        self.platform = jax.default_backend()
+        self.device = "cpu" if self.platform == "cpu" else jax.devices()[0].device_kind
+        self.dense_names = ("xla",) if self.platform == "cpu" else ("cudnn", "xla")
+
+    def load(self, arguments: Any) -> Any:
+        return arguments
+
+    def dense(self, name: str, query, key, value) -> dict[str, Any]:
+        """Causal attention by JAX's own function; `name` is its implementation."""
+        width = value.shape[-1]
+        value = jnp.pad(value, ((0, 0),) * 3 + ((0, query.shape[-1] - width),))
+        how: dict[str, Any] = {"is_causal": True, "implementation": name}
+        out = jax.nn.dot_product_attention(query, key, value, **how)
+        return {"out": out[..., :width]}
+
+    def note(self, branch: str, implementation: str, problem: Problem) -> str:
+        """What a row should say about what ran, besides its name."""
+        return PADDED if branch == "dense" and problem.Dv < problem.D else ""
+
+    def extra_peak_bytes(self, step: "JaxStep", implementation: str) -> int | None:
+        """Temporaries and results of one call, as the compiler lays them out."""
+        return step.extra_peak_bytes
+
+    def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "JaxStep":
+        return JaxStep(function, dict(arguments), cotangent)
+
+    def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
+        return np.asarray(x if rows is None else x[:, rows])
+
+
+class JaxStep:
+    """`function(arguments)`, or with a cotangent its result and gradients, compiled."""
+
+    def __init__(self, function, arguments, cotangent):
+        def both(arguments, cotangent):
+            fixed = {k: v for k, v in arguments.items() if k in NOT_DIFFERENTIABLE}
+            diff = {k: v for k, v in arguments.items() if k not in fixed}
+            out, pull = jax.vjp(lambda diff: function({**diff, **fixed})["out"], diff)
+            return {"out": out, "gradients": pull(cotangent)[0]}
+
+        self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
+        step = jax.jit(function if cotangent is None else both)
+        self.run = step.lower(*self.sources).compile()
+        memory = self.run.memory_analysis()
+        self.extra_peak_bytes = None
+        if memory is not None:
+            peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
+            self.extra_peak_bytes = int(peak)
+            if jax.default_backend() == "cpu" and peak > _host_bytes():
+                raise MemoryError(f"needs {peak / 2**30:.1f} GiB beyond the inputs")
+
+    def __call__(self, *sources) -> dict[str, Any]:
+        return self.run(*sources)
+
+    def time(self, seconds: float) -> timing.Timing:
+        copies = [self.sources]
+        if jax.default_backend() != "cpu":
+            size = sum(x.nbytes for x in jax.tree.leaves(self.sources))
+            wanted = min(MOST_COPIES, -(-ROTATED_BYTES // size))
+            copies += [jax.tree.map(jnp.copy, self.sources) for _ in range(wanted - 1)]
+        return timing.time_host(
+            lambda index: self.run(*copies[index % len(copies)]),
+            jax.block_until_ready,
+            seconds=seconds,
+        )
+
+
+class TorchRunner:
+    """Eager calls, timed by CUDA events where there is a GPU."""
+
+    framework = "torch"
+
+    def __init__(self):
+        import torch
+
+        import nsa_torch
+        import nsa_torch.dispatch
+
+        self.torch, self.api = torch, nsa_torch
+        self.registry = nsa_torch.dispatch.REGISTRY
+        cuda = torch.cuda.is_available()
+        self.platform = "cuda" if cuda else "cpu"
+        self.device = torch.cuda.get_device_name() if cuda else "cpu"
+        self.dense_names = ("flash", "cudnn") if cuda else ("flash",)
+
+    def load(self, arguments: Any) -> Any:
+        """The same values as tensors of their own."""
+
+        def tensor(x):
+            array = np.array(x)
+            if array.dtype == ml_dtypes.bfloat16:
+                words = self.torch.from_numpy(array.view(np.int16))
+                return words.view(self.torch.bfloat16).to(self.platform)
+            return self.torch.from_numpy(array).to(self.platform)
+
+        return jax.tree.map(tensor, arguments)
+
+    def dense(self, name: str, query, key, value) -> dict[str, Any]:
+        """Causal attention by `scaled_dot_product_attention`; `name` is its backend."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        functional, width = self.torch.nn.functional, value.shape[-1]
+        if name == "flash":
+            value = functional.pad(value, (0, query.shape[-1] - width))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        with sdpa_kernel([backend[name]]):
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+        return {"out": out.transpose(1, 2)[..., :width]}
+
+    def note(self, branch: str, implementation: str, problem: Problem) -> str:
+        """What a row should say about what ran, besides its name."""
+        if branch == "dense" and implementation == "flash" and problem.Dv < problem.D:
+            return PADDED
+        if "fa2" in implementation.split("/") and branch != "scores":
+            from nsa_torch import fa2
+
+            return f"FA-2 of {fa2.library()}"
+        return ""
+
+    def extra_peak_bytes(self, step: "TorchStep", implementation: str) -> int | None:
+        """What torch's allocator saw; None where JAX allocates beside it, and on the CPU."""
+        return None if "jax" in implementation.split("/") else step.extra_peak_bytes
+
+    def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "TorchStep":
+        return TorchStep(self.torch, function, dict(arguments), cotangent)
+
+    def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
+        x = x if rows is None else x[:, self.torch.as_tensor(rows, device=x.device)]
+        x = x.detach().contiguous().cpu()
+        if x.dtype == self.torch.bfloat16:
+            return x.view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return x.numpy()
+
+
+class TorchStep:
+    """`function(arguments)` without gradients, or with a cotangent with them."""
+
+    def __init__(self, torch, function, arguments, cotangent):
+        self.torch, self.function = torch, function
+        self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
+        self.cuda = torch.cuda.is_available()
+        self.extra_peak_bytes = None
+        if self.cuda:
+            self(*self.sources)  # caches and compiled kernels are not the call's own memory
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self(*self.sources)
+            self.extra_peak_bytes = torch.cuda.max_memory_allocated() - before
+
+    def __call__(self, arguments, cotangent=None) -> dict[str, Any]:
+        if cotangent is None:
+            with self.torch.no_grad():
+                return self.function(arguments)
+        fixed = {k: v for k, v in arguments.items() if k in NOT_DIFFERENTIABLE}
+        diff = {k: v for k, v in arguments.items() if k not in fixed}
+        diff = jax.tree.map(lambda x: x.detach().requires_grad_(), diff)
+        leaves, tree = jax.tree.flatten(diff)
+        out = self.function({**diff, **fixed})["out"]
+        grads = self.torch.autograd.grad(
+            out, leaves, cotangent, allow_unused=True, materialize_grads=True
+        )
+        return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
+
+    def time(self, seconds: float) -> timing.Timing:
+        if self.cuda:
+            return timing.time_cuda_events(lambda _: self(*self.sources), seconds=seconds)
+        return timing.time_host(
+            lambda _: self(*self.sources), lambda result: result, seconds=seconds
+        )
+
+
+RUNNERS = {"jax": JaxRunner, "torch": TorchRunner}
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of either framework says that memory ran out."""
+    kind = type(error).__name__
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or kind == "OutOfMemoryError"
+        or "RESOURCE_EXHAUSTED" in text
+        or "can't allocate memory" in text
+    )
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

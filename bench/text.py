@@ -1,0 +1,142 @@
+"""Real text as attention input: Python source, bytes as tokens, a small seeded model.
+
+Random normal queries and keys select random blocks. Here equal contexts attend to each other,
+neighbours want mostly the same blocks, and some heads are sharp and others flat, so scores
+and selections have the structure that kernels meet in use. The weights are drawn from a fixed
+seed, not trained.
+"""
+
+import functools
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nsa_jax.types import Branches
+
+VOCABULARY = 256
+SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# A token's context: the last bytes, each weighing 0.85 of the one after it, and the topic.
+RECENT_TOKENS, RECENT_DECAY = 16, 0.85
+TOPIC_TOKENS, TOPIC_WEIGHT = 128, 1.5
+# Share of the variance that query heads and branches have in common in their projections.
+SHARED = 0.75
+VALUE_SCALE = 0.5
+SIZES = ("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "seed")
+
+
+class Corpus(NamedTuple):
+    """The first bytes of the corpus, and the SHA-256 of exactly these bytes."""
+
+    tokens: np.ndarray  # uint8 [size]
+    sha256: str
+
+
+class TextInputs(NamedTuple):
+    """What the model makes of the tokens, float32."""
+
+    query: jax.Array  # [B, T, H, D]
+    key: Branches[jax.Array]  # [B, T, Hkv, D]
+    value: Branches[jax.Array]  # [B, T, Hkv, Dv]
+    gates: jax.Array  # [B, T, H, 3]
+
+
+def corpus(size: int, folder: Path | None = None) -> Corpus:
+    """The first `size` bytes of the standard library's `*.py` files in sorted order.
+
+    Raises:
+      ValueError: the files hold fewer bytes.
+    """
+    folder = Path(folder or sysconfig.get_paths()["stdlib"])
+    data = bytearray()
+    for path in _sources(folder):
+        data += path.read_bytes()
+        if len(data) >= size:
+            break
+    if len(data) < size:
+        raise ValueError(f"corpus in {folder} has {len(data)} bytes, expected {size}")
+    used = bytes(data[:size])
+    return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest())
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    kept = (path for path in paths if not SKIPPED.intersection(path.parts[:-1]))
+    yield from (folder / path for path in sorted(kept, key=Path.as_posix))
+
+
+@functools.partial(jax.jit, static_argnames=SIZES)
+def project(
+    tokens: np.ndarray,
+    *,
+    dim: int,
+    n_heads: int,
+    n_kv_groups: int,
+    d_k: int,
+    d_v: int,
+    rope_base: float,
+    seed: int = 0,
+) -> TextInputs:
+    """Queries, keys, values and gates of `tokens` [B, T]; nothing reads a later token."""
+    keys = iter(jax.random.split(jax.random.key(seed), 12))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    def mixed(shared, own):
+        return SHARED**0.5 * shared + (1 - SHARED) ** 0.5 * own
+
+    embedded = normal(VOCABULARY, dim)[jnp.asarray(tokens, jnp.int32)]  # [B, T, dim]
+    hidden = _context(embedded)
+    group = n_heads // n_kv_groups
+    base = normal(dim, n_kv_groups, d_k)
+    query_weight = mixed(jnp.repeat(base, group, axis=1), normal(dim, n_heads, d_k))
+    sharpness = jnp.tile(jnp.linspace(0.5, 1.5, group), n_kv_groups)
+    query_weight *= sharpness[:, None]
+    root = dim**-0.5
+    query = _rotate(jnp.einsum("btm,mhd->bthd", hidden, query_weight * root), rope_base)
+    key, value = [], []
+    for _ in Branches._fields:
+        weight = mixed(base, normal(*base.shape)) * root
+        key.append(_rotate(jnp.einsum("btm,mhd->bthd", hidden, weight), rope_base))
+        weight = normal(dim, n_kv_groups, d_v) * root * VALUE_SCALE
+        value.append(jnp.einsum("btm,mhd->bthd", hidden, weight))
+    logits = jnp.einsum("btm,mhc->bthc", hidden, normal(dim, n_heads, 3) * root)
+    return TextInputs(query, Branches(*key), Branches(*value), jax.nn.sigmoid(logits))
+
+
+def _norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def _context(embedded):
+    """What is known at each token: the last bytes in their order, and the mean of many."""
+    length, dim = embedded.shape[1:]
+
+    def earlier(x, by):  # x shifted to later tokens, zeros first
+        return jnp.pad(x, ((0, 0), (by, 0), (0, 0)))[:, :length]
+
+    recent = jnp.zeros_like(embedded)
+    for lag in range(min(RECENT_TOKENS, length)):
+        # Rolled channels keep "ab" and "ba" apart.
+        recent += RECENT_DECAY**lag * earlier(jnp.roll(embedded, lag * (dim // 8 + 1), -1), lag)
+    total = jnp.cumsum(embedded, axis=1)
+    topic = total - earlier(total, TOPIC_TOKENS)
+    return _norm(_norm(recent) + TOPIC_WEIGHT * _norm(topic))
+
+
+def _rotate(x, base):
+    """Rotary position embedding of `x` [B, T, heads, D], the halves of `D` as pairs."""
+    half = x.shape[-1] // 2
+    rate = base ** (-jnp.arange(half, dtype=x.dtype) / half)
+    position = jnp.arange(x.shape[1], dtype=x.dtype)
+    angle = (position[:, None] * rate)[:, None]  # [T, 1, D/2]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(turned, axis=-1)

@@ -1,0 +1,184 @@
+"""Autograd of the gated sum, and of whole JAX functions on torch tensors."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import nsa_jax
+from interop import dlpack
+from nsa_jax.types import Branches
+from nsa_torch.chunks import chunks, wide
+
+
+def combine(outputs: Branches[Tensor], gates: Branches[Tensor]) -> Tensor:
+    """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
+    return _Combine.apply(*outputs, *gates)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors):
+        outputs, gates = tensors[:3], tensors[3:]
+        ctx.save_for_backward(*tensors)
+        total = torch.empty_like(outputs[0])
+        for part in _combine_parts(total):
+            pairs = zip(outputs, gates, strict=True)
+            total[:, part] = sum(_gated(out[:, part], gate[:, part]) for out, gate in pairs)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad):
+        outputs, gates = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        grad_outputs = [torch.empty_like(x) for x in outputs]
+        grad_gates = [torch.empty_like(x) for x in gates]
+        for part in _combine_parts(grad):
+            for out, gate, grad_out, grad_gate in zip(
+                outputs, gates, grad_outputs, grad_gates, strict=True
+            ):
+                grad_out[:, part] = _gated(grad[:, part], gate[:, part])
+                product = out[:, part].to(wide(out.dtype)) * grad[:, part]
+                grad_gate[:, part] = product.sum(dim=-1)
+        return *grad_outputs, *grad_gates
+
+
+def _gated(x, gate):
+    return x.to(wide(x.dtype)) * gate.to(wide(x.dtype))[..., None]
+
+
+def _combine_parts(x):
+    return chunks(x.shape[1], x[:, :1].numel() * wide(x.dtype).itemsize)
+
+
+def jax_function(name: str, arrays: Mapping[str, Any], static: Mapping[str, Any]):
+    """`nsa_jax.<name>` on torch tensors: one jitted call forward, one backward.
+
+    `arrays` are tensors, None, or `Branches` and pairs of them; `static` must be hashable. A
+    gradient flows through the first output only, and none through integers.
+    """
+    leaves, tree = jax.tree.flatten(dict(arrays))
+    leaves = [x.to(torch.int32) if x.dtype == torch.int64 else x for x in leaves]
+    call = _JaxCall(name, tree, tuple(static.items()))
+    return _JaxFunction.apply(call, *leaves)
+
+
+class _JaxCall(NamedTuple):
+    name: str
+    tree: Any
+    static: tuple
+
+    def __call__(self, *leaves):
+        function = getattr(nsa_jax, self.name)
+        return function(**jax.tree.unflatten(self.tree, leaves), **dict(self.static))
+
+    def pull_back(self, grad, *leaves):
+        """Gradients of the floating leaves, the forward pass computed again."""
+        moving = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
+
+        def of_floats(*floats):
+            supply = iter(floats)
+            pairs = zip(moving, leaves, strict=True)
+            out = self(*(next(supply) if moves else x for moves, x in pairs))
+            return out if isinstance(out, jax.Array) else out[0]
+
+        floats = [x for moves, x in zip(moving, leaves, strict=True) if moves]
+        return jax.vjp(of_floats, *floats)[1](grad)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(call: _JaxCall, backward: bool):
+    return jax.jit(call.pull_back if backward else call.__call__)
+
+
+class _JaxFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call, *leaves):
+        ctx.call = call
+        ctx.save_for_backward(*leaves)
+        outputs = _run(call, False, leaves)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad, *_):
+        leaves = ctx.saved_tensors
+        supply = iter(_run(ctx.call, True, (grad, *leaves)))
+        return None, *(next(supply) if x.is_floating_point() else None for x in leaves)
+
+
+def _run(call, backward, tensors):
+    # DLPack shares dense row-major memory only; a copy is small beside the call.
+    dense = (x.detach().contiguous() for x in tensors)
+    return dlpack.call_jax(_jitted(call, backward), *dense)
+
+
+def segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
+    """int32 `[1, S]`: the sequence of each token, -1 for padding."""
+    if cu_seqlens is None:
+        return None
+    bounds = cu_seqlens.to(device, torch.int32)
+    token = torch.arange(length, dtype=torch.int32, device=device)
+    sequence = torch.searchsorted(bounds[1:], token, right=True)
+    return torch.where(token < bounds[-1], sequence, -1).to(torch.int32)[None]
+
+
+def _branch(name: str, arrays: dict, config, kv_len, cu_seqlens, scale):
+    query = arrays["query"]
+    static = {"config": config, "scale": scale}
+    arrays["segment_ids"] = segment_ids(cu_seqlens, query.shape[1], query.device)
+    if cu_seqlens is None:
+        (static if isinstance(kv_len, int) else arrays)["kv_len"] = kv_len
+    return jax_function(name, arrays, static)
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    arrays = {
+        "query": query,
+        "compressed_key": compressed_key,
+        "compressed_value": compressed_value,
+    }
+    return _branch("compressed_attention", arrays, config, kv_len, cu_seqlens, scale)
+
+
+def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+    arrays = {"query": query.detach(), "compressed_key": compressed_key.detach()}
+    return _branch("select_blocks", arrays, config, kv_len, cu_seqlens, scale)
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices}
+    return _branch("selected_attention", arrays, config, kv_len, cu_seqlens, scale)
+
+
+def sliding_attention(
+    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+):
+    arrays = {"query": query, "key": key, "value": value}
+    return _branch("sliding_attention", arrays, config, kv_len, cu_seqlens, scale)

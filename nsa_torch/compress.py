@@ -1,0 +1,59 @@
+"""Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.config import NSAConfig
+from nsa_torch.geometry import geometry, window_starts
+
+__all__ = ["MLPParams", "PoolParams", "compress"]
+
+
+def compress(
+    x: Tensor,
+    params: CompressParams = None,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`phi` over the windows of `x` [B, S, Hkv, D]: `[B, C, Hkv, D]`.
+
+    In a packed row the windows of every sequence stand in the order of their first token,
+    without gaps; the slots left over at the end are zero.
+    """
+    batch, length, kv_heads, width = x.shape
+    block, stride = config.compress_block, config.compress_stride
+    count = config.num_compressed(length)
+    if count == 0:
+        return x.new_zeros(batch, 0, kv_heads, width)
+    if cu_seqlens is None:
+        # A window is l/d stride blocks: slices, so that the gradient needs no scatter.
+        shifts = block // stride
+        blocks = x[:, : (count + shifts - 1) * stride].unflatten(1, (-1, stride))
+        windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
+        return apply_phi(torch.cat(windows, dim=2), params)
+    where = geometry(
+        1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=x.device
+    )
+    starts = window_starts(where, config)
+    taps = starts.clamp(min=0)[:, None] + torch.arange(block, device=x.device)
+    unused = (starts < 0)[:, None, None]
+    return apply_phi(x[:, taps], params).masked_fill(unused, 0)
+
+
+def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
+    """`phi` of each window `[B, C, l, Hkv, D]`, accumulated in float32: `[B, C, Hkv, D]`."""
+    dtype = windows.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if params is None:
+        return windows.mean(dim=2, dtype=wide).to(dtype)
+    if isinstance(params, PoolParams):
+        return (windows * params.weight.to(wide)[:, None]).sum(dim=2).to(dtype)
+    position, w1, b1, w2, b2 = params
+    embedded = (windows + position.to(wide)[:, None]).to(dtype)
+    flat = embedded.transpose(2, 3).flatten(3)  # [B, C, Hkv, l*D]
+    hidden = (flat @ w1.to(dtype)).to(wide) + b1.to(wide)
+    hidden = F.gelu(hidden, approximate="tanh").to(dtype)
+    return ((hidden @ w2.to(dtype)).to(wide) + b2.to(wide)).to(dtype)

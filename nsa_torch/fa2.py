@@ -1,0 +1,282 @@
+"""The three branches through FlashAttention-2's variable-length kernels (CUDA).
+
+`flash_attn` is called where it is installed, else the FA-2 that torch bundles. Both align
+causal masks to the bottom right: the last query of a sequence sees its last key.
+
+Compressed: with `t = p - (l - 1)`, the queries of one residue class `t mod d` see `t // d + 1`
+compressed tokens, one more at each step: plain causal attention, `d` classes a sequence.
+Sliding: a causal window. Selected: the visible keys of every query and key/value head of a
+chunk are packed one after the other; its `G` heads are the queries of one sequence.
+
+Values of another width than the queries are padded with zeros to the larger of the two.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
+from nsa_torch.geometry import geometry
+from nsa_torch.packing import pack_selected, residue_classes, sliding_bounds
+
+# CUDA counts the sequences of one call in 16 bits.
+MOST_SEQUENCES = 65535
+
+
+@functools.cache
+def library() -> str:
+    """Which FA-2 runs here, with its version."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return f"flash_attn {importlib.metadata.version('flash_attn')}"
+    return f"torch {torch.__version__} (bundled)"
+
+
+def why_not(problem) -> str | None:
+    """Why FA-2 cannot run `problem`, or None."""
+    if problem.platform != "cuda":
+        return f"FA-2 needs CUDA tensors, got {problem.platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"FA-2 needs float16 or bfloat16, got {problem.dtype}"
+    if problem.D % 8 or problem.Dv % 8 or max(problem.D, problem.Dv) > 256:
+        return (
+            "FA-2 needs head widths that are multiples of 8 and at most 256, "
+            f"got D={problem.D}, Dv={problem.Dv}"
+        )
+    if problem.B * problem.Hkv > MOST_SEQUENCES:
+        return f"FA-2 needs B * Hkv <= {MOST_SEQUENCES}, got {problem.B * problem.Hkv}"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"FA-2 needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def varlen(query, key, value, bounds, longest, *, causal, window, scale):
+    """FA-2 on packed rows `[rows, heads, width]`: out and lse `[heads, rows]`.
+
+    Args:
+      bounds: `cu_seqlens` of the queries and of the keys, int32 on the device.
+      longest: upper bounds of the lengths of their sequences.
+      causal: bottom right aligned.
+      window: keys before its own that a query sees, or -1 for all; implies causal.
+    """
+    if library().startswith("flash_attn"):
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *bounds,
+            *longest,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=(window, 0 if window >= 0 else -1),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            return_attn_probs=True,
+        )[:2]
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *bounds,
+        *longest,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        window_size_left=window if window >= 0 else None,
+        window_size_right=0 if window >= 0 else None,
+    )[:2]
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    batch, length, heads, _ = query.shape
+    count, stride = compressed_key.shape[1], config.compress_stride
+    if count == 0:
+        return nothing_seen(query, compressed_key, compressed_value)
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+    row_of, query_of, key_of, *bounds = residue_classes(where, count, config)
+    _check_sequences(bounds[0].numel() - 1)
+    key, value = (_Repeat.apply(x, key_of) for x in (compressed_key, compressed_value))
+    out, lse = _call(
+        _Permute.apply(query.flatten(0, 1), query_of, row_of),
+        key,
+        value,
+        bounds,
+        # A class of one query must not look like decoding, which has its own layout.
+        (max(2, -(-length // stride)), count),
+        causal=True,
+        scale=scale,
+    )
+    out = _Permute.apply(out, row_of, query_of)
+    lse = lse[:, row_of.clamp(min=0)].masked_fill(row_of < 0, float("-inf"))
+    return out.unflatten(0, (batch, length)), lse.t().reshape(batch, length, heads)
+
+
+def sliding_attention(
+    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+):
+    """The last `window` keys of the sequence, the query's own included."""
+    batch, length, heads, _ = query.shape
+    if config.window == 0:
+        return nothing_seen(query, key, value)
+    key, value, kv_len = _band(key, value, length + config.window - 1, kv_len)
+    num_keys = key.shape[1]
+    bounds = sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, query.device)
+    _check_sequences(bounds[0].numel() - 1)
+    out, lse = _call(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        bounds,
+        (max(2, length), num_keys),
+        window=config.window - 1,
+        scale=scale,
+    )
+    return out.unflatten(0, (batch, length)), lse.t().reshape(batch, length, heads)
+
+
+def _band(key, value, size, kv_len):
+    """The last `size` valid keys and how many of them are valid, where there are more."""
+    batch, num_keys = key.shape[:2]
+    if size >= num_keys:
+        return key, value, kv_len
+    if isinstance(kv_len, int):
+        first = max(kv_len - size, 0)
+        band = slice(first, first + size)
+        return key[:, band], value[:, band], kv_len - first
+    first = (kv_len.to(key.device, torch.int64) - size).clamp(min=0).expand(batch)
+    row = torch.arange(batch, device=key.device) * num_keys + first
+    rows = row[:, None] + torch.arange(size, device=key.device)
+    key, value = (
+        _Repeat.apply(x, rows.flatten()).unflatten(0, (batch, size)) for x in (key, value)
+    )
+    return key, value, kv_len.to(key.device) - first
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """One softmax over the keys of the selected blocks with position `<= p`."""
+    batch, length, heads, width = query.shape
+    num_keys, kv_heads = key.shape[1:3]
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+    group = heads // kv_heads
+    slots = block_indices.shape[-1] * config.select_block
+
+    def plan(queries):
+        source, key_bounds = pack_selected(where, block_indices, queries, num_keys, config)
+
+        def attend(query, keys, values):
+            part = query.shape[1]
+            starts = torch.arange(batch * part * kv_heads + 1, device=query.device) * group
+            out, lse = _call(
+                query.reshape(-1, 1, width),
+                keys[:, None],
+                values[:, None],
+                (starts.to(torch.int32), key_bounds),
+                (group, slots),
+                scale=scale,
+            )
+            shape = batch, part, heads
+            return out.reshape(*shape, -1), lse.reshape(shape)
+
+        return Chunk(source, attend)
+
+    row_bytes = batch * kv_heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
+    most = max(1, MOST_SEQUENCES // (batch * kv_heads))
+    return over_queries(plan, query, key, value, row_bytes, most=most)
+
+
+def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):
+    """`varlen` with values of any width; a row without keys has lse -inf."""
+    width, value_width = query.shape[-1], value.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    common = max(width, value_width)
+    padded = (F.pad(x, (0, common - x.shape[-1])) for x in (query, key, value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in padded)
+    out, lse = varlen(
+        query, key, value, bounds, longest, causal=causal, window=window, scale=scale
+    )
+    lse = lse.detach()
+    return out[..., :value_width], lse.masked_fill(lse == float("inf"), float("-inf"))
+
+
+def _check_sequences(number: int) -> None:
+    if number > MOST_SEQUENCES:
+        raise NotImplementedError(
+            f"fa2 takes at most {MOST_SEQUENCES} sequences (compressed: times "
+            f"compress_stride) in one call, got {number}"
+        )
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order: `x[source]`, 0 where `source` is -1; `back` is the inverse."""
+
+    @staticmethod
+    def forward(ctx, x, source, back):
+        ctx.save_for_backward(source, back)
+        return _take(x, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, back = ctx.saved_tensors
+        return _take(grad, back), None, None
+
+
+def _take(x, source):
+    return x[source.clamp(min=0)].masked_fill_((source < 0)[:, None, None], 0)
+
+
+class _Repeat(torch.autograd.Function):
+    """`x.flatten(0, 1)[rows]`; the gradient sums the repetitions in float32."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(x, rows)
+        return Rows(rows, axes=2).read(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, rows = ctx.saved_tensors
+        source = Rows(rows, axes=2)
+        total = source.zeros(x)
+        source.add(total, grad)
+        return source.gradient(total, x), None

@@ -1,0 +1,304 @@
+"""The public functions on torch tensors: validation once, then the chosen implementations.
+
+Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_jax.types`.
+Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implementation` is None
+(automatic), a name for all branches, or a `Branches` of names; a named one never falls back:
+  `fa2`        FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
+  `sdpa`       torch's scaled_dot_product_attention, any device
+  `jax`        `nsa_jax` through DLPack, one call forward and one backward
+  `mosaic`, `triton`  kernels, `reference`  dense, for tests
+
+A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
+int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
+follows the last is padding. Positions restart, nothing crosses a border, block indices are
+local to the sequence. Its values are not read on the host.
+
+All functions return gradients for floating tensors, except that none flows through the
+log-sum-exp and the block indices. Bad input raises `ValueError` (argument, expected, got);
+what a named implementation cannot do raises `NotImplementedError`.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa_jax import validate
+from nsa_jax.compress import CompressParams
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Plan
+from nsa_jax.types import Branches
+from nsa_torch import autograd, checks
+from nsa_torch.compress import compress as compress_windows
+from nsa_torch.dispatch import plan_of
+
+type Names = str | Branches[str | None] | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor | Branches[Tensor],
+    value: Tensor | Branches[Tensor],
+    gates: Tensor | Branches[Tensor],
+    *,
+    config: NSAConfig = NSAConfig(),
+    compressed: tuple[Tensor, Tensor] | None = None,
+    block_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: Names = None,
+) -> Tensor:
+    """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
+
+    Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
+
+    Args:
+      query: `[B, T, H, D]`, float.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, or `Branches` of them.
+      gates: `Branches` of `[B, T, H]`, or one tensor `[B, T, H, 3]` in the branches' order.
+      config: the sizes; defaults are the paper's.
+      compressed: `(k_cmp, v_cmp)`, `[B, C, Hkv, D]` and `[B, C, Hkv, Dv]`; None: the mean.
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
+        from the compressed scores.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
+      scale: of the logits; None: `D**-0.5`.
+
+    Returns:
+      `[B, T, H, Dv]` in the dtype of `query`.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    gates = validate.gates(gates, query)
+    for branch, k, v in zip(Branches._fields, key, value, strict=True):
+        checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
+    checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
+    kv_len = key.selected.shape[1]
+    if compressed is not None:
+        checks.compressed(query, *compressed, config, kv_len)
+    if block_indices is not None:
+        checks.indices(block_indices, query, key.selected, config)
+    plan = plan_of(
+        query,
+        key.selected,
+        value.selected.shape[-1],
+        config,
+        cu_seqlens is not None,
+        implementation,
+    )
+    with _as_given(query):
+        return _attention(
+            query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, plan
+        )
+
+
+def _attention(
+    query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, plan
+):
+    kv_len = key.selected.shape[1]
+    if {choice.implementation for choice in plan} == {"jax"}:
+        arrays = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "gates": gates,
+            "compressed": compressed,
+            "block_indices": block_indices,
+            "segment_ids": autograd.segment_ids(cu_seqlens, kv_len, query.device),
+        }
+        return autograd.jax_function("attention", arrays, {"config": config, "scale": scale})
+    where = {"config": config, "cu_seqlens": cu_seqlens}
+    if compressed is None:
+        compressed = (
+            compress_windows(key.compressed, **where),
+            compress_windows(value.compressed, **where),
+        )
+    where |= {"kv_len": kv_len, "scale": scale}
+    if block_indices is None:
+        block_indices = plan.scores.load()(query, compressed[0], **where)
+    where["with_lse"] = False
+    outputs = Branches(
+        plan.compressed.load()(query, *compressed, **where)[0],
+        plan.selected.load()(query, key.selected, value.selected, block_indices, **where)[0],
+        plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+    )
+    return autograd.combine(outputs, gates)
+
+
+def compress(
+    x: Tensor,
+    params: CompressParams = None,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
+
+    Args:
+      x: keys or values `[B, S, Hkv, D]`.
+      params: None: the mean; `PoolParams`, `MLPParams` of tensors: learnable.
+      cu_seqlens: `[num_seqs + 1]`; the tokens of all sequences then stand in the order of
+        their first token, without gaps, zeros in the slots left over.
+
+    Returns:
+      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+    """
+    validate.array("x", x, 4)
+    validate.phi(params, x, config)
+    checks.packed(cu_seqlens, x, "x")
+    for name, param in zip(getattr(params, "_fields", ()), params or (), strict=True):
+        checks.devices(x, {f"params.{name}": param})
+    with _as_given(x):
+        return compress_windows(x, params, config=config, cu_seqlens=cu_seqlens)
+
+
+def select_blocks(
+    query: Tensor,
+    compressed_key: Tensor,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """The blocks that each query reads (Eqs. 8-12), without gradient.
+
+    Args:
+      query: `[B, T, H, D]`.
+      compressed_key: `[B, C, Hkv, D]`.
+      kv_len: number of keys, an int, or int32 or int64 `[]` or `[B]` (`compressed_key` may
+        then be longer than they need); query `t` is at `t + kv_len - T`. None: `T`.
+
+    Returns:
+      int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
+    """
+    kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
+    width = query.shape[-1]
+    plan = plan_of(query, compressed_key, width, config, cu_seqlens is not None, implementation)
+    with _as_given(query):
+        return plan.scores.load()(
+            query,
+            compressed_key,
+            config=config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+
+
+def compressed_attention(
+    query: Tensor,
+    compressed_key: Tensor,
+    compressed_value: Tensor,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
+
+    Args as in `select_blocks`, with `compressed_value` `[B, C, Hkv, Dv]`.
+
+    Returns:
+      `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
+      gives none: there it costs a second product `q . k`.
+    """
+    kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
+    checks.compressed(query, compressed_key, compressed_value, config, kv_len)
+    width = compressed_value.shape[-1]
+    plan = plan_of(query, compressed_key, width, config, cu_seqlens is not None, implementation)
+    with _as_given(query):
+        return plan.compressed.load()(
+            query,
+            compressed_key,
+            compressed_value,
+            config=config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
+
+    Args:
+      block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
+        sequence in a packed batch.
+      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
+    """
+    checks.tokens(query, key, value, config, cu_seqlens, scale)
+    checks.indices(block_indices, query, key, config)
+    kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    width = value.shape[-1]
+    plan = plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+    with _as_given(query):
+        return plan.selected.load()(
+            query,
+            key,
+            value,
+            block_indices,
+            config=config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+
+
+def sliding_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
+    checks.tokens(query, key, value, config, cu_seqlens, scale)
+    kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    width = value.shape[-1]
+    plan = plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+    with _as_given(query):
+        return plan.sliding.load()(
+            query,
+            key,
+            value,
+            config=config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+
+
+def explain(
+    query: Tensor,
+    key: Tensor | Branches[Tensor],
+    value: Tensor | Branches[Tensor],
+    *,
+    config: NSAConfig = NSAConfig(),
+    cu_seqlens: Tensor | None = None,
+    implementation: Names = None,
+) -> Plan:
+    """What `attention` would run for these arguments, and why not what stands before it."""
+    key, value = Branches.each(key).selected, Branches.each(value).selected
+    checks.tokens(query, key, value, config, cu_seqlens, None)
+    width = value.shape[-1]
+    return plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+
+
+def _as_given(x):
+    """Autocast off: it would make the scores of float32 tensors bfloat16."""
+    return torch.autocast(x.device.type, enabled=False)

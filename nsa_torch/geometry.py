@@ -1,0 +1,115 @@
+"""Where each query stands: in its sequence, in the key array, in the compressed array.
+
+Every mask of the fast paths comes from these numbers. They are computed on the device of the
+query; nothing here waits for it.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_jax.config import NSAConfig
+
+
+class Sequences(NamedTuple):
+    """One entry a sequence (a batch row, or a sequence of the packed row), int64 `[R]`."""
+
+    query_start: Tensor  # row of its first query in the flattened `[B*T]`
+    num_queries: Tensor
+    first_position: Tensor  # position of its first query
+    compressed_start: Tensor  # row of its compressed token 0 in the flattened `[B*C]`
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Positions of the queries; key `k` of the array is token `k - key_start`."""
+
+    position: Tensor  # int64 [B, T]: in its own sequence; -1: padding, sees nothing
+    key_start: Tensor  # int64 [B, T]: key index of the sequence's token 0
+    compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
+    offset: int | None  # key index of query 0; None where only the device knows it
+    cu_seqlens: Tensor | None  # int64 [num_seqs + 1], a packed batch only
+
+    @property
+    def key_index(self) -> Tensor:
+        """`[B, T]`: where the query's own token stands in the key array; -1: nowhere."""
+        return torch.where(self.position < 0, -1, self.key_start + self.position)
+
+    def sees_compressed(self, queries: slice, count: int, config: NSAConfig) -> Tensor:
+        """`[B, Q, count]`: position `p` sees token `i` iff `p >= i*d + l - 1`."""
+        slot = torch.arange(count, device=self.position.device)
+        local = slot - self.compressed_start[:, queries, None]
+        last_token = local * config.compress_stride + config.compress_block - 1
+        return (local >= 0) & (last_token <= self.position[:, queries, None])
+
+
+def geometry(
+    batch: int,
+    num_queries: int,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor,
+    cu_seqlens: Tensor | None,
+    device: torch.device,
+) -> Geometry:
+    """The last `num_queries` of `kv_len` tokens, or those of the packed row."""
+    index = torch.arange(num_queries, device=device).expand(batch, num_queries)
+    zero = torch.zeros_like(index)
+    if cu_seqlens is None:
+        if isinstance(kv_len, int):
+            offset = kv_len - num_queries
+            return Geometry(index + offset, zero, zero, offset, None)
+        first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries
+        return Geometry(index + first, zero, zero, None, None)
+    bounds = cu_seqlens.to(device, torch.int64)
+    # Counting the ends at or before a token skips the sequences without tokens.
+    sequence = torch.searchsorted(bounds[1:], index[0], right=True)
+    inside = sequence < bounds.numel() - 1
+    sequence = torch.where(inside, sequence, 0)
+    start = torch.where(inside, bounds[sequence], 0)
+    slot = torch.where(inside, _compressed_starts(bounds, config)[sequence], 0)
+    position = torch.where(inside, index[0] - start, -1)
+    return Geometry(position[None], start[None], slot[None], 0, bounds)
+
+
+def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
+    """The runs of queries, with `count` compressed slots in a batch row."""
+    batch, num_queries = where.position.shape
+    bounds = where.cu_seqlens
+    if bounds is not None:
+        starts = bounds[:-1]
+        slot = _compressed_starts(bounds, config)
+        return Sequences(starts, bounds.diff(), torch.zeros_like(starts), slot)
+    row = torch.arange(batch, device=where.position.device)
+    return Sequences(
+        row * num_queries,
+        torch.full_like(row, num_queries),
+        where.position[:, 0],
+        row * count,
+    )
+
+
+def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
+    """Key index of the first token of each compressed slot, `[C]`; -1: unused (packed row)."""
+    position = where.position[0]
+    length, reach = position.numel(), config.compress_block - 1
+    count = config.num_compressed(length)
+    index = torch.arange(length, device=position.device)
+    # The last token of the window is in the same sequence iff its position says so.
+    last = F.pad(position, (0, reach), value=-1)[reach:]
+    starts_one = (position >= 0) & (position % config.compress_stride == 0)
+    complete = starts_one & (last == position + reach)
+    slot = where.compressed_start[0] + position // config.compress_stride
+    slot = torch.where(complete, slot, count)
+    starts = torch.full((count + 1,), -1, dtype=torch.int64, device=position.device)
+    return starts.scatter(0, slot, index)[:count]
+
+
+def _compressed_starts(bounds: Tensor, config: NSAConfig) -> Tensor:
+    """Compressed tokens before each sequence: none is shared, and there are no gaps."""
+    spare = bounds.diff() - config.compress_block
+    count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)
+    return count.cumsum(0) - count

@@ -1,0 +1,189 @@
+"""The oracle on torch tensors: every branch dense, explicit masks, plain autograd.
+
+It computes in float32 (float64 for float64 input), needs memory for `[T, S]` per head, shares
+no code with the fast paths, and is never chosen for its speed. Source: arXiv 2502.11089 v2,
+Eqs. 5-12. Arguments and shapes as in `nsa_torch.functional`.
+"""
+
+import torch
+
+
+def _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, device):
+    """Each key's sequence [B, S] (-1: none) and position in it, each query's index [B, T]."""
+    index = torch.arange(num_keys, device=device).expand(batch, num_keys)
+    lengths = torch.as_tensor(kv_len, device=device).to(torch.int64).expand(batch)
+    if cu_seqlens is None:
+        sequence = torch.where(index < lengths[:, None], 0, -1)
+        position = index
+    else:
+        bounds = cu_seqlens.to(device, torch.int64)
+        begun = (bounds[:-1, None] <= index[0]).sum(dim=0) - 1
+        sequence = torch.where(index[0] < bounds[-1], begun, -1)[None]
+        position = index - bounds[:-1][begun]
+    query_index = torch.arange(num_queries, device=device) + lengths[:, None] - num_queries
+    return sequence, position, query_index
+
+
+def _windows(sequence, position, config):
+    """Key index of the first token of each compressed token: `[C]`, -1 for unused slots."""
+    num_keys, length = sequence.numel(), config.compress_block
+    count = config.num_compressed(num_keys)
+    starts = torch.full((count,), -1, device=sequence.device)
+    if count:
+        first = torch.arange(num_keys - length + 1, device=sequence.device)
+        whole = (sequence[first] >= 0) & (sequence[first] == sequence[first + length - 1])
+        whole &= position[first] % config.compress_stride == 0
+        found = first[whole]
+        starts[: found.numel()] = found
+    return starts
+
+
+def _attend(query, key, value, mask, scale):
+    """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    kv_heads = key.shape[2]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grouped = query.to(dtype).unflatten(2, (kv_heads, query.shape[2] // kv_heads))
+    mask = mask[:, :, None]
+    # Unread keys must not count, be they NaN.
+    read = mask.any(dim=3)[:, :, 0]  # [B, Hkv or 1, S]
+    read = read.transpose(1, 2)[..., None]
+    key, value = (torch.where(read, x.to(dtype), 0) for x in (key, value))
+    some = mask.any(dim=-1, keepdim=True)  # [B, Hkv or 1, 1, T, 1]
+    grouped = torch.where(some.permute(0, 3, 1, 2, 4), grouped, 0)
+    logits = torch.einsum("btkgd,bskd->bkgts", grouped, key) * scale
+    # Rows without keys keep finite logits, so that no NaN is ever made.
+    logits = torch.where(mask, logits, float("-inf")).masked_fill(~some, 0)
+    lse = logits.detach().logsumexp(dim=-1).masked_fill(~some[..., 0], float("-inf"))
+    probs = logits.softmax(dim=-1).masked_fill(~some, 0)
+    out = torch.einsum("bkgts,bskd->btkgd", probs, value).flatten(2, 3)
+    return out.to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3), probs
+
+
+def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
+    """`_attend` over the compressed tokens, and the scores `[B, T, Hkv, N]` of Eq. 9."""
+    batch, num_queries = query.shape[:2]
+    num_keys = kv_len
+    if not isinstance(kv_len, int):
+        num_keys = key.shape[1] * config.compress_stride + config.compress_block - 1
+    tokens = _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, query.device)
+    sequence, position, query_index = tokens
+    if cu_seqlens is None:
+        own = torch.zeros_like(query_index)
+        starts = torch.arange(key.shape[1], device=query.device) * config.compress_stride
+        owner = torch.zeros_like(starts)
+        local = starts
+    else:
+        own = sequence
+        starts = _windows(sequence[0], position[0], config)
+        owner = torch.where(starts >= 0, sequence[0, starts], -2)
+        local = position[0, starts]
+    mask = own[:, :, None] == owner
+    mask = mask & (starts + config.compress_block - 1 <= query_index[:, :, None])
+    out, lse, probs = _attend(query, key, value, mask[:, None], scale)
+    # Eq. 9, one stride block of every window at a time; the spare block takes the rest.
+    num_blocks, ratio = (
+        config.num_blocks(num_keys),
+        config.select_block // config.compress_stride,
+    )
+    group = probs.sum(dim=2).transpose(1, 2)
+    scores = group.new_zeros(*group.shape[:3], num_blocks + 1)
+    for part in range(config.compress_block // config.compress_stride):
+        block = (local // config.compress_stride + part) // ratio
+        scores.index_add_(-1, block.clamp(max=num_blocks), group)
+    return out, lse, scores[..., :-1]
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    return _compressed(
+        query, compressed_key, compressed_value, config, kv_len, cu_seqlens, scale
+    )[:2]
+
+
+@torch.no_grad()
+def block_scores(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+    """Importance of every selection block, `[B, T, Hkv, N]` (Eqs. 8-10)."""
+    value = compressed_key[..., :0]
+    return _compressed(query, compressed_key, value, config, kv_len, cu_seqlens, scale)[2]
+
+
+@torch.no_grad()
+def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+    scores = block_scores(
+        query,
+        compressed_key,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+    )
+    batch, num_queries, _, num_blocks = scores.shape
+    num_keys = num_queries if cu_seqlens is not None else 0
+    sequence, position, index = _tokens(
+        batch, num_keys, num_queries, kv_len, cu_seqlens, query.device
+    )
+    if cu_seqlens is not None:
+        index = torch.where(sequence >= 0, position, -1)
+    own = index.div(config.select_block, rounding_mode="floor")[:, :, None, None]
+    block = torch.arange(num_blocks, device=query.device)
+    forced = (block < config.num_initial) | (block > own - config.num_local)
+    ranked = torch.where(forced, float("inf"), scores)
+    ranked = torch.where(block <= own, ranked, float("-inf"))
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    order = order[..., : config.num_selected]
+    chosen = torch.where(order <= own, order, num_blocks).sort(dim=-1).values
+    chosen = torch.where(chosen == num_blocks, -1, chosen)
+    indices = chosen.new_full((*chosen.shape[:3], config.num_selected), -1)
+    indices[..., : chosen.shape[-1]] = chosen
+    return indices.to(torch.int32)
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    batch, num_keys = key.shape[:2]
+    sequence, position, index = _tokens(
+        batch, num_keys, query.shape[1], kv_len, cu_seqlens, query.device
+    )
+    own = sequence.gather(1, index)[:, :, None]
+    block = (position // config.select_block)[:, None, None]  # [B, 1, 1, S]
+    chosen = torch.zeros(1, dtype=torch.bool, device=query.device)
+    for slot in block_indices.unbind(dim=-1):
+        chosen = chosen | (slot[..., None] == block)
+    mask = (sequence[:, None] == own) & (own >= 0)
+    mask &= torch.arange(num_keys, device=query.device) <= index[:, :, None]
+    mask = chosen.transpose(1, 2) & mask[:, None]
+    return _attend(query, key, value, mask, scale)[:2]
+
+
+def sliding_attention(
+    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+):
+    batch, num_keys = key.shape[:2]
+    sequence, _, index = _tokens(
+        batch, num_keys, query.shape[1], kv_len, cu_seqlens, query.device
+    )
+    own = sequence.gather(1, index)[:, :, None]
+    distance = index[:, :, None] - torch.arange(num_keys, device=query.device)
+    mask = (sequence[:, None] == own) & (own >= 0)
+    mask &= (distance >= 0) & (distance < config.window)
+    return _attend(query, key, value, mask[:, None], scale)[:2]

@@ -1,0 +1,200 @@
+"""The three branches through torch's scaled_dot_product_attention: any device, any dtype.
+
+Queries are taken a chunk at a time. A chunk sees a prefix of the compressed tokens, a band of
+the sliding keys, or the gathered blocks of its own selection, under a boolean mask made from
+positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product `q . k`.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
+from nsa_torch.geometry import geometry
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    batch, length, heads, _ = query.shape
+    count = compressed_key.shape[1]
+    if count == 0:
+        return nothing_seen(query, compressed_key, compressed_value)
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+
+    def plan(queries):
+        end = count
+        if where.offset is not None:  # packed sequences have no more tokens than one
+            seen_at_most = config.num_compressed(queries.stop + where.offset)
+            end = max(1, min(count, seen_at_most))
+        seen = where.sees_compressed(queries, end, config)
+        return Chunk(Span(0, end), _dense(seen, scale, with_lse))
+
+    return over_queries(
+        plan, query, compressed_key, compressed_value, batch * heads * count * 4
+    )
+
+
+def sliding_attention(
+    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+):
+    """The last `window` keys of the sequence, the query's own included."""
+    batch, length, heads, _ = query.shape
+    num_keys, window = key.shape[1], config.window
+    if window == 0:
+        return nothing_seen(query, key, value)
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+    index, start = where.key_index[..., None], where.key_start[..., None]
+    rows = torch.arange(batch, device=query.device)[:, None] * num_keys
+
+    def plan(queries):
+        size = queries.stop - queries.start + window - 1
+        if where.offset is not None:
+            end = where.offset + queries.stop
+            source = Span(max(end - size, 0), end)
+            token = torch.arange(*source, device=query.device)
+        else:  # only the device knows where the band begins
+            band = torch.arange(min(size, num_keys), device=query.device)
+            first = index[:, queries][:, :1, 0] - (window - 1)
+            token = band + first.clamp(min=0, max=num_keys - band.numel())
+            source = Rows(rows + token, axes=2)
+            token = token[:, None]
+        query_index = index[:, queries]
+        seen = (token <= query_index) & (token > query_index - window)
+        return Chunk(source, _dense(seen & (token >= start[:, queries]), scale, with_lse))
+
+    # A chunk as long as the window keeps the wasted half of the band small.
+    row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
+    return over_queries(plan, query, key, value, row_bytes, most=max(window, 64))
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """One softmax over the keys of the selected blocks with position `<= p`."""
+    batch, length, heads, width = query.shape
+    num_keys, kv_heads = key.shape[1:3]
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+    group = heads // kv_heads
+
+    def plan(queries):
+        rows, seen = block_rows(where, block_indices, queries, num_keys, config)
+
+        def attend(query, keys, values):
+            part = query.shape[1]
+            out, lse = _attend(
+                query.reshape(batch * part, kv_heads, group, width),
+                keys.flatten(0, 1),
+                values.flatten(0, 1),
+                seen.flatten(0, 1)[:, :, None],
+                scale,
+                with_lse,
+            )
+            lse = lse if lse is None else lse.reshape(batch, part, heads)
+            return out.reshape(batch, part, heads, -1), lse
+
+        return Chunk(Rows(rows, axes=3), attend)
+
+    slots = batch * kv_heads * block_indices.shape[-1] * config.select_block
+    row_bytes = slots * ((width + value.shape[-1]) * key.itemsize + 4 * group)
+    # CUDA counts the batch of one call in 16 bits.
+    return over_queries(plan, query, key, value, row_bytes, most=max(1, 65535 // batch))
+
+
+def block_rows(where, block_indices, queries, num_keys, config):
+    """Rows of `[B*S*Hkv]` in the chunk's blocks and which are seen, `[B, Q, Hkv, n*l']`."""
+    blocks = block_indices[:, queries].to(torch.int64)
+    batch, _, kv_heads, _ = blocks.shape
+    inside = torch.arange(config.select_block, device=blocks.device)
+    token = blocks[..., None] * config.select_block + inside  # in the sequence
+    seen = (blocks[..., None] >= 0) & (token <= where.position[:, queries, None, None, None])
+    index = torch.where(seen, token + where.key_start[:, queries, None, None, None], 0)
+    batch_start = torch.arange(batch, device=blocks.device) * num_keys
+    head = torch.arange(kv_heads, device=blocks.device)[:, None, None]
+    rows = (index + batch_start[:, None, None, None, None]) * kv_heads + head
+    return rows.flatten(3), seen.flatten(3)
+
+
+def _dense(seen, scale, with_lse):
+    """Attention over keys `[B, K, Hkv, D]` that all queries share; `seen` [B, Q, K]."""
+
+    def attend(query, key, value):
+        batch, length, heads, width = query.shape
+        kv_heads, count = key.shape[2], key.shape[1]
+        # A key that no query sees may be padding, and 0 * NaN is NaN.
+        unseen = ~seen.any(dim=1)[..., None, None]
+        key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+        # The heads of a group are rows of one matrix, so that K and V are not repeated.
+        query = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        group = query.shape[2]
+        rows = seen[:, None].expand(batch, group, length, count)
+        out, lse = _attend(
+            query.reshape(batch, kv_heads, -1, width),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            rows.reshape(batch, 1, -1, count),
+            scale,
+            with_lse,
+        )
+        out = out.unflatten(2, (group, length)).permute(0, 3, 1, 2, 4)
+        if lse is not None:
+            lse = lse.unflatten(2, (group, length)).permute(0, 3, 1, 2)
+            lse = lse.reshape(batch, length, heads)
+        return out.reshape(batch, length, heads, -1), lse
+
+    return attend
+
+
+def _attend(query, key, value, seen, scale, with_lse):
+    """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
+    empty = ~seen.any(dim=-1, keepdim=True)
+    # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
+    query = query.masked_fill(empty, 0)
+    mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    out = out.masked_fill(empty, 0)
+    if not with_lse:
+        return out, None
+    with torch.no_grad():
+        dtype = wide(query.dtype)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        logits = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
+        return out, logits.masked_fill_(~seen, float("-inf")).logsumexp(dim=-1)

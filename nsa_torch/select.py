@@ -1,0 +1,132 @@
+"""Which blocks a query reads: scores from the compressed probabilities, then top-n.
+
+Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_jax.config import NSAConfig
+from nsa_torch.chunks import chunks, wide
+from nsa_torch.geometry import Geometry, geometry
+
+
+@torch.no_grad()
+def select_blocks(
+    query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
+) -> Tensor:
+    """The selected blocks, int32 `[B, T, Hkv, n]`; scores never exist for all queries."""
+    batch, length, _, _ = query.shape
+    where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
+    shape = (batch, length, compressed_key.shape[2], config.num_selected)
+    indices = torch.empty(shape, dtype=torch.int32, device=query.device)
+    for part in _parts(query, compressed_key):
+        scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
+        own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
+        indices[:, part] = select_from_scores(scores, own, config)
+    return indices
+
+
+@torch.no_grad()
+def block_scores(
+    query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
+) -> Tensor:
+    """Importance of every selection block (Eqs. 8-10), float32 `[B, T, Hkv, N]`."""
+    where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
+    shape = (*query.shape[:2], compressed_key.shape[2], num_blocks)
+    scores = query.new_empty(shape, dtype=wide(query.dtype))
+    for part in _parts(query, compressed_key):
+        scores[:, part] = _scores(query, compressed_key, where, part, num_blocks, config, scale)
+    return scores
+
+
+def select_from_scores(scores: Tensor, own: Tensor, config: NSAConfig) -> Tensor:
+    """The `n` blocks of Eq. 11 among `0 .. own`: int32 `[..., n]`, ascending, -1 padding.
+
+    Args:
+      scores: `[..., N]`.
+      own: the query's own block, broadcast to `[...]`; negative: no block is a candidate.
+
+    Which of equal values topk returns is not defined, so it is asked for values only: what
+    lies above the n-th largest is in, and the lowest ties fill the rest.
+    """
+    num_blocks, n = scores.shape[-1], config.num_selected
+    width = min(n, num_blocks)
+    if width == 0:
+        return torch.full((*scores.shape[:-1], n), -1, dtype=torch.int32, device=scores.device)
+    block = torch.arange(num_blocks, device=scores.device)
+    own = own[..., None]
+    candidate = block <= own
+    forced = (block < config.num_initial) | (block > own - config.num_local)
+    ranked = scores.masked_fill(forced, float("inf"))
+    ranked = ranked.masked_fill(~candidate, float("-inf"))
+    floor = ranked.topk(width, dim=-1).values[..., -1:]
+    above = ranked > floor
+    tied = candidate & (ranked == floor)
+    room = width - above.sum(dim=-1, keepdim=True)
+    chosen = above | (tied & (tied.cumsum(dim=-1) <= room))
+    # The chosen blocks are distinct, so their order does not hang on ties.
+    named = torch.where(chosen, block, num_blocks)
+    ascending = named.topk(width, dim=-1, largest=False, sorted=True).values
+    ascending = ascending.masked_fill(ascending == num_blocks, -1)
+    return F.pad(ascending, (0, n - width), value=-1).to(torch.int32)
+
+
+def map_to_blocks(probs: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
+    """Eq. 9: `score[j] = sum_i w(i, j) * probs[..., i]`, `w` counting shared stride blocks.
+
+    Compressed token `i` covers the stride blocks `i .. i + l/d - 1` and selection block `j`
+    the stride blocks `j*r .. j*r + r - 1`, `r = l'/d`: sum by stride block, then by block.
+    """
+    ratio = config.select_block // config.compress_stride
+    size, count = num_blocks * ratio, probs.shape[-1]
+    by_stride = probs.new_zeros(*probs.shape[:-1], size)
+    for shift in range(config.compress_block // config.compress_stride):
+        end = min(size, shift + count)
+        by_stride[..., shift:end] += probs[..., : max(end - shift, 0)]
+    return by_stride.unflatten(-1, (num_blocks, ratio)).sum(dim=-1)
+
+
+def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:
+    batch, length, _, _ = query.shape
+    where = geometry(
+        batch,
+        length,
+        config=config,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        device=query.device,
+    )
+    longest = kv_len
+    if where.offset is None:
+        stride, block = config.compress_stride, config.compress_block
+        longest = compressed_key.shape[1] * stride + block - 1
+    return where, config.num_blocks(longest)
+
+
+def _parts(query, compressed_key):
+    batch, length, heads, _ = query.shape
+    return chunks(length, batch * heads * max(compressed_key.shape[1], 1) * 4)
+
+
+def _scores(query, compressed_key, where, part, num_blocks, config, scale):
+    """`[B, Q, Hkv, N]` of one chunk; blocks are local to the sequence."""
+    kv_heads, count = compressed_key.shape[2], compressed_key.shape[1]
+    dtype = wide(query.dtype)
+    if where.offset is not None:
+        count = min(count, config.num_compressed(part.stop + where.offset))
+    query = query[:, part].to(dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    length = query.shape[3]
+    key = compressed_key[:, :count].to(dtype).permute(0, 2, 3, 1)  # [B, Hkv, D, C]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = (query.flatten(2, 3) @ key).mul_(scale).unflatten(2, (-1, length))
+    seen = where.sees_compressed(part, count, config)[:, None]
+    logits.masked_fill_(~seen[:, :, None], float("-inf"))
+    # Softmax makes NaN of a row without keys, and a hidden key may be NaN itself.
+    probs = logits.softmax(dim=-1).sum(dim=2).masked_fill_(~seen, 0)  # [B, Hkv, Q, C]
+    if where.cu_seqlens is not None and count:
+        slot = torch.arange(count, device=query.device)
+        slot = (where.compressed_start[:, None, part, None] + slot).clamp(max=count)
+        probs = F.pad(probs, (0, 1)).gather(-1, slot.expand_as(probs))
+    return map_to_blocks(probs, num_blocks, config).transpose(1, 2)

@@ -1,0 +1,449 @@
+"""The comparison end to end on a micro problem, and the parts that it stands on."""
+
+import dataclasses
+import hashlib
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import app
+from absl.testing import flagsaver
+
+import configs
+from bench import compare, cost, oracle, problems, records, render, text, timing
+from bench.records import Record
+from nsa_jax import branches
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import REGISTRY, Implementation
+from nsa_jax.types import Branches
+
+MICRO = """
+model: {dim: 16, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}
+nsa: {compress_block: 4, compress_stride: 2, select_block: 8, num_selected: 4, window: 12}
+runtime: {precision: f32, seq_len: 63}
+"""
+OK = Record(
+    bench="compare",
+    framework="jax",
+    branch="sliding",
+    implementation="xla",
+    mode="forward",
+    B=1,
+    T=63,
+    S=63,
+    H=2,
+    Hkv=1,
+    D=8,
+    Dv=8,
+    dtype="float32",
+    config={"window": 12},
+    input="random",
+    time_ms=2.0,
+    p20_ms=1.5,
+    p80_ms=2.5,
+    samples=5,
+)
+DENSE = dataclasses.replace(OK, branch="dense", time_ms=6.0)
+
+
+class TestRecords:
+    def test_round_trip(self, tmp_path):
+        path = tmp_path / "deep" / "x.jsonl"
+        oom = dataclasses.replace(
+            OK,
+            status="oom",
+            reason="no room",
+            time_ms=None,
+            p20_ms=None,
+            p80_ms=None,
+            samples=0,
+        )
+        records.append(path, [OK])
+        records.append(path, [oom, DENSE])
+        assert records.read(path) == [OK, oom, DENSE]
+
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (lambda line: line[: len(line) // 2], "not a whole JSON line"),
+            (
+                lambda line: line.replace('"schema": 1', '"schema": 7'),
+                "schema must be 1, got 7",
+            ),
+            (lambda line: line.replace('"time_ms": 2.0', '"time_ms": NaN'), "time_ms must be"),
+            (lambda line: line.replace('"time_ms": 2.0', '"time_ms": -1'), "must be positive"),
+            (lambda line: line.replace('"time_ms": 2.0', '"time_ms": null'), "needs times"),
+            (lambda line: line.replace('"status": "ok"', '"status": "fine"'), "status must be"),
+            (lambda line: line.replace('"status": "ok"', '"status": "oom"'), "needs a reason"),
+            (lambda line: line.replace('"H": 2', '"heads": 2'), r"missing fields \['H'\]"),
+            (lambda line: line.replace('"B": 1', '"B": true'), "B must be"),
+            (lambda line: "[1]", "expected one JSON object, got list"),
+        ],
+    )
+    def test_damage_is_named_with_file_and_line(self, tmp_path, damage, message):
+        path = tmp_path / "x.jsonl"
+        records.append(path, [OK, OK])
+        first, second = path.read_text().splitlines()
+        damaged = damage(second)
+        assert damaged != second
+        path.write_text(f"{first}\n{damaged}\n")
+        with pytest.raises(ValueError, match=message) as error:
+            records.read(path)
+        assert f"{path}:2" in str(error.value)
+
+    def test_nothing_is_appended_to_a_truncated_file(self, tmp_path):
+        path = tmp_path / "x.jsonl"
+        path.write_text('{"schema": 1')
+        with pytest.raises(ValueError, match="truncated"):
+            records.append(path, [OK])
+        assert path.read_text() == '{"schema": 1'
+
+    def test_an_invalid_record_is_not_written(self, tmp_path):
+        for field, value in (("time_ms", float("nan")), ("status", "fine")):
+            with pytest.raises(ValueError, match=field):
+                records.append(tmp_path / "x", [dataclasses.replace(OK, **{field: value})])
+        assert not (tmp_path / "x").exists()
+
+    def test_environment_and_folder(self):
+        found = records.environment()
+        assert found["versions"]["jax"] and found["versions"]["python"].startswith("3.")
+        assert records.folder_of("NVIDIA H100 80GB HBM3").name == "nvidia-h100-80gb-hbm3"
+
+
+class TestCost:
+    CONFIG = NSAConfig(4, 2, 8, 4, 1, 2, 12)
+
+    def visible(self, branch, position, length):
+        """Keys that one query sees, counted one by one."""
+        c = self.CONFIG
+        if branch in ("compressed", "scores"):
+            last = [i * c.compress_stride + c.compress_block - 1 for i in range(length)]
+            return sum(position >= end for end in last if end < length)
+        if branch == "selected":
+            own = position // c.select_block
+            blocks = {own, *range(own + 1)[: c.num_selected - 1]}
+            keys = range(position + 1)
+            return sum(key // c.select_block in blocks for key in keys)
+        if branch == "sliding":
+            return sum(position - key < c.window for key in range(position + 1))
+        return position + 1
+
+    @pytest.mark.parametrize("branch", ["compressed", "scores", "selected", "sliding", "dense"])
+    @pytest.mark.parametrize(("T", "S"), [(63, 63), (5, 63), (3, 3)])
+    def test_pairs_are_counted(self, branch, T, S):
+        expected = sum(self.visible(branch, p, S) for p in range(S - T, S))
+        assert cost.visible_pairs(branch, T, S, self.CONFIG) == expected
+
+    def test_flops_and_bytes(self):
+        shape = cost.Shape(B=2, T=63, S=63, H=4, Hkv=2, D=8, Dv=16, itemsize=2)
+        pairs = 2 * 4 * 63 * 64 // 2
+        q, k, v, out, lse = (
+            2 * 63 * 4 * 8,
+            2 * 63 * 2 * 8,
+            2 * 63 * 2 * 16,
+            2 * 63 * 4 * 16,
+            504,
+        )
+        forward = cost.cost("dense", shape, self.CONFIG)
+        assert forward == cost.Cost(pairs * 2 * (8 + 16), 2 * (q + k + v + out) + 4 * lse)
+        both = cost.cost("dense", shape, self.CONFIG, backward=True)
+        assert both.flops == forward.flops + pairs * 2 * (3 * 8 + 2 * 16)
+        assert both.bytes == 2 * forward.bytes + 2 * (out + q + k + v)
+        parts = [
+            cost.cost(b, shape, self.CONFIG) for b in ("compressed", "selected", "sliding")
+        ]
+        whole = cost.cost("all", shape, self.CONFIG)
+        assert whole.flops == sum(part.flops for part in parts)
+
+    @pytest.mark.parametrize(
+        ("flops", "size", "reason"),
+        [(2e12, 1, "TFLOP/s"), (1, 1e10, "GB/s"), (5e11, 1e9, None)],
+    )
+    def test_faster_than_the_hardware_is_refused(self, flops, size, reason):
+        work = cost.Cost(int(flops), int(size))
+        found = cost.impossible(work, 1.0, "NVIDIA H100 80GB HBM3", 2)
+        assert reason in found if reason else found is None
+        assert cost.impossible(work, 1.0, "a new device", 2) is None
+
+
+class TestInputs:
+    def test_corpus_is_the_sorted_sources(self, tmp_path):
+        for name, content in (("b.py", "bb"), ("a.py", "aaa"), ("c.txt", "no")):
+            (tmp_path / name).write_text(content)
+        (tmp_path / "test").mkdir()
+        (tmp_path / "test" / "0.py").write_text("no")
+        found = text.corpus(4, tmp_path)
+        assert bytes(found.tokens) == b"aaab"
+        assert found.sha256 == hashlib.sha256(b"aaab").hexdigest()
+        with pytest.raises(ValueError, match="has 5 bytes, expected 6"):
+            text.corpus(6, tmp_path)
+
+    def test_corpus_of_this_python_is_stable(self):
+        first, again = text.corpus(5000), text.corpus(5000)
+        assert first.sha256 == again.sha256 and len(first.tokens) == 5000
+        assert text.corpus(4999).sha256 != first.sha256
+
+    def test_nothing_reads_a_later_token(self):
+        tokens = text.corpus(64).tokens.reshape(1, 64)
+        changed = tokens.copy()
+        changed[0, 40] ^= 1
+        sizes = dict(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, rope_base=1e4)
+        one, other = (text.project(x, **sizes) for x in (tokens, changed))
+        for a, b in zip(one.key + (one.query,), other.key + (other.query,), strict=True):
+            np.testing.assert_array_equal(a[:, :40], b[:, :40])
+            assert (np.asarray(a[:, 40]) != np.asarray(b[:, 40])).any()
+
+    def test_text_selects_with_structure(self):
+        settings = problems.settings("tiny", {"seq_len": 384})
+        assert problems.make(settings, "text").overlap > (
+            problems.make(settings, "random").overlap + 0.05
+        )
+
+    def test_overlap(self):
+        indices = jnp.array([[0, 1, 2], [0, 2, 3], [4, 5, 6], [4, -1, -1]])[None, :, None]
+        assert float(problems.overlap(indices)) == pytest.approx((2 / 3 + 0 + 1) / 3)
+
+    def test_settings(self, tmp_path):
+        base = problems.settings("base")
+        assert base.nsa == NSAConfig() and base.model.rope_base == 1e4
+        assert (base.model.d_k, base.model.d_v, base.model.dim) == (192, 128, 2560)
+        assert problems.settings("seed").runtime.batch == 8
+        for name in ("paper", "smallgroup", "tiny"):
+            problems.settings(name)
+        path = tmp_path / "bad.yaml"
+        path.write_text("runtime: {seqlen: 7}")
+        with pytest.raises(ValueError, match="unknown key 'seqlen'"):
+            problems.settings(path)
+        path.write_text("runtime: {precision: bf8}")
+        with pytest.raises(ValueError, match="precision must be one of"):
+            problems.settings(path)
+        assert set(configs.load("base")) == {"model", "nsa", "runtime"}
+
+
+class TestSlabs:
+    @pytest.mark.parametrize(
+        ("length", "row_elements"),
+        [(63, 1), (63, 2**22), (1024, 2**20), (5000, 1), (65536, 2**22)],
+    )
+    def test_rows_are_counted_once(self, length, row_elements):
+        slabs = oracle.Slabs.of(length, row_elements)
+        rows = slabs.rows
+        assert (np.diff(rows) > 0).all() and rows[0] == 0 and rows[-1] == length - 1
+        everything = length <= 768 or length * row_elements <= oracle.ELEMENTS_ON_CPU
+        assert len(rows) == (length if everything else 768)
+        assert slabs.size * row_elements <= oracle.FORWARD_ELEMENTS
+        assert len(slabs.starts) == len(slabs.skips)
+
+    def test_slabs_give_what_the_whole_gives(self):
+        settings = problems.settings("tiny", {"seq_len": 63})
+        inputs = problems.make(settings, "random")
+        arguments = inputs.arguments("selected")
+        whole = oracle.Slabs((0,), 63, 63)
+        slabs = oracle.Slabs((0, 16, 32, 47), 16, 63)
+        expected, found = (
+            oracle.outputs("selected", arguments, settings.nsa, rows)
+            | oracle.gradients("selected", arguments, inputs.cotangent, settings.nsa, rows)
+            for rows in (whole, slabs)
+        )
+        assert set(found) == {"out", "lse", "query", "key", "value"}
+        for name in found:
+            np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)
+
+    def test_a_masked_cotangent_lives_on_the_checked_rows(self):
+        slabs = oracle.Slabs((0, 30), 4, 40)
+        masked = np.asarray(slabs.masked(jnp.ones((1, 40, 2, 3))))
+        assert np.flatnonzero(masked[0, :, 0, 0]).tolist() == slabs.rows.tolist()
+
+
+def test_timing_counts_calls_and_orders_percentiles():
+    calls = []
+
+    def call(index):
+        calls.append(index)
+        time.sleep(0.001)
+
+    found = timing.time_host(call, lambda result: None, seconds=0.02)
+    assert 1 <= found.p20_ms <= found.time_ms <= found.p80_ms < 50
+    assert found.samples >= timing.MIN_SAMPLES and found.timer.startswith("host/")
+    assert len(calls) > found.samples
+
+
+def test_speed_up_is_over_the_fastest_dense_of_the_same_framework():
+    slow = dataclasses.replace(DENSE, time_ms=60.0, implementation="slow")
+    other = dataclasses.replace(OK, framework="torch")
+    wrong = dataclasses.replace(OK, status="wrong", reason="far")
+    assert render.speed_ups([OK, slow, DENSE, other, wrong]) == [3.0, 0.1, 1.0, None, None]
+    # Without dense there is none; a wrong dense row is no base.
+    assert render.speed_ups([OK, dataclasses.replace(wrong, branch="dense")]) == [None, None]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """`main` as the command calls it: exit status, output, and the records."""
+    config = tmp_path / "micro.yaml"
+    config.write_text(MICRO)
+
+    def call(*arguments, folder="out"):
+        out = tmp_path / folder
+        argv = ["compare", f"--config={config}", f"--out={out}", "--row_seconds=0", *arguments]
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as done:
+            app.run(compare.main, argv)
+        lines = out / "compare.jsonl"
+        found = records.read(lines) if lines.exists() else []
+        return done.value.code, capsys.readouterr().out, found
+
+    return call
+
+
+def test_compare_writes_the_table_in_four_forms(run, tmp_path):
+    code, printed, found = run("--framework=both")
+    assert code == 0
+    out = tmp_path / "out"
+    names = {"compare.jsonl", "compare.csv", "compare.md", "compare.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert (out / "compare.md").read_text() in printed
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "compare.csv").read_text().splitlines()) == len(found) + 1
+    rows = {(r.framework, r.branch, r.implementation): r for r in found}
+    for framework in ("jax", "torch"):
+        done = {key[1] for key, r in rows.items() if key[0] == framework and r.status == "ok"}
+        assert done == set(problems.BRANCHES)
+    assert {r.status for r in found} <= {"ok", "unsupported"}
+    xla = rows["jax", "selected", "xla"]
+    assert xla.rows_checked == 63 and xla.error_max <= xla.error_bound
+    assert xla.input == "text" and len(xla.input_sha256) == 64 and 0 < xla.overlap < 1
+    assert rows["jax", "sliding", "mosaic"].reason
+    assert printed.count("speed-up") >= 1 and "x |" in printed
+    assert "overlap of neighbours" in printed
+
+
+XLA = [f"--{step}_kernel=xla" for step in Branches._fields]
+
+
+@pytest.mark.parametrize(
+    "only",
+    [("jax", "--branch=all", *XLA), ("torch", "--branch=sliding", "--sliding_kernel=sdpa")],
+)
+def test_gradients_are_compared_too(run, only):
+    code, _, found = run("--mode=fwdbwd", "--input=random", "--framework", *only)
+    assert code == 0
+    assert [(r.status, r.mode) for r in found] == [("ok", "fwdbwd")]
+
+
+@jax.custom_vjp
+def scaled_gradient(x):
+    return x
+
+
+scaled_gradient.defvjp(lambda x: (x, None), lambda _, grad: (grad * 1.001,))
+
+
+def slope(query, key, value, **options):
+    """Sliding attention with a slightly wrong gradient of the values."""
+    return branches.sliding_attention(query, key, scaled_gradient(value), **options)
+
+
+def late(query, key, value, **options):
+    """Sliding attention that looks one token too far into the past."""
+    config = options.pop("config")
+    wider = dataclasses.replace(config, window=config.window + 1)
+    return branches.sliding_attention(query, key, value, config=wider, **options)
+
+
+def crash(*args, **options):
+    raise RuntimeError("the kernel broke")
+
+
+def exhaust(*args, **options):
+    raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def replace_sliding(monkeypatch, name):
+    table = dict(REGISTRY.table)
+    table["sliding"] = (Implementation("xla", f"{__name__}:{name}"), *table["sliding"][3:])
+    monkeypatch.setattr(REGISTRY, "table", table)
+
+
+def test_a_wrong_gradient_is_wrong(run, monkeypatch):
+    replace_sliding(monkeypatch, "slope")
+    only = ("--framework=jax", "--branch=sliding", "--sliding_kernel=xla")
+    code, _, (row,) = run(*only)
+    assert code == 0 and row.status == "ok", "the output itself is right"
+    code, _, (row,) = run(*only, "--mode=fwdbwd", folder="again")
+    assert code == 1 and row.status == "wrong" and "d value" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code"),
+    [("late", "wrong", 1), ("crash", "error", 1), ("exhaust", "oom", 0)],
+)
+def test_a_bad_path_gives_no_speed_up(run, monkeypatch, name, status, code):
+    replace_sliding(monkeypatch, name)
+    got, printed, found = run("--framework=jax", "--branch=sliding", "--branch=dense")
+    rows = {r.implementation: r for r in found if r.branch == "sliding"}
+    assert rows["xla"].status == status and rows["xla"].time_ms is None
+    assert rows["reference"].status == "ok", "the rows after it go on"
+    assert got == code
+    line = next(x for x in printed.splitlines() if "| sliding " in x and "| xla " in x)
+    assert status in line and "x |" not in line.replace("| xla", "")
+    reasons = {"wrong": "error", "error": "the kernel broke", "oom": "RESOURCE_EXHAUSTED"}
+    assert reasons[status] in rows["xla"].reason
+
+
+def test_the_whole_is_checked_as_well(run, monkeypatch):
+    replace_sliding(monkeypatch, "late")
+    code, _, found = run("--framework=jax", "--branch=all", *XLA)
+    assert code == 1
+    assert [(r.implementation, r.status) for r in found] == [("xla", "wrong")]
+
+
+def test_a_future_selection_is_wrong(run, monkeypatch):
+    table = dict(REGISTRY.table)
+    entries = (Implementation("xla", f"{__name__}:select_last"), *table["scores"][3:])
+    monkeypatch.setattr(REGISTRY, "table", {**table, "scores": entries})
+    code, _, found = run("--framework=jax", "--branch=scores")
+    status = {r.implementation: r for r in found}
+    assert code == 1 and status["reference"].status == "ok"
+    assert "indices:" in status["xla"].reason
+
+
+def select_last(query, compressed_key, *, config, **options):
+    """The last blocks of the sequence for every query."""
+    count = config.num_blocks(query.shape[1])
+    last = jnp.arange(count - config.num_selected, count, dtype=jnp.int32)
+    shape = (*query.shape[:2], compressed_key.shape[2], config.num_selected)
+    return jnp.broadcast_to(last, shape)
+
+
+def test_a_named_kernel_that_refuses(run):
+    only = ("--framework=jax", "--branch=sliding", "--sliding_kernel=mosaic")
+    code, _, found = run(*only, "--on_unsupported=error")
+    assert code == 1
+    assert [(r.implementation, r.status) for r in found] == [("mosaic", "unsupported")]
+
+
+def test_a_named_kernel_may_fall_back(run):
+    only = ("--framework=jax", "--branch=sliding", "--sliding_kernel=mosaic")
+    code, printed, found = run(*only, "--on_unsupported=fallback")
+    assert code == 0
+    assert [(r.implementation, r.status) for r in found] == [("xla", "ok")]
+    assert "mosaic" in found[0].refused and "not mosaic:" in printed
+
+
+def test_explain_only_prints(run):
+    code, printed, found = run("--framework=jax", "--explain")
+    assert code == 0 and not found
+    assert "jax   sliding    xla: runs" in printed
+    assert "mosaic: refuses: " in printed
+
+
+def test_saved_records_are_the_ones_of_the_run(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    code, _, found = run("--framework=jax", "--branch=sliding", "--save_records")
+    assert code == 0
+    saved = tmp_path / "records" / "cpu" / "compare.jsonl"
+    assert records.read(saved) == found
+    assert json.loads(saved.read_text().splitlines()[0])["bench"] == "compare"

@@ -1,0 +1,209 @@
+"""What torch tensors must obey, against the dense float64 reference on torch tensors.
+
+No compilation, and errors near 1e-15; `test_torch.py` ties that reference to JAX's.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import nsa_torch
+from nsa_torch import Branches, NSAConfig, chunks, fa2, sdpa
+from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu, poison
+
+FAST = pytest.mark.parametrize("implementation", ["sdpa", "fa2"])
+ALL = pytest.mark.parametrize("implementation", ["reference", "sdpa", "fa2"])
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch):
+    with on_the_cpu(monkeypatch):
+        yield
+
+
+@ALL
+@pytest.mark.parametrize("T", [1, 7, 19])
+def test_cache_lengths_differ_by_row_and_garbage_after_them_is_not_read(implementation, T):
+    x, lengths = Inputs(T, 83, B=3), [T, 50, 83]
+    got = x.steps(
+        implementation,
+        x.query,
+        *(poison(k, lengths) for k in (x.key, x.value)),
+        kv_len=torch.tensor(lengths),
+    )
+    grads = torch.autograd.grad(got["selected"][0].sum() + got["sliding"][0].sum(), [x.key])
+    assert torch.isfinite(grads[0]).all()
+    for row, length in enumerate(lengths):
+        part = slice(row, row + 1)
+        want = x.steps(
+            "reference",
+            x.query[part],
+            x.key[part, :length],
+            x.value[part, :length],
+            kv_len=length,
+        )
+        assert_same({k: [v[part] for v in got[k]] for k in got}, want)
+
+
+@ALL
+def test_nan_in_padding_goes_nowhere(implementation):
+    x = Inputs(60, 60, B=1)
+    bounds = torch.tensor([0, 0, 25, 26, 49], dtype=torch.int32)
+    leaves = x.query, x.key, x.value
+    dirty = [poison(t, [49]) for t in leaves]
+    results = []
+    for name, inputs in ((implementation, dirty), ("reference", leaves)):
+        found = x.steps(name, *inputs, cu_seqlens=bounds)
+        loss = sum(found[b][0].square().sum() for b in BRANCHES)
+        grads = torch.autograd.grad(loss, leaves)
+        results.append(found | {"grads": grads})
+    assert_same(*results)
+    for branch in BRANCHES:
+        out, lse = results[0][branch]
+        assert (out[:, 49:] == 0).all() and (lse[:, 49:] == -float("inf")).all()
+    assert all((grad[:, 49:] == 0).all() for grad in results[0]["grads"])
+
+
+@ALL
+def test_packed_sequences_are_computed_as_if_alone(implementation):
+    x = Inputs(97, 97, B=1)
+    lengths = [1, 0, 33, 8, 50]
+    bounds = torch.tensor(np.cumsum([0, *lengths]))
+    got = x.steps(implementation, x.query, x.key, x.value, cu_seqlens=bounds)
+    for begin, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        if begin < end:
+            part = [t[:, begin:end] for t in (x.query, x.key, x.value)]
+            alone = x.steps("reference", *part)
+            assert_same({k: [v[:, begin:end] for v in got[k]] for k in got}, alone)
+
+
+@FAST
+@pytest.mark.parametrize("size", [1, 5, 32])
+def test_chunked_prefill_gives_what_one_piece_gives(implementation, size):
+    x = Inputs(67, 67)
+    want = x.steps("reference", x.query, x.key, x.value)
+    for begin in range(0, 67, size if size > 1 else 13):
+        end = min(begin + size, 67)
+        got = x.steps(
+            implementation, x.query[:, begin:end], x.key[:, :end], x.value[:, :end], kv_len=end
+        )
+        assert_same(got, {k: [v[:, begin:end] for v in want[k]] for k in want})
+
+
+@ALL
+def test_nothing_reads_the_future(implementation):
+    x, at = Inputs(61, 61), 29
+    before = x.steps(implementation, x.query, x.key, x.value)
+    changed = [t.detach().clone() for t in (x.query, x.key, x.value)]
+    for t in changed:
+        t[:, at:] += 3
+    after = x.steps(implementation, *changed)
+    for name, tensors in before.items():
+        for a, b in zip(tensors, after[name], strict=True):
+            assert torch.equal(a[:, :at], b[:, :at]), name
+            assert not torch.equal(a[:, at:], b[:, at:]), name
+
+
+@FAST
+def test_strided_tensors_and_default_budget(implementation, monkeypatch):
+    """Heads before tokens, a slice of a cache, one chunk: the numbers stay."""
+    x = Inputs(41, 77)
+    want = x.steps("reference", x.query, x.key, x.value, kv_len=77)
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**28)
+    query = x.query.transpose(1, 2).contiguous().transpose(1, 2)
+    longer = [torch.cat([t, t], dim=1)[:, :77] for t in (x.key, x.value)]
+    assert not any(t.is_contiguous() for t in (query, *longer))
+    assert_same(x.steps(implementation, query, *longer, kv_len=77), want)
+
+
+def test_one_tensor_for_all_branches_gets_all_their_gradients():
+    x = Inputs(37, 53)
+    gates = Branches(*x.gates.unbind(-1))
+    out = nsa_torch.attention(x.query, x.key, x.value, gates, config=x.config)
+    grad = torch.autograd.grad(out.square().sum(), x.key)[0]
+    apart = Branches(*(x.key.detach().clone().requires_grad_() for _ in range(3)))
+    out = nsa_torch.attention(x.query, apart, x.value, x.gates, config=x.config)
+    parts = torch.autograd.grad(out.square().sum(), apart)
+    torch.testing.assert_close(sum(parts), grad)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+@pytest.mark.parametrize("bounds", [None, [0, 8, 8, 13]])
+def test_gradcheck(implementation, bounds):
+    config = NSAConfig(4, 2, 4, num_selected=2, num_initial=1, num_local=1, window=3)
+    x = Inputs(15, 15, H=4, Hkv=2, D=3, Dv=2, B=1, config=config)
+    cu = None if bounds is None else torch.tensor(bounds)
+    pair = [nsa_torch.compress(t, config=config, cu_seqlens=cu) for t in (x.key, x.value)]
+    indices = nsa_torch.select_blocks(x.query, pair[0], config=config, cu_seqlens=cu)
+
+    def function(query, key, value, gates):
+        return nsa_torch.attention(
+            query,
+            key,
+            value,
+            gates,
+            config=config,
+            block_indices=indices,
+            cu_seqlens=cu,
+            implementation=implementation,
+        )
+
+    assert torch.autograd.gradcheck(function, (x.query, x.key, x.value, x.gates))
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation returned."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("module", [sdpa, fa2])
+def test_memory_is_bounded_forward_and_backward(module, monkeypatch):
+    """No [T, S] or [T, C] for all heads, no copy of all selected keys: only chunks."""
+    monkeypatch.setattr(fa2, "varlen", lambda q, k, v, *_, **__: hollow(q, k, v))
+    config = NSAConfig(8, 4, 16, num_selected=8, window=32)
+    x = Inputs(1024, 1024, H=8, Hkv=2, D=4, Dv=4, B=1, config=config)
+    name = "fa2" if module is fa2 else "sdpa"
+    largest = {}
+    for implementation in (name, "reference"):
+        with Largest() as mode:
+            found = x.steps(implementation, x.query, x.key, x.value)
+            sum(found[b][0].sum() for b in BRANCHES).backward()
+        largest[implementation] = mode.bytes
+    inputs = 1024 * 8 * 4 * 8
+    assert largest["reference"] > 2_000_000
+    assert largest[name] <= max(2 * inputs, 10 * chunks.BUDGET_BYTES) < 2_000_000
+
+
+def hollow(query, key, value):
+    """Something of the shapes that FA-2 returns, in the graph of all its inputs."""
+    total = sum(torch.nan_to_num(x).mean() for x in (query, key, value))
+    lse = query.new_zeros(query.shape[1], query.shape[0])
+    return query * 0 + total, lse
+
+
+def test_same_input_gives_the_same_bits():
+    x = Inputs(61, 61)
+    first, second = (x.steps("sdpa", x.query, x.key, x.value) for _ in range(2))
+    assert all(
+        torch.equal(a, b) for n in first for a, b in zip(first[n], second[n], strict=True)
+    )
+
+
+def test_autocast_changes_nothing():
+    x = Inputs(61, 61)
+    leaves = [t.detach().float().requires_grad_() for t in (x.query, x.key, x.value, x.gates)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = nsa_torch.attention(*leaves, config=x.config)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,351 @@
+"""Problems on torch tensors, what JAX's oracle says of them, and a stand-in for FA-2.
+
+FA-2 needs a GPU, but its index work does not: on the CPU a plain attention over the same packed
+rows takes its place, which leaves NaN where FA-2 leaves memory unwritten.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import nsa_torch
+from bench.parity import assert_parity, check_indices
+from nsa_jax import reference
+from nsa_torch import Branches, NSAConfig, chunks, fa2
+from nsa_torch import reference as torch_reference
+from tests.inputs import SMALL, problem
+
+TIGHT = NSAConfig(8, 8, 8, num_selected=3, num_initial=0, num_local=0, window=3)  # l = d = l'
+FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
+BRANCHES = Branches._fields
+
+
+def varlen(query, key, value, bounds, longest, *, causal, window, scale):
+    """FA-2's contract in plain torch; rows outside all sequences are NaN, gradients too."""
+    (query_bounds, key_bounds), (heads, kv_heads) = bounds, (query.shape[1], key.shape[1])
+    for x, most in zip(bounds, longest, strict=True):
+        assert x.dtype == torch.int32 and (x.diff() >= 0).all() and x.diff().max() <= most
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert query_bounds[-1] <= query.shape[0] and key_bounds[-1] <= key.shape[0]
+    assert all(x.stride(-1) == 1 for x in (query, key, value))
+    # With one query a sequence FA-2 regroups the heads and forgets where sequences begin.
+    assert longest[0] > 1 or window >= 0 or heads == kv_heads
+    query = Unwritten.apply(query, query_bounds[-1])
+    key, value = (Unwritten.apply(x, key_bounds[-1]) for x in (key, value))
+    places, inside = zip(*map(sequence_rows, bounds), strict=True)
+    query_row, key_row = places
+    mask = inside[0][:, :, None] & inside[1][:, None]
+    lengths = [x.diff()[:, None, None] for x in bounds]
+    ahead = torch.arange(key_row.shape[1]) - torch.arange(query_row.shape[1])[:, None]
+    ahead = ahead - lengths[1] + lengths[0]  # keys after the query's own, bottom right
+    if causal or window >= 0:
+        mask = mask & (ahead <= 0)
+    if window >= 0:
+        mask = mask & (ahead >= -window)
+    some, some_lse, _ = torch_reference._attend(
+        query[query_row], key[key_row], value[key_row], mask[:, None], scale
+    )
+    out = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
+    lse = some_lse.new_full(query.shape[:2], float("nan"))
+    out = out.index_put((query_row[inside[0]],), some[inside[0]])
+    lse[query_row[inside[0]]] = some_lse[inside[0]]
+    return out, lse.T.masked_fill(lse.T == -float("inf"), float("inf"))
+
+
+def sequence_rows(bounds):
+    """Rows of each sequence `[N, longest]`, and which of them there are."""
+    bounds = bounds.to(torch.int64)
+    step = torch.arange(int(bounds.diff().max()))
+    inside = step < bounds.diff()[:, None]
+    return torch.where(inside, bounds[:-1, None] + step, 0), inside
+
+
+class Unwritten(torch.autograd.Function):
+    """The identity, whose gradient is NaN from row `end` on."""
+
+    @staticmethod
+    def forward(ctx, x, end):
+        ctx.end = int(end)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[ctx.end :] = float("nan")
+        return grad, None
+
+
+@contextlib.contextmanager
+def on_the_cpu(monkeypatch):
+    """Several chunks in every call, the stand-in for FA-2, and one thread."""
+    monkeypatch.setattr(chunks, "BUDGET_BYTES", 50_000)
+    monkeypatch.setattr(fa2, "varlen", varlen)
+    threads = torch.get_num_threads()
+    # Threads that wait for each other take longer than these small sums.
+    torch.set_num_threads(1)
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    torch.set_num_threads(threads)
+
+
+def tensor(x, device="cpu"):
+    """A torch tensor of a JAX or NumPy array, bfloat16 included."""
+    x = jnp.asarray(x)
+    if x.dtype == jnp.bfloat16:
+        return torch.tensor(np.asarray(x.astype(jnp.float32)), device=device).bfloat16()
+    return torch.tensor(np.asarray(x), device=device)
+
+
+def array(x):
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def cu_seqlens(case, device="cpu"):
+    if case.segments is None:
+        return None
+    lengths = [n for n in case.segments if n >= 0]
+    return torch.tensor(np.cumsum([0, *lengths]), device=device)
+
+
+def run(step, implementation, *tensors, **options):
+    """The public function; for `fa2` on the CPU its target, which has no reason to refuse."""
+    name = "select_blocks" if step == "scores" else f"{step}_attention"
+    if implementation == "fa2" and not tensors[0].is_cuda and step != "scores":
+        kv_len = options.pop("kv_len", None)
+        kv_len = tensors[0].shape[1] if kv_len is None else kv_len
+        return getattr(fa2, name)(*tensors, kv_len=kv_len, **options)
+    if implementation == "fa2" and not tensors[0].is_cuda:
+        implementation = "sdpa"
+    return getattr(nsa_torch, name)(*tensors, implementation=implementation, **options)
+
+
+def compiled(function, *arrays):
+    """`function(*arrays)`, compiled fast rather than well."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=options)(*arrays)
+
+
+def float64(x):
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.asarray(np.asarray(x), jnp.float64) if floating else x
+
+
+@contextlib.contextmanager
+def float64_world():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def where_of(case, device="cpu"):
+    packed = case.segments is not None
+    return {
+        "config": case.config,
+        "kv_len": None if packed else case.S,
+        "cu_seqlens": cu_seqlens(case, device),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    inputs: dict  # of a branch: the arrays that it takes
+    weights: dict  # of a branch: the gradient of its output
+    exact: dict  # of a branch: (out, lse, gradients), and scores, in float64
+    rough: dict  # the same in the precision of the case
+
+
+def bind(name, indices, **options):
+    """`reference.<name>` as a function of query, key and value."""
+    function = getattr(reference, name)
+    return lambda query, key, value: function(query, key, value, *indices, **options)
+
+
+@functools.lru_cache
+def expected(case) -> Expected:
+    """The oracle and the yardstick of every step, forward and backward."""
+    p = problem(case)
+    shape = (*p.query.shape[:3], case.Dv)
+    normal = np.random.default_rng(1).normal
+    weights = {branch: jnp.asarray(normal(size=shape), case.dtype) for branch in BRANCHES}
+    options = {"config": case.config, "segment_ids": p.segment_ids}
+
+    def make_inputs(query, key, value):
+        pair = tuple(reference.compress(x, **options) for x in (key, value))
+        indices = reference.select_blocks(query, pair[0], **p.where)
+        return {
+            "compressed": (query, *pair),
+            "selected": (query, key, value, indices),
+            "sliding": (query, key, value),
+        }
+
+    def results(inputs, weights, dtype):
+        found = {"scores": reference.block_scores(*inputs["compressed"][:2], **p.where)}
+        for branch, (query, key, value, *indices) in inputs.items():
+            attend = bind(f"{branch}_attention", indices, compute_dtype=dtype, **p.where)
+            out, pull, lse = jax.vjp(attend, query, key, value, has_aux=True)
+            found[branch] = (out, lse, *pull(weights[branch]))
+        return found
+
+    def everything(weights, *tokens):
+        inputs = make_inputs(*tokens)
+        return inputs, results(inputs, weights, jnp.dtype(case.dtype))
+
+    inputs, rough = compiled(everything, weights, p.query, p.key, p.value)
+    with float64_world():
+        wide = functools.partial(results, dtype=jnp.float64)
+        exact = compiled(wide, *jax.tree.map(float64, (inputs, weights)))
+        exact, rough = jax.tree.map(np.asarray, (exact, rough))
+    return Expected(inputs, weights, exact, rough)
+
+
+def check_branch(case, branch, implementation, device="cpu"):
+    want = expected(case)
+    inputs = [tensor(x, device) for x in want.inputs[branch]]
+    floats = [x.requires_grad_() for x in inputs[:3]]
+    options = where_of(case, device)
+    out, lse = run(branch, implementation, *inputs, **options)
+    assert out.dtype == inputs[0].dtype and lse.dtype == torch.float32
+    assert not lse.requires_grad
+    grads = torch.autograd.grad(out, floats, tensor(want.weights[branch], device))
+    names = ("out", "lse", "dquery", "dkey", "dvalue")
+    exact, rough = want.exact[branch], want.rough[branch]
+    for name, got, good, low in zip(names, (out, lse, *grads), exact, rough, strict=True):
+        assert_parity(
+            f"{branch}.{name}",
+            array(got),
+            good,
+            low,
+            dtype=jnp.dtype(case.dtype),
+            selection=name == "out" and branch == "selected",
+        )
+
+
+def check_selection(case, implementation, device="cpu"):
+    """The very indices of the reference in float32; else by the float64 scores."""
+    want = expected(case)
+    query, key = (tensor(x, device) for x in want.inputs["compressed"][:2])
+    got = array(run("scores", implementation, query, key, **where_of(case, device)))
+    assert got.dtype == np.int32
+    if case.dtype == "float32" and device == "cpu":
+        np.testing.assert_array_equal(got, want.inputs["selected"][3])
+    if case.segments is None:
+        positions = np.arange(case.T) + case.S - case.T
+        result = check_indices(got, want.exact["scores"], positions, case.config)
+        assert result.ok, result.reason
+
+
+@functools.lru_cache
+def expected_whole(case):
+    """`attention` and its gradients by `query, keys, values, gates`, exact and rough."""
+    p = problem(case)
+    normal = np.random.default_rng(2).normal
+    keys = Branches(*(jnp.asarray(normal(size=p.key.shape), case.dtype) for _ in range(3)))
+    values = Branches(*(jnp.asarray(normal(size=p.value.shape), case.dtype) for _ in range(3)))
+    weight = jnp.asarray(normal(size=(*p.query.shape[:3], case.Dv)), case.dtype)
+    options = {"config": case.config, "segment_ids": p.segment_ids}
+
+    def select(query, keys):
+        compressed_key = reference.compress(keys.compressed, **options)
+        return reference.select_blocks(query, compressed_key, **p.where)
+
+    def attention(indices, dtype, query, keys, values, gates):
+        key, value = (
+            x._replace(compressed=reference.compress(x.compressed, **options))
+            for x in (keys, values)
+        )
+        outputs = []
+        for branch, *pair in zip(BRANCHES, key, value, strict=True):
+            slots = [indices] if branch == "selected" else []
+            attend = bind(f"{branch}_attention", slots, compute_dtype=dtype, **p.where)
+            outputs.append(attend(query, *pair)[0])
+        gates = Branches(*(gates[..., i] for i in range(3)))
+        return reference.combine(Branches(*outputs), gates)
+
+    def both(dtype, weight, indices, *inputs):
+        out, pull = jax.vjp(functools.partial(attention, indices, dtype), *inputs)
+        return out, pull(weight)
+
+    inputs = (p.query, keys, values, p.gates)
+    indices = compiled(select, p.query, keys)
+    narrow = functools.partial(both, jnp.dtype(case.dtype))
+    rough = compiled(narrow, weight, indices, *inputs)
+    with float64_world():
+        wide = functools.partial(both, jnp.float64)
+        exact = compiled(wide, *jax.tree.map(float64, (weight, indices, *inputs)))
+        exact, rough = jax.tree.map(np.asarray, (exact, rough))
+    return inputs, weight, indices, exact, rough
+
+
+def check_whole(case, implementation, device="cpu"):
+    (query, keys, values, gates), weight, indices, exact, rough = expected_whole(case)
+    leaf = lambda x: tensor(x, device).requires_grad_()
+    query, gates = leaf(query), leaf(gates)
+    key, value = (Branches(*map(leaf, x)) for x in (keys, values))
+    out = nsa_torch.attention(
+        query,
+        key,
+        value,
+        gates,
+        config=case.config,
+        # In float32 the selection is exact, so it is left to the call.
+        block_indices=None if case.dtype == "float32" else tensor(indices, device),
+        cu_seqlens=cu_seqlens(case, device),
+        implementation=implementation,
+    )
+    moving = (query, *key, *value, gates)
+    grads = torch.autograd.grad(out, moving, tensor(weight, device))
+    names = ("out", "dquery", *(f"d{x}.{b}" for x in ("key", "value") for b in BRANCHES))
+    sides = jax.tree.leaves(exact), jax.tree.leaves(rough)
+    for name, got, *pair in zip((*names, "dgates"), (out, *grads), *sides, strict=True):
+        assert_parity(name, array(got), *pair, dtype=jnp.dtype(case.dtype))
+
+
+class Inputs:
+    """Random float64 tensors of one shape, all of them leaves."""
+
+    def __init__(self, T, S, H=6, Hkv=2, D=8, Dv=6, B=2, config=FEW, seed=0):
+        make = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(
+            shape, generator=make, dtype=torch.float64, requires_grad=True
+        )
+        self.config, self.T, self.S = config, T, S
+        self.query, self.gates = normal(B, T, H, D), normal(B, T, H, 3)
+        self.key, self.value = normal(B, S, Hkv, D), normal(B, S, Hkv, Dv)
+
+    def steps(self, implementation, query, key, value, **where):
+        """Outputs, lse and indices of all steps; keys beyond `kv_len` are there but hidden."""
+        pair = [
+            nsa_torch.compress(x, config=self.config, **packed(where)) for x in (key, value)
+        ]
+        where = {"config": self.config, **where}
+        indices = run("scores", implementation, query, pair[0], **where)
+        return {
+            "compressed": run("compressed", implementation, query, *pair, **where),
+            "selected": run("selected", implementation, query, key, value, indices, **where),
+            "sliding": run("sliding", implementation, query, key, value, **where),
+            "indices": (indices,),
+        }
+
+
+def packed(where):
+    return {"cu_seqlens": where["cu_seqlens"]} if "cu_seqlens" in where else {}
+
+
+def assert_same(got, want, rtol=1e-11):
+    for branch, tensors in got.items():
+        for a, b in zip(tensors, want[branch], strict=True):
+            torch.testing.assert_close(
+                a, b, rtol=rtol, atol=1e-12, msg=lambda m, n=branch: f"{n}: {m}"
+            )
+
+
+def poison(x, lengths):
+    """`x` [B, S, ...] with NaN from each row's length on."""
+    token = torch.arange(x.shape[1], device=x.device)
+    hidden = token >= torch.tensor(lengths, device=x.device)[:, None]
+    return x.masked_fill(hidden[..., None, None], float("nan"))
