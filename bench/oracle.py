@@ -8,6 +8,7 @@ rounded inputs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -116,17 +117,21 @@ def outputs(
     branch: str, arguments: Mapping[str, Any], config, slabs: Slabs, *, low: bool = False
 ) -> dict[str, np.ndarray]:
     """`dense` on the rows of `slabs`, stacked: the oracle, or with `low` the yardstick."""
-
-    def slab(arguments, start):
-        local, kv_len, dtype = _local(arguments, start, slabs, low)
-        return dense(branch, local, config, kv_len, dtype)
-
     with jax.enable_x64(True):
-        step, kept = jax.jit(slab), []
+        step, kept = _forward_slab(branch, config, slabs, low), []
         for start, skip in zip(slabs.starts, slabs.skips, strict=True):
             part = step(dict(arguments), jnp.int32(start))
             kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
     return _stacked(kept)
+
+
+@functools.cache
+def _forward_slab(branch, config, slabs, low):
+    def slab(arguments, start):
+        local, kv_len, dtype = _local(arguments, start, slabs, low)
+        return dense(branch, local, config, kv_len, dtype)
+
+    return _compiled(slab)
 
 
 def gradients(
@@ -143,8 +148,19 @@ def gradients(
     Per query for the arguments with one entry a query, stacked; summed over the slabs in
     float64 for keys and values. Integer arguments have none.
     """
+    with jax.enable_x64(True):
+        step, kept, totals = _backward_slab(branch, config, slabs, low), [], None
+        for start, skip in zip(slabs.starts, slabs.skips, strict=True):
+            at = jnp.int32(start), jnp.int32(skip)
+            part, sums = step(dict(arguments), cotangent, *at)
+            kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
+            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        return _stacked(kept) | jax.tree.map(np.asarray, totals)
 
-    def slab(arguments, start, skip):
+
+@functools.cache
+def _backward_slab(branch, config, slabs, low):
+    def slab(arguments, cotangent, start, skip):
         local, kv_len, dtype = _local(arguments, start, slabs, low)
         fixed = {name: local.pop(name) for name in ("block_indices",) if name in local}
         weight = lax.dynamic_slice_in_dim(cotangent, start, slabs.size, axis=1)
@@ -159,13 +175,13 @@ def gradients(
         sums = {name: x for name, x in grads.items() if name not in PER_QUERY}
         return rows, jax.tree.map(lambda x: x.astype(jnp.float64), sums)
 
-    with jax.enable_x64(True):
-        step, kept, totals = jax.jit(slab), [], None
-        for start, skip in zip(slabs.starts, slabs.skips, strict=True):
-            part, sums = step(dict(arguments), jnp.int32(start), jnp.int32(skip))
-            kept.append({name: np.asarray(x[:, skip:]) for name, x in part.items()})
-            totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
-        return _stacked(kept) | jax.tree.map(np.asarray, totals)
+    return _compiled(slab)
+
+
+def _compiled(slab):
+    """Not tuned: on a GPU trying out kernels takes longer than the oracle runs."""
+    gpu = jax.default_backend() != "cpu"
+    return jax.jit(slab, compiler_options={"xla_gpu_autotune_level": 0} if gpu else None)
 
 
 def _stacked(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

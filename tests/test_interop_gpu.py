@@ -7,7 +7,6 @@ run with the protocol left out, and must then be wrong: these tests can fail.
 
 import gc
 import random
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -166,9 +165,9 @@ def test_input_of_another_stream_freed_while_jax_has_not_read_it():
         user.wait_stream(owner)
         torch.cuda._sleep(DELAY)
         (output,) = call_jax(_step, x)
-        address, alive = x.data_ptr(), weakref.ref(x)
+        address = x.data_ptr()
     del x
-    assert alive() is None  # without a collection, which could outlast the delay
+    gc.collect(0)  # of the young only: a whole collection could outlast the delay
     with torch.cuda.stream(owner):
         reused = [_full(-5) for _ in range(6)]
     assert not user.query(), "the host waited, so nothing was tested"
