@@ -7,6 +7,7 @@ positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
 from nsa_torch.geometry import geometry
@@ -189,7 +190,8 @@ def _attend(query, key, value, seen, scale, with_lse):
     # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
     query = query.masked_fill(empty, 0)
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    with sdpa_kernel(_backends(query)):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     out = out.masked_fill(empty, 0)
     if not with_lse:
         return out, None
@@ -198,3 +200,11 @@ def _attend(query, key, value, seen, scale, with_lse):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         logits = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
         return out, logits.masked_fill_(~seen, float("-inf")).logsumexp(dim=-1)
+
+
+def _backends(query):
+    """Those that keep the dtype's accuracy. The CPU's flash kernel takes a 20-bit exponential,
+    which doubles the error of float32 gradients; chunks are small enough for plain math."""
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        return [SDPBackend.MATH]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
