@@ -184,7 +184,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "cuda": _version("nvidia-cuda-runtime") or _version("nvidia-cuda-runtime-cu12"),
         "driver": _driver(),
     }
-    status = _output("git", "status", "--porcelain")
+    # Records that a run adds do not change what the next one measures.
+    status = _output("git", "status", "--porcelain", "--", ".", ":!bench/records")
     return {
         "versions": versions,
         "commit": _output("git", "rev-parse", "HEAD") or commit,
