@@ -186,10 +186,11 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
     # Records that a run adds do not change what the next one measures.
     status = _output("git", "status", "--porcelain", "--", ".", ":!bench/records")
+    head = _output("git", "rev-parse", "HEAD")
     return {
         "versions": versions,
-        "commit": _output("git", "rev-parse", "HEAD") or commit,
-        "dirty": None if status is None else bool(status),
+        "commit": head or commit,
+        "dirty": None if head is None or status is None else bool(status),
     }
 
 
