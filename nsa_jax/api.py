@@ -9,6 +9,8 @@ names the argument, what was expected and what came) and `NotImplementedError` w
 implementation cannot run the problem.
 """
 
+from jaxtyping import Array, Float, Int
+
 from nsa_jax import branches, validate
 from nsa_jax.compress import CompressParams
 from nsa_jax.compress import compress as compress_windows
@@ -16,20 +18,23 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import REGISTRY, Plan, problem_of
 from nsa_jax.types import Branches
 
+type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
+type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
+
 
 def attention(
-    query,
-    key,
-    value,
-    gates,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Branches[Array],
+    value: Float[Array, "B S Hkv Dv"] | Branches[Array],
+    gates: Float[Array, "B T H 3"] | Branches[Array],
     *,
     config: NSAConfig = NSAConfig(),
-    compressed=None,
-    block_indices=None,
-    segment_ids=None,
+    compressed: tuple[Array, Array] | None = None,
+    block_indices: Int[Array, "B T Hkv n"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: str | Branches[str | None] | None = None,
-):
+) -> Float[Array, "B T H Dv"]:
     """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
 
     Source: arXiv 2502.11089 v2. The queries are the last `T` of the `S` tokens.
@@ -105,7 +110,13 @@ def attend(
     return branches.combine(outputs, gates)
 
 
-def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
+def compress(
+    x: Float[Array, "B S Hkv D"],
+    params: CompressParams = None,
+    *,
+    config: NSAConfig,
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B C Hkv D"]:
     """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
 
     Args:
@@ -124,15 +135,15 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
 
 
 def select_blocks(
-    query,
-    compressed_key,
+    query: Float[Array, "B T H D"],
+    compressed_key: Float[Array, "B C Hkv D"],
     *,
     config: NSAConfig,
-    kv_len=None,
-    segment_ids=None,
+    kv_len: KeyLength = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-):
+) -> Int[Array, "B T Hkv n"]:
     """The blocks that each query reads (Eqs. 8-12), without gradient.
 
     Args:
@@ -157,16 +168,16 @@ def select_blocks(
 
 
 def compressed_attention(
-    query,
-    compressed_key,
-    compressed_value,
+    query: Float[Array, "B T H D"],
+    compressed_key: Float[Array, "B C Hkv D"],
+    compressed_value: Float[Array, "B C Hkv Dv"],
     *,
     config: NSAConfig,
-    kv_len=None,
-    segment_ids=None,
+    kv_len: KeyLength = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-):
+) -> OutLse:
     """Attention over compressed tokens; position `p` sees token `i` iff `p >= i*d + l - 1`.
 
     Args as in `select_blocks`, with `compressed_value` `[B, C, Hkv, Dv]`.
@@ -196,17 +207,17 @@ def compressed_attention(
 
 
 def selected_attention(
-    query,
-    key,
-    value,
-    block_indices,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_indices: Int[Array, "B T Hkv n"],
     *,
     config: NSAConfig,
-    kv_len=None,
-    segment_ids=None,
+    kv_len: KeyLength = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-):
+) -> OutLse:
     """Attention over the keys of the selected blocks at or before the query: `(out, lse)`.
 
     Args:
@@ -231,16 +242,16 @@ def selected_attention(
 
 
 def sliding_attention(
-    query,
-    key,
-    value,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
     *,
     config: NSAConfig,
-    kv_len=None,
-    segment_ids=None,
+    kv_len: KeyLength = None,
+    segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-):
+) -> OutLse:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
     validate.attention(query, key, value, config, segment_ids, scale)
     validate.length(kv_len, query, segment_ids, key.shape[1])

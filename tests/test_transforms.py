@@ -4,6 +4,7 @@ import functools
 import pathlib
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,17 +102,17 @@ def test_performance_guards_sizes(monkeypatch):
 
 
 def test_performance_guards_compile_once():
-    traces = []
-
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def whole(*arrays):
-        traces.append(1)
         return nsa_jax.attention(*arrays, config=SMALL)
 
     for seed in (0, 1, 2):
         p = problem(Case(40, 40), seed)
         whole(p.query, p.key, p.value, p.gates)
-    assert len(traces) == 1
+    with pytest.raises(AssertionError, match="traced"):
+        p = problem(Case(41, 41))
+        whole(p.query, p.key, p.value, p.gates)
 
 
 IMPORTS = {
