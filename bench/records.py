@@ -185,7 +185,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "driver": _driver(),
     }
     # Records that a run adds do not change what the next one measures.
-    status = _output("git", "status", "--porcelain", "--", ".", ":!bench/records")
+    status = _output("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records")
     head = _output("git", "rev-parse", "HEAD")
     return {
         "versions": versions,
