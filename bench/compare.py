@@ -221,11 +221,12 @@ def compare(plan, settings) -> int:
         inputs = problems.make(settings, INPUT.value, SEED.value)
         backward = MODE.value == "fwdbwd"
         checker = Checker(settings, inputs, backward=backward)
+        environment = records.environment(COMMIT.value)
         for runner, job in plan:
             name = f"{runner.framework} {job.branch} {job.label}"
             progress.update(task, description=name)
             found = measure(job, runner, settings, inputs, checker, MODE.value, SECONDS.value)
-            record = _record(runner, job, settings, inputs, found)
+            record = _record(runner, job, settings, inputs, found | environment)
             records.append(lines, [record])
             if not progress.console.is_terminal:
                 print(f"{name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
@@ -263,7 +264,7 @@ def _record(runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record
         "device": runner.device,
         "time": records.utc_now(),
     }
-    return Record(**fields, **shape, **records.environment(COMMIT.value), **found)
+    return Record(**fields, **shape, **found)
 
 
 if __name__ == "__main__":

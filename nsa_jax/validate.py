@@ -24,10 +24,15 @@ def array(name: str, x, rank: int, dtypes=FLOATS) -> None:
         raise ValueError(f"{name} must be an array, got {type(x).__name__}")
     if len(x.shape) != rank:
         raise ValueError(f"{name} must have {rank} axes, got shape {tuple(x.shape)}")
-    if name == "query" and 0 in x.shape:
-        raise ValueError(f"query must not be empty, got shape {tuple(x.shape)}")
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
+
+
+def queries(query) -> None:
+    """`[B, T, H, D]`, float, at least one."""
+    array("query", query, 4)
+    if 0 in query.shape:
+        raise ValueError(f"query must not be empty, got shape {tuple(query.shape)}")
 
 
 def shape(name: str, x, expected: tuple[int, ...]) -> None:
@@ -67,7 +72,7 @@ def attention(query, key, value, config, segment_ids, scale, branch=None) -> Non
     suffix = f".{branch}" if branch else ""
     key_name, value_name = f"key{suffix}", f"value{suffix}"
     configuration(config)
-    array("query", query, 4)
+    queries(query)
     array(key_name, key, 4)
     array(value_name, value, 4)
     _same_dtype(key_name, key, query)
@@ -86,7 +91,7 @@ def attention(query, key, value, config, segment_ids, scale, branch=None) -> Non
 
 def gates(gates, query) -> Branches:
     """`Branches` of `[B, T, H]` from themselves or from one `[B, T, H, 3]`."""
-    array("query", query, 4)
+    queries(query)
     expected = tuple(query.shape[:3])
     if isinstance(gates, Branches):
         for name, gate in zip(Branches._fields, gates, strict=True):
@@ -129,7 +134,7 @@ def length(kv_len, query, segment_ids, capacity: int | None = None) -> None:
 def scoring(query, compressed_key, config, kv_len, segment_ids, scale):
     """Checks of the functions that get compressed keys only; returns `kv_len`, T for None."""
     configuration(config)
-    array("query", query, 4)
+    queries(query)
     array("compressed_key", compressed_key, 4)
     _same_dtype("compressed_key", compressed_key, query)
     count = compressed_key.shape[1]

@@ -14,9 +14,9 @@ from nsa_jax import validate
 from nsa_jax.compress import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
-from nsa_torch import functional
-from nsa_torch.autograd import combine
+from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
+from nsa_torch.dispatch import plan_of
 
 
 @dataclasses.dataclass
@@ -111,8 +111,8 @@ def cached_attention(
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
-    names = Branches.each(implementation)
     validate.cached(query, key, value, cache, config, compress_params, scale)
+    checks.devices(query, {"query": query, "cache": cache.selected_key})
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
         raise ValueError(
@@ -120,30 +120,17 @@ def cached_attention(
         )
     cache = update(cache, key, value, config, compress_params)
     tokens, slots = cache.longest, config.num_compressed(cache.longest)
-    options = dict(config=config, kv_len=cache.length, scale=scale)
-    compressed_key = cache.compressed_key[:, :slots]
-    compressed_value = cache.compressed_value[:, :slots]
     selected = cache.selected_key[:, :tokens], cache.selected_value[:, :tokens]
     sliding = selected
     if cache.sliding_key is not None and cache.sliding_value is not None:
         sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
-    block_indices = functional.select_blocks(query, compressed_key, **options)
-    outputs = Branches(
-        functional.compressed_attention(
-            query,
-            compressed_key,
-            compressed_value,
-            implementation=names.compressed,
-            **options,
-        )[0],
-        functional.selected_attention(
-            query, *selected, block_indices, implementation=names.selected, **options
-        )[0],
-        functional.sliding_attention(query, *sliding, implementation=names.sliding, **options)[
-            0
-        ],
-    )
-    return combine(outputs, gates), cache
+    compressed = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
+    keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
+    width = cache.selected_value.shape[-1]
+    plan = plan_of(query, cache.selected_key, width, config, False, implementation)
+    where = {"config": config, "kv_len": cache.length, "cu_seqlens": None, "scale": scale}
+    out = functional.attend(query, keys, values, gates, compressed, None, plan, where)
+    return out, cache
 
 
 def update(cache, key, value, config, compress_params) -> NSACache:

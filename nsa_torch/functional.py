@@ -110,15 +110,22 @@ def _attention(
             compress_windows(value.compressed, **where),
         )
     where |= {"kv_len": kv_len, "scale": scale}
-    if block_indices is None:
-        block_indices = plan.scores.load()(query, compressed[0], **where)
-    where["with_lse"] = False
-    outputs = Branches(
-        plan.compressed.load()(query, *compressed, **where)[0],
-        plan.selected.load()(query, key.selected, value.selected, block_indices, **where)[0],
-        plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
-    )
-    return autograd.combine(outputs, gates)
+    return attend(query, key, value, gates, compressed, block_indices, plan, where)
+
+
+def attend(query, key, value, gates, compressed, block_indices, plan, where):
+    """The steps of `plan` on compressed tokens that are there already (see `cache.py`)."""
+    with _as_given(query):
+        if block_indices is None:
+            block_indices = plan.scores.load()(query, compressed[0], **where)
+        selected = key.selected, value.selected, block_indices
+        where = where | {"with_lse": False}
+        outputs = Branches(
+            plan.compressed.load()(query, *compressed, **where)[0],
+            plan.selected.load()(query, *selected, **where)[0],
+            plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+        )
+        return autograd.combine(outputs, gates)
 
 
 def compress(

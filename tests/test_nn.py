@@ -14,6 +14,7 @@ from nsa_jax.layer import GATES, PHI, LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
+from nsa_torch import reference
 from nsa_torch.module import apply_rope as torch_rope
 
 SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
@@ -22,7 +23,8 @@ SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16,
 def modules(**options):
     """A torch module, and the JAX one with its weights, taken through a file's arrays."""
     torch.manual_seed(options.pop("seed", 0))
-    module = TorchAttention(**(SIZES | options))
+    implementation = options.pop("implementation", None)
+    module = TorchAttention(**(SIZES | options), implementation=implementation)
     twin = JaxAttention(LayerSpec(**(SIZES | options)), rngs=nnx.Rngs(0))
     return module, twin
 
@@ -104,6 +106,28 @@ def test_decode_of_the_torch_module(phi, splits):
     assert kv.longest == 63 and kv.length.tolist() == [63, 63]
     got = torch.cat(parts, dim=1)
     np.testing.assert_allclose(got.numpy(), whole.numpy(), rtol=0, atol=FLOAT32_MAX)
+
+
+def test_decode_runs_the_plan_of_one_attention(monkeypatch):
+    """A name for all branches scores too, and no log-sum-exp is made that nobody reads."""
+    calls = {}
+
+    def spy(step):
+        run = getattr(reference, step)
+
+        def call(*args, **kwargs):
+            calls[step] = kwargs.get("with_lse")
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(reference, step, call)
+
+    steps = [f"{branch}_attention" for branch in nsa_jax.Branches._fields]
+    for step in (*steps, "select_blocks"):
+        spy(step)
+    module, _ = modules(implementation="reference")
+    with torch.no_grad():
+        module(torch.from_numpy(tokens(9)), module.init_cache(2, 9))
+    assert calls == dict.fromkeys(steps, False) | {"select_blocks": None}
 
 
 def test_decode_of_the_torch_module_with_gradients():
