@@ -3,8 +3,9 @@
 
 PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
-# The CUDA 13 build of JAX where a GPU answers; EXTRAS=cuda12 for a CUDA 12 torch.
-EXTRAS ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13)
+# The CUDA 13 build of JAX where a GPU answers, its compiler for the tests where none does;
+# EXTRAS=cuda12 for a CUDA 12 torch.
+EXTRAS ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13 || echo compiler)
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -191,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
         for runner in runners
         for job in jobs(
             runner,
-            problem(settings, runner.framework, runner.platform),
+            problem(settings, runner.framework, runner.platform, runner.capability),
             wanted,
             run.on_unsupported,
             branches,

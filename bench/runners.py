@@ -12,7 +12,7 @@ import numpy as np
 import nsa_jax
 from bench import timing
 from bench.problems import Settings
-from nsa_jax.dispatch import REGISTRY, Problem
+from nsa_jax.dispatch import REGISTRY, Problem, capability
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
 ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
@@ -32,13 +32,19 @@ def forward(api, branch: str, config, implementation, arguments) -> dict[str, An
     return {"out": out} if lse is None else {"out": out, "lse": lse}
 
 
-def problem(settings: Settings, framework: str, platform: str) -> Problem:
+def problem(
+    settings: Settings,
+    framework: str,
+    platform: str,
+    capability: tuple[int, int] | None = None,
+) -> Problem:
     """What the registry of `framework` is asked about; `branch` is filled in later."""
     model, run = settings.model, settings.runtime
     return Problem(
         framework=framework,
         branch="",
         platform=platform,
+        capability=capability,
         dtype=run.dtype.name,
         B=run.batch,
         T=run.seq_len,
@@ -60,7 +66,7 @@ class JaxRunner:
     registry = REGISTRY
 
     def __init__(self):
-        self.platform = jax.default_backend()
+        self.platform, self.capability = jax.default_backend(), capability()
         self.device = "cpu" if self.platform == "cpu" else jax.devices()[0].device_kind
         self.dense_names = ("xla",) if self.platform == "cpu" else ("cudnn", "xla")
 
@@ -142,6 +148,7 @@ class TorchRunner:
         self.registry = nsa_torch.dispatch.REGISTRY
         cuda = torch.cuda.is_available()
         self.platform = "cuda" if cuda else "cpu"
+        self.capability = torch.cuda.get_device_capability() if cuda else None
         self.device = torch.cuda.get_device_name() if cuda else "cpu"
         self.dense_names = ("flash", "cudnn") if cuda else ("flash",)
 

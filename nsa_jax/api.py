@@ -9,6 +9,8 @@ names the argument, what was expected and what came) and `NotImplementedError` w
 implementation cannot run the problem.
 """
 
+import importlib
+
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import branches, validate
@@ -99,6 +101,11 @@ def attend(
     where = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
     compressed_key, compressed_value = compressed
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
+    if {choice.implementation for choice in plan} == {"mosaic"}:
+        whole = importlib.import_module("nsa_jax.mosaic").attention
+        if block_indices is not None:
+            validate.indices(block_indices, query, key.selected, config)
+        return whole(query, key, value, gates, compressed, block_indices, **where)
     if block_indices is None:
         block_indices = plan.scores.load()(query, compressed_key, **where)
     validate.indices(block_indices, query, key.selected, config)

@@ -41,6 +41,8 @@ class Problem:
     Dv: int
     packed: bool
     config: NSAConfig
+    capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
+    strided: str | None = None  # which tensor should lie in memory in another way, and how
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,21 +167,18 @@ def _log_once(line: str) -> None:
     log.info("%s", line)
 
 
-def kernel(name: str, framework: str, branch: str) -> Implementation:
-    """The entry of a kernel of `kernels_pallas`, which refuses until it is there."""
-    return Implementation(
-        name,
-        f"kernels_pallas.{name}:{branch}",
-        functools.partial(kernels_pallas.why_not, name),
-    )
+def kernel(name: str, target: str) -> Implementation:
+    """The entry of a step on kernels of `kernels_pallas`, which say what they cannot do."""
+    return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))
 
 
 def _table(step: str, function: str) -> tuple[Implementation, ...]:
+    name = function.split(":")[1]
     return (
-        kernel("mosaic", "jax", step),  # built for Hopper
-        kernel("triton", "jax", step),  # any recent NVIDIA GPU
+        kernel("mosaic", f"nsa_jax.mosaic:{name}"),  # built for Hopper
+        kernel("triton", f"nsa_jax.triton:{name}"),  # any recent NVIDIA GPU
         Implementation("xla", f"nsa_jax.{function}"),  # any device, memory bounded
-        Implementation("reference", f"nsa_jax.reference:{function.split(':')[1]}"),
+        Implementation("reference", f"nsa_jax.reference:{name}"),
     )
 
 
@@ -194,6 +193,13 @@ REGISTRY = Registry(
 )
 
 
+def capability() -> tuple[int, int] | None:
+    """The compute capability of JAX's first device, or None where that is no NVIDIA GPU."""
+    version = str(getattr(jax.devices()[0], "compute_capability", ""))
+    major, _, minor = version.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
 def problem_of(
     query, kv_heads: int, num_keys: int, value_width: int, config: NSAConfig, packed: bool
 ) -> Problem:
@@ -203,6 +209,7 @@ def problem_of(
         framework="jax",
         branch="",
         platform=jax.default_backend(),
+        capability=capability(),
         dtype=str(query.dtype),
         B=batch,
         T=length,

@@ -21,6 +21,9 @@ _KERNELS = Branches(
         for branch in Branches._fields
     )
 )
+_ALL = flags.DEFINE_enum(
+    "kernels", "auto", ["auto", *NAMES], "Implementation of every branch that no flag names."
+)
 _ON_UNSUPPORTED = flags.DEFINE_enum(
     "on_unsupported",
     "error",
@@ -31,7 +34,8 @@ _ON_UNSUPPORTED = flags.DEFINE_enum(
 
 def named() -> Branches[str | None]:
     """The names given on the command line; None where the flag says auto."""
-    return Branches(*(None if f.value == "auto" else f.value for f in _KERNELS))
+    each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
+    return Branches(*(None if name == "auto" else name for name in each))
 
 
 def on_unsupported() -> OnUnsupported:

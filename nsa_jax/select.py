@@ -59,6 +59,17 @@ def choose(
     return jnp.pad(indices, pad, constant_values=-1).astype(jnp.int32)
 
 
+def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
+    """The most selection blocks that a sequence of these arrays can have."""
+    if segment_ids is not None:
+        kv_len = segment_ids.shape[1]
+    kv_len = query.shape[1] if kv_len is None else kv_len
+    if not isinstance(kv_len, int):
+        count = compressed_key.shape[1]
+        kv_len = count * config.compress_stride + config.compress_block - 1
+    return config.num_blocks(kv_len)
+
+
 def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
     """A function of a chunk of queries to its scores, with the arrays to be chunked."""
     batch, num_queries, heads, _ = query.shape
@@ -66,10 +77,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
     if segment_ids is not None:
         kv_len = segment_ids.shape[1]
     kv_len = num_queries if kv_len is None else kv_len
-    longest = kv_len
-    if not isinstance(kv_len, int):
-        longest = count * config.compress_stride + config.compress_block - 1
-    num_blocks = config.num_blocks(longest)
+    blocks = num_blocks(query, compressed_key, kv_len, segment_ids, config)
     where = geometry.positions(
         batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config
     )
@@ -87,7 +95,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
             shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
             shifted = jnp.take_along_axis(probs, shift, axis=-1)
             probs = jnp.where(start[:, None, :, None] + slot < count, shifted, 0)
-        return map_to_blocks(probs, num_blocks, config).transpose(0, 2, 1, 3)
+        return map_to_blocks(probs, blocks, config).transpose(0, 2, 1, 3)
 
     arrays = (query, where.position, where.compressed_start)
     return scores, arrays, batch * heads * max(count, 1) * 4

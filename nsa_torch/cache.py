@@ -16,7 +16,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
-from nsa_torch.dispatch import plan_of
+from nsa_torch.dispatch import choose
 
 
 @dataclasses.dataclass
@@ -119,18 +119,27 @@ def cached_attention(
             f"cache capacity is {cache.capacity} tokens, got {cache.longest + num_new}"
         )
     cache = update(cache, key, value, config, compress_params)
+    width = cache.selected_value.shape[-1]
+    memory = {
+        field.name: x
+        for field in dataclasses.fields(cache)
+        if isinstance(x := getattr(cache, field.name), Tensor)
+    }
+    memory["query"] = query
+    chosen = choose(query, cache.selected_key, width, config, False, memory, implementation)
     tokens, slots = cache.longest, config.num_compressed(cache.longest)
+    if "mosaic" in chosen:
+        # Kernels are made for one number of keys: all that there is room for.
+        tokens, slots = cache.capacity, None
     selected = cache.selected_key[:, :tokens], cache.selected_value[:, :tokens]
     sliding = selected
     if cache.sliding_key is not None and cache.sliding_value is not None:
         sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
     compressed = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
     keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-    width = cache.selected_value.shape[-1]
-    plan = plan_of(query, cache.selected_key, width, config, False, implementation)
     where = {"config": config, "kv_len": cache.length, "cu_seqlens": None, "scale": scale}
-    out = functional.attend(query, keys, values, gates, compressed, None, plan, where)
-    return out, cache
+    tensors = query, keys, values, gates, compressed, None
+    return functional.attend(*tensors, chosen, where, clean=True), cache
 
 
 def update(cache, key, value, config, compress_params) -> NSACache:

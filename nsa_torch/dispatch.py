@@ -6,27 +6,26 @@ False allows it to return None for the log-sum-exp.
 
 import functools
 import importlib.util
+import operator
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import torch
 
 import kernels_pallas
+from interop.launch import ALIGNMENT
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation, Plan, Problem, Registry
+from nsa_jax.dispatch import Implementation, Problem, Registry, kernel
 from nsa_torch import fa2
 
+NUMBERS = tuple(NSAConfig.__dataclass_fields__)
 FUNCTIONS = {
     "compressed": "compressed_attention",
     "scores": "select_blocks",
     "selected": "selected_attention",
     "sliding": "sliding_attention",
 }
-
-
-def kernel(name: str, step: str) -> Implementation:
-    """A kernel of `kernels_pallas`, launched on torch's stream."""
-    target = f"interop.{name}:{FUNCTIONS[step]}"
-    return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))
 
 
 def jax_why_not(problem: Problem) -> str | None:
@@ -37,8 +36,7 @@ def jax_why_not(problem: Problem) -> str | None:
         return None
     if problem.platform != "cuda":
         return f"JAX shares cpu and cuda tensors, got {problem.platform}"
-    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-    if not any(map(importlib.util.find_spec, plugins)):
+    if not _jax_has_cuda():
         return "JAX is installed without CUDA"
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -46,13 +44,28 @@ def jax_why_not(problem: Problem) -> str | None:
     return None
 
 
+@functools.cache
+def _jax_has_cuda() -> bool:
+    return any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin")))
+
+
+def mosaic_why_not(problem: Problem) -> str | None:
+    """Why the Mosaic kernels cannot run the problem, or cannot read the tensors in place."""
+    reason = kernels_pallas.why_not("mosaic", problem)
+    if reason is not None:
+        return reason
+    if problem.platform == "cuda" and not _jax_has_cuda():
+        return "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]'"
+    return problem.strided and f"needs {problem.strided}"
+
+
 def _table(step: str) -> tuple[Implementation, ...]:
     function = FUNCTIONS[step]
     # FA-2 and SDPA return no probabilities: under both names scores are torch products.
     scores = step == "scores"
     return (
-        kernel("mosaic", step),  # built for Hopper
-        kernel("triton", step),  # any recent NVIDIA GPU
+        Implementation("mosaic", f"nsa_torch.mosaic:{function}", mosaic_why_not),  # Hopper
+        kernel("triton", f"nsa_torch.triton:{function}"),  # any recent NVIDIA GPU
         Implementation(  # tensor cores, but no kernel of its own for blocks
             "fa2", f"nsa_torch.{'select' if scores else 'fa2'}:{function}", fa2.why_not
         ),
@@ -68,29 +81,108 @@ def _table(step: str) -> tuple[Implementation, ...]:
 REGISTRY = Registry("torch", {step: _table(step) for step in FUNCTIONS})
 
 
-def plan_of(
+class Chosen(NamedTuple):
+    """The implementation of every step of one call."""
+
+    compressed: str
+    scores: str
+    selected: str
+    sliding: str
+
+    def load(self, step: str) -> Callable:
+        """The function that runs `step`."""
+        name = getattr(self, step)
+        if name == "mosaic":
+            # In place of importlib: torch.compile follows import statements only.
+            from nsa_torch import mosaic
+
+            return getattr(mosaic, FUNCTIONS[step])
+        return next(entry for entry in REGISTRY.table[step] if entry.name == name).load()
+
+
+def choose(
     query: torch.Tensor,
     key: torch.Tensor,
     value_width: int,
     config: NSAConfig,
     packed: bool,
+    memory: Mapping[str, torch.Tensor],
     implementation,
-) -> Plan:
-    """The choice of every step for these tensors."""
+) -> Chosen:
+    """What runs for these tensors; `memory`: by name, those that kernels read in place.
+
+    Under `torch.compile` the choice is a constant, whatever the number of tokens.
+    """
+    problem = query, key, value_width, config, packed, memory
+    return Chosen(*_names(implementation, *_description(*problem)))
+
+
+def problem_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value_width: int,
+    config: NSAConfig,
+    packed: bool,
+    memory: Mapping[str, torch.Tensor] | None = None,
+) -> Problem:
+    """What the registry is asked about these tensors; `branch` is filled in later."""
+    return _problem(*_description(query, key, value_width, config, packed, memory or {}))
+
+
+@torch.compiler.assume_constant_result
+def _names(implementation, *description) -> tuple[str, ...]:
+    plan = REGISTRY.plan(_problem(*description), implementation)
+    return tuple(choice.implementation for choice in plan)
+
+
+def _description(query, key, value_width, config, packed, memory):
+    """The problem in plain numbers and strings."""
+    device = query.device.type, query.device.index
+    dtype = str(query.dtype).removeprefix("torch.")
     batch, length, heads, width = query.shape
-    problem = Problem(
+    num_keys, kv_heads = key.shape[1:3]
+    if torch.compiler.is_compiling():
+        length = num_keys = 0  # may have no number, and decide nothing
+    sizes = batch, length, num_keys, heads, kv_heads, width, value_width
+    numbers = tuple(getattr(config, name) for name in NUMBERS)
+    return device, dtype, tuple(map(operator.index, sizes)), numbers, packed, _strided(memory)
+
+
+def _problem(device, dtype, sizes, numbers, packed, strided) -> Problem:
+    (platform, index), (batch, length, num_keys, heads, kv_heads, width, value_width) = (
+        device,
+        sizes,
+    )
+    return Problem(
         framework="torch",
         branch="",
-        platform=query.device.type,
-        dtype=str(query.dtype).removeprefix("torch."),
+        platform=platform,
+        capability=torch.cuda.get_device_capability(index) if platform == "cuda" else None,
+        dtype=dtype,
         B=batch,
         T=length,
-        S=key.shape[1],
+        S=num_keys,
         H=heads,
-        Hkv=key.shape[2],
+        Hkv=kv_heads,
         D=width,
         Dv=value_width,
         packed=packed,
-        config=config,
+        config=NSAConfig(*numbers),
+        strided=strided,
     )
-    return REGISTRY.plan(problem, implementation)
+
+
+def _strided(memory) -> str | None:
+    """What keeps a kernel that copies whole boxes from reading these tensors, or None."""
+    for name, x in memory.items():
+        if not x.is_contiguous():
+            return f"{name} contiguous, got strides {tuple(x.stride())}: pass a copy"
+        if torch.compiler.is_compiling():
+            continue  # what stands before this call decides, see `mosaic`
+        start = x.storage_offset() * x.itemsize
+        if start % ALIGNMENT:
+            return (
+                f"{name} to start at a multiple of {ALIGNMENT} bytes, "
+                f"got byte {start} of its storage: pass a clone"
+            )
+    return None

@@ -20,7 +20,13 @@ import torch.nn.functional as F
 
 from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
 from nsa_torch.geometry import geometry
-from nsa_torch.packing import pack_selected, residue_classes, sliding_bounds
+from nsa_torch.packing import (
+    gather,
+    pack_selected,
+    packed_bytes,
+    residue_classes,
+    sliding_bounds,
+)
 
 # CUDA counts the sequences of one call in 16 bits.
 MOST_SEQUENCES = 65535
@@ -47,6 +53,8 @@ def why_not(problem) -> str | None:
         )
     if problem.B * problem.Hkv > MOST_SEQUENCES:
         return f"FA-2 needs B * Hkv <= {MOST_SEQUENCES}, got {problem.B * problem.Hkv}"
+    if torch.version.cuda and importlib.util.find_spec("triton") is None:
+        return "FA-2 needs triton, whose kernels pack its rows, and it is not installed"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return f"FA-2 needs compute capability 8.0, got {capability[0]}.{capability[1]}"
@@ -220,7 +228,7 @@ def selected_attention(
 
         return Chunk(source, attend)
 
-    row_bytes = batch * kv_heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
+    row_bytes = packed_bytes(key, value, slots)
     most = max(1, MOST_SEQUENCES // (batch * kv_heads))
     return over_queries(plan, query, key, value, row_bytes, most=most)
 
@@ -253,25 +261,21 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, source, back):
         ctx.save_for_backward(source, back)
-        return _take(x, source)
+        return gather(x[None], source)
 
     @staticmethod
     def backward(ctx, grad):
         _, back = ctx.saved_tensors
-        return _take(grad, back), None, None
-
-
-def _take(x, source):
-    return x[source.clamp(min=0)].masked_fill_((source < 0)[:, None, None], 0)
+        return gather(grad[None], back), None, None
 
 
 class _Repeat(torch.autograd.Function):
-    """`x.flatten(0, 1)[rows]`; the gradient sums the repetitions in float32."""
+    """`x.flatten(0, 1)[rows]`, 0 for no row; the gradient sums repetitions in float32."""
 
     @staticmethod
     def forward(ctx, x, rows):
         ctx.save_for_backward(x, rows)
-        return Rows(rows, axes=2).read(x)
+        return gather(x, rows)
 
     @staticmethod
     def backward(ctx, grad):

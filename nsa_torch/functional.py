@@ -6,7 +6,8 @@ Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implemen
   `fa2`        FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
   `sdpa`       torch's scaled_dot_product_attention, any device
   `jax`        `nsa_jax` through DLPack, one call forward and one backward
-  `mosaic`, `triton`  kernels, `reference`  dense, for tests
+  `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
+  `triton`     kernels, `reference`  dense, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
@@ -28,7 +29,7 @@ from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 from nsa_torch import autograd, checks
 from nsa_torch.compress import compress as compress_windows
-from nsa_torch.dispatch import plan_of
+from nsa_torch.dispatch import REGISTRY, choose, problem_of
 
 type Names = str | Branches[str | None] | None
 
@@ -74,25 +75,28 @@ def attention(
         checks.compressed(query, *compressed, config, kv_len)
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
-    plan = plan_of(
-        query,
-        key.selected,
-        value.selected.shape[-1],
-        config,
-        cu_seqlens is not None,
-        implementation,
-    )
+    problem = _problem(query, key, value, config, cu_seqlens, compressed)
+    chosen = choose(*problem, implementation)
     with _as_given(query):
         return _attention(
-            query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, plan
+            query,
+            key,
+            value,
+            gates,
+            config,
+            compressed,
+            block_indices,
+            cu_seqlens,
+            scale,
+            chosen,
         )
 
 
 def _attention(
-    query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, plan
+    query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, chosen
 ):
     kv_len = key.selected.shape[1]
-    if {choice.implementation for choice in plan} == {"jax"}:
+    if all(name == "jax" for name in chosen):
         arrays = {
             "query": query,
             "key": key,
@@ -110,20 +114,28 @@ def _attention(
             compress_windows(value.compressed, **where),
         )
     where |= {"kv_len": kv_len, "scale": scale}
-    return attend(query, key, value, gates, compressed, block_indices, plan, where)
+    return attend(query, key, value, gates, compressed, block_indices, chosen, where)
 
 
-def attend(query, key, value, gates, compressed, block_indices, plan, where):
-    """The steps of `plan` on compressed tokens that are there already (see `cache.py`)."""
+def attend(query, key, value, gates, compressed, block_indices, chosen, where, clean=False):
+    """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
+
+    `clean`: keys and values that no query may look at are finite.
+    """
     with _as_given(query):
+        if all(name == "mosaic" for name in chosen):
+            from nsa_torch import mosaic
+
+            tensors = query, key, value, gates, compressed, block_indices
+            return mosaic.attention(*tensors, **where, clean=clean)
         if block_indices is None:
-            block_indices = plan.scores.load()(query, compressed[0], **where)
+            block_indices = chosen.load("scores")(query, compressed[0], **where)
         selected = key.selected, value.selected, block_indices
         where = where | {"with_lse": False}
         outputs = Branches(
-            plan.compressed.load()(query, *compressed, **where)[0],
-            plan.selected.load()(query, *selected, **where)[0],
-            plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+            chosen.load("compressed")(query, *compressed, **where)[0],
+            chosen.load("selected")(query, *selected, **where)[0],
+            chosen.load("sliding")(query, key.sliding, value.sliding, **where)[0],
         )
         return autograd.combine(outputs, gates)
 
@@ -177,10 +189,11 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
     """
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
+    packed, memory = cu_seqlens is not None, {"query": query, "compressed_key": compressed_key}
     width = query.shape[-1]
-    plan = plan_of(query, compressed_key, width, config, cu_seqlens is not None, implementation)
+    chosen = choose(query, compressed_key, width, config, packed, memory, implementation)
     with _as_given(query):
-        return plan.scores.load()(
+        return chosen.load("scores")(
             query,
             compressed_key,
             config=config,
@@ -211,10 +224,15 @@ def compressed_attention(
     """
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     checks.compressed(query, compressed_key, compressed_value, config, kv_len)
-    width = compressed_value.shape[-1]
-    plan = plan_of(query, compressed_key, width, config, cu_seqlens is not None, implementation)
+    packed, width = cu_seqlens is not None, compressed_value.shape[-1]
+    memory = {
+        "query": query,
+        "compressed_key": compressed_key,
+        "compressed_value": compressed_value,
+    }
+    chosen = choose(query, compressed_key, width, config, packed, memory, implementation)
     with _as_given(query):
-        return plan.compressed.load()(
+        return chosen.load("compressed")(
             query,
             compressed_key,
             compressed_value,
@@ -247,10 +265,10 @@ def selected_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    width = value.shape[-1]
-    plan = plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+    packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
+    chosen = choose(query, key, value.shape[-1], config, packed, memory, implementation)
     with _as_given(query):
-        return plan.selected.load()(
+        return chosen.load("selected")(
             query,
             key,
             value,
@@ -276,10 +294,10 @@ def sliding_attention(
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
-    width = value.shape[-1]
-    plan = plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+    packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
+    chosen = choose(query, key, value.shape[-1], config, packed, memory, implementation)
     with _as_given(query):
-        return plan.sliding.load()(
+        return chosen.load("sliding")(
             query,
             key,
             value,
@@ -300,10 +318,21 @@ def explain(
     implementation: Names = None,
 ) -> Plan:
     """What `attention` would run for these arguments, and why not what stands before it."""
-    key, value = Branches.each(key).selected, Branches.each(value).selected
-    checks.tokens(query, key, value, config, cu_seqlens, None)
-    width = value.shape[-1]
-    return plan_of(query, key, width, config, cu_seqlens is not None, implementation)
+    key, value = Branches.each(key), Branches.each(value)
+    checks.tokens(query, key.selected, value.selected, config, cu_seqlens, None)
+    problem = problem_of(*_problem(query, key, value, config, cu_seqlens))
+    return REGISTRY.plan(problem, implementation)
+
+
+def _problem(query, key, value, config, cu_seqlens, compressed=None):
+    """What decides between the implementations of `attention`, for `dispatch`."""
+    memory = {"query": query}
+    for name, x in (("key", key), ("value", value)):
+        memory |= {f"{name}.selected": x.selected, f"{name}.sliding": x.sliding}
+    if compressed is not None:
+        memory |= dict(zip(("compressed_key", "compressed_value"), compressed, strict=True))
+    width, packed = value.selected.shape[-1], cu_seqlens is not None
+    return query, key.selected, width, config, packed, memory
 
 
 def _as_given(x):

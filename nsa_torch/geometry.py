@@ -25,9 +25,13 @@ class Sequences(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Positions of the queries; key `k` of the array is token `k - key_start`."""
+    """Positions of the queries; key `k` of the array is token `k - key_start`.
 
-    position: Tensor  # int64 [B, T]: in its own sequence; -1: padding, sees nothing
+    Padding stands where the sequence after the last one would begin, so that what a query may
+    see never begins or ends earlier than for the query before it.
+    """
+
+    position: Tensor  # int64 [B, T]: in its own sequence; negative: padding, sees nothing
     key_start: Tensor  # int64 [B, T]: key index of the sequence's token 0
     compressed_start: Tensor  # int64 [B, T]: slot of the sequence's compressed token 0
     offset: int | None  # key index of query 0; None where only the device knows it
@@ -67,11 +71,9 @@ def geometry(
     bounds = cu_seqlens.to(device, torch.int64)
     # Counting the ends at or before a token skips the sequences without tokens.
     sequence = torch.searchsorted(bounds[1:], index[0], right=True)
-    inside = sequence < bounds.numel() - 1
-    sequence = torch.where(inside, sequence, 0)
-    start = torch.where(inside, bounds[sequence], 0)
-    slot = torch.where(inside, _compressed_starts(bounds, config)[sequence], 0)
-    position = torch.where(inside, index[0] - start, -1)
+    start = bounds[sequence]
+    slot = _compressed_bounds(bounds, config)[sequence]
+    position = torch.where(sequence < bounds.numel() - 1, index[0] - start, -1)
     return Geometry(position[None], start[None], slot[None], 0, bounds)
 
 
@@ -81,7 +83,7 @@ def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
     bounds = where.cu_seqlens
     if bounds is not None:
         starts = bounds[:-1]
-        slot = _compressed_starts(bounds, config)
+        slot = _compressed_bounds(bounds, config)[:-1]
         return Sequences(starts, bounds.diff(), torch.zeros_like(starts), slot)
     row = torch.arange(batch, device=where.position.device)
     return Sequences(
@@ -108,8 +110,8 @@ def window_starts(where: Geometry, config: NSAConfig) -> Tensor:
     return starts.scatter(0, slot, index)[:count]
 
 
-def _compressed_starts(bounds: Tensor, config: NSAConfig) -> Tensor:
-    """Compressed tokens before each sequence: none is shared, and there are no gaps."""
+def _compressed_bounds(bounds: Tensor, config: NSAConfig) -> Tensor:
+    """Compressed tokens before each sequence, and of all: none is shared, and no gaps."""
     spare = bounds.diff() - config.compress_block
     count = (spare.div(config.compress_stride, rounding_mode="floor") + 1).clamp(min=0)
-    return count.cumsum(0) - count
+    return F.pad(count.cumsum(0), (1, 0))

@@ -2,15 +2,22 @@
 
 Everything is found on the device by cumulative sums and searches; arrays are as long as they
 could have to be, so that the host need not know how long they are.
+
+On CUDA the Triton kernels of `kernels_pallas.triton.pack` move the rows: a selected block is
+one range, 24 bytes of indices. Tensors on the CPU, where Triton has no kernels, are indexed
+by torch. Which of the two it is follows from the device alone.
 """
+
+import dataclasses
+import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_torch.chunks import Rows
+from nsa_torch.chunks import Rows, wide
 from nsa_torch.geometry import Geometry, sequences
-from nsa_torch.sdpa import block_rows
 
 
 def residue_classes(
@@ -76,24 +83,210 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
     return tuple(_bounds(x.flatten()).to(torch.int32) for x in (queries, keys))
 
 
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """Runs of consecutive tokens, one after the other in a packed buffer; a source of a Chunk.
+
+    Two runs of one head begin at the same token or have none in common, which is so of the
+    selection blocks of sequences. All methods but `rows` launch kernels.
+    """
+
+    start: Tensor  # int64 [B, Q, Hkv, n]: the first token of a run, in the key array
+    length: Tensor  # int64 [B, Q, Hkv, n]: its tokens; 0: an empty slot
+    place: Tensor  # int64 [B, Q, Hkv, n]: its first packed row
+    longest: int  # tokens that a run has at most
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the packed buffer: as many as there can be."""
+        return self.start.numel() * self.longest
+
+    def read(self, x: Tensor) -> Tensor:
+        """The runs of `x` `[B, S, Hkv, D]`, of any strides, as `[capacity, D]`.
+
+        What lies behind the last run is left unwritten.
+
+        Raises:
+          ValueError: `x` has other batch rows or heads than the runs, or is elsewhere.
+        """
+        self._check("x", x)
+        packed = x.new_empty(self.capacity, x.shape[-1])
+        pack = _kernels()
+        self._launch(pack.gather_ranges, pack.tile, (x, packed), x, x.stride())
+        return packed
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """Where the gradient of `x` adds up: float32 of its shape."""
+        return x.new_zeros(x.shape, dtype=wide(x.dtype))
+
+    def add(self, total: Tensor, grad: Tensor) -> None:
+        """Adds `grad` `[capacity, D]` of the runs to `total`, made by `zeros`.
+
+        By atomics, whose order is not fixed; where torch.are_deterministic_algorithms_enabled()
+        in one fixed order instead, with bitwise the same result every time.
+
+        Raises:
+          ValueError: the shapes or devices do not belong together, or `total` is strided.
+        """
+        self._check("total", total)
+        if not total.is_contiguous():
+            raise ValueError(f"total must be contiguous, got strides {total.stride()}")
+        expected = self.capacity, total.shape[-1]
+        if grad.shape != expected or grad.device != total.device:
+            raise ValueError(
+                f"grad must have shape {expected} on {total.device}, "
+                f"got {tuple(grad.shape)} on {grad.device}"
+            )
+        pack = _kernels()
+        if torch.are_deterministic_algorithms_enabled():
+            arrays = (total, grad, *self._inverse)
+            self._launch(pack.sum_ranges, pack.sum_tile, arrays, total, grad.stride())
+        else:
+            self._launch(pack.add_ranges, pack.tile, (total, grad), total, grad.stride())
+
+    def gradient(self, total: Tensor, x: Tensor) -> Tensor:
+        return total.to(x.dtype)
+
+    def rows(self, num_keys: int) -> Rows:
+        """The same in torch indexing: every packed row by name."""
+        batch, _, heads, _ = self.start.shape
+        device = self.start.device
+        step = torch.arange(self.longest, device=device)
+        inside = step < self.length[..., None]
+        first = torch.arange(batch, device=device)[:, None, None, None, None] * num_keys
+        head = torch.arange(heads, device=device)[:, None, None]
+        row = (first + self.start[..., None] + step) * heads + head
+        place = torch.where(inside, self.place[..., None] + step, self.capacity)
+        none = batch * num_keys * heads
+        packed = torch.full((self.capacity + 1,), none, device=device)
+        packed = packed.scatter(0, place.flatten(), row.flatten())[:-1]
+        return Rows(packed, axes=3)
+
+    @functools.cached_property
+    def _inverse(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The runs by the token where they begin, earlier queries first; the empty ones lead.
+
+        Each run's token, its place in the order of the runs, and where its token's list ends.
+        """
+        batch, _, heads, _ = self.start.shape
+        # A token, be it outside the array, gets 32 bits of the key: no two heads share one.
+        owner = (torch.arange(batch * heads, device=self.start.device) << 32) + 2**31
+        block = owner.reshape(batch, 1, heads, 1) + self.start
+        block = torch.where(self.length > 0, block, -1)
+        block, order = block.flatten().sort(stable=True)
+        return block, order, torch.searchsorted(block, block, right=True)
+
+    def _check(self, name: str, x: Tensor) -> None:
+        batch, _, heads, _ = self.start.shape
+        fits = x.ndim == 4 and (x.shape[0], x.shape[2]) == (batch, heads)
+        if not fits or x.device != self.start.device:
+            raise ValueError(
+                f"{name} must have shape [{batch}, S, {heads}, D] on {self.start.device}, "
+                f"got {list(x.shape)} on {x.device}"
+            )
+
+    def _launch(self, kernel, tile, arrays, x, strides) -> None:
+        if self.start.numel() == 0 or x.numel() == 0:
+            return
+        _, queries, heads, slots = self.start.shape
+        options = tile(self.longest, x.shape[-1])
+        tiles = -(-self.longest // options["ROWS"])
+        grid = self.start.numel() * tiles, -(-x.shape[-1] // options["COLUMNS"])
+        ranges = (y.contiguous() for y in (self.start, self.length, self.place))
+        sizes = x.shape[1], heads, slots, queries * heads * slots, tiles
+        options["WIDTH"] = x.shape[-1]
+        _run(kernel, grid, *arrays, *ranges, *sizes, *strides, **options)
+
+
+def selected_ranges(
+    where: Geometry, block_indices: Tensor, queries: slice, config
+) -> tuple[Ranges, Tensor]:
+    """What a chunk of queries sees, packed: one (row, query, key/value head) after the other.
+
+    Args:
+      block_indices: `[B, T, Hkv, n]`; what is negative or begins behind the query is empty.
+
+    Returns:
+      the ranges, and the `cu_seqlens` of the packed keys, int32 `[B*Q*Hkv + 1]`.
+    """
+    blocks, size = block_indices[:, queries].to(torch.int64), config.select_block
+    first = blocks * size  # in the sequence
+    length = (where.position[:, queries, None, None] + 1 - first).clamp(min=0, max=size)
+    length = length.masked_fill(blocks < 0, 0)
+    start = first + where.key_start[:, queries, None, None]
+    place = length.flatten().cumsum(0).reshape(length.shape) - length
+    bounds = _bounds(length.sum(dim=-1).flatten()).to(torch.int32)
+    return Ranges(start, length, place, size), bounds
+
+
 def pack_selected(
     where: Geometry, block_indices: Tensor, queries: slice, num_keys: int, config
-) -> tuple[Rows, Tensor]:
-    """What a chunk of queries sees, packed: one (row, query, key/value head) after the other.
+) -> tuple[Any, Tensor]:
+    """As `selected_ranges`, as the source that the device of `block_indices` asks for.
 
     Returns:
       source: `source.read(key)` are the packed keys `[B*Q*Hkv * n*l', D]`, as many as there
         can be, so that the host need not know how many there are; the rest is not read.
       bounds: `cu_seqlens` of the keys, int32 `[B*Q*Hkv + 1]`.
     """
-    rows, seen = block_rows(where, block_indices, queries, num_keys, config)
-    none = rows.shape[0] * num_keys * rows.shape[2]
-    bounds = _bounds(seen.sum(dim=-1).flatten()).to(torch.int32)
-    place = seen.flatten().cumsum(0) - 1
-    place = torch.where(seen.flatten(), place, place.numel())
-    packed = torch.full((place.numel() + 1,), none, device=rows.device)
-    packed = packed.scatter(0, place, rows.flatten())[:-1]
-    return Rows(packed, axes=3), bounds
+    ranges, bounds = selected_ranges(where, block_indices, queries, config)
+    return (ranges if block_indices.is_cuda else ranges.rows(num_keys)), bounds
+
+
+def packed_bytes(key: Tensor, value: Tensor, slots: int) -> int:
+    """What one query index costs: `slots` packed keys and values a head, and 64-bit indices."""
+    batch, _, heads, width = key.shape
+    return batch * heads * slots * ((width + value.shape[-1]) * key.itemsize + 16)
+
+
+def gather(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows `rows` `[M]` of `x` `[B, S, H, D]`, its first two axes taken as one: `[M, H, D]`.
+
+    An index outside `0 .. B*S - 1` is no row and gives 0. `x` may have any strides.
+
+    Raises:
+      ValueError: `x` or `rows` has another number of axes, or they are on two devices.
+    """
+    if x.ndim != 4 or rows.ndim != 1 or x.device != rows.device:
+        raise ValueError(
+            "x must have 4 axes and rows 1, on one device, got shapes "
+            f"{list(x.shape)} on {x.device} and {list(rows.shape)} on {rows.device}"
+        )
+    if x.is_cuda:
+        return gather_by_kernel(x, rows)
+    count = x.shape[:2].numel()
+    if count == 0:
+        return x.new_zeros(rows.numel(), *x.shape[2:])
+    none = (rows < 0) | (rows >= count)
+    return Rows(rows.clamp(min=0), axes=2).read(x).masked_fill_(none[:, None, None], 0)
+
+
+def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
+    """`gather` on CUDA."""
+    batch, tokens, heads, width = x.shape
+    packed = x.new_empty(rows.numel(), heads, width)
+    if packed.numel() == 0 or x.numel() == 0:
+        return packed.zero_()
+    pack = _kernels()
+    options = pack.tile(rows.numel(), width)
+    grid = -(-rows.numel() // options["ROWS"]), -(-width // options["COLUMNS"]), heads
+    sizes = rows.numel(), tokens, batch
+    rows = rows.to(torch.int64).contiguous()
+    options |= {"HEADS": heads, "WIDTH": width}
+    _run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), **options)
+    return packed
+
+
+def _kernels():
+    # Triton is part of torch's CUDA builds only.
+    from kernels_pallas.triton import pack
+
+    return pack
+
+
+def _run(kernel, grid, x: Tensor, *arguments, **options) -> None:
+    with torch.cuda.device_of(x):  # not the current device, perhaps
+        kernel[grid](x, *arguments, **options)
 
 
 def _bounds(lengths: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FLAGS = "--xla_force_host_platform_device_count=8"
 if not torch.cuda.is_available():
     FLAGS += " --xla_backend_optimization_level=0"
+    # JAX's CUDA plugin asks cuSPARSE for its version, which crashes without a GPU.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 from jaxtyping import install_import_hook

@@ -1,0 +1,239 @@
+"""How fast selected keys and values are packed, and their gradients added, beside a copy.
+
+    python -m bench.pack
+    python -m bench.pack --config paper --save_records
+
+The last chunk of queries of a sequence, as `fa2` packs it, its selection random. `torch`
+indexes by rows, `triton` by blocks; `+plan` makes the indices too, as every chunk must.
+`deterministic` is the backward kernel of that mode, with its sorting. `copy` is `torch.clone`
+of as many bytes. Bytes: each row that is read and each that is written, and the ranges, once.
+"""
+
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from absl import app, flags
+
+from bench import cost, problems, records
+from bench.records import Record
+from bench.runners import RUNNERS, out_of_memory
+from nsa_torch import chunks, fa2, packing
+from nsa_torch.geometry import geometry
+from nsa_torch.select import select_from_scores
+
+CONFIG = flags.DEFINE_multi_string(
+    "config", None, "Names of files in configs/ or paths; default: tiny, on a GPU paper, seed."
+)
+SECONDS = flags.DEFINE_float(
+    "row_seconds", 0.5, "Time spent on samples of a row.", lower_bound=0
+)
+SEED = flags.DEFINE_integer("seed", 0, "Of the random arrays and selections.")
+OUT = flags.DEFINE_string("out", None, "Folder of the lines; default: bench/results/<time>.")
+SAVE = flags.DEFINE_bool(
+    "save_records", False, "Append to bench/records/<device>/pack.jsonl too."
+)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git."
+)
+FORWARD = ("copy", "torch", "torch+plan", "triton", "triton+plan")
+BACKWARD = ("copy", "torch", "triton", "triton deterministic")
+RANGE_BYTES = 24
+TITLES = ("shape", "mode", "what", "status", "ms", "p20", "p80", "GB/s", "of the copy's speed")
+
+
+class Packing:
+    """Random keys, values, gradients and selections of one chunk, and what packs them."""
+
+    def __init__(self, settings: problems.Settings, device: str, seed: int):
+        torch.manual_seed(seed)
+        model, run, config = settings.model, settings.runtime, settings.nsa
+        batch, heads, self.keys = run.batch, model.n_kv_groups, run.seq_len
+        self.config, dtype = config, getattr(torch, run.dtype.name)
+        normal = functools.partial(torch.randn, dtype=dtype, device=device)
+        key, value = (normal(batch, self.keys, heads, w) for w in (model.d_k, model.d_v))
+        self.pair = key, value
+        slots = config.num_selected * config.select_block
+        row_bytes = packing.packed_bytes(key, value, slots)
+        most = max(1, fa2.MOST_SEQUENCES // (batch * heads))
+        self.queries = next(chunks.chunks(self.keys, row_bytes, most))
+        length = self.queries.stop
+        self.where = geometry(
+            batch,
+            length,
+            config=config,
+            kv_len=self.keys,
+            cu_seqlens=None,
+            device=torch.device(device),
+        )
+        scores = torch.rand(batch, length, heads, config.num_blocks(self.keys), device=device)
+        own = self.where.position[:, :, None].div(config.select_block, rounding_mode="floor")
+        self.blocks = select_from_scores(scores, own, config)
+        self.ranges, bounds = self.plan()
+        self.rows, self.used = self.ranges.rows(self.keys), int(bounds[-1])
+        capacity = self.ranges.capacity
+        self.grads = [normal(capacity, x.shape[-1]) for x in self.pair]
+
+    def plan(self):
+        return packing.selected_ranges(self.where, self.blocks, self.queries, self.config)
+
+    def bytes(self, mode: str) -> int:
+        """What must be moved: see the head of this file."""
+        distinct = torch.unique(self.rows.index[: self.used]).numel()
+        width, x = sum(x.shape[-1] for x in self.pair), self.pair[0]
+        once = distinct * x.itemsize
+        if mode == "backward":  # the sums are read and written
+            once = distinct * 2 * chunks.wide(x.dtype).itemsize
+        return (once + self.used * x.itemsize) * width + RANGE_BYTES * self.blocks.numel()
+
+    def source(self, name: str):
+        triton = name.startswith("triton")
+        if not name.endswith("+plan"):
+            return self.ranges if triton else self.rows
+        ranges, _ = self.plan()
+        return ranges if triton else ranges.rows(self.keys)
+
+    def read(self, name: str) -> list[torch.Tensor]:
+        source = self.source(name)
+        return [source.read(x) for x in self.pair]
+
+    def add(self, name: str, totals) -> None:
+        ordered = name.endswith("deterministic")
+        # A copy has not sorted yet.
+        source = dataclasses.replace(self.ranges) if ordered else self.source(name)
+        torch.use_deterministic_algorithms(ordered)
+        try:
+            for total, grad in zip(totals, self.grads, strict=True):
+                source.add(total, grad)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def call(self, mode: str, name: str) -> Callable[[Any], Any]:
+        """What is timed."""
+        if name == "copy":
+            data = torch.empty(
+                self.bytes(mode) // 2, dtype=torch.uint8, device=self.blocks.device
+            )
+            return lambda _: data.clone()
+        if mode == "forward":
+            return lambda _: self.read(name)
+        totals = [self.source(name).zeros(x) for x in self.pair]
+        return lambda _: self.add(name, totals)
+
+    def sums(self, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The gradients of key and value in `dtype`, that the sums are made in."""
+        like, source = [x.to(dtype) for x in self.pair], self.source(name)
+        totals = [source.zeros(x) for x in like]
+        self.add(name, totals)
+        return [source.gradient(total, x) for total, x in zip(totals, like, strict=True)]
+
+    def parity(self, mode: str, name: str) -> dict[str, Any]:
+        """Packed: torch's bits. Sums: twice torch's error against float64, and 4 roundings."""
+        if name == "copy" or name.startswith("torch"):
+            return {}
+        if mode == "forward":
+            pairs = zip(self.read(name), self.read("torch"), strict=True)
+            same = all(torch.equal(a[: self.used], b[: self.used]) for a, b in pairs)
+            return {} if same else {"status": "wrong", "reason": "not what torch packs"}
+        exact = self.sums("torch", torch.float64)
+        wide = chunks.wide(self.pair[0].dtype)
+
+        def error(name):
+            pairs = zip(self.sums(name, wide), exact, strict=True)
+            return max(float((a - b).abs().max()) for a, b in pairs)
+
+        scale = max(float(x.abs().max()) for x in exact)
+        found, bound = error(name), 2 * error("torch") + 4 * torch.finfo(wide).eps * scale
+        fields = {"error_max": found, "error_bound": bound}
+        if found <= bound:
+            return fields
+        return fields | {"status": "wrong", "reason": f"error {found:.2g} above {bound:.2g}"}
+
+
+def measure(problem: Packing, runner, mode: str, name: str, seconds: float) -> dict[str, Any]:
+    """The fields of the record of one row; a row that is wrong is not timed."""
+    if name.startswith("triton") and runner.device == "cpu":
+        return {"status": "unsupported", "reason": "the kernels need a CUDA device, got cpu"}
+    try:
+        found = problem.parity(mode, name)
+        if found.get("status", "ok") != "ok":
+            return found
+        step = runner.prepare(problem.call(mode, name), {})
+        timing = step.time(seconds)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return {"status": "oom", "reason": str(error).splitlines()[0]}
+    size = problem.bytes(mode)
+    found |= dataclasses.asdict(timing)
+    found |= {"bytes": size, "gbps": size / timing.time_ms / 1e6}
+    found |= {"extra_peak_bytes": step.extra_peak_bytes}
+    work = cost.Cost(0, size)
+    doubt = cost.impossible(work, timing.time_ms, runner.device, problem.pair[0].itemsize)
+    return found | ({"status": "error", "reason": doubt} if doubt else {})
+
+
+def table(found: Sequence[Record]) -> str:
+    """Markdown, one row a record."""
+    copies = {(r.S, r.D, r.mode): r.times_ms for r in found if r.implementation == "copy"}
+    lines = [f"| {' | '.join(TITLES)} |", f"|{'---|' * len(TITLES)}"]
+    for r in found:
+        shape = f"B{r.B} Q{r.T} S{r.S} Hkv{r.Hkv} D{r.D} Dv{r.Dv} {r.dtype}"
+        state = r.status if r.status == "ok" else f"{r.status}: {r.reason}"
+        copy, times = copies.get((r.S, r.D, r.mode)), r.times_ms
+        cells = [shape, r.mode, r.implementation, state, *"-----"]
+        if times is not None:
+            cells[4:8] = [*(f"{ms:.4g}" for ms in times), f"{r.gbps:.4g}"]
+        if times is not None and copy is not None:
+            cells[8] = f"{copy[0] / times[0]:.0%}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    runner = RUNNERS["torch"]()
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    lines = Path(OUT.value or Path(__file__).parent / "results" / stamp) / "pack.jsonl"
+    if lines.exists():
+        raise ValueError(f"{lines} exists; --out must name a new folder")
+    for config in CONFIG.value or (["tiny"] if runner.device == "cpu" else ["paper", "seed"]):
+        settings = problems.settings(config)
+        problem = Packing(settings, runner.platform, SEED.value)
+        model, run = settings.model, settings.runtime
+        common: dict[str, Any] = {
+            "bench": "pack",
+            "framework": "torch",
+            "branch": "selected",
+            "B": run.batch,
+            "T": problem.queries.stop,
+            "S": run.seq_len,
+            "H": model.n_heads,
+            "Hkv": model.n_kv_groups,
+            "D": model.d_k,
+            "Dv": model.d_v,
+            "dtype": run.dtype.name,
+            "config": dataclasses.asdict(settings.nsa),
+            "input": "random",
+            "device": runner.device,
+            **records.environment(COMMIT.value),
+        }
+        for mode, names in (("forward", FORWARD), ("backward", BACKWARD)):
+            for name in names:
+                row = measure(problem, runner, mode, name, SECONDS.value)
+                row |= {"mode": mode, "implementation": name, "time": records.utc_now()}
+                records.append(lines, [Record(**common, **row)])
+    done = records.read(lines)
+    print(f"device: {runner.device}\n\n{table(done)}\n\nwritten to {lines}")
+    if SAVE.value:
+        records.append(records.folder_of(runner.device) / "pack.jsonl", done)
+    return int(any(record.status in ("wrong", "error") for record in done))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,331 @@
+"""Mosaic GPU kernels on torch tensors: one C call on torch's current stream, no XLA.
+
+JAX traces and lowers the kernel, the compiler in JAX's CUDA plugin makes machine code of it and
+loads it, once for each device; from then on a launch is a C call with the tensors' addresses.
+No JAX GPU client is started, and one that runs already is not disturbed.
+
+Order and lifetime are those of any torch operator. The kernel reads and writes on the stream
+that is current when `launch` is called, outputs come from torch's allocator on that stream, and
+the host never waits. Where another stream writes a tensor, the caller makes the current stream
+wait for it; where another stream allocated one, `record_stream` comes before it is dropped.
+
+What is loaded stays loaded, and the kernel alive, until the process ends: CUDA graphs and
+queued launches refer to the machine code, and nothing says when the last one is gone.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from jaxlib import xla_client
+
+from kernels_pallas.kernel import Kernel
+
+# The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
+CAPABILITY = (9, 0)
+
+# Mosaic compiles every pointer as a multiple of 256 bytes, and code made of that promise may
+# compute addresses with OR in place of addition. torch's allocator gives multiples of 512; only
+# a view that starts inside its storage can break it.
+ALIGNMENT = 256
+
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+DRIVER = "libcuda.so.1"
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+# (function, stream, addresses); releases the GIL, since a full queue makes the driver wait.
+_Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+_launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
+_lock = threading.RLock()
+
+
+def launch(
+    kernel: Kernel,
+    *tensors: torch.Tensor,
+    out: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Runs `kernel` on torch's current stream.
+
+    Args:
+      kernel: compiled at its first launch on a device, or ahead of it by `prepare`.
+      tensors: one for each of `kernel.inputs`, with its dtype and number of elements, in any
+        shape: contiguous, starting at a multiple of 256 bytes, all on one Hopper GPU. Nothing
+        is recorded for autograd.
+      out: one tensor for each of `kernel.outputs`, under the same rules, that overlaps no other
+        tensor of the call; None allocates them.
+
+    Returns:
+      The outputs: those of `out` as they are, or new ones in the shapes of `kernel.outputs`.
+
+    Raises:
+      ValueError: a tensor that is not as described; what `lower` raises.
+      NotImplementedError: the GPU has another compute capability than 9.0.
+      RuntimeError: a first compilation while a CUDA graph is captured; JAX's CUDA plugin is
+        missing or could not compile the kernel.
+    """
+    inputs, outputs = _arguments(kernel)
+    index = tensors[0].get_device() if tensors and torch.is_tensor(tensors[0]) else -1
+    addresses = _addresses(kernel, "argument {}", tensors, inputs, index)
+    if out is not None:
+        addresses += _addresses(kernel, "out[{}]", out, outputs, index)
+    device = tensors[0].device
+    if device.type != "cuda":
+        raise ValueError(f"argument 0 of {kernel.name} must be on a GPU, got {device}")
+    launcher = _launchers.get((kernel, index)) or _load(kernel, index)
+    if out is None:
+        out = [torch.empty(o.shape, dtype=o.dtype, device=device) for o in outputs]
+        addresses += [tensor.data_ptr() for tensor in out]
+    launcher(torch._C._cuda_getCurrentRawStream(index), addresses)
+    return tuple(out)
+
+
+def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
+    """Compiles and loads `kernel` on a GPU, so that a capture or a timed run need not.
+
+    Raises:
+      ValueError: `device` is not a GPU; what `lower` raises.
+      NotImplementedError, RuntimeError: as `launch`.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(f"device must be a GPU, got {device}")
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if (kernel, index) not in _launchers:
+        _load(kernel, index)
+
+
+def lower(kernel: Kernel) -> bytes:
+    """The MLIR bytecode of `kernel` for Hopper, as the plugin's compiler takes it.
+
+    Needs neither a GPU nor the plugin.
+
+    Raises:
+      ValueError: `kernel.call` is anything but one Mosaic GPU kernel that takes exactly the
+        arguments, in order, and gives exactly the results, in order; or the results are not
+        `kernel.outputs`.
+    """
+    with _lock, _no_backend():
+        traced = jax.jit(kernel.call, keep_unused=True).trace(*kernel.inputs)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    results = [f"{r.dtype.name}{list(r.shape)}" for r in jax.tree.leaves(traced.out_info)]
+    wanted = [f"{o.dtype.name}{list(o.shape)}" for o in kernel.outputs]
+    if results != wanted:
+        raise ValueError(f"{kernel.name} must return {wanted}, got {results}")
+    return _payload(kernel.name, lowered.compiler_ir())
+
+
+@contextlib.contextmanager
+def _no_backend() -> Iterator[None]:
+    """Lets this thread trace and lower without starting any of JAX's backends.
+
+    jit asks for the default device, Mosaic for the first local one, to learn the compute
+    capability and the size of shared memory. Either question would start all backends, and the
+    GPU's takes 75 % of the memory. Here the CPU device of a client that JAX has no record of
+    answers both, and Mosaic assumes 9.0 and 227 KiB, beside a running GPU client too. JAX's own
+    backends stay as they are, to be started later or never, and other threads see nothing.
+    """
+    device = _unregistered_cpu()
+    thread, original = threading.get_ident(), jax.local_devices
+
+    def local_devices(*args: Any, **options: Any) -> list[jax.Device]:
+        here = threading.get_ident() == thread
+        return [device] if here else original(*args, **options)
+
+    jax.local_devices = local_devices
+    try:
+        with jax.default_device(device):
+            yield
+    finally:
+        jax.local_devices = original
+
+
+@functools.cache
+def _unregistered_cpu() -> jax.Device:
+    return xla_client.make_cpu_client(num_devices=1).local_devices()[0]
+
+
+def _payload(name: str, module: Any) -> bytes:
+    """What the Mosaic GPU call of a StableHLO module holds; the call must be all there is."""
+    main, *others = module.body.operations
+    (block,) = main.regions[0].blocks
+    *body, end = block.operations
+    names = [_name(op) for op in (*body, *others)]
+    if names != ["mosaic_gpu_v2"]:
+        raise ValueError(f"{name} must be exactly one Mosaic GPU kernel, got {names}")
+    (call,) = body
+    if list(call.operands) != list(block.arguments):
+        raise ValueError(f"{name} must pass all its arguments to the kernel, in their order")
+    if list(end.operands) != list(call.results):
+        raise ValueError(f"{name} must return all results of the kernel, in their order")
+    if len(call.attributes["output_operand_aliases"]):
+        raise ValueError(f"{name} must not write to its arguments")
+    return call.attributes["mhlo.backend_config"]["module"].value_bytes
+
+
+def _name(op: Any) -> str:
+    call = op.operation.name == "stablehlo.custom_call"
+    return op.attributes["call_target_name"].value if call else op.operation.name
+
+
+class _Argument(NamedTuple):
+    shape: tuple[int, ...]
+    size: int
+    dtype: torch.dtype
+
+
+@functools.cache
+def _arguments(kernel: Kernel) -> tuple[list[_Argument], list[_Argument]]:
+    """The inputs and the outputs in torch's terms."""
+
+    def convert(structs: Sequence[jax.ShapeDtypeStruct]) -> list[_Argument]:
+        return [_Argument(s.shape, s.size, getattr(torch, s.dtype.name)) for s in structs]
+
+    return convert(kernel.inputs), convert(kernel.outputs)
+
+
+def _addresses(
+    kernel: Kernel,
+    role: str,
+    tensors: Sequence[torch.Tensor],
+    wanted: Sequence[_Argument],
+    index: int,
+) -> list[int]:
+    """The tensors' addresses, each tensor checked; `index` is the GPU's, -1 elsewhere."""
+    if len(tensors) != len(wanted):
+        names = ", ".join(role.format(i) for i in range(len(wanted)))
+        raise ValueError(f"{kernel.name} takes {names}: {len(wanted)}, got {len(tensors)}")
+    recording = torch.is_grad_enabled()
+    addresses = []
+    for i, (tensor, argument) in enumerate(zip(tensors, wanted, strict=True)):
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is argument.dtype
+            and tensor.numel() == argument.size
+            and tensor.is_contiguous()
+            and tensor.get_device() == index
+            and tensor.data_ptr() % ALIGNMENT == 0
+            and not (recording and tensor.requires_grad)
+        ):
+            must = f"{role.format(i)} of {kernel.name} must"
+            raise ValueError(f"{must} {_broken_rule(tensor, argument, index)}")
+        addresses.append(tensor.data_ptr())
+    return addresses
+
+
+def _broken_rule(tensor: Any, wanted: _Argument, index: int) -> str:
+    """What a refused tensor must do or be, and does or is instead."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"be a torch.Tensor, got {type(tensor).__name__}"
+    if tensor.dtype != wanted.dtype:
+        return f"have dtype {wanted.dtype}, got {tensor.dtype}"
+    if tensor.numel() != wanted.size:
+        return f"have the {wanted.size} elements of {wanted.shape}, got {tuple(tensor.shape)}"
+    if not tensor.is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return f"be contiguous, got shape {shape} with strides {strides}: pass a copy"
+    if tensor.get_device() != index:
+        device = f"cuda:{index}" if index >= 0 else "the device of argument 0"
+        return f"be on {device}, got {tensor.device}"
+    if tensor.data_ptr() % ALIGNMENT:
+        address = f"{tensor.data_ptr():#x}"
+        return f"start at a multiple of {ALIGNMENT} bytes, got {address}: pass a clone"
+    return "not require a gradient, which the kernel does not compute: detach it"
+
+
+def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
+    """The launcher of `kernel` on a GPU, made once."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability != CAPABILITY:
+        raise NotImplementedError(
+            f"{kernel.name} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} "
+            f"(Hopper), got {capability[0]}.{capability[1]} on cuda:{index}"
+        )
+    with torch.cuda.device(index):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{kernel.name} must be compiled before a CUDA graph is captured, code cannot "
+                f"be loaded meanwhile: call prepare(kernel, {index}), or launch it once"
+            )
+    with _lock:
+        launcher = _launchers.get((kernel, index))
+        if launcher is None:
+            launcher = _launchers[kernel, index] = _compile(kernel, index)
+    return launcher
+
+
+def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
+    """Machine code for `kernel` in the primary context of a GPU, which is torch's too.
+
+    Returns:
+      A function of the stream and of the addresses of inputs and outputs that queues one run.
+    """
+    code = lower(kernel)
+    compiler = _compiler()
+    device, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        # A capture in another thread would forbid this one to load code, and the plugin ends
+        # the process when the driver refuses.
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        compiled = compiler(code, len(code))
+        if not compiled:
+            raise RuntimeError(
+                f"JAX's CUDA plugin could not compile {kernel.name}: its reasons, if it gave "
+                "any, are on stderr; MOSAIC_GPU_DUMP_PTXAS=1 adds those of ptxas"
+            )
+        function, start = ctypes.c_void_p(compiled[0]), _Start(compiled[1])
+        # The driver may put off loading until the first launch, which may be in a capture.
+        if hasattr(ctypes.CDLL(DRIVER), "cuFuncLoad"):  # since CUDA 12.4
+            _call("cuFuncLoad", function)
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    pointers = ctypes.c_void_p * (len(kernel.inputs) + len(kernel.outputs))
+    driver = ctypes.PyDLL(DRIVER)  # keeps the GIL: the two calls return at once
+    push, pop = driver.cuCtxPushCurrent_v2, driver.cuCtxPopCurrent_v2
+    popped = ctypes.byref(ctypes.c_void_p())
+
+    def launcher(stream: int, addresses: Sequence[int]) -> None:
+        # A thread that has not called the CUDA runtime yet has no context, and another device
+        # may be current; the launch would end the process.
+        if error := push(context):
+            raise RuntimeError(f"cuCtxPushCurrent failed with CUDA error {error}")
+        try:
+            start(function, stream, pointers(*addresses))
+        finally:
+            pop(popped)
+
+    return launcher
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Calls the CUDA driver."""
+    if error := getattr(ctypes.CDLL(DRIVER), name)(*arguments):
+        raise RuntimeError(f"{name} failed with CUDA error {error}")
+
+
+@functools.cache
+def _compiler() -> Callable[[bytes, int], Any]:
+    """The plugin's compiler: a pointer to the function and its launcher, or NULL."""
+    for name in PLUGINS:
+        with contextlib.suppress(ModuleNotFoundError):
+            path = importlib.import_module(name)._get_library_path()
+            break
+    else:
+        raise RuntimeError("JAX's CUDA plugin is missing: pip install 'jax[cuda13]'")
+    compiler = ctypes.CDLL(str(path)).MosaicGpuCompile
+    compiler.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    compiler.restype = ctypes.POINTER(ctypes.c_void_p)
+    return compiler

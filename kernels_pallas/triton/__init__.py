@@ -1,0 +1,1 @@
+"""Official Triton kernels; only Triton is imported here."""

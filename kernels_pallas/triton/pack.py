@@ -1,0 +1,249 @@
+"""Copies between rows of an array and a contiguous buffer, and the sums that are their reverse.
+
+The array is seen as `[batch, tokens, heads, width]` with any strides; the buffer is
+`[rows, width]`. A range is a run of consecutive tokens of one head of one batch row: a first
+token, a length, and the row of the buffer where it begins. Ranges are listed in the order
+`[batch, query, head, slot]`, so a range's place in the list says its batch row and its head,
+and 24 bytes of indices move a whole block. A length of 0 is an empty slot.
+
+Offsets are 64-bit. Tokens outside the array read as 0 and are never written.
+"""
+
+import triton
+import triton.language as tl
+
+
+def tile(longest: int, width: int) -> dict[str, int]:
+    """Launch options of the gathers and of `add_ranges`: tiles of at most 8192 elements.
+
+    Args:
+      longest: rows of the longest range.
+      width: elements of a row.
+
+    Columns are the largest power of two in `width`, so that 192 is three times 64 and no lane
+    is idle, unless that is under 32: a row is then cut in pieces too small for one warp.
+    """
+    columns = width & -width
+    columns = min(columns if columns >= 32 else triton.next_power_of_2(width), 256)
+    rows = min(triton.next_power_of_2(longest), 8192 // columns)
+    return _options(rows * columns, ROWS=rows, COLUMNS=columns)
+
+
+def sum_tile(longest: int, width: int) -> dict[str, int]:
+    """As `tile`, for `sum_ranges`, which holds TERMS tiles at a time and walks long lists.
+
+    Few rows a program, so that many programs share the list of the block that all queries
+    read; several ranges a step, so that their reads are under way together.
+    """
+    columns, terms = tile(longest, width)["COLUMNS"], 8
+    rows = min(triton.next_power_of_2(longest), 8)
+    return _options(rows * columns * terms, ROWS=rows, COLUMNS=columns, TERMS=terms)
+
+
+def _options(elements: int, **sizes: int) -> dict[str, int]:
+    # 64 elements a thread: eight reads of 16 bytes where an element has two. There is nothing
+    # to fuse, and newer versions of Triton warn where it is not said.
+    warps = min(max(elements // 2048, 1), 4)
+    return {"num_warps": warps, "enable_fp_fusion": False, **sizes}
+
+
+@triton.jit
+def _owner(item, slots, heads, per_batch):
+    """Batch row and head of a range, by its place in the list."""
+    batch = item // per_batch
+    head = item // slots % heads
+    return batch.to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+def gather_ranges(
+    source,
+    packed,
+    start,
+    length,
+    place,
+    tokens,
+    heads,
+    slots,
+    per_batch,
+    tiles,
+    source_batch,
+    source_token,
+    source_head,
+    source_column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Writes the tokens of every range to the buffer, from row `place` on.
+
+    Grid: (ranges * tiles, columns); `tiles * ROWS` covers the longest range.
+
+    Args:
+      source: `[batch, tokens, heads, WIDTH]` with the strides `source_*`, in elements.
+      packed: contiguous `[rows, WIDTH]`; rows outside all ranges are not written.
+      start, length, place: int64, contiguous, one entry a range.
+      slots, per_batch: ranges of one (query, head) and of one batch row.
+    """
+    item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    batch, head = _owner(item, slots, heads, per_batch)
+    row = part * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(start + item) + row
+    inside = row < tl.load(length + item)
+    there = inside & (token >= 0) & (token < tokens)
+    wide = (column < WIDTH)[None, :]
+    source += batch * source_batch + head * source_head
+    source += (token * source_token)[:, None] + (column * source_column)[None, :]
+    packed += ((tl.load(place + item) + row) * WIDTH)[:, None] + column[None, :]
+    values = tl.load(source, mask=there[:, None] & wide, other=0)
+    tl.store(packed, values, mask=inside[:, None] & wide)
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "batches"])
+def gather_rows(
+    source,
+    packed,
+    rows,
+    count,
+    tokens,
+    batches,
+    source_batch,
+    source_token,
+    source_head,
+    source_column,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Writes row `rows[i]` of the `[batches * tokens]` rows, all heads, to row i; 0 for none.
+
+    Grid: (ceil(count / ROWS), columns, HEADS).
+
+    Args:
+      source: `[batches, tokens, HEADS, WIDTH]` with the strides `source_*`, in elements.
+      packed: contiguous `[count, HEADS, WIDTH]`, every row written.
+      rows: int64 `[count]`; an index outside the array, such as -1, is no row.
+    """
+    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(2).to(tl.int64)
+    row = tl.load(rows + item, mask=item < count, other=-1)
+    batch = row // tokens
+    there = (row >= 0) & (batch < batches)
+    wide = (column < WIDTH)[None, :]
+    offset = batch * source_batch + (row - batch * tokens) * source_token
+    source += head * source_head + offset[:, None] + (column * source_column)[None, :]
+    packed += ((item * HEADS + head) * WIDTH)[:, None] + column[None, :]
+    values = tl.load(source, mask=there[:, None] & wide, other=0)
+    tl.store(packed, values, mask=(item < count)[:, None] & wide)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+def add_ranges(
+    total,
+    grad,
+    start,
+    length,
+    place,
+    tokens,
+    heads,
+    slots,
+    per_batch,
+    tiles,
+    grad_row,
+    grad_column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Adds the rows of every range to its tokens by atomics: fast, in no fixed order.
+
+    Grid and ranges as in `gather_ranges`.
+
+    Args:
+      total: float32 `[batch, tokens, heads, WIDTH]`, contiguous.
+      grad: `[rows, WIDTH]` with the strides `grad_*`; rows outside all ranges are not read.
+    """
+    item, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    batch, head = _owner(item, slots, heads, per_batch)
+    row = part * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(start + item) + row
+    there = (row < tl.load(length + item)) & (token >= 0) & (token < tokens)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    grad += ((tl.load(place + item) + row) * grad_row)[:, None]
+    grad += (column * grad_column)[None, :]
+    total += (((batch * tokens + token) * heads + head) * WIDTH)[:, None] + column[None, :]
+    values = tl.load(grad, mask=mask, other=0).to(total.dtype.element_ty)
+    tl.atomic_add(total, values, mask=mask, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "slots", "per_batch", "tiles"])
+def sum_ranges(
+    total,
+    grad,
+    block,
+    order,
+    end,
+    start,
+    length,
+    place,
+    tokens,
+    heads,
+    slots,
+    per_batch,
+    tiles,
+    grad_row,
+    grad_column,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    """As `add_ranges`, bitwise the same however the programs are scheduled.
+
+    The inverse list says which ranges begin at the same token: one program sums the rows of
+    all of them, in the order of the list, and alone adds the sum to `total`. Two ranges must
+    therefore begin at the same token or have no token in common.
+
+    Grid as in `gather_ranges`; only the first of the ranges of a block has work.
+
+    Args:
+      block: int64, ascending: for each entry of the list where its range begins, -1: empty.
+      order: int64: the range of each entry.
+      end: int64: for each entry, where the entries of its block end.
+    """
+    entry, part = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    own = tl.load(block + entry)
+    before = tl.load(block + entry - 1, mask=entry > 0, other=-1)
+    if own != before:  # an empty range is never the first of a block
+        item = tl.load(order + entry)
+        batch, head = _owner(item, slots, heads, per_batch)
+        row = part * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        wide = column < WIDTH
+        token = tl.load(start + item) + row
+        there = (token >= 0) & (token < tokens)
+        columns = grad + (column * grad_column)[None, None, :]
+        found = tl.zeros([ROWS, COLUMNS], total.dtype.element_ty)
+        reach = tl.load(length + item)
+        last = tl.load(end + entry)
+        for first in range(entry.to(tl.int64), last, TERMS):
+            term = first + tl.arange(0, TERMS)
+            listed = term < last
+            ranges = tl.load(order + term, mask=listed, other=0)
+            size = tl.load(length + ranges, mask=listed, other=0)
+            begin = tl.load(place + ranges, mask=listed, other=0)
+            inside = (row[None, :] < size[:, None]) & there[None, :]  # [TERMS, ROWS]
+            offset = (begin[:, None] + row[None, :]) * grad_row
+            mask = inside[:, :, None] & wide[None, None, :]
+            values = tl.load(columns + offset[:, :, None], mask=mask, other=0)
+            found += tl.sum(values.to(found.dtype), axis=0)
+            reach = tl.maximum(reach, tl.max(size, axis=0))
+        # Beyond the longest of its ranges the tokens are another program's.
+        mask = (there & (row < reach))[:, None] & wide[None, :]
+        offset = ((batch * tokens + token) * heads + head) * WIDTH
+        sums = total + (offset[:, None] + column[None, :])
+        tl.store(sums, tl.load(sums, mask=mask, other=0) + found, mask=mask)

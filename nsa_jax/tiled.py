@@ -1,0 +1,265 @@
+"""The steps on Mosaic kernels, for either framework: bounds and rows in, public shapes out.
+
+`xp` is `jax.numpy` or `torch`, `run` calls a kernel (`Kernel.__call__`, or `interop.launch`),
+`where` has `position`, `key_start` and `compressed_start` `[B, T]` (`geometry.py` of either
+framework). Shapes are those of `types.py`; by row means in the order of a kernel's tiles,
+`token * G + head` in each (`kernels_pallas.mosaic.operands`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kernels_pallas.mosaic import band, limits, scores, selected
+from nsa_jax import unions
+from nsa_jax.config import NSAConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """What the steps need of JAX or torch.
+
+    `rows(x, index)`: `x[b, index[b]]`; `search(sorted, values, side)`: `numpy.searchsorted` of
+    every row; `cast(x, dtype)`: `x`, or a copy of another dtype; `sort(x)`: rows ascending.
+    """
+
+    xp: Any
+    run: Callable
+    rows: Callable
+    search: Callable
+    cast: Callable
+    sort: Callable
+
+    def integers(self, x):
+        return self.cast(x, self.xp.int32)
+
+    def longer(self, x, axis: int, length: int, fill=None):
+        """`x` continued along `axis` to `length` by its last entry, or by `fill`."""
+        missing = length - x.shape[axis]
+        if missing <= 0:
+            return x
+        last = x[(slice(None),) * axis + (slice(-1, None),)]
+        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+        tail = self.xp.broadcast_to(last, shape)
+        if fill is not None:
+            tail = self.xp.full_like(tail, fill)
+        return self.xp.concatenate([x, tail], axis=axis)
+
+    def by_row(self, x, tile, tiles: int):
+        """`[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""
+        batch = x.shape[0]
+        x = self.longer(self.integers(x), 1, tiles * tile.tokens)
+        x = x.reshape(batch, tiles, tile.tokens, 1)
+        x = self.xp.broadcast_to(x, (batch, tiles, tile.tokens, tile.group))
+        return self.longer(x.reshape(batch, tiles, tile.used), 2, tile.rows)
+
+    def heads_by_row(self, x, kv_heads: int, tile, tiles: int, fill: float):
+        """`[B, T, H]` as float32 `[B, Hkv, tiles, rows]`."""
+        batch, length, heads = x.shape
+        x = self.cast(x, self.xp.float32)
+        x = x.reshape(batch, length, kv_heads, heads // kv_heads)
+        x = self.longer(self.longer(x, 3, tile.group, fill), 1, tiles * tile.tokens, fill)
+        x = self.xp.moveaxis(x, 2, 1).reshape(batch, kv_heads, tiles, tile.used)
+        return self.longer(x, 3, tile.rows, fill)
+
+    def heads_of_rows(self, x, tile, length: int):
+        """`[B, Hkv, tiles, rows]` as `[B, T, H]`."""
+        batch, kv_heads, tiles, _ = x.shape
+        x = x[..., : tile.used].reshape(batch, kv_heads, tiles * tile.tokens, tile.group)
+        x = self.xp.moveaxis(x[:, :, :length], 1, 2)
+        return x.reshape(batch, length, kv_heads * tile.group)
+
+    # The last kernel of a call may add what the ones before it found: `gate` [B, T, H] scales
+    # its output, `added` [B, T, H, Dv] is added to it, and the log-sum-exp is None then.
+
+    def _attention(self, query, key, value, first, last, scale, gate, added, longest_first):
+        batch, length, heads, width = query.shape
+        spec = band.Band(
+            B=batch,
+            T=length,
+            S=key.shape[1],
+            H=heads,
+            Hkv=key.shape[2],
+            D=width,
+            Dv=value.shape[-1],
+            dtype=_name(query.dtype),
+            scale=_scale(scale, width),
+            gated=gate is not None,
+            added=added is not None,
+            longest_first=longest_first,
+            interpret=limits.interpret.get(),
+            **band.blocks_for(width, value.shape[-1], long=longest_first),
+        )
+        arrays = [query, key, value]
+        arrays += [self.by_row(x, spec.tile, spec.tiles) for x in (first, last)]
+        arrays += self._extra(gate, added, key.shape[2], spec)
+        out, lse = self.run(band.attention(spec), *arrays)
+        return out, None if spec.added else self.heads_of_rows(lse, spec.tile, length)
+
+    def _extra(self, gate, added, kv_heads, spec):
+        extra = []
+        if gate is not None:
+            extra.append(self.heads_by_row(gate, kv_heads, spec.tile, spec.tiles, 0.0))
+        return extra if added is None else [*extra, added]
+
+    def compressed(
+        self, query, key, value, where, config: NSAConfig, scale, gate=None
+    ) -> tuple[Any, Any]:
+        """`(out, lse)` over compressed tokens `[B, C, Hkv, .]`."""
+        if key.shape[1] == 0:
+            batch, length, heads, _ = query.shape
+            shape = (batch, length, heads, value.shape[-1])
+            out = self.xp.zeros_like(self.xp.broadcast_to(query[..., :1], shape))
+            lse = self.cast(out[..., 0], self.xp.float32)
+            return out, self.xp.full_like(lse, -float("inf"))
+        first, last = self.visible(where, config)
+        return self._attention(query, key, value, first, last, scale, gate, None, True)
+
+    def visible(self, where, config: NSAConfig):
+        """The compressed tokens `first .. last - 1` that each query sees, `[B, T]` both."""
+        block, stride = config.compress_block, config.compress_stride
+        count = ((where.position + (1 + stride - block)) // stride).clip(0, None)
+        return where.compressed_start, where.compressed_start + count
+
+    def sliding(
+        self, query, key, value, where, config: NSAConfig, scale, gate=None, added=None
+    ) -> tuple[Any, Any]:
+        """`(out, lse)` over the last `window` keys."""
+        last = where.key_start + where.position + 1
+        first = self.xp.maximum(where.key_start, last - config.window)
+        first, last = (x.clip(0, key.shape[1]) for x in (first, last))
+        return self._attention(query, key, value, first, last, scale, gate, added, False)
+
+    def selected(
+        self, query, key, value, indices, where, config: NSAConfig, scale, gate=None, added=None
+    ) -> tuple[Any, Any]:
+        """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`."""
+        batch, length, heads, width = query.shape
+        kv_heads, n, size = key.shape[2], indices.shape[-1], config.select_block
+        spec = selected.Selected(
+            B=batch,
+            T=length,
+            S=key.shape[1],
+            H=heads,
+            Hkv=kv_heads,
+            D=width,
+            Dv=value.shape[-1],
+            n=n,
+            block=size,
+            dtype=_name(query.dtype),
+            scale=_scale(scale, width),
+            gated=gate is not None,
+            added=added is not None,
+            interpret=limits.interpret.get(),
+        )
+        tile, tiles = spec.tile, spec.tiles
+        position, start = where.position[..., None, None], where.key_start[..., None, None]
+        begin = indices * size
+        number = self.xp.cumsum(self.xp.ones_like(where.position[:1]), axis=1) - 1
+        token = (number % tile.tokens)[..., None, None]
+        cut = self.integers(begin + size > position + 1)
+        wanted = self.integers(unions.wanted(start + begin, token, cut))
+        there = (indices >= 0) & (begin <= position)
+        wanted = self.xp.where(there, wanted, unions.NOTHING)
+        wanted = self.longer(wanted, 1, tiles * tile.tokens, unions.NOTHING)
+        wanted = self.xp.moveaxis(wanted.reshape(batch, tiles, tile.tokens, kv_heads, n), 3, 1)
+        wanted = wanted.reshape(batch, kv_heads, tiles, tile.tokens * n)
+        wanted = self.longer(wanted, 3, spec.entries, unions.NOTHING)
+        lists = unions.lists(self, wanted, spec.words)
+        last = self.by_row(where.key_start + where.position + 1, tile, tiles)
+        extra = self._extra(gate, added, kv_heads, spec)
+        out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
+        return out, None if spec.added else self.heads_of_rows(lse, tile, length)
+
+    def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
+        """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
+        log-sum-exp `[B, T, H]` of the compressed branch; sequences have at most `num_blocks`.
+        """
+        batch, length, heads, width = query.shape
+        kv_heads = key.shape[2]
+        ratio = config.select_block // config.compress_stride
+        cover = config.compress_block // config.compress_stride
+        first, last = self.visible(where, config)
+        base = where.compressed_start
+        if packed:
+            key, base = self._by_block(key, where.compressed_start, config)
+            first, last = base * ratio, base * ratio + (last - first)
+            num_blocks += key.shape[1] // ratio
+        blocks = max(-(-key.shape[1] // ratio), 1)
+        if key.shape[1] == 0:
+            key = self.xp.broadcast_to(query[:, :1, :kv_heads], (batch, 1, kv_heads, width))
+        key = self.longer(key, 1, blocks * ratio, 0.0)
+        spec = scores.Scores(
+            B=batch,
+            T=length,
+            H=heads,
+            Hkv=kv_heads,
+            D=width,
+            blocks=blocks,
+            candidates=num_blocks,
+            ratio=ratio,
+            cover=cover,
+            n=config.num_selected,
+            num_initial=config.num_initial,
+            num_local=config.num_local,
+            packed=packed,
+            dtype=_name(query.dtype),
+            scale=_scale(scale, width),
+            interpret=limits.interpret.get(),
+        )
+        tile, tiles = spec.tile, spec.tiles
+        lse = self.xp.where(lse == -float("inf"), float("inf"), lse)
+        lse = self.heads_by_row(lse, kv_heads, tile, tiles, float("inf"))
+        own = where.position // config.select_block
+        own, start = (
+            self.longer(self.integers(x), 1, tiles * tile.tokens, fill).reshape(
+                batch, tiles, tile.tokens
+            )
+            for x, fill in ((own, -1), (base, None))
+        )
+        span = self.integers(self.xp.amax(start + own + 1 - start[..., :1], axis=-1))
+        own, start = self.longer(own, 2, spec.lines, -1), self.longer(start, 2, spec.lines)
+        bounds = [self.by_row(x, tile, tiles) for x in (first, last)]
+        (best,) = self.run(scores.best_blocks(spec), query, key, lse, *bounds, own, start, span)
+        best = self.xp.moveaxis(best[..., : tile.tokens], (1, 3), (3, 4))
+        return best.reshape(batch, tiles * tile.tokens, kv_heads, -1)[:, :length]
+
+    def _by_block(self, key, start, config):
+        """Compressed keys of packed rows with every sequence in blocks of its own.
+
+        Returns `[B, blocks * r, Hkv, D]`, zeros in the gaps, and each query's first block.
+        """
+        batch, count = key.shape[:2]
+        ratio = config.select_block // config.compress_stride
+        if count == 0:
+            return key, self.xp.zeros_like(start)
+        sequences = count * config.compress_stride // config.compress_block + 1
+        places = (-(-count // ratio) + min(count, sequences)) * ratio
+        slot, target = (
+            self.xp.cumsum(self.xp.ones_like(self.xp.broadcast_to(start[:, :1], shape)), axis=1)
+            - 1
+            for shape in ((batch, count), (batch, places))
+        )
+        # A slot belongs to the last sequence of a query that starts at or before it.
+        owner = self.search(start, slot, "right") - 1
+        local = slot - self.rows(start, owner.clip(0, None))
+        local = self.xp.where(owner < 0, 1, local)
+        opens = self.xp.where(local % ratio == 0, 1, 0)
+        opened = self.xp.cumsum(opens, axis=1)
+        place = (opened - 1) * ratio + local % ratio
+        before = self.xp.concatenate([opened - opens, opened[:, -1:]], axis=1)
+        at = self.search(place, target, "left").clip(0, count - 1)
+        filled = self.rows(place, at) == target
+        key = self.xp.where(filled[..., None, None], self.rows(key, at), 0)
+        return key, self.rows(before, start)
+
+
+def _name(dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _scale(scale, width: int) -> float:
+    scale = float(width**-0.5 if scale is None else scale)
+    if not scale > 0:
+        raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")
+    return scale

@@ -1,0 +1,414 @@
+"""The steps on Mosaic kernels on torch tensors (implementation `mosaic`): Hopper GPUs.
+
+Every function is one operator `nsa::*`, bounds and launches included, on the current stream:
+`torch.compile` keeps it as it is, the host never waits for the device, and after one call of
+the same shape, which compiles the kernels, a CUDA graph can capture it. Arguments are those of
+`functional.py`, with `kv_len` never None.
+
+The backward pass computes the branches again by `fa2` where that can run the problem, else by
+`sdpa`, and has their memory bounds. It cannot be differentiated once more.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from interop.launch import ALIGNMENT, launch
+from kernels_pallas.mosaic.operands import slab_width
+from nsa_jax.config import NSAConfig
+from nsa_jax.tiled import Framework
+from nsa_jax.types import Branches
+from nsa_torch import autograd, dispatch, fa2, sdpa
+from nsa_torch.geometry import geometry
+
+FIELDS = tuple(NSAConfig.__dataclass_fields__)
+
+
+def _run(kernel, *tensors):
+    return launch(kernel, *map(_readable, tensors))
+
+
+def _readable(x):
+    """`x`, or a copy where kernels cannot read it in place.
+
+    Only bounds, gates, and what torch.compile laid out are ever copied: `dispatch.choose`
+    refuses such tensors of the caller.
+    """
+    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(x, index):
+    row = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[row, index]
+
+
+def _search(rows, values, side):
+    values = values.to(rows.dtype).contiguous()
+    return torch.searchsorted(rows.contiguous(), values, side=side)
+
+
+def _sort(x):
+    return torch.sort(x, dim=-1).values
+
+
+STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort)
+
+_config = functools.cache(NSAConfig)
+
+
+class _Place:
+    """Where the queries of one call stand, int32 `[B, T]`, as `Framework` asks for it."""
+
+    def __init__(self, query, kv_len, lengths, cu_seqlens, config, scale):
+        self.config, self.scale = _config(*config), scale
+        self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
+        where = geometry(
+            *query.shape[:2],
+            config=self.config,
+            kv_len=kv_len if lengths is None else lengths,
+            cu_seqlens=cu_seqlens,
+            device=query.device,
+        )
+        self.position = where.position.to(torch.int32)
+        self.key_start = self.compressed_start = where.key_start.to(torch.int32)
+        if cu_seqlens is not None:
+            self.compressed_start = where.compressed_start.to(torch.int32)
+
+    def run(self, step, *tensors, **options) -> Any:
+        return step(*tensors, where=self, config=self.config, scale=self.scale, **options)
+
+    def queries(self, query):
+        """`query` with zeros for padding, whose rows `selected` does not mask."""
+        if self.cu_seqlens is None:
+            return query
+        return torch.where((self.position >= 0)[..., None, None], query, 0)
+
+    # A probability of zero times a value that is NaN is NaN, so values behind the last key
+    # that a query may see are zeroed; of keys only the logits are masked.
+
+    def values(self, value):
+        """`value` [B, S, Hkv, Dv] with zeros behind the tokens that there are."""
+        if self.cu_seqlens is not None:
+            return _cut(value, self.cu_seqlens[-1:])
+        return _cut(value, self.kv_len if self.lengths is None else self.lengths)
+
+    def compressed_values(self, value):
+        """`value` [B, C, Hkv, Dv] with zeros behind the compressed tokens that there are."""
+        if self.cu_seqlens is None and self.lengths is None:
+            return value
+        return _cut(value, STEPS.visible(self, self.config)[1][:, -1])
+
+    def num_blocks(self, compressed_key) -> int:
+        """The most selection blocks that a sequence can have."""
+        longest = self.kv_len
+        if self.lengths is not None:
+            stride, block = self.config.compress_stride, self.config.compress_block
+            longest = compressed_key.shape[1] * stride + block - 1
+        return self.config.num_blocks(longest)
+
+    def best_blocks(self, query, compressed_key, lse):
+        blocks, packed = self.num_blocks(compressed_key), self.cu_seqlens is not None
+        options = {"num_blocks": blocks, "packed": packed}
+        return self.run(STEPS.best_blocks, query, compressed_key, lse, **options).contiguous()
+
+
+def _cut(x, end):
+    """`x` [B, S, ...] with zeros from index `end` on, an int or a tensor `[]`, `[1]`, `[B]`."""
+    length = x.shape[1]
+    if isinstance(end, int) and end >= length:
+        return x
+    there = torch.arange(length, device=x.device)
+    there = there < (end if isinstance(end, int) else end.reshape(-1, 1))
+    return torch.where(there.reshape(-1, length, 1, 1), x, 0)
+
+
+# The operators. Each takes its tensors, then `PLACE`; backward ones the gradient first.
+
+PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
+DEVICES = ("cpu", "cuda")
+
+
+def _compressed(query, key, value, *place):
+    place = _Place(query, *place)
+    value = place.compressed_values(value)
+    out, lse = place.run(STEPS.compressed, query, key, value)
+    return out, lse.contiguous()
+
+
+def _select(query, key, *place):
+    place = _Place(query, *place)
+    # Only the log-sum-exp is wanted: the narrowest values do.
+    value = key[..., : slab_width(key.shape[-1])].contiguous()
+    _, lse = place.run(STEPS.compressed, query, key, value)
+    return place.best_blocks(query, key, lse)
+
+
+def _selected(query, key, value, indices, *place):
+    place = _Place(query, *place)
+    query, value = place.queries(query), place.values(value)
+    out, lse = place.run(STEPS.selected, query, key, value, indices)
+    return out, lse.contiguous()
+
+
+def _sliding(query, key, value, *place):
+    place = _Place(query, *place)
+    out, lse = place.run(STEPS.sliding, query, key, place.values(value))
+    return out, lse.contiguous()
+
+
+def _attention(query, *tensors_and_place):
+    keys, values, gates, compressed, indices, clean, place = _parts(*tensors_and_place)
+    place = _Place(query, *place)
+    padded = query
+    if not clean:
+        shared = values.sliding is values.selected
+        selected = place.values(values.selected)
+        sliding = selected if shared else place.values(values.sliding)
+        values = Branches(None, selected, sliding)
+        compressed = compressed[0], place.compressed_values(compressed[1])
+        padded = place.queries(query)
+    out, lse = place.run(STEPS.compressed, query, *compressed, gate=gates.compressed)
+    found = query.new_empty(0, dtype=torch.int32)
+    if indices is None:
+        indices = found = place.best_blocks(query, compressed[0], lse)
+    local = query, keys.sliding, values.sliding
+    out, _ = place.run(STEPS.sliding, *local, gate=gates.sliding, added=out)
+    chosen = padded, keys.selected, values.selected, indices
+    out, _ = place.run(STEPS.selected, *chosen, gate=gates.selected, added=out)
+    return out, found
+
+
+def _parts(*tensors_and_place):
+    """The arguments of `nsa::attention` after the query, put together."""
+    (*tensors, indices, clean), place = tensors_and_place[:11], tensors_and_place[11:]
+    keys, values = (Branches(None, *tensors[i : i + 2]) for i in (0, 2))
+    return keys, values, Branches(*tensors[4:7]), tuple(tensors[7:9]), indices, clean, place
+
+
+def _branch_shapes(query, key, value, *rest):
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
+    shape = *query.shape[:2], key.shape[2], config[FIELDS.index("num_selected")]
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+def _attention_shapes(query, *tensors_and_place):
+    keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
+    out, _ = _branch_shapes(query, keys.selected, values.selected)
+    if indices is None:
+        return out, _select_shapes(query, keys.selected, *place)
+    return out, query.new_empty(0, dtype=torch.int32)
+
+
+def _plain(query, key, value, cu_seqlens, config):
+    """The path that the backward pass takes."""
+    packed = cu_seqlens is not None
+    problem = dispatch.problem_of(query, key, value.shape[-1], config, packed)
+    return sdpa if fa2.why_not(problem) else fa2
+
+
+def _options(kv_len, lengths, cu_seqlens, config, scale):
+    return {
+        "config": _config(*config),
+        "kv_len": kv_len if lengths is None else lengths,
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+        "with_lse": False,
+    }
+
+
+def _gradients(function, tensors, grad):
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        grads = torch.autograd.grad(function(*leaves), leaves, grad)
+    return [x.contiguous() for x in grads]
+
+
+def _branch_backward(name, grad, query, key, value, *rest):
+    indices, place = rest[:-5], rest[-5:]
+    options = _options(*place)
+    plain = _plain(query, key, value, options["cu_seqlens"], options["config"])
+    attend = getattr(plain, name)
+    return _gradients(
+        lambda *leaves: attend(*leaves, *indices, **options)[0], (query, key, value), grad
+    )
+
+
+def _attention_backward(grad, query, *tensors_and_place):
+    keys, values, _, _, indices, clean, place = _parts(*tensors_and_place)
+    options = _options(*place)
+    plain = _plain(
+        query, keys.selected, values.selected, options["cu_seqlens"], options["config"]
+    )
+
+    def attend(query, *leaves):
+        keys, values, gates, compressed, *_ = _parts(*leaves, indices, clean, *place)
+        selected, sliding = zip(keys[1:], values[1:], strict=True)
+        outputs = Branches(
+            plain.compressed_attention(query, *compressed, **options)[0],
+            plain.selected_attention(query, *selected, indices, **options)[0],
+            plain.sliding_attention(query, *sliding, **options)[0],
+        )
+        return autograd.combine(outputs, gates)
+
+    return _gradients(attend, (query, *tensors_and_place[:9]), grad)
+
+
+def _with_found(inputs, output):
+    """The inputs of `nsa::attention` with the indices in any case."""
+    indices = output[1] if inputs[10] is None else inputs[10]
+    return *inputs[:10], indices, *inputs[11:]
+
+
+def _define(name, tensors, results, function, shapes):
+    """Registers `nsa::name`; `shapes` gives outputs like those of `function`, unwritten."""
+    torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
+    torch.library.impl(f"nsa::{name}", DEVICES, function)
+    torch.library.register_fake(f"nsa::{name}", shapes)
+
+
+def _differentiate(name, tensors, floats, backward, saved=lambda inputs, output: inputs):
+    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`.
+
+    `backward` takes the gradient of the first output, then what `saved` makes of the inputs.
+    """
+
+    def shapes(grad, *inputs):
+        return [x.new_empty(x.shape) for x in inputs[:floats]]
+
+    # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
+    # and one of torch.library.custom_op would keep autograd from working inside.
+    _define(f"{name}_backward", f"Tensor grad, {tensors}", "Tensor[]", backward, shapes)
+    gradients = getattr(torch.ops.nsa, f"{name}_backward")
+
+    def keep(ctx, inputs, output):
+        inputs = saved(inputs, output)
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.set_materialize_grads(False)
+
+    @once_differentiable
+    def pull(ctx, grad, _):
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        inputs = [other if x is None else x for x, other in pairs]
+        return *gradients(grad, *inputs), *(None for _ in inputs[floats:])
+
+    torch.library.register_autograd(f"nsa::{name}", pull, setup_context=keep)
+
+
+def _define_branch(name, tensors, function):
+    _define(name, tensors, "(Tensor out, Tensor lse)", function, _branch_shapes)
+    _differentiate(name, tensors, 3, functools.partial(_branch_backward, name))
+
+
+THREE = "Tensor query, Tensor key, Tensor value"
+PAIR = "Tensor query, Tensor compressed_key"
+ALL = (
+    "Tensor query, Tensor selected_key, Tensor sliding_key, Tensor selected_value, "
+    "Tensor sliding_value, Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
+    "Tensor compressed_key, Tensor compressed_value, Tensor? block_indices, bool clean"
+)
+_define_branch("compressed_attention", THREE, _compressed)
+_define_branch("selected_attention", f"{THREE}, Tensor block_indices", _selected)
+_define_branch("sliding_attention", THREE, _sliding)
+_define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
+_define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
+_differentiate("attention", ALL, 10, _attention_backward, _with_found)
+
+
+# The functions that `dispatch.py` names.
+
+
+def _arguments(config, kv_len, cu_seqlens, scale):
+    """What `PLACE` describes."""
+    lengths = kv_len if isinstance(kv_len, Tensor) else None
+    kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
+    numbers = [getattr(config, name) for name in FIELDS]
+    return kv_len, lengths, cu_seqlens, numbers, None if scale is None else float(scale)
+
+
+def compressed_attention(
+    query,
+    compressed_key,
+    compressed_value,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """`functional.compressed_attention`."""
+    place = _arguments(config, kv_len, cu_seqlens, scale)
+    operator = torch.ops.nsa.compressed_attention
+    out, lse = operator(query, compressed_key, compressed_value, *place)
+    return out, lse.detach()
+
+
+def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
+    """`functional.select_blocks`; the normalisation is a pass of its own here."""
+    place = _arguments(config, kv_len, cu_seqlens, scale)
+    return torch.ops.nsa.select_blocks(query.detach(), compressed_key.detach(), *place)
+
+
+def selected_attention(
+    query,
+    key,
+    value,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    with_lse=True,
+):
+    """`functional.selected_attention`."""
+    place = _arguments(config, kv_len, cu_seqlens, scale)
+    operator = torch.ops.nsa.selected_attention
+    out, lse = operator(query, key, value, block_indices, *place)
+    return out, lse.detach()
+
+
+def sliding_attention(
+    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+):
+    """`functional.sliding_attention`."""
+    place = _arguments(config, kv_len, cu_seqlens, scale)
+    out, lse = torch.ops.nsa.sliding_attention(query, key, value, *place)
+    return out, lse.detach()
+
+
+def attention(
+    query: Tensor,
+    key: Branches,
+    value: Branches,
+    gates: Branches[Tensor],
+    compressed: tuple[Tensor, Tensor],
+    block_indices: Tensor | None,
+    *,
+    config: NSAConfig,
+    kv_len: int | Tensor,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    clean: bool = False,
+) -> Tensor:
+    """All steps: gates and the sum of the branches are part of the last kernels.
+
+    Args:
+      key, value: the compressed field is not read.
+      compressed: `(k_cmp, v_cmp)`.
+      clean: whether keys and values that no query may look at are finite, as in a cache, so
+        that they need not be copied to be kept out.
+    """
+    place = _arguments(config, kv_len, cu_seqlens, scale)
+    tensors = *key[1:], *value[1:], *gates, *compressed, block_indices
+    return torch.ops.nsa.attention(query, *tensors, clean, *place)[0]

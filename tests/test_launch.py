@@ -1,0 +1,510 @@
+"""Mosaic GPU kernels on torch tensors: refusals, what lowering starts, the call of the driver.
+
+The GPU part holds a stream back by a delay (`torch.cuda._sleep`), so that a launch on another
+stream, or a host that waits, shows every time.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from interop import launch as module
+from interop.launch import launch, lower, prepare
+from kernels_pallas.kernel import Kernel
+from tests import cross_compile
+
+N = 4096
+DELAY = 300_000_000  # clock cycles, above 0.1 s
+FLOATS = jax.ShapeDtypeStruct((N,), jnp.float32)
+SQUARE = jax.ShapeDtypeStruct((64, N // 64), jnp.float32)
+HALVES = jax.ShapeDtypeStruct((N,), jnp.bfloat16)
+
+
+def new_tiny():
+    """`x + 2 y` in float32 and `x - y` in bfloat16, of x in float32 and y in bfloat16."""
+
+    def body(x, y, total, difference):
+        part = pl.ds(jax.lax.axis_index("part") * 128, 128)
+        a, b = x[part], y[part].astype(jnp.float32)
+        total[part] = a + 2 * b
+        difference[part] = (a - b).astype(jnp.bfloat16)
+
+    call = plgpu.kernel(body, out_type=[FLOATS, HALVES], grid=(N // 128,), grid_names=("part",))
+    return Kernel("tiny", call, (FLOATS, HALVES), (FLOATS, HALVES))
+
+
+tiny = functools.cache(new_tiny)
+
+
+def spilling():
+    """Holds more values alive than a thread has registers."""
+
+    def body(x, out):
+        values = [x[pl.ds(i * N, N)] for i in range(10)]  # 32 registers each, of 255
+        total = jnp.sum(functools.reduce(jnp.add, values))
+        out[...] = functools.reduce(jnp.multiply, [value + total for value in values])
+
+    many = jax.ShapeDtypeStruct((10 * N,), jnp.float32)
+    return Kernel("spilling", plgpu.kernel(body, out_type=[FLOATS]), (many,), (FLOATS,))
+
+
+def aligned(size, dtype=torch.float32, offset=0):
+    """Zeros in CPU memory, `offset` bytes after a multiple of 256."""
+    bytes_ = torch.zeros(size * dtype.itemsize + 512, dtype=torch.uint8)
+    start = -bytes_.data_ptr() % 256 + offset
+    return bytes_[start : start + size * dtype.itemsize].view(dtype)
+
+
+def good_inputs():
+    return [aligned(N), aligned(N, torch.bfloat16)]
+
+
+# Kernel
+
+
+def _with(call, inputs=(FLOATS,), outputs=(FLOATS,)):
+    return Kernel("sample", call, inputs, outputs)
+
+
+def test_a_kernel_reshapes_its_arrays_and_returns_a_tuple():
+    kernel = _with(lambda x, y: [x + y], (SQUARE, SQUARE), (SQUARE,))
+    x, y = np.ones(N, np.float32), jnp.ones((2, N // 2), jnp.float32)
+    outputs = kernel(x, y)
+    assert isinstance(outputs, tuple)
+    assert outputs[0].shape == SQUARE.shape and float(outputs[0].sum()) == 2 * N
+
+
+def test_a_kernel_refuses_other_arrays():
+    kernel = _with(lambda x: [x])
+    with pytest.raises(ValueError, match="sample takes 1 arrays, got 2"):
+        kernel(jnp.zeros(N), jnp.zeros(N))
+    with pytest.raises(ValueError, match=r"argument 0 of sample must.*float32.*got int32"):
+        kernel(jnp.zeros(N, jnp.int32))
+    with pytest.raises(ValueError, match=r"must.*4096 elements of \(4096,\), got.*\(5,\)"):
+        kernel(jnp.zeros(5))
+
+
+def test_kernels_are_compared_by_identity():
+    assert new_tiny() != new_tiny()
+    assert {tiny(): 1}[tiny()] == 1
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("position", "tensor", "message"),
+    [
+        (0, np.zeros(N, np.float32), "argument 0 of tiny must be a torch.Tensor, got ndarray"),
+        (1, None, "argument 1 of tiny must be a torch.Tensor, got NoneType"),
+        (1, aligned(N), "argument 1 of tiny must have dtype torch.bfloat16, got torch.float32"),
+        (0, aligned(N - 1), r"must have the 4096 elements of \(4096,\), got \(4095,\)"),
+        (0, aligned(2 * N)[::2], r"must be contiguous, got .* strides \(2,\): pass a copy"),
+        (0, aligned(N, offset=16), "must start at a multiple of 256 bytes, got 0x.*: pass a c"),
+        (0, aligned(N).requires_grad_(), "must not require a gradient"),
+        (0, aligned(N), "argument 0 of tiny must be on a GPU, got cpu"),
+    ],
+)
+def test_inputs_that_are_refused(position, tensor, message):
+    tensors = good_inputs()
+    tensors[position] = tensor
+    with pytest.raises(ValueError, match=message):
+        launch(tiny(), *tensors)
+
+
+def test_a_gradient_may_be_required_where_none_is_recorded():
+    x, y = good_inputs()
+    with torch.no_grad(), pytest.raises(ValueError, match="on a GPU"):
+        launch(tiny(), x.requires_grad_(), y)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_tensors_is_refused(count):
+    with pytest.raises(ValueError, match=f"tiny takes argument 0, argument 1: 2, got {count}"):
+        launch(tiny(), *[aligned(N)] * count)
+
+
+def test_outputs_that_are_refused():
+    with pytest.raises(ValueError, match=r"tiny takes out\[0\], out\[1\]: 2, got 1"):
+        launch(tiny(), *good_inputs(), out=[aligned(N)])
+    with pytest.raises(ValueError, match=r"out\[1\] of tiny must have dtype torch.bfloat16"):
+        launch(tiny(), *good_inputs(), out=[aligned(N), aligned(N)])
+
+
+def test_only_a_gpu_is_prepared():
+    with pytest.raises(ValueError, match="device must be a GPU, got cpu"):
+        prepare(tiny(), "cpu")
+
+
+def test_another_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    with pytest.raises(
+        NotImplementedError, match=r"tiny needs .* 9\.0 .*, got 10\.0 on cuda:0"
+    ):
+        module._load(tiny(), 0)
+
+
+def test_the_plugin_is_asked_for(monkeypatch):
+    monkeypatch.setattr(module, "PLUGINS", ("jax_plugins.none",))
+    with pytest.raises(RuntimeError, match=r"plugin is missing: pip install 'jax\[cuda13\]'"):
+        module._compiler.__wrapped__()
+
+
+# Lowering
+
+
+def test_lowering_gives_bytecode():
+    assert lower(tiny()).startswith(b"ML\xefR")
+
+
+_copy = plgpu.kernel(lambda x, out: out.__setitem__(..., x[...]), out_type=[FLOATS])
+_two = tiny().call
+_semaphore = plgpu.kernel(
+    lambda x, out, scratch: out.__setitem__(..., x[...]),
+    out_type=[FLOATS],
+    scratch_types=[plgpu.SemaphoreType.REGULAR],
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (_with(lambda x: [x + 1]), r"exactly one Mosaic GPU kernel, got \['stablehlo"),
+        (_with(lambda x: [x]), r"exactly one Mosaic GPU kernel, got \[\]"),
+        (_with(lambda x: _copy(x + 1)), "stablehlo.add.*mosaic_gpu_v2"),
+        (_with(lambda x: _copy(_copy(x)[0])), "got .'mosaic_gpu_v2', 'mosaic_gpu_v2'"),
+        (_with(jax.jit(lambda x: _copy(x))), "func.call.*func.func"),
+        (_with(_semaphore), "stablehlo.*mosaic_gpu_v2"),
+        (
+            _with(lambda y, x: _two(x, y), (HALVES, FLOATS), (FLOATS, HALVES)),
+            "sample must pass all its arguments to the kernel, in their order",
+        ),
+        (_with(lambda x, unused: _copy(x), (FLOATS, FLOATS)), "pass all its arguments"),
+        (
+            _with(lambda x, y: _two(x, y)[::-1], (FLOATS, HALVES), (HALVES, FLOATS)),
+            "sample must return all results of the kernel, in their order",
+        ),
+        (_with(lambda x, y: _two(x, y)[:1], (FLOATS, HALVES)), "return all results"),
+        (
+            _with(_copy, outputs=(HALVES,)),
+            r"must return \['bfloat16\[4096\]'\], got \['float32\[4096\]'\]",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value.name,
+)
+def test_anything_but_one_kernel_is_refused(kernel, message):
+    with pytest.raises(ValueError, match=message):
+        lower(kernel)
+
+
+def test_lowering_hides_the_devices_from_its_own_thread_only():
+    original, devices = jax.local_devices, jax.local_devices()
+    seen = {}
+
+    def call(x):
+        look = lambda name: seen.update({name: jax.local_devices()})
+        look("here")
+        other = threading.Thread(target=look, args=("elsewhere",))
+        other.start()
+        other.join()
+        return _copy(x)
+
+    lower(_with(call))
+    assert seen["elsewhere"] == devices and seen["here"] != devices
+    assert jax.local_devices is original
+
+
+def test_lowering_starts_no_backend_and_leaves_them_usable(tmp_path):
+    script = """
+        import jax
+        from jax._src import xla_bridge
+        from interop.launch import lower
+        from tests.test_launch import new_tiny
+
+        before = lower(new_tiny())
+        assert not xla_bridge.backends_are_initialized()
+        assert float(jax.numpy.arange(4.0).sum()) == 6
+        assert xla_bridge.backends_are_initialized()
+        assert jax.devices()[0].client is jax.numpy.zeros(3).devices().pop().client
+        assert len(lower(new_tiny())) == len(before)
+    """
+    cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
+
+
+# Compilation, and the call of a driver that only writes down
+
+
+def test_cross_compilation_reports_registers_and_spills():
+    place = f"{__name__}:"
+    clean, bad = cross_compile.compile_report(
+        [(place + "new_tiny", {}), (place + "spilling", {})]
+    )
+    assert clean["name"] == "tiny" and 0 < clean["registers"] < 64
+    assert clean["spill_store_bytes"] == clean["spill_load_bytes"] == 0
+    assert clean["remarks"] == []
+    assert bad["spill_store_bytes"] > 0 and bad["spill_load_bytes"] > 0
+    assert bad["remarks"]
+
+
+def test_cross_compilation_fails_aloud():
+    with pytest.raises(RuntimeError, match="no attribute 'no_such_builder'"):
+        cross_compile.compile_report([(f"{__name__}:no_such_builder", {})])
+
+
+def test_a_launch_hands_the_driver_function_stream_and_addresses_in_order(tmp_path):
+    script = """
+        import ctypes, threading
+        from interop import launch
+        from tests.test_launch import tiny
+
+        driver = ctypes.CDLL("libcuda.so.1")
+        record = (ctypes.c_uint64 * 70)()
+        launcher = launch._compile(tiny(), 0)
+        driver.fake_record(record)
+        assert record[0] == launch.RELAXED and driver.fake_depth() == 0
+        mode = ctypes.c_int(0)
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        assert mode.value == 0
+
+        driver.fake_expect(4)
+        launcher(0x1230, [0x100, 0x200, 0x300, 0x400])
+        driver.fake_record(record)
+        launches, function, stream, context = record[2:6]
+        assert launches == 1 and function and stream == 0x1230 and context
+        assert record[6:10] == [0x100, 0x200, 0x300, 0x400]
+        assert driver.fake_depth() == 0
+
+        thread = threading.Thread(target=launcher, args=(0, [0x500, 0x600, 0x700, 0x800]))
+        thread.start()
+        thread.join()
+        driver.fake_record(record)
+        assert record[2:6] == [2, function, 0, context]
+        assert record[6:10] == [0x500, 0x600, 0x700, 0x800]
+    """
+    cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
+
+
+# On a GPU
+
+
+def inputs_on_gpu(seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(N, device="cuda", generator=generator)
+    return x, torch.randn(N, device="cuda", generator=generator).bfloat16()
+
+
+def expected(x, y):
+    return x + 2 * y.float(), (x - y.float()).bfloat16()
+
+
+def assert_same(outputs, wanted):
+    for output, want in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(output, want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_result_is_that_of_torch_and_of_jax():
+    x, y = inputs_on_gpu()
+    outputs = launch(tiny(), x.view(2, -1), y)
+    assert isinstance(outputs, tuple)
+    assert_same(outputs, expected(x, y))
+    arrays = tiny()(
+        jnp.asarray(x.cpu().numpy()), jnp.asarray(y.float().cpu().numpy(), HALVES.dtype)
+    )
+    for array, output in zip(arrays, outputs, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(array, np.float32), output.float().cpu().numpy()
+        )
+
+
+@pytest.mark.gpu
+def test_out_is_written_and_returned():
+    x, y = inputs_on_gpu()
+    out = [torch.empty(64, N // 64, device="cuda"), torch.empty_like(y)]
+    outputs = launch(tiny(), x, y, out=out)
+    assert all(a is b for a, b in zip(outputs, out, strict=True))
+    assert_same([output.view(-1) for output in outputs], expected(x, y))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["default", "side"])
+def test_a_launch_follows_the_current_stream_and_does_not_wait(kind):
+    values, y = inputs_on_gpu()
+    stream = torch.cuda.default_stream() if kind == "default" else torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x = torch.empty_like(values)
+        for scale, delay in (0, 1), (1, DELAY):  # the first loads all code and takes memory
+            torch.cuda._sleep(delay)
+            torch.mul(values, scale, out=x)
+            outputs = launch(tiny(), x, y)
+        assert not stream.query(), "the host waited"
+        assert_same(outputs, expected(values, y))
+
+
+@pytest.mark.gpu
+def test_freed_memory_is_reused_in_stream_order():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x, y = inputs_on_gpu()
+        wanted = expected(x, y)
+        torch.cuda._sleep(DELAY)
+        outputs = launch(tiny(), x, y)
+        del x, y
+        junk = [torch.full((N,), -5.0, device="cuda") for _ in range(4)]
+        assert_same(outputs, wanted)
+        del junk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_device_is_that_of_the_tensors():
+    x, y = (tensor.to("cuda:1") for tensor in inputs_on_gpu())
+    outputs = launch(tiny(), x, y)
+    assert torch.cuda.current_device() == 0
+    assert_same(outputs, expected(x, y))
+    with pytest.raises(ValueError, match="argument 1 of tiny must be on cuda:1, got cuda:0"):
+        launch(tiny(), x, y.to("cuda:0"))
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_is_replayed():
+    prepare(tiny(), "cuda")
+    x, y = (tensor.clone() for tensor in inputs_on_gpu())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = launch(tiny(), x, y)
+    for seed in (1, 2):
+        for static, value in zip((x, y), inputs_on_gpu(seed), strict=True):
+            static.copy_(value)
+        graph.replay()
+        assert_same(outputs, expected(x, y))
+
+
+@pytest.mark.gpu
+def test_a_first_compilation_during_capture_is_refused():
+    x, y = inputs_on_gpu()
+    kernel = new_tiny()
+    refused = pytest.raises(RuntimeError, match="must be compiled before a CUDA graph")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        z = x + 1
+        launch(kernel, z, y)
+    assert_same(launch(kernel, x, y), expected(x, y))
+
+
+@pytest.mark.gpu
+def test_a_compilation_while_another_thread_captures():
+    # In a process of its own, which a refusal of the driver would end.
+    script = """
+        import threading, torch
+        from interop.launch import launch, prepare
+        from tests.test_launch import assert_same, expected, inputs_on_gpu, new_tiny
+
+        first, second = new_tiny(), new_tiny()
+        prepare(first, "cuda")
+        x, y = inputs_on_gpu()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = launch(first, x, y)
+            thread = threading.Thread(target=prepare, args=(second, "cuda:0"))
+            thread.start()
+            thread.join()
+        graph.replay()
+        assert_same(outputs, expected(x, y))
+        assert_same(launch(second, x, y), expected(x, y))
+    """
+    _run_on_gpu(script)
+
+
+@pytest.mark.gpu
+def test_threads_compile_once_and_launch_at_once(monkeypatch):
+    compiled = []
+    compile_ = module._compile
+    monkeypatch.setattr(
+        module, "_compile", lambda *arguments: compiled.append(1) or compile_(*arguments)
+    )
+    kernel, count = new_tiny(), 8
+    inputs = [inputs_on_gpu(seed) for seed in range(count)]
+    torch.cuda.synchronize()
+    results, start = {}, threading.Barrier(count)
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        start.wait()
+        for _ in range(100):
+            with torch.cuda.stream(stream):
+                results[i] = launch(kernel, *inputs[i])
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1
+    for i in range(count):
+        assert_same(results[i], expected(*inputs[i]))
+
+
+@pytest.mark.gpu
+def test_a_thread_that_has_not_called_cuda_may_launch():
+    x, y = inputs_on_gpu()
+    out = launch(tiny(), x, y)
+    wanted = expected(x, y)
+    for tensor in out:
+        tensor.zero_()
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=launch, args=(tiny(), x, y), kwargs={"out": out})
+    thread.start()
+    thread.join()
+    assert_same(out, wanted)
+
+
+@pytest.mark.gpu
+def test_refusals_on_a_gpu():
+    x, y = inputs_on_gpu()
+    with pytest.raises(ValueError, match="argument 1 of tiny must be on cuda:0, got cpu"):
+        launch(tiny(), x, aligned(N, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"out\[0\] of tiny must be on cuda:0, got cpu"):
+        launch(tiny(), x, y, out=[aligned(N), y])
+    with pytest.raises(ValueError, match=r"must be contiguous, got .* \(2,\)"):
+        launch(tiny(), torch.zeros(2 * N, device="cuda")[::2], y)
+    with pytest.raises(ValueError, match="multiple of 256 bytes"):
+        launch(tiny(), torch.zeros(N + 4, device="cuda")[4:], y)
+
+
+@pytest.mark.gpu
+def test_a_launch_starts_no_jax_client_and_stands_beside_one():
+    script = """
+        import jax, torch
+        from jax._src import xla_bridge
+        from interop.launch import launch
+        from tests.test_launch import assert_same, expected, inputs_on_gpu, new_tiny
+
+        x, y = inputs_on_gpu()
+        assert_same(launch(new_tiny(), x, y), expected(x, y))
+        assert not xla_bridge.backends_are_initialized()
+        assert jax.numpy.zeros(3).devices().pop().platform == "gpu"
+        assert_same(launch(new_tiny(), x, y), expected(x, y))
+        assert jax.numpy.zeros(3).devices().pop().platform == "gpu"
+    """
+    _run_on_gpu(script)
+
+
+def _run_on_gpu(script):
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        check=True,
+        cwd=cross_compile.ROOT,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )

@@ -1,0 +1,110 @@
+"""Mosaic kernels compiled for Hopper on any machine: registers, spills, shared memory."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas.mosaic.operands import REGISTERS, SMEM_BYTES
+from nsa_jax import mosaic
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+from tests.cross_compile import compile_report
+from tests.inputs import PAPER, Case
+
+PAPER_SHAPE = Case(65536, 65536, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16")
+SHAPES = {
+    "paper": PAPER_SHAPE,
+    "wide": dataclasses.replace(PAPER_SHAPE, D=192),
+    "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
+    "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="bfloat16"),
+    "small": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="bfloat16"),
+    "float16": Case(8192, 8192, 64, 4, 128, 128, 1, PAPER, dtype="float16"),
+}
+# As far as `limits.why_not` goes.
+EDGES = {
+    "widest": dataclasses.replace(
+        PAPER_SHAPE, H=4, D=256, Dv=256, config=NSAConfig(select_block=128, num_selected=64)
+    ),
+    "narrowest": dataclasses.replace(PAPER_SHAPE, D=16, Dv=16, config=NSAConfig(1, 1, 16)),
+    "G64": dataclasses.replace(PAPER_SHAPE, H=64, Hkv=1, T=1000),
+    "all forced": dataclasses.replace(PAPER_SHAPE, config=NSAConfig(num_selected=3)),
+    "one token": dataclasses.replace(PAPER_SHAPE, T=1),
+}
+EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
+# Registers a thread that the occupancy meant for each kernel leaves: one block of three
+# warpgroups, three blocks of one, or as many as a thread can have.
+ALLOWED = {
+    "band_attention": REGISTERS // (3 * 128) // 8 * 8,
+    "selected_attention": REGISTERS // (3 * 128) // 8 * 8,
+    "best_blocks": 255,
+}
+
+
+@functools.cache
+def kernels(name):
+    """The kernels that `nsa_jax.mosaic` builds for a shape."""
+    case, found = (SHAPES | EDGES)[name], []
+
+    def record(kernel, *arrays):
+        assert [x.size for x in arrays] == [x.size for x in kernel.inputs]
+        found.append(kernel)
+        return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
+
+    def array(*shape, dtype=case.dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    count = case.config.num_compressed(case.S)
+    query = array(case.B, case.T, case.H, case.D)
+    key, value = (array(case.B, case.S, case.Hkv, width) for width in (case.D, case.Dv))
+    compressed = [array(case.B, count, case.Hkv, width) for width in (case.D, case.Dv)]
+    gates = Branches.each(array(case.B, case.T, case.H))
+    indices = array(case.B, case.T, case.Hkv, case.config.num_selected, dtype="int32")
+    keys = Branches.each(key), Branches.each(value)
+    calls = [(mosaic.attention, query, *keys, gates, compressed, None)]
+    calls += EACH_STEP.count(name) * [
+        (mosaic.compressed_attention, query, *compressed),
+        (mosaic.select_blocks, query, compressed[0]),
+        (mosaic.selected_attention, query, key, value, indices),
+        (mosaic.sliding_attention, query, key, value),
+    ]
+    with mock.patch.object(mosaic, "STEPS", dataclasses.replace(mosaic.STEPS, run=record)):
+        for function, *arrays in calls:
+            function = functools.partial(function, config=case.config, kv_len=case.S)
+            jax.eval_shape(function, *arrays)
+    return tuple(dict.fromkeys(found))
+
+
+def build(name, index):
+    return kernels(name)[index]
+
+
+def compiled(names):
+    """What ptxas says of all kernels of these shapes, and the shape."""
+    wanted = [(name, i) for name in names for i in range(len(kernels(name)))]
+    place = f"{__name__}:build"
+    reports = compile_report([(place, {"name": name, "index": i}) for name, i in wanted])
+    return [{"shape": name} | report for (name, _), report in zip(wanted, reports, strict=True)]
+
+
+def test_kernels_fit_the_chip():
+    reports = compiled(SHAPES)
+    assert {report["name"] for report in reports} == ALLOWED.keys()
+    bad = [
+        report
+        for report in reports
+        if report["spill_store_bytes"]
+        or report["spill_load_bytes"]
+        or report["remarks"]
+        or report["registers"] > ALLOWED[report["name"]]
+        or report["shared_bytes"] > SMEM_BYTES
+    ]
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_is_not_refused_compiles(name):
+    assert all(report["shared_bytes"] <= SMEM_BYTES for report in compiled([name]))

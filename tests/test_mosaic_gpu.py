@@ -1,0 +1,205 @@
+"""Mosaic kernels on a Hopper GPU: the checks of `test_mosaic.py` on larger shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+import nsa_jax
+from nsa_jax.config import NSAConfig
+from tests.inputs import PAPER, Case, call, problem
+from tests.test_mosaic import (
+    ARRAYS,
+    PACKED,
+    TIES,
+    attention,
+    check_any_blocks,
+    check_steps,
+    check_ties,
+    run,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+
+MIDDLE = NSAConfig(num_selected=8, window=200)
+GROUPS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+ALL = ("compressed_attention", "scores", "selected_attention", "sliding_attention", "whole")
+PAPER_HEADS = Case(1337, 1337, 32, 2, 192, 128, 1, PAPER, dtype="bfloat16")
+CASES = (
+    *(Case(777, 777, 2 * G, 2, 64, 64, 1, MIDDLE, dtype="bfloat16") for G in GROUPS),
+    PAPER_HEADS,
+    dataclasses.replace(PAPER_HEADS, D=128, B=2, T=301, S=2049, dtype="float16"),
+    dataclasses.replace(PAPER_HEADS, D=256, Dv=256, H=8, T=500, S=500),
+    dataclasses.replace(PAPER_HEADS, D=48, Dv=96, H=6, config=MIDDLE, B=3, T=200, S=900),
+    # More blocks than scores are held at a time.
+    dataclasses.replace(PAPER_HEADS, D=128, H=16, Hkv=1, T=65, S=65536),
+    dataclasses.replace(
+        PAPER_HEADS,
+        H=12,
+        T=1500,
+        S=1500,
+        config=MIDDLE,
+        segments=(700, 1, 33, 1, 500, 200, -65),
+    ),
+    dataclasses.replace(
+        PAPER_HEADS,
+        D=64,
+        T=300,
+        S=900,
+        config=MIDDLE,
+        segments=(1,) * 50 + (600, 230, -20),
+        dtype="float16",
+    ),
+    dataclasses.replace(PAPER_HEADS, T=9, S=9),  # no compressed token
+    PACKED,
+    dataclasses.replace(
+        PAPER_HEADS, config=NSAConfig(16, 16, 16, num_selected=64, window=0), H=4, T=600, S=3000
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps(case, name):
+    check_steps(problem(case), (name,))
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_any_blocks_in_any_order(scale):
+    for heads in (2, 6, 32):
+        check_any_blocks(problem(dataclasses.replace(CASES[0], H=heads, T=701, S=777)), scale)
+
+
+@pytest.mark.parametrize("case", TIES, ids=str)
+def test_ties_go_to_the_lower_block(case):
+    check_ties(case)
+
+
+def test_repeat_runs_are_bitwise_equal():
+    p = problem(dataclasses.replace(PAPER_HEADS, T=4096, S=4096))
+    runs = [np.asarray(attention(p)) for _ in range(3)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_array_equal(runs[0], runs[2])
+
+
+def test_automatic_choice_takes_the_kernels():
+    p = problem(PAPER_HEADS)
+    plan = nsa_jax.explain(p.query, p.key, p.value, config=PAPER)
+    assert [choice.implementation for choice in plan] == ["mosaic"] * 4
+    np.testing.assert_array_equal(
+        *(np.asarray(attention(p, name)) for name in (None, "mosaic"))
+    )
+
+
+def test_vmap_and_shard_map_change_nothing():
+    p = problem(dataclasses.replace(CASES[6], B=2, T=300, S=300))
+    arrays = [getattr(p, name) for name in ARRAYS]
+    whole = functools.partial(nsa_jax.attention, config=MIDDLE, implementation="mosaic")
+    spec, devices = PartitionSpec("batch", None, "heads"), np.array(jax.devices()[:1])
+    mesh = Mesh(devices.reshape(1, 1), ("batch", "heads"))
+    sharded = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec)
+    want = np.asarray(call(whole, *arrays))
+    np.testing.assert_array_equal(np.asarray(call(sharded, *arrays)), want)
+    mapped = call(jax.vmap(whole), *(x[:, None] for x in arrays))
+    np.testing.assert_array_equal(np.asarray(mapped)[:, 0], want)
+
+
+@pytest.mark.parametrize("segments", [None, (300, 1, 399, -77)], ids=["", "packed"])
+def test_gradients_are_those_of_xla(segments):
+    p = problem(dataclasses.replace(CASES[6], segments=segments))
+    weights = problem(p.case, 1).query
+
+    def gradients(implementation):
+        def loss(*arrays):
+            options = {"config": MIDDLE, "segment_ids": p.segment_ids}
+            out = nsa_jax.attention(*arrays, implementation=implementation, **options)
+            return (out.astype(jnp.float32) * weights.astype(jnp.float32)).sum()
+
+        return call(jax.grad(loss, (0, 1, 2, 3)), *(getattr(p, name) for name in ARRAYS))
+
+    for got, want in zip(gradients("mosaic"), gradients("xla"), strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        # The order of a scatter-add is not fixed.
+        np.testing.assert_allclose(got, want, atol=2.0**-7 * abs(want).max())
+
+
+def test_cached_attention_in_chunks():
+    case = dataclasses.replace(PAPER_HEADS, D=128, B=2, T=1000, S=1000)
+    p = problem(case)
+    cache = nsa_jax.init_cache(2, 1024, 2, 128, 128, config=PAPER, dtype=jnp.bfloat16)
+    step = jax.jit(
+        functools.partial(nsa_jax.cached_attention, config=PAPER, implementation="mosaic")
+    )
+    outs, begin = [], 0
+    for size in (500, 499, 1):
+        new = [getattr(p, name)[:, begin : begin + size] for name in ARRAYS]
+        out, cache = step(*new, cache)
+        outs.append(out)
+        begin += size
+    got, want = (
+        np.asarray(x, np.float32) for x in (jnp.concatenate(outs, axis=1), attention(p, "xla"))
+    )
+    np.testing.assert_allclose(got, want, atol=8 * 2.0**-8 * abs(want).max())
+
+
+@pytest.mark.parametrize("segments", [(300, 400, -77), (1,) * 99 + (-678,)], ids=len)
+def test_padding_may_be_nan(segments):
+    p = problem(dataclasses.replace(CASES[6], segments=segments))
+    padding = np.asarray(p.segment_ids)[0] < 0
+    poisoned = [getattr(p, name).at[:, padding].set(jnp.nan) for name in ARRAYS[:3]]
+    clean, out = (
+        attention(p),
+        attention(
+            dataclasses.replace(p, query=poisoned[0], key=poisoned[1], value=poisoned[2])
+        ),
+    )
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(clean))
+    assert not np.asarray(out, np.float32)[:, padding].any()
+
+
+def test_offsets_above_31_bits():
+    """The last of more than 2**31 elements of the query are those of a small problem."""
+    length, few = 131072 + 64, 100
+    key = jax.random.key(0)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def normal(seed, tokens, heads):
+        return jax.random.normal(
+            jax.random.fold_in(key, seed), (1, tokens, heads, 128), jnp.bfloat16
+        )
+
+    query, keys, values = (normal(i, length, heads) for i, heads in enumerate((128, 8, 8)))
+    assert query.size > 2**31
+    where = {"config": PAPER, "kv_len": length}
+    compressed = [call(nsa_jax.compress, x, config=PAPER) for x in (keys, values)]
+    tail = query[:, -few:]
+    indices = run("select_blocks", query, compressed[0], **where)
+    steps = {
+        "select_blocks": compressed[:1],
+        "compressed_attention": compressed,
+        "selected_attention": [keys, values, indices],
+        "sliding_attention": [keys, values],
+    }
+    for name, arrays in steps.items():
+        large = run(name, query, *arrays, **where)
+        large = [np.asarray(x[:, -few:]) for x in jax.tree.leaves(large)]
+        if name == "selected_attention":
+            arrays[2] = indices[:, -few:]
+        small = call(getattr(nsa_jax, name), tail, *arrays, implementation="xla", **where)
+        for got, want in zip(large, jax.tree.leaves(small), strict=True):
+            if got.dtype == np.int32:
+                np.testing.assert_array_equal(got, np.asarray(want))
+                continue
+            got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+            np.testing.assert_allclose(got, want, atol=4 * 2.0**-8 * abs(want).max())

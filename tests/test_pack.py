@@ -1,0 +1,453 @@
+"""Packing against torch indexing: on a GPU, and without one in Triton's interpreter.
+
+Triton decides when it is imported whether kernels are interpreted. So this file runs once more
+in a process of its own, under TRITON_INTERPRET=1, where the tests of the kernels take tensors
+on the CPU.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import records
+from nsa_torch import NSAConfig, fa2, packing, select
+from nsa_torch.chunks import Rows
+from nsa_torch.geometry import geometry
+from nsa_torch.packing import Ranges
+from tests.inputs import Case
+from tests.torch_inputs import FEW, check_branch, on_the_cpu
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+GPU = () if INTERPRETED else (pytest.mark.gpu,)
+ROOT = Path(__file__).parents[1]
+TRITON = importlib.util.find_spec("triton") is not None
+
+TINY = NSAConfig(4, 4, 4, num_selected=2, num_initial=1, num_local=1, window=4)
+ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=2, window=4)
+LONG = NSAConfig(8, 8, 128, num_selected=3, num_initial=0, num_local=1, window=4)
+
+
+def kernel(test):
+    """A test of kernels: here where they are interpreted, elsewhere on a GPU."""
+    for mark in GPU:
+        test = mark(test)
+    return test
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Some selections; `lengths` packs sequences in the row, `kv_lens` differ by row."""
+
+    T: int
+    S: int
+    D: int
+    config: NSAConfig = ODD
+    B: int = 1
+    Hkv: int = 2
+    lengths: tuple[int, ...] | None = None
+    kv_lens: tuple[int, ...] | None = None
+    strided: bool = False
+
+    def __str__(self):
+        return "-".join(str(x) for x in dataclasses.astuple(self) if not isinstance(x, tuple))
+
+    def where(self, device):
+        cu_seqlens, kv_len = None, self.S
+        if self.lengths is not None:
+            cu_seqlens = torch.tensor([0, *self.lengths], device=device).cumsum(0)
+        if self.kv_lens is not None:
+            kv_len = torch.tensor(self.kv_lens, device=device)
+        return geometry(
+            self.B,
+            self.T,
+            config=self.config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            device=torch.device(device),
+        )
+
+    def selection(self, device):
+        """Random blocks, with empty slots and a few that begin behind their query."""
+        make = torch.Generator().manual_seed(self.T)
+        where, config = self.where("cpu"), self.config
+        count = config.num_blocks(self.S)
+        scores = torch.rand(self.B, self.T, self.Hkv, count, generator=make)
+        own = where.position[:, :, None].div(config.select_block, rounding_mode="floor")
+        blocks = select.select_from_scores(scores, own, config)
+        blocks[torch.rand(blocks.shape, generator=make) < 0.1] = -1
+        blocks[torch.rand(blocks.shape, generator=make) < 0.05] = count
+        return self.where(device), blocks.to(device)
+
+    def ranges(self, queries=slice(None), device=DEVICE):
+        where, blocks = self.selection(device)
+        ranges, bounds = packing.selected_ranges(where, blocks, queries, self.config)
+        return ranges, int(bounds[-1])
+
+    def array(self, dtype):
+        make = torch.Generator().manual_seed(self.S)
+        shape = (self.B, self.Hkv, self.S, self.D) if self.strided else self.shape
+        x = torch.randn(shape, generator=make).to(DEVICE, dtype)
+        return x.transpose(1, 2) if self.strided else x
+
+    @property
+    def shape(self):
+        return self.B, self.S, self.Hkv, self.D
+
+
+CASES = (
+    Packed(7, 63, D=24, B=2, Hkv=3),
+    Packed(11, 37, D=64, B=2, kv_lens=(11, 29), strided=True),
+    Packed(23, 23, D=32, config=TINY, lengths=(1, 9, 0, 1, 8)),  # then padding
+    Packed(3, 3, D=1, Hkv=1),
+    Packed(3, 300, D=96, config=LONG, strided=True),
+    Packed(4, 40, D=256, config=LONG, Hkv=1),  # one block, longer than the keys
+)
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+by_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda x: str(x)[6:]
+)
+by_mode = pytest.mark.parametrize("deterministic", [False, True], ids=["atomics", "sums"])
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def add(ranges, x, grad, deterministic):
+    total = ranges.zeros(x).neg()  # what is written at all loses its sign
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        ranges.add(total, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return total
+
+
+def by_torch(ranges, x, grad):
+    """The same sums by torch indexing, in float64."""
+    source = ranges.rows(x.shape[1])
+    total = source.zeros(x.double())
+    source.add(total, grad)
+    return source.gradient(total, x.double())
+
+
+def gradient(ranges, used, width, dtype=torch.float32):
+    """Random, and NaN where no range is; strided, as a slice of what FA-2 pads."""
+    make = torch.Generator().manual_seed(used)
+    grad = torch.randn(ranges.capacity, width + 8, generator=make).to(DEVICE, dtype)
+    grad[used:] = float("nan")
+    return grad[:, :width]
+
+
+@by_case
+def test_the_ranges_are_the_tokens_of_the_blocks(case):
+    """In plain loops, on the CPU, and the same by torch indexing."""
+    queries = slice(1, case.T)
+    where, blocks = case.selection("cpu")
+    ranges, _ = case.ranges(queries, "cpu")
+    _, bounds = packing.pack_selected(where, blocks, queries, case.S, case.config)
+    size, wanted, ends = case.config.select_block, [], [0]
+    for b in range(case.B):
+        for t in range(*queries.indices(case.T)):
+            position, begin = int(where.position[b, t]), int(where.key_start[b, t])
+            for h in range(case.Hkv):
+                for block in blocks[b, t, h].tolist():
+                    tokens = range(block * size, min((block + 1) * size, position + 1))
+                    named = [(b * case.S + begin + u) * case.Hkv + h for u in tokens]
+                    wanted += named if block >= 0 else []
+                ends.append(len(wanted))
+    assert bounds.tolist() == ends and bounds.dtype == torch.int32
+    rows = ranges.rows(case.S).index
+    assert rows.tolist() == wanted + [case.B * case.S * case.Hkv] * (len(rows) - len(wanted))
+    if not case.kv_lens:
+        assert len(wanted) > 0
+    assert (ranges.length == 0).any()
+
+
+@kernel
+@by_case
+@by_dtype
+def test_ranges_are_read(case, dtype, deterministic_algorithms):
+    """In deterministic mode torch fills new memory with NaN: what is not used stays so."""
+    ranges, used = case.ranges()
+    x = case.array(dtype)
+    got = ranges.read(x)
+    assert got.shape == (ranges.capacity, case.D) and got.dtype == dtype
+    assert torch.equal(got[:used], ranges.rows(case.S).read(x)[:used])
+    assert got[used:].isnan().all()
+
+
+@kernel
+@by_case
+@by_dtype
+@by_mode
+def test_ranges_are_added(case, dtype, deterministic):
+    ranges, used = case.ranges()
+    x = case.array(dtype)
+    grad = gradient(ranges, used, case.D, dtype)
+    total = add(ranges, x, grad, deterministic)
+    want = by_torch(ranges, x, grad)
+    assert total.dtype == torch.float32 and total.shape == x.shape
+    torch.testing.assert_close(total.double(), want, rtol=1e-6, atol=1e-5)
+    untouched = by_torch(ranges, x, torch.ones_like(grad)) == 0
+    assert (total[untouched] == 0).all() and total[untouched].signbit().all()
+    ranges.add(total, grad)  # to what is there already
+    torch.testing.assert_close(total.double(), 2 * want, rtol=1e-6, atol=1e-5)
+    assert ranges.gradient(total, x).dtype == dtype
+
+
+@kernel
+def test_sums_in_deterministic_mode_are_the_same_bits():
+    case = Packed(64, 64, D=40, config=TINY, lengths=(50, 1, 13))
+    ranges, used = case.ranges()
+    x, grad = case.array(torch.float32), gradient(ranges, used, case.D)
+    first, *others = (add(ranges, x, grad, True) for _ in range(5))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@kernel
+@by_dtype
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 77, 300])
+def test_rows_are_gathered(dtype, strided, count):
+    case = Packed(1, 19, D=48, B=3, Hkv=2, strided=strided)
+    x = case.array(dtype)
+    make = torch.Generator().manual_seed(count)
+    rows = torch.randint(-2, 3 * 19 + 2, (count,), generator=make).to(DEVICE)
+    got = packing.gather_by_kernel(x, rows)
+    want = x.reshape(3 * 19, 2, 48)[rows.clamp(0, 3 * 19 - 1)]
+    want[(rows < 0) | (rows >= 3 * 19)] = 0
+    assert torch.equal(got, want)
+    assert torch.equal(packing.gather(x, rows), want)
+    if count:
+        assert (got == 0).flatten(1).all(dim=1).any() == ((rows < 0) | (rows > 56)).any()
+
+
+@kernel
+def test_nothing_to_pack():
+    none = Packed(4, 9, D=16, config=TINY)
+    where, blocks = none.selection(DEVICE)
+    empty, bounds = packing.selected_ranges(
+        where, torch.full_like(blocks, -1), slice(0, 4), none.config
+    )
+    assert (bounds == 0).all()
+    x = none.array(torch.float16)
+    assert empty.read(x).shape == (empty.capacity, 16)
+    grad = gradient(empty, 0, 16, torch.float16)
+    for deterministic in (False, True):
+        assert (add(empty, x, grad, deterministic) == 0).all()
+    no_queries, bounds = packing.selected_ranges(where, blocks, slice(0, 0), none.config)
+    assert no_queries.read(x).shape == (0, 16) and bounds.tolist() == [0]
+    assert packing.gather_by_kernel(x[:, :0], torch.tensor([-1], device=DEVICE)).sum() == 0
+
+
+@kernel
+def test_bad_operands_are_named():
+    case = CASES[0]
+    ranges, used = case.ranges()
+    x = case.array(torch.float32)
+    with pytest.raises(ValueError, match=r"x must have shape \[2, S, 3, D\].* got \[1, 63"):
+        ranges.read(x[:1])
+    with pytest.raises(ValueError, match="x must have shape"):
+        ranges.read(x.to("meta"))
+    with pytest.raises(ValueError, match=r"grad must have shape .* got \(3, 24\)"):
+        ranges.add(ranges.zeros(x), gradient(ranges, used, case.D)[:3])
+    with pytest.raises(ValueError, match="total must be contiguous"):
+        total = ranges.zeros(x.transpose(1, 2)).transpose(1, 2)
+        ranges.add(total, gradient(ranges, used, case.D))
+    with pytest.raises(ValueError, match="rows 1, on one device"):
+        packing.gather(x, ranges.start)
+
+
+@kernel
+@by_mode
+def test_tokens_outside_the_array_are_nothing(deterministic):
+    """They read as 0 and get no gradient, so that no index can reach other memory."""
+    whole = torch.arange(1.0, 37.0, device=DEVICE).reshape(1, 12, 1, 3)
+    x = whole[:, 4:8]
+    start = torch.tensor([-1, 3, 7], device=DEVICE).reshape(1, 3, 1, 1)
+    length, place = torch.full_like(start, 4), start.new_tensor([0, 4, 8]).reshape(start.shape)
+    ranges = Ranges(start, length, place, 4)
+    want = x.new_zeros(12, 3)
+    want[1:4], want[4] = x[0, :3, 0], x[0, 3, 0]
+    assert torch.equal(ranges.read(x), want)
+    totals = torch.zeros(3, 4, 1, 3, device=DEVICE)  # its neighbours in memory stay 0
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        ranges.add(totals[1:2], torch.ones(12, 3, device=DEVICE))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (totals[1] == 1).all() and totals.sum() == 12
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    """The last block of 4.3 GB of keys; then of 8.6 GB of their gradient."""
+    size, heads, width = 64, 4, 128
+    tokens = 2**31 // (heads * width) + 3 * size
+    x = torch.zeros(1, tokens, heads, width, dtype=torch.bfloat16, device="cuda")
+    assert x.numel() > 2**31
+    x[:, -2 * size :] = torch.randn(2 * size, heads, width, device="cuda")
+    last = tokens // size - 1
+    start = torch.tensor([[last, last - 1], [0, last]], device="cuda") * size
+    start = start[None, :, None].repeat(1, 1, heads, 1)
+    length = torch.full_like(start, size)
+    length[0, 0, :, 0] = 17
+    place = length.flatten().cumsum(0).reshape(length.shape) - length
+    ranges, used = Ranges(start, length, place, size), int(length.sum())
+    rows = ranges.rows(tokens)
+    got = ranges.read(x)[:used]
+    assert torch.equal(got, rows.read(x)[:used])
+    assert got.count_nonzero() > 0.6 * got.numel()
+    some = torch.tensor([tokens - 1, -1, 0, tokens - 65], device="cuda")
+    want = x[0, some.clamp(min=0)]
+    want[1] = 0
+    assert torch.equal(packing.gather_by_kernel(x, some), want)
+    del x, want
+    grad = torch.randn(ranges.capacity, width, device="cuda", dtype=torch.bfloat16)
+    source = Rows((rows.index - (tokens - 2 * size) * heads).clamp(min=-1), axes=3)
+    keep = source.index[:used] >= 0
+    want = grad.new_zeros(2 * size * heads, width, dtype=torch.float32)
+    want.index_add_(0, source.index[:used][keep], grad[:used][keep].float())
+    for deterministic in (False, True):
+        total = torch.zeros(1, tokens, heads, width, device="cuda")
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            ranges.add(total, grad)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        got = total[0, -2 * size :].flatten(0, 1)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-5)
+        assert (total[0, :size] != 0).any(dim=-1).all()
+        assert total[0, size : -2 * size].count_nonzero() == 0
+        del total, got
+
+
+if INTERPRETED:
+
+    def test_sums_in_deterministic_mode_do_not_hang_on_the_order_of_launch(monkeypatch):
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        case = Packed(64, 64, D=40, config=TINY, lengths=(50, 1, 13))
+        ranges, used = case.ranges()
+        x, grad = case.array(torch.float32), gradient(ranges, used, case.D)
+        both = functools.partial(add, ranges, x, grad)
+        atomics, sums = both(False), both(True)
+        in_order = builder.set_grid_idx
+
+        def reverse(*index):
+            last = (count - 1 - i for i, count in zip(index, builder.grid_dim, strict=True))
+            in_order(*last)
+
+        monkeypatch.setattr(builder, "set_grid_idx", reverse)
+        assert torch.equal(sums, both(True))
+        assert not torch.equal(atomics, both(False))  # the check can fail
+
+    @pytest.mark.parametrize("branch", ["compressed", "selected"])
+    @by_mode
+    def test_the_branch_through_the_kernels(branch, deterministic, monkeypatch):
+        """FA-2's stand-in on packed rows; tests/test_torch_gpu.py does it with FA-2 itself."""
+        calls = []
+
+        def ranges(where, block_indices, queries, num_keys, config):
+            calls.append(queries)
+            return packing.selected_ranges(where, block_indices, queries, config)
+
+        def gather(x, rows):
+            calls.append(rows)
+            return packing.gather_by_kernel(x, rows)
+
+        monkeypatch.setattr(fa2, "pack_selected", ranges)
+        monkeypatch.setattr(fa2, "gather", gather)
+        case = Case(45, 45, B=1, H=6, Hkv=2, segments=(1, 20, 0, 1, 13, -10), config=FEW)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            with on_the_cpu(monkeypatch):
+                check_branch(case, branch, "fa2")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert len(calls) > 1
+
+
+else:
+
+    def test_the_bench_runs_on_the_cpu(tmp_path):
+        found = subprocess.run(
+            [sys.executable, "-m", "bench.pack", "--row_seconds=0", f"--out={tmp_path}"],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert found.returncode == 0, found.stderr[-4000:]
+        rows = records.read(tmp_path / "pack.jsonl")
+        assert {r.mode for r in rows} == {"forward", "backward"}
+        assert {r.implementation for r in rows} >= {"copy", "torch", "triton"}
+        for row in rows:
+            kernel = row.implementation.startswith("triton")
+            assert row.status == ("unsupported" if kernel else "ok")
+            assert kernel or (row.gbps and row.bytes)
+
+
+if TRITON and not INTERPRETED:
+
+    def test_the_kernels_in_the_interpreter():
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+            + ["--durations=0", __file__],
+            env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+    @pytest.mark.parametrize(
+        "name", ["gather_ranges", "gather_rows", "add_ranges", "sum_ranges"]
+    )
+    @pytest.mark.parametrize("width", [128, 192])
+    def test_the_kernels_compile_to_accesses_of_16_bytes(name, width):
+        """For a Hopper GPU, which need not be there."""
+        code = ptx(name, width)
+        accesses = [
+            line
+            for line in code.splitlines()
+            if any(x in line for x in ("ld.global", "st.global", "red.global", "atom.global"))
+        ]
+        wide = [line for line in accesses if ".v4.b32" in line or ".v4.f32" in line]
+        # The others read the 64-bit indices.
+        assert wide and all(".b64" in line for line in accesses if line not in wide)
+
+
+def ptx(name, width, block=64):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from kernels_pallas.triton import pack as kernels
+
+    function = getattr(kernels, name)
+    options = (kernels.sum_tile if name == "sum_ranges" else kernels.tile)(block, width)
+    fixed = {"HEADS": 4, "WIDTH": width, "source_column": 1, "grad_column": 1, **options}
+    fixed = {x: value for x, value in fixed.items() if x in function.arg_names}
+    types = {"source": "*bf16", "packed": "*bf16", "grad": "*bf16", "total": "*fp32"}
+    indices = ("block", "order", "end", "start", "length", "place", "rows")
+    types |= dict.fromkeys(indices, "*i64") | dict.fromkeys(fixed, "constexpr")
+    aligned = {}
+    for place, argument in enumerate(function.arg_names):
+        if argument not in fixed and argument.startswith(("source", "packed", "grad", "total")):
+            aligned[(place,)] = [["tt.divisibility", 16]]
+    signature = {x: types.get(x, "i32") for x in function.arg_names}
+    source = ASTSource(function, signature, fixed, aligned)
+    options = {x: value for x, value in options.items() if x not in fixed}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

@@ -1,0 +1,496 @@
+"""Mosaic kernels on torch tensors: parity, operators, streams, graphs.
+
+Without a GPU the kernels run in Pallas' interpreter: what torch computes around them is real.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+import torch
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+import nsa_torch
+from interop import dlpack
+from kernels_pallas.mosaic import limits
+from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic
+from tests.inputs import PAPER, SMALL, Case
+from tests.torch_inputs import (
+    BRANCHES,
+    FEW,
+    check_branch,
+    check_selection,
+    check_whole,
+    on_the_cpu,
+    poison,
+    run,
+)
+
+OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
+
+
+@functools.cache
+def jitted(kernel):
+    return jax.jit(kernel.__call__)
+
+
+def launch(kernel, *tensors):
+    """`interop.launch.launch` on the CPU, as strict about what it is given."""
+    for x, wanted in zip(tensors, kernel.inputs, strict=True):
+        assert x.is_contiguous() and x.numel() == wanted.size
+        assert str(x.dtype) == f"torch.{wanted.dtype.name}"
+    arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
+    return tuple(dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(mosaic, "launch", launch)
+    with limits.interpreted(InterpretGPUParams()), on_the_cpu(monkeypatch):
+        yield
+
+
+def normal(*shape, device="cpu", dtype=torch.bfloat16):
+    make = torch.Generator(device).manual_seed(sum(shape))
+    x = torch.randn(shape, generator=make, device=device, dtype=dtype)
+    return x.requires_grad_()
+
+
+def inputs(T, S, H, Hkv, D, Dv, B=1, device="cpu"):
+    """Query, key, value and gates."""
+    make = functools.partial(normal, device=device)
+    tokens = make(B, T, H, D), make(B, S, Hkv, D), make(B, S, Hkv, Dv)
+    return *tokens, make(B, T, H, 3)
+
+
+# In the interpreter
+
+LATE = Case(21, 91, H=6, Hkv=2, D=16, Dv=32, dtype="float16")
+SEGMENTS = (1, 20, 0, 1, 23, 8, 0, -8)
+PACKED = Case(61, 61, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
+@pytest.mark.usefixtures("interpreted")
+def test_every_step(case):
+    for branch in BRANCHES:
+        check_branch(case, branch, "mosaic")
+    check_selection(case, "mosaic")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_attention():
+    check_whole(PACKED, "mosaic")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_attention_without_compressed_tokens():
+    tensors = inputs(5, 5, 2, 1, 16, 16)
+    outputs = [
+        nsa_torch.attention(*tensors, config=SMALL, implementation=name)
+        for name in ("mosaic", "sdpa")
+    ]
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+
+
+def steps(tensors, config, implementation="mosaic", **where):
+    """Outputs, log-sum-exps and indices of all steps."""
+    query, key, value = tensors
+    packed = {k: v for k, v in where.items() if k == "cu_seqlens"}
+    pair = [nsa_torch.compress(x, config=config, **packed) for x in (key, value)]
+    where |= {"config": config}
+    indices = run("scores", implementation, query, pair[0], **where)
+    return {
+        "compressed": run("compressed", implementation, query, *pair, **where),
+        "selected": run("selected", implementation, query, key, value, indices, **where),
+        "sliding": run("sliding", implementation, query, key, value, **where),
+        "indices": (indices,),
+    }
+
+
+def check_padding(device):
+    *tensors, gates = inputs(40, 40, 2, 1, 16, 16, device=device)
+    bounds = torch.tensor([0, 1, 12, 12, 13, 33], device=device)
+    dirty = [poison(x.detach(), [33]) for x in tensors]
+    results = []
+    for implementation in ("mosaic", "sdpa"):
+        found = steps(dirty, SMALL, implementation, cu_seqlens=bounds)
+        how = {"config": SMALL, "cu_seqlens": bounds, "implementation": implementation}
+        whole = nsa_torch.attention(*dirty, gates.detach(), **how)
+        results.append([whole, *(x for outputs in found.values() for x in outputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        nothing = -1 if a.dtype == torch.int32 else 0 if a.ndim == 4 else -float("inf")
+        assert (a[:, 33:] == nothing).all()
+
+
+def check_lengths(device):
+    """Rows of different lengths in one array, NaN behind them."""
+    lengths = [7, 50]
+    tensors = [x.detach() for x in inputs(7, 50, 6, 2, 16, 32, B=2, device=device)[:3]]
+    kv_len = torch.tensor(lengths, device=device)
+    dirty = [tensors[0], *(poison(x, lengths) for x in tensors[1:])]
+    got = steps(dirty, SMALL, kv_len=kv_len)
+    want = steps(tensors, SMALL, "sdpa", kv_len=kv_len)
+    for branch, found in got.items():
+        for a, b in zip(found, want[branch], strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_nan_in_padding_goes_nowhere():
+    check_padding("cpu")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_cache_lengths_differ_by_row_and_garbage_after_them_is_not_read():
+    check_lengths("cpu")
+
+
+def check_decode(device, separate, monkeypatch=None):
+    """A chunk, then token by token: as `sdpa`, and one set of kernels for all lengths."""
+    query, key, value, gates = inputs(19, 19, 2, 1, 16, 16, B=2, device=device)
+    if separate:
+        key, value = (Branches(x, x * 2, x + 1) for x in (key, value))
+    results = []
+    for implementation in ("mosaic", "sdpa"):
+        cache = nsa_torch.init_cache(
+            *(2, 40, 1, 16, 16),
+            config=SMALL,
+            dtype=torch.bfloat16,
+            device=device,
+            separate=separate,
+        )
+        outputs = []
+        for begin, end in ((0, 17), (17, 18), (18, 19)):
+            part = [
+                Branches(*(y[:, begin:end] for y in x))
+                if isinstance(x, Branches)
+                else x[:, begin:end].contiguous()
+                for x in (query, key, value, gates)
+            ]
+            with torch.no_grad():
+                out, cache = nsa_torch.cached_attention(
+                    *part, cache, config=SMALL, implementation=implementation
+                )
+            outputs.append(out)
+        results.append(torch.cat(outputs, dim=1))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_decode(monkeypatch):
+    calls = []
+    monkeypatch.setattr(mosaic, "launch", lambda k, *x: calls.append(k) or launch(k, *x))
+    check_decode("cpu", separate=False)
+    each = len(calls) // 3
+    assert calls[-each:] == calls[-2 * each : -each] != calls[:each]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_compiled_without_a_graph_break():
+    check_compiled("cpu", "aot_eager")
+
+
+def check_compiled(device, backend):
+    leaves = inputs(20, 20, 2, 1, 16, 16, device=device)
+
+    def function(query, key, value, gates):
+        out = nsa_torch.attention(query, key, value, gates, config=FEW)
+        local = nsa_torch.sliding_attention(query, key, value, config=FEW)[0]
+        return out + local
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    results = []
+    for call in (function, compiled):
+        out = call(*leaves)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def operators(device):
+    """The operators with arguments of one small problem."""
+    query, key, value, gates = inputs(5, 21, 2, 1, 16, 16, device=device)
+    place = mosaic._arguments(FEW, 21, None, None)
+    pair = [nsa_torch.compress(x, config=FEW).detach().requires_grad_() for x in (key, value)]
+    indices = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
+    indices = indices.expand(1, 5, 1, 3).contiguous()
+    gates = gates.detach().unbind(-1)
+    packed = inputs(21, 21, 2, 1, 16, 16, device=device)[:3]
+    bounds = torch.tensor([0, 1, 9], device=device)
+    lengths = torch.tensor([20], device=device)
+    return {
+        "compressed_attention": (query, *pair, *place),
+        "select_blocks": (query.detach(), pair[0].detach(), *place),
+        "selected_attention": (query, key, value, indices, 21, lengths, *place[2:]),
+        "sliding_attention": (*packed, *mosaic._arguments(FEW, 21, bounds, 0.5)),
+        "attention": (query, key, key, value, value, *gates, *pair, None, False, *place),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", [*OPERATORS, "attention"])
+@pytest.mark.usefixtures("interpreted")
+def test_operator(name):
+    arguments = operators("cpu")[name]
+    torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_gradients_end_where_they_should():
+    query, key, value, _ = inputs(5, 21, 2, 1, 16, 16)
+    out, lse = mosaic.sliding_attention(query, key, value, config=FEW, kv_len=21)
+    assert out.requires_grad and not lse.requires_grad
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# Without a kernel
+
+
+def test_padding_neither_begins_nor_ends_earlier_than_the_last_token():
+    bounds = torch.tensor([0, 0, 25, 26, 49, 49], dtype=torch.int32)
+    options = {"config": SMALL, "kv_len": 60, "cu_seqlens": bounds, "device": bounds.device}
+    where = geometry.geometry(1, 60, **options)
+    first, last = mosaic.STEPS.visible(where, SMALL)
+    ends = where.key_start + where.position + 1
+    for x in (where.key_start, where.compressed_start, first, last, ends):
+        assert (x.diff() >= 0).all()
+    assert (where.position[:, 49:] == -1).all()
+    assert (first[:, 49:] == last[:, 49:]).all()
+    total = sum(SMALL.num_compressed(n) for n in (25, 1, 23))
+    assert (where.compressed_start[:, 49:] == total).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_tensor_that_cannot_be_read_in_place_is_named():
+    query, key, value, gates = inputs(20, 20, 4, 2, 16, 16)
+    strided = key.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(NotImplementedError, match=r"mosaic: needs key contiguous, got strid"):
+        run("sliding", "mosaic", query, strided, value, config=SMALL)
+    plan = nsa_torch.explain(query, Branches(key, key, strided), value, config=SMALL)
+    assert {choice.implementation for choice in plan} == {"sdpa"}
+    assert "needs key.sliding contiguous" in plan.compressed.refused["mosaic"]
+    shifted = torch.cat([gates.flatten(), query.flatten()])[gates.numel() :].view_as(query)
+    with pytest.raises(NotImplementedError, match="needs query to start at a multiple of 256"):
+        run("sliding", "mosaic", shifted, key, value, config=SMALL)
+
+
+def test_torch_needs_the_compiler_of_jax(monkeypatch):
+    problem = dispatch.problem_of(*inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False)
+    hopper = {"platform": "cuda", "capability": (9, 0), "branch": "selected"}
+    problem = dataclasses.replace(problem, **hopper)
+    for there, reason in ((True, None), (False, "needs the compiler in JAX's CUDA plugin")):
+        monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda there=there: there)
+        assert (dispatch.mosaic_why_not(problem) or "None").startswith(str(reason))
+
+
+# On a Hopper GPU
+
+DELAY = 300_000_000  # clock cycles, above 0.1 s
+WIDE = NSAConfig(32, 16, 64, num_selected=6, num_initial=0, num_local=1, window=100)
+ON_GPU = (
+    Case(63, 63, H=2, Hkv=2, D=64, Dv=64, dtype="float16"),  # G=1
+    Case(63, 111, H=4, Hkv=2, D=64, Dv=32, config=FEW, dtype="bfloat16"),  # G=2, T < S
+    Case(111, 111, B=1, H=6, Hkv=2, D=32, Dv=96, dtype="bfloat16"),  # G=3
+    Case(130, 413, H=8, Hkv=2, D=192, Dv=128, config=PAPER, dtype="float16"),  # G=4
+    Case(91, 91, B=1, H=12, Hkv=2, segments=(1, 20, 0, 1, 43, 8, 0, -18), dtype="bfloat16"),
+    Case(140, 300, H=8, Hkv=1, D=48, Dv=80, config=WIDE, dtype="bfloat16"),  # G=8
+    Case(299, 299, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="bfloat16"),
+    Case(300, 300, B=1, H=64, Hkv=2, D=128, Dv=64, segments=(299, 1), dtype="bfloat16"),
+    Case(150, 150, B=1, H=64, Hkv=1, D=256, Dv=256, config=WIDE, dtype="float16"),  # G=64
+    Case(1, 75, D=64, Dv=64, dtype="bfloat16"),
+    Case(5, 5, B=1, dtype="bfloat16"),
+    Case(40, 40, config=dataclasses.replace(SMALL, window=0), dtype="float16"),
+)
+PACKED_ON_GPU = ON_GPU[4]
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == limits.HOPPER
+by_case = pytest.mark.parametrize("case", ON_GPU, ids=str)
+
+
+@pytest.fixture
+def hopper():
+    """The oracle on the CPU, and kernels on the GPU that is there."""
+    if not HOPPER:
+        pytest.skip("needs compute capability 9.0")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def gpu(function):
+    return pytest.mark.gpu(pytest.mark.usefixtures("hopper")(function))
+
+
+@gpu
+@by_case
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_branch_on_gpu(case, branch):
+    check_branch(case, branch, "mosaic", "cuda")
+
+
+@gpu
+@by_case
+def test_selection_on_gpu(case):
+    check_selection(case, "mosaic", "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("case", [ON_GPU[1], ON_GPU[3], PACKED_ON_GPU], ids=str)
+def test_attention_on_gpu(case):
+    check_whole(case, "mosaic", "cuda")
+
+
+@gpu
+def test_nan_in_padding_goes_nowhere_on_gpu():
+    check_padding("cuda")
+
+
+@gpu
+def test_cache_lengths_differ_by_row_on_gpu():
+    check_lengths("cuda")
+
+
+@gpu
+@pytest.mark.parametrize("separate", [False, True])
+def test_decode_on_gpu(separate):
+    check_decode("cuda", separate)
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_on_gpu():
+    check_compiled("cuda", "inductor")
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("name", [*OPERATORS, "attention"])
+def test_operator_on_gpu(name):
+    arguments = operators("cuda")[name]
+    operator = getattr(torch.ops.nsa, name).default
+    # The backward pass of FA-2 adds up in any order.
+    torch.library.opcheck(operator, arguments, rtol=2e-2, atol=2e-2)
+
+
+@gpu
+def test_the_kernels_are_chosen_on_gpu():
+    query, key, value, _ = inputs(20, 20, 4, 2, 16, 16, device="cuda")
+    plan = nsa_torch.explain(query, key, value, config=SMALL)
+    assert {choice.implementation for choice in plan} == {"mosaic"}
+
+
+def bounds_of(packed):
+    """Three sequences, one of them a token, and padding."""
+    return torch.tensor([0, 100, 101, 290], device="cuda") if packed else None
+
+
+def attend(tensors, packed, **options):
+    """All of it on 300 tokens."""
+    options = {"implementation": "mosaic", "cu_seqlens": bounds_of(packed)} | options
+    return nsa_torch.attention(*tensors, config=FEW, **options)
+
+
+packed_or_not = pytest.mark.parametrize("packed", [False, True])
+
+
+@gpu
+@packed_or_not
+def test_gradients_are_those_of_sdpa(packed):
+    leaves = inputs(300, 300, 8, 2, 64, 32, device="cuda")
+    # One selection for both: a tie decided otherwise is no error.
+    where = {"config": FEW, "cu_seqlens": bounds_of(packed)}
+    compressed_key = nsa_torch.compress(leaves[1].detach(), **where)
+    indices = nsa_torch.select_blocks(leaves[0], compressed_key, **where)
+    results = []
+    for implementation in ("mosaic", "sdpa"):
+        options = {"implementation": implementation, "block_indices": indices}
+        out = attend(leaves, packed, **options)
+        results.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for a, b in zip(*results, strict=True):
+        size = float(b.float().abs().max())
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=2e-2 * size)
+
+
+@gpu
+@packed_or_not
+def test_the_same_input_gives_the_same_bits(packed):
+    tensors = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
+    first, *others = (attend(tensors, packed) for _ in range(5))
+    assert torch.isfinite(first).all()
+    assert all(torch.equal(first, other) for other in others)
+
+
+@gpu
+@packed_or_not
+def test_the_current_stream_is_followed(packed):
+    values = [x.detach() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
+    want = attend(values, packed)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        bounds = bounds_of(packed)
+        tensors = [torch.zeros_like(x) for x in values]
+        torch.cuda._sleep(DELAY)
+        for x, value in zip(tensors, values, strict=True):
+            x.copy_(value)
+        out = attend(tensors, packed, cu_seqlens=bounds)
+        assert not stream.query(), "the host waited"
+        assert torch.equal(out, want)
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("where", ["kv_len", "cu_seqlens", None])
+def test_the_host_never_waits(where):
+    *tensors, gates = inputs(300, 300, 8, 2, 64, 32, device="cuda")
+    at = {"kv_len": [300], "cu_seqlens": [0, 100, 101, 290]}
+    options = {where: torch.tensor(at[where], device="cuda")} if where else {}
+    for mode in ("default", "error"):  # the first call compiles and loads the kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            found = steps(tensors, FEW, **options)
+            loss = sum(found[branch][0].sum() for branch in BRANCHES)
+            if where != "kv_len":
+                how = options | {"config": FEW, "implementation": "mosaic"}
+                loss = loss + nsa_torch.attention(*tensors, gates, **how).sum()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@packed_or_not
+def test_a_captured_call_is_replayed(packed):
+    static = [x.detach().clone() for x in inputs(300, 300, 8, 2, 64, 32, device="cuda")]
+    bounds = torch.tensor([0, 100, 101, 290], device="cuda")
+    options = {"config": FEW, "implementation": "mosaic"}
+    if packed:
+        options["cu_seqlens"] = bounds
+    nsa_torch.attention(*static, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nsa_torch.attention(*static, **options)
+    for seed, ends in enumerate(([0, 100, 101, 290], [0, 1, 200, 300])):
+        make = torch.Generator("cuda").manual_seed(seed)
+        for x in static:
+            x.copy_(torch.randn(x.shape, generator=make, device="cuda"))
+        bounds.copy_(torch.tensor(ends))
+        graph.replay()
+        assert torch.equal(out, nsa_torch.attention(*static, **options))
+
+
+@gpu
+def test_memory_beside_the_output_is_small():
+    """Nothing of the size of `[T, n * l']` for a key, or of `[T, C]` for a head."""
+    tensors = [x.detach() for x in inputs(8192, 8192, 16, 2, 128, 128, device="cuda")]
+    call = functools.partial(nsa_torch.attention, implementation="mosaic")
+    call(*tensors)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call(*tensors)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 4 * out.nbytes, f"{peak / 2**20:.0f} MiB"
