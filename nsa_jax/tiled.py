@@ -165,7 +165,7 @@ class Framework:
         wanted = self.xp.moveaxis(wanted.reshape(batch, tiles, tile.tokens, kv_heads, n), 3, 1)
         wanted = wanted.reshape(batch, kv_heads, tiles, tile.tokens * n)
         wanted = self.longer(wanted, 3, spec.entries, unions.NOTHING)
-        lists = unions.lists(self, wanted, spec.words)
+        lists = unions.lists(self, wanted, spec)
         last = self.by_row(where.key_start + where.position + 1, tile, tiles)
         extra = self._extra(gate, added, kv_heads, spec)
         out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)

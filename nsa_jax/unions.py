@@ -4,7 +4,9 @@ Sorted, the blocks that several tokens of a tile want stand side by side; sums a
 give each its place in the list and one bit a token.
 """
 
-NOTHING = 2**31 - 1  # in place of a wanted block: none
+from kernels_pallas.mosaic import union
+from kernels_pallas.mosaic.union import NOTHING
+
 TOKENS = 64  # of a tile at most
 
 
@@ -16,14 +18,18 @@ def wanted(first_key, token, cut):
     return (first_key * TOKENS + token) * 2 + cut
 
 
-def lists(steps, wanted, words: int):
+def lists(steps, wanted, spec):
     """The lists of tiles, from `wanted` `[B, Hkv, tiles, entries]`, `NOTHING` in empty places.
 
     Returns int32 `starts` `[B, Hkv, tiles, entries]`, the first keys of the blocks, ascending;
     `members` `[B, Hkv, tiles, words, entries]`, bit `token % 32` of word `token // 32`; and
     `counts` `[B, Hkv, tiles, 2]`: blocks before the first that is cut for a member, all blocks.
-    Entries past the count have no meaning. `steps`: `nsa_jax.tiled.Framework`.
+    Entries past the count have no meaning. `steps`: `nsa_jax.tiled.Framework`; `spec`: the
+    `selected.Selected` that will read them.
     """
+    if spec.entries <= union.LONGEST:
+        starts, members, counts = steps.run(union.lists(spec), wanted)
+        return starts, members, counts[..., 0]
     xp, shape = steps.xp, wanted.shape
     entries = shape[-1]
     key = steps.sort(wanted.reshape(-1, entries))
@@ -42,7 +48,7 @@ def lists(steps, wanted, words: int):
     starts = steps.rows(block, at)
     token = key // 2 % TOKENS
     members = []
-    for word in range(words):
+    for word in range(spec.words):
         bit = xp.where(there & (token // 32 == word), xp.ones_like(key) << (token % 32), 0)
         # A block's tokens are distinct, so their bits add up; int32 wraps around rightly.
         total = xp.cumsum(bit, axis=1, dtype=xp.int32)
@@ -57,7 +63,7 @@ def lists(steps, wanted, words: int):
     return (
         starts.reshape(shape),
         xp.concatenate([word[:, None] for word in members], axis=1).reshape(
-            *lead, words, entries
+            *lead, spec.words, entries
         ),
         counts.reshape(*lead, 2),
     )

@@ -31,8 +31,9 @@ from tests.test_cache import equations
 
 # Keys enough that a ring of blocks goes round, and that blocks are seen in full.
 LONG = NSAConfig(8, 4, 16, num_selected=17, window=250)
-# With 4096 keys more candidates than scores are held at a time.
+# A block of every 16 keys: many candidates.
 FINE = NSAConfig(16, 16, 16, num_selected=6, window=10)
+FORCED = dataclasses.replace(FINE, num_selected=3)
 PACKED = Case(90, 90, 3, 1, B=1, segments=(20, 1, 43, 8, -18), dtype="bfloat16")
 CASES = (
     Case(63, 63, H=2, D=32, B=1, dtype="bfloat16"),  # G=1
@@ -164,25 +165,39 @@ def test_whole(case, interpreted):
     check_steps(problem(case), ("whole",))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(18, 8300, H=1, Hkv=1, B=1, config=FINE, dtype="bfloat16"),
-        # A tile with tokens of both sequences, the second from block 260 on.
-        Case(40, 4190, H=1, Hkv=1, B=1, config=FINE, dtype="float16", segments=(4155, 35)),
-    ],
-    ids=str,
-)
-def test_scores_in_parts(case, interpreted, monkeypatch):
+@pytest.fixture
+def in_parts(interpreted, monkeypatch):
+    """As few scores as can be are held at a time, which are not all."""
     specs, build = [], scores.best_blocks
-    monkeypatch.setattr(scores, "best_blocks", lambda spec: specs.append(spec) or build(spec))
-    check_steps(problem(case), ("scores",))
+
+    def few(spec):
+        specs.append(dataclasses.replace(spec, held=0))
+        return build(specs[-1])
+
+    monkeypatch.setattr(scores, "best_blocks", few)
+    yield
     assert all(spec.chunks > 1 for spec in specs) and specs
 
 
-def test_scores_in_parts_with_forced_blocks_only(interpreted):
-    config = dataclasses.replace(FINE, num_selected=3)
-    case = Case(9, 4500, H=1, Hkv=1, B=1, config=config, dtype="bfloat16")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(18, 4500, H=1, Hkv=1, B=1, config=FINE, dtype="bfloat16"),
+        # A tile with tokens of both sequences, the second from block 132 on.
+        Case(40, 2140, H=1, Hkv=1, B=1, config=FINE, dtype="float16", segments=(2105, 35)),
+        Case(
+            18,
+            2200,
+            1,
+            1,
+            B=1,
+            config=dataclasses.replace(FINE, num_selected=3),
+            dtype="float16",
+        ),
+    ],
+    ids=["", "packed", "forced"],
+)
+def test_scores_in_parts(case, in_parts):
     check_steps(problem(case), ("scores",))
 
 
@@ -199,11 +214,12 @@ def test_scores_of_other_blocks(config, interpreted):
     check_steps(problem(case), ("scores",))
 
 
-@pytest.mark.parametrize("scale", [None, 8.0], ids=["", "steep"])
-def test_any_blocks_in_any_order(scale, interpreted):
+@pytest.mark.parametrize(("scale", "group", "n"), [(None, 3, 4), (8.0, 1, 6)], ids=str)
+def test_any_blocks_in_any_order(scale, group, n, interpreted):
     """Empty slots anywhere, blocks of the future, queries without a block; large logits."""
-    p = problem(dataclasses.replace(TINY, T=30, S=75, H=6, Hkv=2))
-    check_any_blocks(p, scale)
+    config = dataclasses.replace(SMALL, num_selected=n)
+    case = Case(70, 130, 2 * group, 2, B=1, config=config, dtype="bfloat16")
+    check_any_blocks(problem(case), scale)
 
 
 def check_any_blocks(p, scale=None):
@@ -228,7 +244,7 @@ TIES = (
     Case(
         30, 100, 2, 1, B=1, dtype="float16", config=dataclasses.replace(SMALL, num_selected=6)
     ),
-    Case(18, 4500, H=1, Hkv=1, B=1, dtype="float16", config=FINE),
+    Case(18, 2200, H=1, Hkv=1, B=1, dtype="float16", config=FINE),
 )
 
 
@@ -256,9 +272,12 @@ def check_ties(case):
     np.testing.assert_array_equal(np.asarray(indices[0, :, 0]), selection_of_equals(case))
 
 
-@pytest.mark.parametrize("case", TIES, ids=str)
-def test_ties_go_to_the_lower_block(case, interpreted):
-    check_ties(case)
+def test_ties_go_to_the_lower_block(interpreted):
+    check_ties(TIES[0])
+
+
+def test_ties_between_parts_go_to_the_lower_block(in_parts):
+    check_ties(TIES[1])
 
 
 # Transformations

@@ -36,11 +36,10 @@ EDGES = {
 }
 EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three
-# warpgroups, three blocks of one, or as many as a thread can have.
+# warpgroups, or three blocks of one; of the others as many as a thread can have.
 ALLOWED = {
     "band_attention": REGISTERS // (3 * 128) // 8 * 8,
     "selected_attention": REGISTERS // (3 * 128) // 8 * 8,
-    "best_blocks": 255,
 }
 
 
@@ -92,14 +91,14 @@ def compiled(names):
 
 def test_kernels_fit_the_chip():
     reports = compiled(SHAPES)
-    assert {report["name"] for report in reports} == ALLOWED.keys()
+    assert {report["name"] for report in reports} >= {"best_blocks", *ALLOWED}
     bad = [
         report
         for report in reports
         if report["spill_store_bytes"]
         or report["spill_load_bytes"]
         or report["remarks"]
-        or report["registers"] > ALLOWED[report["name"]]
+        or report["registers"] > ALLOWED.get(report["name"], 255)
         or report["shared_bytes"] > SMEM_BYTES
     ]
     assert not bad, bad
