@@ -357,6 +357,7 @@ def test_gradients_of_a_step(name, interpreted):
 def test_shard_map_over_batch_and_heads(where):
     """Traced and lowered for GPUs: the interpreter knows one device."""
     p = problem(dataclasses.replace(TINY, B=2, H=4, Hkv=2))
+    config = dataclasses.replace(SMALL, num_selected=4 if where == "whole" else 9)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
     options = {
@@ -368,11 +369,11 @@ def test_shard_map_over_batch_and_heads(where):
     def attend(query, key, value, gates, option):
         at = {where: option} if where != "whole" else {"kv_len": 20}
         segments = {"segment_ids": at.get("segment_ids")}
-        compressed = [nsa_jax.compress(x, config=SMALL, **segments) for x in (key, value)]
+        compressed = [nsa_jax.compress(x, config=config, **segments) for x in (key, value)]
         each = nsa_jax.Branches.each
         gates = nsa_jax.Branches(*(gates[..., i] for i in range(3)))
         return mosaic.attention(
-            query, each(key), each(value), gates, compressed, None, config=SMALL, **at
+            query, each(key), each(value), gates, compressed, None, config=config, **at
         )
 
     specs = (*[spec] * 4, PartitionSpec("batch"))

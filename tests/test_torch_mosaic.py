@@ -290,7 +290,7 @@ def test_torch_needs_the_compiler_of_jax(monkeypatch):
 
 # On a Hopper GPU
 
-DELAY = 300_000_000  # clock cycles, above 0.1 s
+DELAY = 2_000_000_000  # clock cycles: about a second, longer than any launch
 WIDE = NSAConfig(32, 16, 64, num_selected=6, num_initial=0, num_local=1, window=100)
 ON_GPU = (
     Case(63, 63, H=2, Hkv=2, D=64, Dv=64, dtype="float16"),  # G=1
