@@ -38,7 +38,7 @@ PACKED = Case(90, 90, 3, 1, B=1, segments=(20, 1, 43, 8, -18), dtype="bfloat16")
 CASES = (
     Case(63, 63, H=2, D=32, B=1, dtype="bfloat16"),  # G=1
     Case(70, 70, H=3, Hkv=1, D=48, Dv=32, B=1, dtype="bfloat16"),  # G=3, D != Dv
-    Case(37, 111, H=6, Hkv=1, D=32, Dv=64, dtype="float16"),  # G=6, T < S
+    Case(37, 111, H=6, Hkv=1, D=32, Dv=64, B=1, dtype="float16"),  # G=6, T < S
     Case(12, 1200, H=16, Hkv=1, D=128, Dv=64, B=1, config=LONG, dtype="bfloat16"),  # G=16
     PACKED,
     dataclasses.replace(PACKED, T=50, dtype="float16"),
@@ -285,18 +285,15 @@ def test_ties_between_parts_go_to_the_lower_block(in_parts):
 TINY = Case(20, 20, H=2, Hkv=1, B=1, dtype="bfloat16")
 
 
-def test_vmap_equals_a_loop(interpreted):
+def test_vmap_equals_a_loop_bit_by_bit(interpreted):
     p, other = problem(TINY), problem(TINY, 1)
     query, gates = (jnp.stack([getattr(x, name) for x in (p, other)]) for name in ARRAYS[::3])
     whole = functools.partial(nsa_jax.attention, config=SMALL, implementation="mosaic")
     mapped = call(jax.vmap(whole, (0, None, None, 0)), query, p.key, p.value, gates)
     one = jax.jit(whole)
-    for i in range(2):
+    for i in (0, 1, 1):  # the last repeats itself
         alone = one(query[i], p.key, p.value, gates[i])
         np.testing.assert_array_equal(np.asarray(mapped[i]), np.asarray(alone))
-        np.testing.assert_array_equal(
-            np.asarray(alone), np.asarray(one(query[i], p.key, p.value, gates[i]))
-        )
 
 
 ARRAYS = ("query", "key", "value", "gates")

@@ -61,6 +61,8 @@ def blocks_for(key_width: int, value_width: int, *, long: bool) -> dict[str, int
     """Keys of a block and stages of the ring; `long`: many blocks to a tile."""
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
+    if max(key_width, value_width) > 128 and not long:  # else it spills with an array to add
+        return {"block": 64, "stages": 3}
     return {"block": 128, "stages": 2}
 
 

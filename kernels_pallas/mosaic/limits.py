@@ -7,6 +7,8 @@ from typing import Any
 HOPPER = (9, 0)
 HEADS = 64  # of a group: a token's rows fit in one tile
 WIDTH = 256
+LONGEST = 2**24  # keys: the lists hold a first key in 24 bits
+SMEM_BYTES = 224 * 1024
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
@@ -42,6 +44,16 @@ def why_not(problem: Any) -> str | None:
         return (
             "takes selection blocks that are multiples of 16 up to 128, "
             f"got {config.select_block}"
+        )
+    if problem.S > LONGEST:
+        return f"takes up to {LONGEST} keys, got {problem.S}"
+    keys = config.select_block * (2 * problem.D + problem.Dv) + 64 * max(problem.D, problem.Dv)
+    tokens = 64 // group
+    lists = tokens * config.num_selected * (1 + -(-tokens // 32))
+    if 2 * keys + 4 * lists > SMEM_BYTES:
+        return (
+            f"keeps {2 * keys + 4 * lists} bytes of keys and lists in shared memory, "
+            f"which has {SMEM_BYTES}"
         )
     if config.num_selected > 64:
         return f"takes up to 64 selected blocks, got {config.num_selected}"

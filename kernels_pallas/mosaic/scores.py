@@ -113,7 +113,7 @@ def best_blocks(spec: Scores) -> Kernel:
     rows, heads, lines, chunk = tile.rows, spec.heads, spec.lines, spec.chunk
     c = spec.scale * LOG2E
     supers = chunk // ROWS
-    several = spec.chunks > 1
+    several = spec.chunks > 1 and free > 0
     winners = -(-spec.chunks * free // 128) * 128 if several else 1
     wide = ROWS * r
     quarters = [pl.ds(line, WARPS) for line in range(0, lines, WARPS)]  # a line a warp

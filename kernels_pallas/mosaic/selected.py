@@ -105,7 +105,8 @@ def attention(spec: Selected) -> Kernel:
                     members.at[b, g, mine, w, part], members_s.at[w, part], list_in
                 )
         buffers.load_rows(at(query), rows_s, 0, spec.D, query_in)
-        whole, blocks = counts[b, g, mine, 0], counts[b, g, mine, 1]
+        # Sums, not loads: under `shard_map` only they have the type of what varies.
+        whole, blocks = counts[b, g, mine, 0] + 0, counts[b, g, mine, 1] + 0
         last_row = plgpu.load(last.at[b, mine], layout=PER_ROW, optimized=False)
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
         token = lax.div(row, jnp.int32(group))
