@@ -27,7 +27,10 @@ SHAPES = {
 # As far as `limits.why_not` goes.
 EDGES = {
     "widest": dataclasses.replace(
-        PAPER_SHAPE, H=4, D=256, Dv=256, config=NSAConfig(select_block=128, num_selected=64)
+        PAPER_SHAPE, H=4, D=256, Dv=256, config=NSAConfig(num_selected=64)
+    ),
+    "longest blocks": dataclasses.replace(
+        PAPER_SHAPE, H=4, config=NSAConfig(select_block=128, num_selected=64)
     ),
     "narrowest": dataclasses.replace(PAPER_SHAPE, D=16, Dv=16, config=NSAConfig(1, 1, 16)),
     "G64": dataclasses.replace(PAPER_SHAPE, H=64, Hkv=1, T=1000),
