@@ -491,6 +491,16 @@ FIT = Problem(
             {"config": NSAConfig(num_selected=65)},
             "takes up to 64 selected blocks, got 65",
         ),
+        ({"S": 2**24 + 1}, "takes up to 16777216 keys, got 16777217"),
+        (
+            {
+                "H": 2,
+                "D": 256,
+                "Dv": 256,
+                "config": NSAConfig(select_block=128, num_selected=64),
+            },
+            "keeps 278528 bytes of keys and lists in shared memory, which has 229376",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
