@@ -111,9 +111,19 @@ def _traffic(branch: str, shape: Shape, config: NSAConfig, backward: bool) -> in
     return once + again if backward else once
 
 
+def limits(device: str) -> Limits | None:
+    """What is known of the device that the driver calls so."""
+    known = _known(device)
+    return None if known is None else LIMITS[known]
+
+
+def _known(device: str) -> str | None:
+    return max((name for name in LIMITS if name in device), key=len, default=None)
+
+
 def impossible(cost: Cost, time_ms: float, device: str, itemsize: int) -> str | None:
     """Why the time cannot be true on this device, None where it can or nothing is known."""
-    known = max((name for name in LIMITS if name in device), key=len, default=None)
+    known = _known(device)
     if known is None:
         return None
     limits, seconds = LIMITS[known], time_ms / 1e3

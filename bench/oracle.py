@@ -131,7 +131,7 @@ def _forward_slab(branch, config, slabs, low):
         local, kv_len, dtype = _local(arguments, start, slabs, low)
         return dense(branch, local, config, kv_len, dtype)
 
-    return _compiled(slab)
+    return compiled(slab)
 
 
 def gradients(
@@ -175,10 +175,10 @@ def _backward_slab(branch, config, slabs, low):
         sums = {name: x for name, x in grads.items() if name not in PER_QUERY}
         return rows, jax.tree.map(lambda x: x.astype(jnp.float64), sums)
 
-    return _compiled(slab)
+    return compiled(slab)
 
 
-def _compiled(slab):
+def compiled(slab):
     """Not tuned: on a GPU trying out kernels takes longer than the oracle runs."""
     gpu = jax.default_backend() != "cpu"
     return jax.jit(slab, compiler_options={"xla_gpu_autotune_level": 0} if gpu else None)

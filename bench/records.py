@@ -11,14 +11,15 @@ import importlib.metadata
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+import configs
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "records"
@@ -89,19 +90,23 @@ KINDS = typing.get_type_hints(Record)
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
     """Adds one line per record, all in one write, to the file at `path`."""
+    lines = [dataclasses.asdict(record) for record in records]
+    for line in lines:
+        _check(line, "record")
+    append_lines(path, lines)
+
+
+def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Adds one JSON line a mapping, all in one write, to the file at `path`."""
     path = Path(path)
-    lines = []
-    for record in records:
-        data = dataclasses.asdict(record)
-        _check(data, "record")
-        lines.append(json.dumps(data, allow_nan=False) + "\n")
+    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 raise ValueError(f"{path}: the last line is truncated; nothing appended")
-        file.write("".join(lines).encode())
+        file.write(text.encode())
         os.fsync(file.fileno())
 
 
@@ -112,6 +117,18 @@ def read(path: str | Path) -> list[Record]:
       ValueError: a line is not one whole valid record; the message names file and line.
     """
     records = []
+    for where, data in read_lines(path):
+        _check(data, where)
+        records.append(Record(**data))
+    return records
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """What each line of the file at `path` holds, after its place `<path>:<line>`.
+
+    Raises:
+      ValueError: a line is not whole.
+    """
     with Path(path).open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
@@ -119,9 +136,7 @@ def read(path: str | Path) -> list[Record]:
                 data = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not a whole JSON line: {error}") from None
-            _check(data, where)
-            records.append(Record(**data))
-    return records
+            yield where, data
 
 
 def _check(data: Any, where: str) -> None:
@@ -135,7 +150,7 @@ def _check(data: Any, where: str) -> None:
             f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
         )
     for name, kind in KINDS.items():
-        if not _is_a(data[name], kind):
+        if not is_a(data[name], kind):
             raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
     timed = [data["time_ms"], data["p20_ms"], data["p80_ms"]]
     if any(ms is not None and ms <= 0 for ms in timed):
@@ -146,12 +161,13 @@ def _check(data: Any, where: str) -> None:
         raise ValueError(f"{where}: status {data['status']} needs a reason")
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a field's type; a number must be finite."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         return value in typing.get_args(kind)
     if origin is types.UnionType:
-        return any(_is_a(value, option) for option in typing.get_args(kind))
+        return any(is_a(value, option) for option in typing.get_args(kind))
     if kind is float:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return number and math.isfinite(value)
@@ -162,7 +178,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def folder_of(device: str) -> Path:
     """Where the records of a device are kept: `bench/records/<slug of its name>`."""
-    return FOLDER / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return FOLDER / configs.slug(device)
 
 
 def utc_now() -> str:

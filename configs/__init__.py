@@ -2,10 +2,12 @@
 
 `load` reads a YAML file of this folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key is an error, and numbers are read by the type of the field
-(PyYAML takes `1e-4` for a string).
+(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `bench.tiles` measured.
 """
 
 import dataclasses
+import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -17,15 +19,32 @@ import yaml
 FOLDER = Path(__file__).parent
 
 
+def slug(device: str) -> str:
+    """A device's name, as the driver gives it, as part of a path."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def load(name: str | Path) -> dict[str, Any]:
-    """The mapping in `configs/<name>.yaml`, or in the file at `name` when that is a path."""
+    """The mapping in `configs/<name>.yaml`, or in the YAML or JSON file at `name` when that is
+    a path.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it holds no mapping, or no JSON.
+    """
     path = Path(name)
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in (".yaml", ".yml", ".json"):
         path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         known = sorted(p.stem for p in FOLDER.glob("*.yaml"))
         raise FileNotFoundError(f"no config file {str(path)!r}; configs/ has {known}")
-    data = yaml.safe_load(path.read_text())
+    if path.suffix == ".json":
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
+    else:
+        data = yaml.safe_load(path.read_text())
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
     return data

@@ -1,0 +1,183 @@
+"""What the lines of `train.jsonl` say: verdicts, tables, the plot of the loss curves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.lm.log import Header, Line, Speed, Step, Summary
+
+COLORS = {"nsa": "tab:blue", "dense": "tab:orange"}
+STYLES = {"jax": "-", "torch": "--"}
+
+
+class Verdict(NamedTuple):
+    """A question, and whether `value` is at most `bound`."""
+
+    question: str
+    value: float
+    bound: float
+    where: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.bound
+
+    def __str__(self) -> str:
+        word = "yes" if self.ok else "NO"
+        return f"{self.question}: {word} ({self.value:.3g}, bound {self.bound:.3g}{self.where})"
+
+
+def losses(lines: Sequence[Line]) -> dict[str, np.ndarray]:
+    """The losses `[steps]` of each run in the order of its steps; a later line wins."""
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        if isinstance(line, Step):
+            found.setdefault(line.run, {})[line.step] = line.loss
+    return {run: np.array([x[i] for i in sorted(x)]) for run, x in found.items()}
+
+
+def last[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, L]:
+    """The last line of a kind of each run."""
+    return {line.run: line for line in lines if isinstance(line, kind)}
+
+
+def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`|jax - torch| / torch` of each step that both have, for each attention."""
+    found = {}
+    for attention in COLORS:
+        runs = [f"{framework}-{attention}" for framework in ("jax", "torch")]
+        if all(run in curves for run in runs):
+            steps = min(len(curves[run]) for run in runs)
+            jax, torch = (curves[run][:steps] for run in runs)
+            found[attention] = np.abs(jax - torch) / torch
+    return found
+
+
+def final(losses: np.ndarray) -> float:
+    """The mean of the last tenth of the steps."""
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def verdicts(lines: Sequence[Line], tolerance: float, margin: float) -> list[Verdict]:
+    """Whether JAX and torch agree at every step, and whether NSA ends no worse than dense.
+
+    Args:
+      lines: of `log.read`.
+      tolerance: of the relative difference of two losses of one step; a fifth of it is that
+        of the means of the last tenth of the steps.
+      margin: how much larger NSA's loss may be, as a share, after the run: on the last tenth of
+        the training batches, and on held-out text.
+    """
+    curves, ends = losses(lines), last(lines, Summary)
+    found = []
+    for attention, values in apart(curves).items():
+        where = f", step {values.argmax()} of {len(values)}"
+        question = f"JAX and torch agree at every step, {attention}"
+        found.append(Verdict(question, float(values.max()), tolerance, where))
+        jax, torch = (final(curves[f"{name}-{attention}"]) for name in ("jax", "torch"))
+        question = f"JAX and torch end alike, {attention}"
+        found.append(Verdict(question, abs(jax - torch) / torch, tolerance / 5))
+    for framework in STYLES:
+        runs = [f"{framework}-{attention}" for attention in ("nsa", "dense")]
+        if not all(run in ends and ends[run].status == "ok" for run in runs):
+            continue
+        means = [final(curves[run]) for run in runs]
+        held_out = [ends[run].held_out_loss or np.nan for run in runs]
+        for name, (nsa, dense) in (("training", means), ("held-out", held_out)):
+            question = f"NSA's {name} loss within {margin:.1%} of dense or better, {framework}"
+            found.append(Verdict(question, nsa / dense - 1, margin))
+    return found
+
+
+def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
+    """What ran, the verdicts, a row a run, a row a speed."""
+    parts = []
+    headers = list(last(lines, Header).values())
+    curves, ends = losses(lines), last(lines, Summary)
+    if headers:
+        first = headers[0]
+        training = " ".join(f"{name}={value}" for name, value in first.training.items())
+        parts += [
+            f"device: {', '.join(dict.fromkeys(h.device for h in headers))}  \n"
+            f"model: {' '.join(f'{k}={v}' for k, v in first.model.items())}  \n"
+            f"training: {first.dtype} {training}  \n"
+            f"text: sha256 {first.input_sha256[:16]}; commit {first.commit or 'unknown'}",
+            "\n".join(f"- {verdict}" for verdict in found),
+        ]
+        rows = [
+            (
+                *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
+                *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
+                _number(ends[run].held_out_loss, ".4f"),
+            )
+            for run, h in last(lines, Header).items()
+            if run in ends and run in curves
+        ]
+        names = "framework attention implementation M-parameters status steps".split()
+        parts.append(_table([*names, "last tenth", "held out"], rows))
+    speeds = [line for line in lines if isinstance(line, Speed)]
+    if speeds:
+        rows = [
+            (
+                *(s.model, s.framework, s.attention, s.implementation, s.dtype),
+                *(str(s.seq_len), str(s.batch), s.status, _number(s.time_ms, ".4g")),
+                _number(s.tokens_per_s, ".0f"),
+                _number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
+                _number(s.mfu and 100 * s.mfu, ".1f"),
+                s.reason.replace("|", "/"),
+            )
+            for s in speeds
+        ]
+        names = "model framework attention implementation dtype S B status ms tokens/s".split()
+        parts.append(_table([*names, "peak GiB", "MFU %", "note"], rows))
+        parts.append(f"MFU: {speeds[0].mfu_is}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    lines = []
+    for cells in (names, ["-" * width for width in widths], *rows):
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines)
+
+
+def plot(lines: Sequence[Line], path: Path, tolerance: float) -> None:
+    """The loss curves of all runs, and below them how far JAX and torch are apart."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves, headers = losses(lines), last(lines, Header)
+    figure, (above, below) = pyplot.subplots(
+        2, sharex=True, figsize=(9, 7), height_ratios=(3, 1), layout="constrained"
+    )
+    for run, values in curves.items():
+        framework, _, attention = run.partition("-")
+        label = f"{attention} {framework} {getattr(headers.get(run), 'implementation', '')}"
+        style = {"color": COLORS[attention], "linestyle": STYLES[framework]}
+        above.plot(values, label=f"{label}: {final(values):.4f}", linewidth=1.2, **style)
+    for attention, values in apart(curves).items():
+        color = COLORS[attention]
+        below.semilogy(np.maximum(values, 1e-9), color=color, linewidth=0.8, label=attention)
+    below.axhline(tolerance, color="gray", linewidth=0.8, linestyle=":", label="tolerance")
+    above.set_ylabel("loss (nats a byte)")
+    above.legend(title="mean of the last tenth of the steps")
+    below.set_ylabel("|JAX - torch| / torch")
+    below.set_xlabel("step")
+    below.legend()
+    if headers:
+        first = next(iter(headers.values()))
+        shape = f"batch {first.training['batch']} x {first.training['seq_len']}"
+        size = f"{first.parameters / 1e6:.3g}M parameters"
+        above.set_title(f"{first.device}, {size}, {shape}, {first.dtype}", size=9, loc="left")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,140 @@
+"""The lines of `train.jsonl`. Times in milliseconds, losses in nats a token.
+
+A run is known by its framework and attention. A resumed run appends; a later line of a step
+takes the place of an earlier one.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from bench import records
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """What every line has. `implementation` is what ran: of NSA that of the forward pass."""
+
+    kind: ClassVar[str]
+    framework: str
+    attention: str
+    implementation: str
+
+    @property
+    def run(self) -> str:
+        return f"{self.framework}-{self.attention}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Header(Line):
+    """What a run is, before its first step."""
+
+    kind: ClassVar[str] = "header"
+    model: dict[str, Any]
+    parameters: int
+    training: dict[str, Any]
+    dtype: str
+    first_step: int  # over 0 where the run was resumed
+    flops: int  # of a step (`spec.flops`)
+    input_sha256: str
+    device: str
+    versions: dict[str, str | None]
+    commit: str | None
+    dirty: bool | None
+    time: str  # UTC
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step(Line):
+    """One step; the loss is that before it, the gradient's norm that before clipping."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    time_ms: float
+    tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed(Line):
+    """What a step costs at one shape, in a run or measured alone (`--throughput`)."""
+
+    kind: ClassVar[str] = "speed"
+    model: str
+    dtype: str
+    batch: int
+    seq_len: int
+    status: Literal["ok", "oom", "unsupported", "error"]
+    reason: str = ""
+    time_ms: float | None = None  # median
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None  # torch: its allocator's; JAX: the compiler's plan of a step
+    flops: int | None = None
+    mfu: float | None = None
+    mfu_is: str = ""
+    device: str
+    versions: dict[str, str | None]
+    commit: str | None
+    dirty: bool | None
+    time: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary(Line):
+    """How a run ended."""
+
+    kind: ClassVar[str] = "summary"
+    status: Literal["ok", "stopped", "diverged"]
+    reason: str = ""
+    steps: int  # done
+    held_out_loss: float | None = None
+
+
+KINDS = {cls.kind: cls for cls in (Header, Step, Speed, Summary)}
+
+
+def append(path: str | Path, lines: Iterable[Line]) -> None:
+    """Adds the lines to the file at `path`, all in one write."""
+    found = [{"kind": x.kind, "schema": SCHEMA, **dataclasses.asdict(x)} for x in lines]
+    for data in found:
+        _check(data, "line")
+    records.append_lines(path, found)
+
+
+def read(path: str | Path) -> list[Line]:
+    """The lines of the file at `path`.
+
+    Raises:
+      ValueError: a line is damaged; the message names file and line.
+    """
+    return [_check(data, where) for where, data in records.read_lines(path)]
+
+
+def _check(data: Any, where: str) -> Line:
+    """The line that `data` is."""
+    if not isinstance(data, dict) or data.get("kind") not in KINDS:
+        raise ValueError(f"{where}: kind must be one of {sorted(KINDS)}, got {data!r:.60}")
+    cls = KINDS[data["kind"]]
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
+    values = {name: x for name, x in data.items() if name not in ("kind", "schema")}
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    missing, unknown = fields.keys() - values.keys(), values.keys() - fields.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
+        )
+    for name, kind in fields.items():
+        if not records.is_a(values[name], kind):
+            raise ValueError(f"{where}: {name} must be {kind}, got {values[name]!r}")
+    return cls(**values)

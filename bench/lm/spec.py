@@ -1,0 +1,167 @@
+"""What is trained: the model, its optimizer, the work of one step. Knows no framework."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from bench import cost
+from nsa_jax.layer import LayerSpec
+
+type Attention = Literal["nsa", "dense"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """A decoder of bytes: embedding, `layers` blocks, RMSNorm, linear head.
+
+    A block is `x + attention(norm(x))`, then `x + mlp(norm(x))`; the MLP is SwiGLU.
+
+    Attributes:
+      layer: sizes of the attention layer; dense attention has the same heads and rotary
+        embedding, and keys and values once instead of once a branch.
+      attention: "nsa" or "dense".
+      layers: blocks.
+      hidden: width of the MLP.
+      vocabulary: tokens there are.
+    """
+
+    layer: LayerSpec
+    attention: Attention
+    layers: int
+    hidden: int
+    vocabulary: int = 256
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every value by a name of its own, for a checkpoint's metadata."""
+        own = dataclasses.asdict(self)
+        return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
+
+    def products(self) -> int:
+        """Multiply-adds of one token in all matrix products but attention's."""
+        at = self.layer
+        keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v
+        views, gate = (3, at.gate_width * (at.d_k + 3)) if self.attention == "nsa" else (1, 0)
+        heads = at.n_heads * (at.d_k + at.d_v) + views * (keys + values)
+        mlp = 3 * at.dim * self.hidden
+        block = at.dim * heads + at.n_kv_groups * gate + mlp
+        return self.layers * block + at.dim * self.vocabulary
+
+
+# "125m" has the seed system's 125M shape. Bytes need next to no embedding, so that its MLP is
+# wider than usual: 124 million parameters with NSA, 120 with dense attention.
+_TINY = LayerSpec(
+    dim=64, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=32, n_sel=6, w=128
+)
+_SEED = LayerSpec(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
+MODELS = {
+    "tiny": {"layer": _TINY, "layers": 2, "hidden": 192},
+    "125m": {"layer": _SEED, "layers": 12, "hidden": 3712},
+}
+
+
+def model(name: str, attention: Attention, phi: str = "avg") -> ModelSpec:
+    """The model called `name` in `MODELS`; `phi` as in `LayerSpec`."""
+    sizes = MODELS[name]
+    layer = dataclasses.replace(sizes["layer"], phi=phi)
+    return ModelSpec(layer, attention, sizes["layers"], sizes["hidden"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How it is trained: AdamW on matrices and vectors, weight decay on matrices only.
+
+    Attributes:
+      steps, batch, seq_len: optimizer steps, sequences a step, tokens a sequence.
+      lr, warmup: the highest learning rate, and the steps of its linear rise; then half a
+        cosine down to a tenth of it at `steps`.
+      beta1, beta2, eps, weight_decay: of AdamW.
+      clip: the gradient is scaled down to this norm where its own is larger.
+      seed: of the initial weights and of the order of the data.
+    """
+
+    steps: int
+    batch: int
+    seq_len: int
+    lr: float = 6e-4
+    warmup: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("lr", "clip", "eps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be > 0, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("weight_decay", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not 0 <= self.warmup <= self.steps:
+            raise ValueError(f"warmup must be in 0..steps={self.steps}, got {self.warmup}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of `step`, counted from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+MFU = "3 * (2 * products + attention) FLOPs, over the time and the peak rate of the device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model, its training, and the dtype of the computation: "float32" or "bfloat16"."""
+
+    name: str
+    model: ModelSpec
+    training: Training
+    dtype: str
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and the steps after it."""
+        return self.model.as_dict() | dataclasses.asdict(self.training) | {"dtype": self.dtype}
+
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.training.batch * self.training.seq_len
+
+    def flops(self) -> int:
+        """Useful FLOPs of a step.
+
+        Forward is two a multiply-add of `ModelSpec.products`, and attention as `bench.cost`
+        counts it: pairs that a query sees, the selection not. Backward is twice forward;
+        nothing that is computed again counts. The embedding, the norms and the optimizer are
+        not counted.
+        """
+        at, length = self.model.layer, self.training.seq_len
+        heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
+        shape = cost.Shape(self.training.batch, length, length, *heads, itemsize=2)
+        branch = "all" if self.model.attention == "nsa" else "dense"
+        attention = self.model.layers * cost.cost(branch, shape, at.config).flops
+        return 3 * (2 * self.tokens() * self.model.products() + attention)
+
+    def mfu(self, time_ms: float, device: str) -> float | None:
+        """The share of the device's peak rate that a step of `time_ms` reaches, if known."""
+        limits = cost.limits(device)
+        if limits is None:
+            return None
+        peak = limits.flops_32bit if self.dtype == "float32" else limits.flops_16bit
+        return self.flops() / (time_ms / 1e3) / peak
+
+
+class DivergedError(ArithmeticError):
+    """A loss or gradient that is not finite; the weights are those before the step."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float):
+        super().__init__(f"step {step}: {loss=} and {grad_norm=} must be finite")

@@ -1,0 +1,74 @@
+"""What a training step costs: time, memory, share of the device's peak."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+from bench import records, timing
+from bench.lm import spec, variants
+from bench.lm.data import Batches
+from bench.lm.log import Speed
+from bench.runners import out_of_memory
+
+
+def line(
+    variant: variants.Variant, task: spec.Task, commit: str | None, found: dict[str, Any]
+) -> Speed:
+    """The line of what was `found`: a status with its reason, or what `ok` gives."""
+    found, device = dict(found), variants.device(variant.framework)
+    if found["status"] == "ok":
+        time_ms = found["time_ms"]
+        share = task.mfu(time_ms, device)
+        found |= {"tokens_per_s": task.tokens() / time_ms * 1e3, "mfu": share}
+        if share is not None and share > 1:
+            reason = f"{time_ms:.3g} ms are less than the device needs: MFU {share:.2f}"
+            found |= {"status": "error", "reason": reason}
+    return Speed(
+        **variant.name,
+        model=task.name,
+        dtype=task.dtype,
+        batch=task.training.batch,
+        seq_len=task.training.seq_len,
+        flops=task.flops(),
+        mfu_is=spec.MFU,
+        device=device,
+        time=records.utc_now(),
+        **records.environment(commit),
+        **found,
+    )
+
+
+def ok(found: timing.Timing, learner) -> dict[str, Any]:
+    """The fields of a `Speed` that a timing of steps of `learner` gives."""
+    times = {k: v for k, v in dataclasses.asdict(found).items() if k != "timer"}
+    return {"status": "ok", "peak_bytes": learner.peak_bytes(), **times}
+
+
+def measure(
+    variant: variants.Variant, task: spec.Task, scratch: Path, batches: Batches, seconds: float
+) -> dict[str, Any]:
+    """Times whole steps, the batch's way to the device included, for about `seconds`.
+
+    Whatever the device or the attention refuses is a status.
+    """
+    try:
+        learner = variants.learner(variant, task, scratch)
+        count = itertools.cycle(range(task.training.steps))
+        for _ in range(2):  # compiles, and lays out memory
+            learner.step(batches.train(0), next(count))
+        waiting = [batches.train(i) for i in range(4)]
+        found = timing.time_host(
+            lambda i: learner.step(waiting[i % 4], next(count)),
+            lambda numbers: numbers,  # the device is done
+            seconds=seconds,
+        )
+        return ok(found, learner)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        if out_of_memory(error):
+            return {"status": "oom", "reason": reason}
+        # Dense attention belongs to a library, which refuses in its own ways.
+        if isinstance(error, NotImplementedError) or variant.attention == "dense":
+            return {"status": "unsupported", "reason": reason}
+        return {"status": "error", "reason": reason}

@@ -1,0 +1,137 @@
+"""Which attention runs in which framework, and the learner that has it."""
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bench import jobs
+from bench.lm.spec import Attention, Task
+from nsa_jax.dispatch import OnUnsupported, Problem, Registry
+from nsa_jax.types import Branches
+
+# The first that the dtype and device allow is the default: 16-bit on a GPU, or else the last.
+DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An attention of one framework; `label` is what runs, `implementation` how it is named."""
+
+    framework: str
+    attention: Attention
+    label: str
+    implementation: Any
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """The fields of a line of `log`."""
+        return {
+            "framework": self.framework,
+            "attention": self.attention,
+            "implementation": self.label,
+        }
+
+
+def dense(framework: str, name: str, dtype: str) -> Variant:
+    """Dense attention by the backend `name`, or "auto".
+
+    Raises:
+      ValueError: the framework has no such backend.
+    """
+    if name == "auto":
+        fast = dtype != "float32" and gpu(framework)
+        name = DENSE[framework][0 if fast else -1]
+    if name not in DENSE[framework]:
+        raise ValueError(f"dense must be in {DENSE[framework]} for {framework}, got {name!r}")
+    return Variant(framework, "dense", name, name)
+
+
+def nsa(
+    framework: str, names: Branches[str | None], on_unsupported: OnUnsupported, task: Task
+) -> Variant:
+    """NSA by the implementations `names`; None is the first that can run the forward pass.
+
+    Raises:
+      ValueError: the framework has no such implementation.
+      NotImplementedError: a named one refuses, and `on_unsupported` is "error".
+    """
+    registry, platform, capability = _environment(framework)
+    for name in filter(None, names):
+        if name not in registry.names():
+            raise ValueError(f"{framework} has {registry.names()}, got {name!r}")
+    at, training = task.model.layer, task.training
+    problem = Problem(
+        framework=framework,
+        branch="",
+        platform=platform,
+        capability=capability,
+        dtype=task.dtype,
+        B=training.batch,
+        T=training.seq_len,
+        S=training.seq_len,
+        H=at.n_heads,
+        Hkv=at.n_kv_groups,
+        D=at.d_k,
+        Dv=at.d_v,
+        packed=False,
+        config=at.config,
+    )
+    plan = registry.plan(problem, names, on_unsupported)
+    chosen = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
+    return Variant(framework, "nsa", jobs.label(plan), chosen)
+
+
+def device(framework: str) -> str:
+    """The device that the framework computes on here, as its driver calls it, or "cpu"."""
+    if not gpu(framework):
+        return "cpu"
+    if framework == "jax":
+        return jax.devices()[0].device_kind
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def gpu(framework: str) -> bool:
+    """Whether the framework computes on a GPU here."""
+    return _environment(framework)[1] != "cpu"
+
+
+def learner(variant: Variant, task: Task, scratch: Path):
+    """The learner of `task` by `variant`; `scratch` keeps initial weights for the next one."""
+    from bench.lm import torch_lm
+
+    initial = scratch / f"{task.name}-{task.model.attention}.safetensors"
+    if not initial.exists():
+        torch_lm.initialize(initial, task.model, task.training.seed)
+    if variant.framework == "torch":
+        return torch_lm.Learner(task, initial, variant.implementation)
+    from bench.lm import jax_lm
+
+    return jax_lm.Learner(task, initial, variant.implementation)
+
+
+def free() -> None:
+    """Gives back the device memory of learners that nothing refers to any more."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _environment(framework: str) -> tuple[Registry, str, tuple[int, int] | None]:
+    if framework == "jax":
+        from nsa_jax.dispatch import REGISTRY, capability
+
+        return REGISTRY, jax.default_backend(), capability()
+    import torch
+
+    from nsa_torch.dispatch import REGISTRY as TORCH
+
+    if not torch.cuda.is_available():
+        return TORCH, "cpu", None
+    return TORCH, "cuda", torch.cuda.get_device_capability()

@@ -1,0 +1,259 @@
+"""How far a selection falls short of the reference's: every row, judged by float64 scores.
+
+A row is one query position and one key/value head. The reference selects in float32, all
+rows, a slab of queries at a time; rows that differ are scored once more in float64. Such a
+row is explained when it obeys the rules of Eq. 11 and the best block that it left out beats the
+worst that it took in place of it by no more than float32 resolves (`resolution`).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench import oracle
+from nsa_jax import reference
+from nsa_jax.config import NSAConfig
+
+ROUNDOFF = 2.0**-24  # of one float32 operation, relative
+SMALLEST = 2.0**-126  # what is smaller may count as zero
+# Rows scored in one call, and at once within it: each needs [C, N] float64.
+ROWS, AT_ONCE = 256, 4
+MOST_ROWS = 2**15  # what differs more often is not rounding; the rest stays unexplained
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row that differs; scores are float64, of the blocks that only one side took."""
+
+    batch: int
+    token: int
+    kv_head: int
+    chosen: tuple[int, ...]
+    expected: tuple[int, ...]
+    chosen_scores: dict[int, float]
+    expected_scores: dict[int, float]
+    shortfall: float | None  # best score left out less worst score taken; None: rules broken
+    bound: float  # what float32 resolves
+    reason: str  # empty: explained
+
+    @property
+    def largest(self) -> float:
+        """The largest score involved."""
+        return max(0.0, *self.chosen_scores.values(), *self.expected_scores.values())
+
+    @property
+    def share(self) -> float:
+        """The part of its bound that the shortfall uses up."""
+        return math.inf if self.shortfall is None else self.shortfall / self.bound
+
+    @property
+    def relative(self) -> tuple[float, float]:
+        """Shortfall and bound over the largest score involved."""
+        scale = self.largest or 1.0
+        return (self.shortfall or 0.0) / scale, self.bound / scale
+
+    def __str__(self) -> str:
+        def scores(of):
+            return ", ".join(f"{block}: {score:.9g}" for block, score in of.items())
+
+        return (
+            f"batch {self.batch} token {self.token} kv head {self.kv_head}: {self.reason}\n"
+            f"  chosen    {list(self.chosen)}\n  reference {list(self.expected)}\n"
+            f"  scores of those only chosen {{{scores(self.chosen_scores)}}}, "
+            f"only in the reference {{{scores(self.expected_scores)}}}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All rows of a selection beside the reference's."""
+
+    rows: int
+    differing: int
+    judged: tuple[Row, ...]  # the differing rows that were scored, in order
+
+    @property
+    def unexplained(self) -> int:
+        judged = sum(bool(row.reason) for row in self.judged)
+        return judged + self.differing - len(self.judged)
+
+    @property
+    def worst(self) -> Row | None:
+        """The row that uses most of its bound."""
+        return max(self.judged, key=lambda row: row.share, default=None)
+
+    def report(self, most: int = 5) -> str:
+        """The first unexplained rows."""
+        rows = [row for row in self.judged if row.reason]
+        lines = [str(row) for row in rows[:most]]
+        if self.unexplained > most:
+            lines.append(f"... and {self.unexplained - most} more")
+        return "\n".join(lines)
+
+
+def resolution(largest: float, reach: float, shape: tuple[int, int, int], config) -> float:
+    """By how much two float32 block scores may be misjudged, `largest` the larger of them.
+
+    With `u = 2**-24`, to first order, of each score relatively:
+      - a score is a sum over the `G` heads and over `l'/d + l/d - 1` compressed tokens of terms
+        that are not negative: `G + l'/d + l/d` u;
+      - a term is `exp(x) / total`; `total` is summed in blocks: `2 sqrt(C)` u;
+      - an error of `x` is a relative error of `exp(x)`. Logits are products over `D`, exact in
+        16 bits, that tensor cores add 16 by 16, cutting off up to 2 u of what is at most
+        `reach`: `D/8 reach` u. Scaling, base 2 and the subtraction of the log-sum-exp are 4
+        roundings of numbers up to `2 reach + ln C`; the exponential itself errs by 4 u.
+    Both scores err, so twice their sum; and twice what may be flushed to zero.
+
+    Args:
+      reach: the largest magnitude that a logit of the row can have.
+      shape: `(G, C, D)`.
+    """
+    group, count, width = shape
+    stride = config.compress_stride
+    terms = group + (config.select_block + config.compress_block) // stride
+    exponent = width / 8 * reach + 4 * (2 * reach + math.log(max(count, 1))) + 4
+    roundings = terms + 2 * math.sqrt(count) + exponent
+    return 2 * (roundings * ROUNDOFF * largest + terms * SMALLEST)
+
+
+def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> np.ndarray:
+    """The reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
+
+    Args:
+      query: `[B, T, H, D]`.
+      compressed_key: `[B, C, Hkv, D]`.
+    """
+    batch, length, heads, _ = query.shape
+    elements = batch * heads * max(compressed_key.shape[1], 1)
+    size = min(max(oracle.FORWARD_ELEMENTS // elements, 1), length)
+    starts = *range(0, length - size, size), length - size
+    slabs = oracle.Slabs(starts, size, length)
+    step, parts = _selection(config, size), []
+    for start, skip in zip(slabs.starts, slabs.skips, strict=True):
+        parts.append(np.asarray(step(query, compressed_key, jnp.int32(start)))[:, skip:])
+    return np.concatenate(parts, axis=1)
+
+
+@functools.cache
+def _selection(config, size):
+    def slab(query, compressed_key, start):
+        part = lax.dynamic_slice_in_dim(query, start, size, axis=1)
+        where = {"config": config, "kv_len": start + size}
+        return reference.select_blocks(part, compressed_key, **where)
+
+    return oracle.compiled(slab)
+
+
+def exact_scores(
+    query: jax.Array, compressed_key: jax.Array, rows: np.ndarray, config: NSAConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """The reference's block scores `[R, N]` in float64 of `rows` int `[R, 3]` (batch, token,
+    key/value head), and the largest magnitude that a logit of each can have, `[R]`.
+    """
+    scores, reach = [], []
+    with jax.enable_x64(True):
+        step = _scores(config)
+        for at in range(0, len(rows), ROWS):
+            part = rows[at : at + ROWS].astype(np.int32)
+            filled = np.concatenate([part, np.repeat(part[-1:], ROWS - len(part), axis=0)])
+            found = step(query, compressed_key, jnp.asarray(filled))
+            for kept, x in zip((scores, reach), found, strict=True):
+                kept.append(np.asarray(x)[: len(part)])
+    return np.concatenate(scores), np.concatenate(reach)
+
+
+@functools.cache
+def _scores(config):
+    def score(query, compressed_key, rows):
+        heads, width = query.shape[2:]
+        count, kv_heads = compressed_key.shape[1:3]
+        group = heads // kv_heads
+
+        def one(row):
+            batch, token, head = row
+            zero = jnp.zeros_like(token)
+            at = batch, token, head * group, zero
+            own = lax.dynamic_slice(query, at, (1, 1, group, width)).astype(jnp.float64)
+            key = lax.dynamic_slice(
+                compressed_key, (batch, zero, head, zero), (1, count, 1, width)
+            ).astype(jnp.float64)
+            found = reference.block_scores(own, key, config=config, kv_len=token + 1)
+            lengths = (jnp.sqrt((x * x).sum(axis=-1)).max(initial=0.0) for x in (own, key))
+            return found[0, 0, 0], math.prod(lengths) * width**-0.5
+
+        return lax.map(one, rows, batch_size=AT_ONCE)
+
+    return oracle.compiled(score)
+
+
+def compare(
+    chosen: np.ndarray,
+    wanted: np.ndarray,
+    query: jax.Array,
+    compressed_key: jax.Array,
+    config: NSAConfig,
+) -> Comparison:
+    """Compares the selection `chosen` with `wanted`, the reference's, `[B, T, Hkv, n]` both.
+
+    Raises:
+      ValueError: the selections differ in shape.
+    """
+    if chosen.shape != wanted.shape:
+        raise ValueError(f"chosen must have shape {wanted.shape}, got {chosen.shape}")
+    differ = np.argwhere((chosen != wanted).any(axis=-1))
+    rows = math.prod(chosen.shape[:-1])
+    judged = differ[:MOST_ROWS]
+    if not len(judged):
+        return Comparison(rows, 0, ())
+    scores, reach = exact_scores(query, compressed_key, judged, config)
+    count, kv_heads, width = compressed_key.shape[1:]
+    shape = query.shape[2] // kv_heads, count, width
+    found = (
+        _judge(
+            tuple(map(int, row)), chosen[*row], wanted[*row], line, float(far), shape, config
+        )
+        for row, line, far in zip(judged, scores, reach, strict=True)
+    )
+    return Comparison(rows, len(differ), tuple(found))
+
+
+def _judge(row, chosen, wanted, scores, reach, shape, config) -> Row:
+    own = row[1] // config.select_block
+    broken = next(_broken(chosen, own, config), "")
+    known = range(own + 1)
+    mine, theirs = ({int(x) for x in each if int(x) in known} for each in (chosen, wanted))
+    taken = {block: float(scores[block]) for block in sorted(mine - theirs)}
+    left = {block: float(scores[block]) for block in sorted(theirs - mine)}
+    largest = max(0.0, *taken.values(), *left.values())
+    bound = resolution(largest, reach, shape, config)
+    shortfall, reason = None, broken
+    if not broken:
+        shortfall = max(0.0, max(left.values()) - min(taken.values()))
+        if not shortfall <= bound:
+            reason = f"falls short by {shortfall:.3g}, float32 resolves {bound:.3g}"
+    batch, token, head = row
+    chosen, wanted = (tuple(map(int, each)) for each in (chosen, wanted))
+    return Row(batch, token, head, chosen, wanted, taken, left, shortfall, bound, reason)
+
+
+def _broken(chosen: Sequence[int], own: int, config: NSAConfig) -> Iterator[str]:
+    """The rules that a row breaks, whatever the scores."""
+    count = min(config.num_selected, own + 1)
+    blocks = [int(x) for x in chosen[:count]]
+    if any(x < 0 for x in blocks) or any(int(x) != -1 for x in chosen[count:]):
+        yield f"must hold {count} blocks, then -1"
+    if any(x > own for x in blocks):
+        yield f"no block after the query's own, {own}"
+    if any(b <= a for a, b in itertools.pairwise(blocks)):
+        yield "blocks must ascend without duplicates"
+    forced = {*range(config.num_initial), *range(own - config.num_local + 1, own + 1)}
+    missing = sorted(x for x in forced if 0 <= x <= own and x not in blocks)
+    if missing:
+        yield f"forced blocks {missing} are missing"

@@ -1,0 +1,235 @@
+"""Trains a language model of bytes on NSA and on dense attention, in JAX and in torch.
+
+    python -m bench.train                                   # tiny, all four runs, this machine
+    python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
+    python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
+    python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
+
+All runs start from the same weights and see the same batches. The exit status is 1 where JAX
+and torch do not agree or NSA ends worse than dense, 3 where a loss or gradient is not finite,
+and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
+"""
+
+import datetime
+import itertools
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from absl import logging as absl_logging
+
+from bench import records
+from bench.lm import curves, log, loop, spec, speed, variants
+from bench.lm.data import CORPUS_BYTES, Batches
+from nsa_jax import flags as kernel_flags
+
+WRONG, DIVERGED, STOPPED = 1, 3, 75  # 75: sysexits.h's "try again"
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+# Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
+# small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny
+# model, float32 7e-7, bfloat16 1.3e-2; 3 steps of 125m without a warm-up, float32 5e-5.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
+# sequences, tokens a sequence, steps, highest learning rate
+DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
+
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+MODEL = flags.DEFINE_enum("model", "tiny", list(spec.MODELS), "Sizes of the model.", **_own)
+FRAMEWORK = flags.DEFINE_enum(
+    "framework", "both", ["jax", "torch", "both"], "What trains it.", **_own
+)
+ATTENTION = flags.DEFINE_enum(
+    "attention", "both", ["nsa", "dense", "both"], "What it attends by.", **_own
+)
+DENSE = flags.DEFINE_enum(
+    "dense",
+    "auto",
+    ["auto", "all", *dict.fromkeys(name for row in variants.DENSE.values() for name in row)],
+    "Backend of dense attention; all: each of the framework's, with --throughput.",
+    **_own,
+)
+PHI = flags.DEFINE_enum("phi", "avg", ["avg", "mlp", "mlp_pe"], "NSA's compression.", **_own)
+DTYPE = flags.DEFINE_enum(
+    "dtype", None, list(DTYPES), "Of the computation; default: f32, on a GPU bf16.", **_own
+)
+STEPS = flags.DEFINE_integer("steps", None, "Optimizer steps.", lower_bound=1, **_own)
+SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens a sequence.", lower_bound=1, **_own)
+BATCH = flags.DEFINE_integer("batch", None, "Sequences a step.", lower_bound=1, **_own)
+LR = flags.DEFINE_float("lr", None, "Highest learning rate.", **_own)
+WARMUP = flags.DEFINE_integer("warmup", None, "Steps up to it; default: a tenth.", **_own)
+CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of the gradient.", **_own)
+SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.", lower_bound=0, **_own)
+CORPUS = flags.DEFINE_integer(
+    "corpus_bytes", CORPUS_BYTES, "Bytes of the text, a sixteenth held out.", **_own
+)
+TOLERATED = flags.DEFINE_float(
+    "tolerance", None, "Of a loss of JAX beside torch's; default by dtype.", **_own
+)
+MARGIN = flags.DEFINE_float("margin", 0.01, "How much worse NSA may end than dense.", **_own)
+OUT = flags.DEFINE_string(
+    "out", None, "Folder of the results; default: bench/results/<time>.", **_own
+)
+CHECKPOINTS = flags.DEFINE_string(
+    "checkpoint_dir", None, "Folder of the checkpoints; default: in --out.", **_own
+)
+SAVE_EVERY = flags.DEFINE_integer(
+    "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
+)
+RESUME = flags.DEFINE_bool("resume", False, "Go on from the checkpoints there are.", **_own)
+THROUGHPUT = flags.DEFINE_bool("throughput", False, "Only measure, by length.", **_own)
+LENGTHS = flags.DEFINE_list(
+    "lengths", "512,1024,2048,8192,32768".split(","), "Lengths for --throughput.", **_own
+)
+TOKENS = flags.DEFINE_integer(
+    "tokens", 32768, "Tokens a step for --throughput, without --batch.", **_own
+)
+SECONDS = flags.DEFINE_float(
+    "row_seconds", 3.0, "Time spent on samples of a row of --throughput.", **_own
+)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+)
+SAVE = flags.DEFINE_bool(
+    "save_records", False, "Append to bench/records/<device>/train.jsonl too.", **_own
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    if "verbosity" in flags.FLAGS and not flags.FLAGS["verbosity"].present:
+        absl_logging.set_verbosity(absl_logging.WARNING)
+    if RESUME.value and OUT.value is None:
+        raise ValueError("--resume needs --out, the folder of the runs to go on with")
+    if DENSE.value == "all" and not THROUGHPUT.value:
+        raise ValueError("--dense=all is for --throughput, got a training run")
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    folder = Path(OUT.value or Path(__file__).parent / "results" / stamp)
+    path = folder / "train.jsonl"
+    if path.exists() and not RESUME.value:
+        raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
+    return throughput(folder) if THROUGHPUT.value else runs(folder)
+
+
+def _frameworks() -> tuple[str, ...]:
+    # torch first: it gives memory back to the device, JAX keeps what it once had.
+    return ("torch", "jax") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
+
+
+def _tasks(**known: int) -> list[spec.Task]:
+    """A task for each attention; `known` overrides values of `Training`."""
+    batch, length, steps, lr = DEFAULTS[MODEL.value]
+    steps = STEPS.value or steps
+    values: dict[str, Any] = {
+        "steps": steps,
+        "batch": BATCH.value or batch,
+        "seq_len": SEQ_LEN.value or length,
+        "lr": lr if LR.value is None else LR.value,
+        "warmup": max(1, steps // 10) if WARMUP.value is None else WARMUP.value,
+        "clip": CLIP.value,
+        "seed": SEED.value,
+    }
+    training = spec.Training(**values | known)
+    on_gpu = any(map(variants.gpu, _frameworks()))
+    dtype = DTYPES[DTYPE.value or ("bf16" if on_gpu else "f32")]
+    kinds: tuple[spec.Attention, ...] = ("nsa", "dense")
+    wanted = [kind for kind in kinds if ATTENTION.value in (kind, "both")]
+    models = [spec.model(MODEL.value, kind, PHI.value) for kind in wanted]
+    return [spec.Task(MODEL.value, model, training, dtype) for model in models]
+
+
+def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
+    if task.model.attention == "dense":
+        return variants.dense(framework, dense, task.dtype)
+    named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
+    return variants.nsa(framework, named, fallback, task)
+
+
+def runs(folder: Path) -> int:
+    """Trains every run that is not done yet; the exit status."""
+    tasks = _tasks()
+    training, dtype = tasks[0].training, tasks[0].dtype
+    kept = Path(CHECKPOINTS.value or folder / "checkpoints")
+    batches = Batches(training.batch, training.seq_len, training.seed, CORPUS.value)
+    path = folder / "train.jsonl"
+    plan = [
+        loop.Run(
+            _variant(framework, task, DENSE.value),
+            task,
+            batches,
+            path,
+            kept / f"{framework}-{task.model.attention}",
+            SAVE_EVERY.value,
+            COMMIT.value,
+        )
+        for framework in _frameworks()
+        for task in tasks
+    ]
+    found = [each.checkpoint() for each in plan]
+    if RESUME.value and not any(found):
+        raise ValueError(f"--resume needs a checkpoint, found none in {kept}")
+    if not RESUME.value and any(found):
+        raise ValueError(f"{next(filter(None, found))} exists; give --resume or another folder")
+    ended = curves.last(log.read(path), log.Summary) if path.exists() else {}
+    with loop.Stop() as stop:
+        for run in plan:
+            if run.checkpoint() and run.name in ended and ended[run.name].status == "ok":
+                continue
+            summary = loop.run(run, stop)
+            variants.free()
+            if summary.status != "ok":
+                print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
+                return STOPPED if summary.status == "stopped" else DIVERGED
+    tolerance = TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
+    verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
+    curves.plot(log.read(path), folder / "train.png", tolerance)
+    _finish(folder, verdicts)
+    return 0 if all(verdict.ok for verdict in verdicts) else WRONG
+
+
+def throughput(folder: Path) -> int:
+    """Measures a step of every variant at every length; the exit status."""
+    if not all(length.isdigit() and int(length) for length in LENGTHS.value):
+        raise ValueError(f"lengths must be numbers over 0, got {LENGTHS.value}")
+    path, statuses = folder / "train.jsonl", set()
+    with tempfile.TemporaryDirectory() as scratch:
+        for framework, length in itertools.product(_frameworks(), map(int, LENGTHS.value)):
+            batch = BATCH.value or max(1, TOKENS.value // length)
+            batches = Batches(batch, length, SEED.value, CORPUS.value)
+            for task in _tasks(batch=batch, seq_len=length):
+                every = DENSE.value == "all" and task.model.attention == "dense"
+                for dense in variants.DENSE[framework] if every else (DENSE.value,):
+                    variant = _variant(framework, task, dense)
+                    given = task, Path(scratch), batches, SECONDS.value
+                    found = speed.measure(variant, *given)
+                    variants.free()
+                    log.append(path, [speed.line(variant, task, COMMIT.value, found)])
+                    statuses.add(found["status"])
+                    shown = " ".join(variant.name.values())
+                    print(f"{shown} {length}: {found['status']}", file=sys.stderr)
+    _finish(folder, [])
+    return WRONG if "error" in statuses else 0
+
+
+def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
+    """Writes and prints the tables, and keeps the lines where that is asked for."""
+    found = log.read(folder / "train.jsonl")
+    text = curves.markdown(found, verdicts)
+    (folder / "train.md").write_text(text)
+    print(text)
+    print(f"written to {folder}")
+    if SAVE.value:
+        device = next(x.device for x in found if isinstance(x, log.Header | log.Speed))
+        log.append(records.folder_of(device) / "train.jsonl", found)
+
+
+if __name__ == "__main__":
+    for name in FLAGS:
+        flags.FLAGS[name] = FLAGS[name]
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+    FLAGS.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
+    app.run(main)

@@ -1,0 +1,180 @@
+"""Every row of a selection beside the reference's: what differs must be rounding."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import oracle, problems, records, runners, shortfall
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = problems.settings("tiny", {"seq_len": 447})
+CONFIG = SETTINGS.nsa
+
+
+@pytest.fixture(scope="module", params=["random", "text"])
+def inputs(request):
+    return problems.make(SETTINGS, request.param)
+
+
+@pytest.fixture(scope="module")
+def wanted(inputs):
+    return shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
+
+
+def compare(chosen, wanted, inputs):
+    return shortfall.compare(chosen, wanted, inputs.query, inputs.compressed_key, CONFIG)
+
+
+def test_slabs_select_what_the_whole_selects(inputs, wanted, monkeypatch):
+    assert wanted.shape == (1, 447, 2, CONFIG.num_selected)
+    monkeypatch.setattr(oracle, "FORWARD_ELEMENTS", 4 * 55 * 100)  # slabs of 100 rows
+    again = shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
+    np.testing.assert_array_equal(again, wanted)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_paths_select_what_the_reference_selects(framework, inputs, wanted):
+    runner = runners.RUNNERS[framework]()
+    arguments = runner.load(inputs.arguments("scores"))
+    found = runners.forward(runner.api, "scores", CONFIG, None, arguments)["indices"]
+    found = compare(runner.numpy(found), wanted, inputs)
+    assert found.rows == 2 * 447 and not found.unexplained, found.report()
+
+
+def test_one_altered_index_is_caught(inputs, wanted):
+    """The mutant: in one row a block that was left out takes the place of a scored one."""
+    token, head = 440, 1
+    row = wanted[0, token, head].tolist()
+    spare = next(block for block in range(1, 12) if block not in row)
+    chosen = wanted.copy()
+    chosen[0, token, head] = sorted([row[0], spare, *row[2:]])
+    found = compare(chosen, wanted, inputs)
+    assert (found.differing, found.unexplained) == (1, 1)
+    (bad,) = found.judged
+    assert (bad.batch, bad.token, bad.kv_head) == (0, token, head)
+    assert bad.expected == tuple(row) and spare in bad.chosen
+    assert set(bad.chosen_scores) == {spare} and set(bad.expected_scores) == {row[1]}
+    gap = bad.expected_scores[row[1]] - bad.chosen_scores[spare]
+    assert bad.shortfall == gap > 10 * bad.bound > 0
+    assert found.worst is bad and bad.relative[0] == gap / bad.expected_scores[row[1]]
+    report = found.report()
+    assert f"batch 0 token {token} kv head {head}: falls short by" in report
+    assert str(row) in report and f"{spare}: " in report
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([0, 1, 2, 3, 12, 13], None),
+        ([0, 1, 2, 3, 13, 14], "no block after the query's own, 13"),
+        ([0, 2, 1, 3, 12, 13], "must ascend"),
+        ([0, 1, 1, 3, 12, 13], "must ascend"),
+        ([0, 1, 2, 3, 4, 13], r"forced blocks \[12\] are missing"),
+        ([1, 2, 3, 4, 12, 13], r"forced blocks \[0\] are missing"),
+        ([0, 1, 2, 12, 13, -1], "must hold 6 blocks"),
+    ],
+)
+def test_broken_rules_are_never_explained(row, reason):
+    found = next(shortfall._broken(row, 13, CONFIG), None)
+    assert (found is None) if reason is None else re.search(reason, found)
+
+
+def test_a_row_of_the_wrong_form_is_reported(inputs, wanted):
+    chosen = wanted.copy()
+    chosen[0, 440, 0, -1] = -1
+    found = compare(chosen, wanted, inputs)
+    assert found.unexplained == 1 and found.worst.shortfall is None
+    assert "must hold 6 blocks" in found.report()
+
+
+@pytest.mark.parametrize(("scale", "explained"), [(1e-7, True), (0.0, True), (1e-2, False)])
+def test_a_near_tie_is_explained(scale, explained):
+    """Queries of nearly zero see all keys nearly alike: any blocks are as good as the best."""
+    inputs = problems.make(SETTINGS, "random")
+    query = inputs.query * scale
+    wanted = shortfall.expected(query, inputs.compressed_key, CONFIG)
+    token = 440
+    row = wanted[0, token, 0].tolist()
+    # Block 0 has one compressed token less, and is forced.
+    others = [block for block in range(1, 12) if block not in row][:3]
+    chosen = wanted.copy()
+    chosen[0, token, 0] = [0, *others, *row[4:]]
+    found = shortfall.compare(chosen, wanted, query, inputs.compressed_key, CONFIG)
+    assert found.differing == 1 and found.unexplained == (not explained)
+    assert (found.worst.share <= 1) == explained
+    assert found.worst.bound < 1e-4 * found.worst.largest
+
+
+def test_float64_decides_not_the_reference_in_float32(inputs, wanted):
+    """Where the reference's own rounding chose wrongly, the other side is not to blame."""
+    token, row = 440, wanted[0, 440, 0].tolist()
+    spare = next(block for block in range(1, 12) if block not in row)
+    worse = wanted.copy()
+    worse[0, token, 0] = sorted([row[0], spare, *row[2:]])
+    found = compare(wanted, worse, inputs)
+    assert found.differing == 1 and not found.unexplained
+    assert found.worst.shortfall == 0
+
+
+def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, monkeypatch):
+    monkeypatch.setattr(shortfall, "MOST_ROWS", 3)
+    chosen = wanted.copy()
+    chosen[0, 440:445, :, -1] = -1
+    found = compare(chosen, wanted, inputs)
+    assert (found.differing, len(found.judged), found.unexplained) == (10, 3, 10)
+    assert found.report(2).endswith("... and 8 more")
+    with pytest.raises(ValueError, match="chosen must have shape"):
+        compare(chosen[..., :-1], wanted, inputs)
+
+
+# The command: the implementation `xla` as it is, or with one index altered.
+COMMAND = """
+import sys
+import jax.numpy as jnp
+from absl import app
+from bench import indices
+from nsa_jax import select
+
+whole = select.select_blocks
+
+def altered(*arguments, **options):
+    found = whole(*arguments, **options)
+    row = found[0, 300, 1]
+    return found.at[0, 300, 1, 1].set(jnp.where(row[1] == 1, 2, 1))
+
+if sys.argv.pop(1) == "mutant":
+    select.select_blocks = altered
+app.run(indices.main)
+"""
+
+
+@pytest.mark.parametrize("which", ["whole", "mutant"])
+def test_the_command(which, tmp_path):
+    flags = ("--kernels=xla", "--seq_len=318", "--row_seconds=0", f"--out={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, which, *flags],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (tmp_path / "indices.jsonl").exists(), done.stderr[-4000:]
+    found = records.read(tmp_path / "indices.jsonl")
+    assert [row.input for row in found] == ["random", "text"]
+    assert {(row.bench, row.implementation, row.rows_checked) for row in found} == {
+        ("indices", "xla", 318)
+    }
+    if which == "whole":
+        assert done.returncode == 0, done.stdout
+        assert all(row.status == "ok" and row.time_ms for row in found)
+        return
+    assert done.returncode == 1
+    assert "batch 0 token 300 kv head 1: " in done.stdout
+    for row in found:
+        assert row.status == "wrong" and row.rows_differ == 1
+        assert "1 of 636 rows unexplained" in row.reason

@@ -1,0 +1,459 @@
+"""Training: two frameworks, one curve; checkpoints, their resumption, and what ends a run."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from absl import flags
+
+from bench import train
+from bench.lm import checkpoint, curves, log, loop, spec, speed, torch_lm, variants
+from bench.lm.data import Batches
+from nsa_jax.layer import LayerSpec
+from nsa_jax.types import Branches
+
+# Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
+TOLERANCE = 3e-6
+LAYER = LayerSpec(
+    dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
+)
+TRAINING = spec.Training(steps=12, batch=2, seq_len=72, lr=1e-2, warmup=2)
+CORPUS = 2**16
+ATTENTIONS: tuple[spec.Attention, ...] = ("nsa", "dense")
+FRAMEWORKS = ("jax", "torch")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the problems are too small for more
+    yield
+    torch.set_num_threads(before)
+
+
+def task(attention: spec.Attention, **changed) -> spec.Task:
+    model = spec.ModelSpec(LAYER, attention, layers=2, hidden=24)
+    return spec.Task("micro", model, dataclasses.replace(TRAINING, **changed), "float32")
+
+
+def run_of(folder: Path, framework: str, todo: spec.Task, save_every: int = 100) -> loop.Run:
+    if todo.model.attention == "nsa":
+        variant = variants.nsa(framework, Branches(None, None, None), "error", todo)
+    else:
+        variant = variants.dense(framework, "auto", todo.dtype)
+    at = todo.training
+    batches = Batches(at.batch, at.seq_len, at.seed, CORPUS)
+    return loop.Run(variant, todo, batches, folder / "train.jsonl", folder / "kept", save_every)
+
+
+def trained(folder: Path, framework: str, todo: spec.Task, **options):
+    """The summary and the losses of a run from its last checkpoint on."""
+    run = run_of(folder, framework, todo, **options)
+    summary = loop.run(run, loop.Stop())
+    return summary, curves.losses(log.read(run.path)).get(run.name, np.zeros(0))
+
+
+class StopAfter(loop.Stop):
+    """A SIGTERM during the given step."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self.left = steps + 1
+
+    @property
+    def asked(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.received
+
+    @asked.setter
+    def asked(self, value):
+        self.received = value
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of an uninterrupted run of each framework and attention."""
+    found = {}
+    for framework, attention in itertools.product(FRAMEWORKS, ATTENTIONS):
+        folder = tmp_path_factory.mktemp(f"{framework}-{attention}")
+        found[framework, attention] = trained(folder, framework, task(attention))
+    return found
+
+
+def apart(one, other):
+    return np.max(np.abs(one - other) / other)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_jax_and_torch_agree_step_by_step(whole, attention):
+    (ours, jax), (theirs, torch) = (whole[framework, attention] for framework in FRAMEWORKS)
+    assert len(jax) == len(torch) == TRAINING.steps
+    assert apart(jax, torch) < TOLERANCE
+    assert apart(ours.held_out_loss, theirs.held_out_loss) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(
+    "mutant",
+    [{"beta1": 0.89}, {"beta2": 0.96}, {"clip": 1e9}, {"weight_decay": 0.0}, {"eps": 1e-6}],
+    ids=str,
+)
+def test_another_optimizer_does_not_agree(whole, tmp_path, attention, mutant):
+    _, losses = trained(tmp_path, "torch", task(attention, **mutant))
+    assert apart(losses, whole["jax", attention][1]) > 3 * TOLERANCE
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_loss_falls(whole, framework, attention):
+    summary, losses = whole[framework, attention]
+    assert summary.status == "ok" and losses[0] == pytest.approx(np.log(256), abs=0.4)
+    assert losses[-3:].mean() < losses[0] - 1 and summary.held_out_loss < losses[0] - 1
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
+    todo, stop = task("nsa"), StopAfter(5)
+    run = run_of(tmp_path, framework, todo, save_every=2)
+    with stop:
+        summary = loop.run(run, stop)
+    assert summary.status == "stopped" and "SIGTERM after 5 steps" in summary.reason
+    assert [path.name for path in run.folder.iterdir()] == ["step-000005"]
+    before = curves.losses(log.read(run.path))[run.name]
+    assert len(before) == 5
+    summary, losses = trained(tmp_path, framework, todo)
+    assert summary == whole[framework, "nsa"][0]
+    np.testing.assert_array_equal(losses, whole[framework, "nsa"][1])
+    headers = [line for line in log.read(run.path) if isinstance(line, log.Header)]
+    assert [header.first_step for header in headers] == [0, 5]
+
+
+def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):
+    todo = task("dense")
+    with StopAfter(5) as stop:
+        loop.run(run_of(tmp_path, "torch", todo), stop)
+    _, losses = trained(tmp_path, "jax", todo)
+    assert len(losses) == TRAINING.steps - 5
+    assert apart(losses, whole["torch", "dense"][1][5:]) < TOLERANCE
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    with StopAfter(1) as stop:
+        loop.run(run_of(tmp_path, "torch", task("dense")), stop)
+    for changed, message in (
+        ({"lr": 1.0}, r"lr must be 0\.01 as it was, got 1\.0"),
+        ({"steps": 13}, "steps must be 12 as it was, got 13"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained(tmp_path, "torch", task("dense", **changed))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
+    todo = task("dense", lr=1e30, warmup=0)
+    summary, losses = trained(tmp_path, framework, todo, save_every=1)
+    done = len(losses)
+    assert summary.status == "diverged" and summary.steps == done < TRAINING.steps
+    assert f"step {done}: loss=" in summary.reason and "must be finite" in summary.reason
+    kept = tmp_path / "kept" / f"step-{done:06d}"
+    assert list(kept.parent.iterdir()) == [kept] and str(kept) in summary.reason
+    for path in kept.glob("*.safetensors"):
+        assert all(x.isfinite().all() for x in safetensors.torch.load_file(path).values())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_diverged_step_changes_nothing(tmp_path, framework):
+    todo = task("dense")
+    run = run_of(tmp_path, framework, todo)
+    learner = variants.learner(run.variant, todo, tmp_path)
+    batch = run.batches.train(0)
+    learner.step(batch, 0)
+    kept = checkpoint.save(run.folder, learner, 1, {})
+    for path in kept.glob("weights.safetensors"):  # a weight that makes the loss a NaN
+        tensors = safetensors.torch.load_file(path)
+        tensors["norm.scale"][0] = float("inf")
+        with safetensors.safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        safetensors.torch.save_file(tensors, path, metadata)
+    learner.load(kept, 1)
+    with pytest.raises(spec.DivergedError, match=r"step 7: loss=.*must be finite"):
+        learner.step(batch, 7)
+    learner.save(tmp_path)
+    for name in ("weights", "mean", "square"):
+        after, before = (
+            safetensors.torch.load_file(at / f"{name}.safetensors") for at in (tmp_path, kept)
+        )
+        assert all(torch.equal(after[key], before[key]) for key in before)
+    with pytest.raises(ValueError, match=r"weights of norm\.scale must be finite"):
+        checkpoint.save(run.folder, learner, 2, {})
+    assert checkpoint.latest(run.folder) == kept
+    assert [path.name for path in run.folder.iterdir()] == [kept.name]
+
+
+def test_a_checkpoint_that_breaks_off_leaves_the_last_one(tmp_path):
+    class Broken:
+        def save(self, folder):
+            (folder / "weights.safetensors").write_bytes(b"half")
+            raise OSError("no space left")
+
+        def load(self, folder, step):
+            raise AssertionError
+
+    (tmp_path / "step-000003").mkdir()
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path, Broken(), 4, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_batches_follow_from_seed_and_step():
+    one, same, other = (Batches(3, 40, seed, CORPUS) for seed in (1, 1, 2))
+    assert one.train(0).shape == (3, 41) and one.train(0).dtype == np.uint8
+    np.testing.assert_array_equal(one.train(5), same.train(5))
+    assert (one.train(5) != one.train(6)).any() and (one.train(5) != other.train(5)).any()
+    assert len(one.training) + len(one.held_out) == CORPUS
+    for batch in one.evaluation(2):
+        assert all(row.tobytes() in one.held_out.tobytes() for row in batch)
+    with pytest.raises(ValueError, match="corpus_bytes must be over 656 for seq_len=40"):
+        Batches(3, 40, 1, 640)
+
+
+def test_weights_start_alike_under_both_attentions(tmp_path):
+    found = []
+    for attention in ATTENTIONS:
+        path = tmp_path / attention
+        torch_lm.initialize(path, task(attention).model, 0)
+        found.append(safetensors.torch.load_file(path))
+    shared = found[0].keys() & found[1].keys()
+    assert {"embedding", "head.weight", "blocks.1.attention.W_Q.weight"} <= shared
+    assert all(torch.equal(found[0][name], found[1][name]) for name in shared)
+    for name, deviation in (("up", (3 * 16) ** -0.5), ("down", (3 * 24) ** -0.5 / 2)):
+        matrix = found[0][f"blocks.0.mlp.{name}.weight"]
+        assert matrix.std().item() == pytest.approx(deviation, rel=0.1)
+
+
+@pytest.mark.parametrize(("attention", "millions"), [("nsa", 124), ("dense", 120)])
+def test_products_and_parameters(attention, millions):
+    for name in spec.MODELS:
+        model = spec.model(name, attention)
+        with torch.device("meta"):
+            module = torch_lm.LM(model)
+        linear = {
+            key: x.numel() for key, x in module.named_parameters() if key.endswith("weight")
+        }
+        # The gate runs once a key/value group.
+        gates = sum(size for key, size in linear.items() if ".gate.fc" in key)
+        extra = gates * (model.layer.n_kv_groups - 1)
+        assert model.products() == sum(linear.values()) + extra
+    assert round(sum(x.numel() for x in module.parameters()) / 1e6) == millions
+
+
+def test_flops_and_mfu():
+    todo = task("dense")
+    pairs = TRAINING.batch * TRAINING.seq_len * (TRAINING.seq_len + 1) // 2
+    attention = 2 * pairs * 2 * 2 * (8 + 8)  # layers, pairs, heads, FLOPs
+    assert todo.flops() == 3 * (2 * todo.tokens() * todo.model.products() + attention)
+    time_ms = todo.flops() / 495e12 * 1e3
+    assert todo.mfu(2 * time_ms, "NVIDIA H100 80GB HBM3") == pytest.approx(0.5)
+    assert todo.mfu(time_ms, "cpu") is None
+
+
+def test_the_rate_rises_then_falls():
+    at = spec.Training(steps=10, batch=1, seq_len=1, lr=1.0, warmup=4)
+    assert [at.rate(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert at.rate(10) == pytest.approx(0.1) and at.rate(7) == pytest.approx(0.55)
+    for name, value in (("beta2", 1.0), ("lr", 0.0), ("steps", 0), ("warmup", 11)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            dataclasses.replace(at, **{name: value})
+
+
+def lines(framework: str, attention: str, losses, held_out=1.0) -> list[log.Line]:
+    name = {"framework": framework, "attention": attention, "implementation": "x"}
+    numbers = {"grad_norm": 1.0, "lr": 1.0, "time_ms": 1.0, "tokens_per_s": 1.0}
+    steps = [log.Step(**name, step=i, loss=x, **numbers) for i, x in enumerate(losses)]
+    end = log.Summary(**name, status="ok", steps=len(losses), held_out_loss=held_out)
+    return [*steps, end]
+
+
+def test_verdicts():
+    curve = np.linspace(5, 3, 40)
+    odd = curve * 1.005
+    odd[20] *= 1.01
+    found = [
+        *lines("torch", "dense", curve),
+        *lines("jax", "dense", curve * (1 + 1e-4)),
+        *lines("torch", "nsa", curve * 1.005, held_out=1.02),
+        *lines("jax", "nsa", odd),
+    ]
+    verdicts = curves.verdicts(found, tolerance=1e-3, margin=0.01)
+    assert [verdict.ok for verdict in verdicts] == [
+        *(False, True, True, True),  # NSA, dense: every step, the end
+        *(True, True, True, False),  # JAX, torch: training, held-out
+    ]
+    assert "step 20 of 40" in str(verdicts[0]) and "NO" in str(verdicts[0])
+    again = lines("jax", "nsa", [6.0])[:1]  # a later line of a step counts
+    assert curves.losses([*found, *again])["jax-nsa"][0] == 6.0
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    log.append(path, lines("jax", "nsa", [1.0]))
+    good = json.loads(path.read_text().splitlines()[0])
+    for change, message in (
+        ({"loss": "1"}, "loss must be"),
+        ({"kind": "stop"}, "kind must be one of"),
+        ({"schema": 2}, "schema must be 1, got 2"),
+        ({"more": 1}, r"unknown fields \['more'\]"),
+    ):
+        path.write_text(json.dumps(good) + "\n" + json.dumps(good | change) + "\n")
+        with pytest.raises(ValueError, match=f"train.jsonl:2: .*{message}"):
+            log.read(path)
+
+
+SMALL = ("--seq_len=64", "--batch=1", "--steps=3", f"--corpus_bytes={CORPUS}")
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """`main` as the command calls it: exit status, output, lines."""
+
+    def call(*arguments, folder="out"):
+        out = tmp_path / folder
+        train.FLAGS.unparse_flags()
+        for name in train.FLAGS:
+            train.FLAGS[name].unparse()
+        train.FLAGS(["train", f"--out={out}", *arguments])
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        status = train.main(["train"])
+        path = out / "train.jsonl"
+        return status, capsys.readouterr(), log.read(path) if path.exists() else []
+
+    return call
+
+
+def test_the_command_trains_all_and_draws(command, tmp_path):
+    status, output, found = command(*SMALL, "--margin=1", "--warmup=0")
+    assert status == 0 and "JAX and torch agree at every step, nsa: yes" in output.out
+    kinds = [line.kind for line in found]
+    assert [kinds.count(kind) for kind in log.KINDS] == [4, 12, 4, 4]
+    assert {line.run for line in found} == {"jax-nsa", "jax-dense", "torch-nsa", "torch-dense"}
+    assert all((tmp_path / "out" / name).stat().st_size for name in ("train.png", "train.md"))
+    # All four are done: nothing is left to resume, and a verdict is an exit status.
+    status, _, again = command(*SMALL, "--margin=1", "--warmup=0", "--resume", "--tolerance=0")
+    assert status == train.WRONG and again == found
+
+
+def test_the_command_measures_speed(command):
+    status, output, found = command(
+        "--throughput", "--lengths=32,64", "--tokens=64", "--row_seconds=0", "--dense=all",
+        "--framework=torch", f"--corpus_bytes={CORPUS}",
+    )  # fmt: skip
+    rows = [(x.attention, x.implementation, x.seq_len, x.batch, x.status) for x in found]
+    each = (("nsa", "sdpa", "ok"), ("dense", "flash", "ok"), ("dense", "cudnn", "unsupported"))
+    each = (*each, ("dense", "math", "ok"))
+    shapes = ((32, 2), (64, 1))
+    assert rows == [(a, i, *shape, s) for shape in shapes for a, i, s in each]
+    assert status == 0 and "| unsupported |" in output.out
+    for row in found:
+        measured = row.status == "ok"
+        assert bool(row.time_ms and row.tokens_per_s and row.samples) == measured
+        assert measured or row.reason
+
+
+def test_a_lack_of_memory_is_a_status(tmp_path, monkeypatch):
+    run = run_of(tmp_path, "torch", task("dense"))
+    given = run.variant, run.task, tmp_path, run.batches, 0.0
+    for error, status in (
+        (torch.OutOfMemoryError("no room"), "oom"),
+        (NotImplementedError("not here"), "unsupported"),
+    ):
+        monkeypatch.setattr(torch_lm.Learner, "step", lambda *_, error=error: raising(error))
+        found = speed.measure(*given)
+        assert found["status"] == status
+        line = speed.line(run.variant, run.task, None, found)
+        assert line.reason == f"{type(error).__name__}: {error}" and line.time_ms is None
+
+
+def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq_len=0"], "lower bound|positive integer"),
+        (["--model=7b"], "should be one of"),
+        (["--lr=0"], r"lr must be > 0, got 0\.0"),
+        (["--warmup=9", "--steps=3"], r"warmup must be in 0\.\.steps=3, got 9"),
+        (["--dense=xla", "--framework=torch"], "dense must be in .*'math'.* got 'xla'"),
+        (["--dense=all"], "--dense=all is for --throughput"),
+        (["--resume"], "--resume needs a checkpoint, found none in"),
+        (["--corpus_bytes=99"], "corpus_bytes must be over"),
+        (["--throughput", "--lengths=512,x"], "lengths must be numbers over 0"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_named(command, arguments, message):
+    with pytest.raises((ValueError, flags.IllegalFlagValueError), match=message):
+        command(*arguments)
+
+
+def test_an_unknown_or_refusing_kernel_is_named():
+    todo = task("nsa")
+    for names, error, message in (
+        (Branches("xla", None, None), ValueError, "torch has .*'sdpa'.*, got 'xla'"),
+        (Branches(*["triton"] * 3), NotImplementedError, "compressed: triton: "),
+    ):
+        with pytest.raises(error, match=message):
+            variants.nsa("torch", names, "error", todo)
+
+
+def test_results_are_not_mixed(command):
+    once = (*SMALL, "--framework=torch", "--attention=dense")
+    assert command(*once)[0] == 0
+    with pytest.raises(ValueError, match="exists; --out must name a new folder"):
+        command(*once)
+    kept = Path(train.OUT.value) / "checkpoints"
+    with pytest.raises(ValueError, match="exists; give --resume or another folder"):
+        command(*once, f"--checkpoint_dir={kept}", folder="other")
+
+
+def test_sigterm_saves_and_resume_goes_on(command, tmp_path):
+    arguments = [
+        "--framework=torch", "--attention=dense", "--seq_len=64", "--batch=1",
+        "--steps=400", f"--corpus_bytes={CORPUS}",
+    ]  # fmt: skip
+    path = tmp_path / "out" / "train.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.train", f"--out={tmp_path / 'out'}", *arguments],
+        cwd=Path(train.__file__).parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not path.exists() or len(path.read_text().splitlines()) < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == train.STOPPED, errors
+    found = log.read(path)
+    done = len([line for line in found if isinstance(line, log.Step)])
+    assert f"torch-dense stopped: SIGTERM after {done} steps, saved to" in errors
+    kept = tmp_path / "out" / "checkpoints" / "torch-dense"
+    assert [x.name for x in kept.iterdir()] == [f"step-{done:06d}"] and done < 400
+    status, _, found = command(*arguments, "--resume")
+    assert status == 0 and len(curves.losses(found)["torch-dense"]) == 400
