@@ -1,0 +1,230 @@
+"""What a warp does by itself: a 32-bit word a lane, and the instructions on words.
+
+For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
+bytes. `tests/test_scores_rows.py` has the same names for numpy arrays of 32 lanes.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+type Number = "Word | int"
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+class Word:
+    """An integer, a float32 or a truth value of each lane; a Python integer is a constant.
+
+    Comparisons are of signed integers; `//`, `%` and `>>` are for integers from 0.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    @property
+    def real(self) -> bool:
+        return isinstance(self.value.type, ir.F32Type)
+
+    def __add__(self, other: Number) -> "Word":
+        return _apply(arith.addf if self.real else arith.addi, self, other)
+
+    def __sub__(self, other: Number) -> "Word":
+        return _apply(arith.subi, self, other)
+
+    def __mul__(self, other: Number) -> "Word":
+        return _apply(arith.muli, self, other)
+
+    def __floordiv__(self, other: Number) -> "Word":
+        return _apply(arith.divui, self, other)
+
+    def __mod__(self, other: Number) -> "Word":
+        return _apply(arith.remui, self, other)
+
+    def __rshift__(self, other: Number) -> "Word":
+        return _apply(arith.shrui, self, other)
+
+    def __and__(self, other: Number) -> "Word":
+        return _apply(arith.andi, self, other)
+
+    def __or__(self, other: Number) -> "Word":
+        return _apply(arith.ori, self, other)
+
+    def __lt__(self, other: Number) -> "Word":
+        return _compare("slt", self, other)
+
+    def __le__(self, other: Number) -> "Word":
+        return _compare("sle", self, other)
+
+    def __gt__(self, other: Number) -> "Word":
+        return _compare("sgt", self, other)
+
+    def __ge__(self, other: Number) -> "Word":
+        return _compare("sge", self, other)
+
+
+def word(x: Number) -> Word:
+    return x if isinstance(x, Word) else Word(utils.c(x, _i32()))
+
+
+def _apply(operation, *operands: Number) -> Word:
+    return Word(operation(*(word(x).value for x in operands)))
+
+
+def _compare(kind, a, b) -> Word:
+    return Word(arith.cmpi(getattr(arith.CmpIPredicate, kind), word(a).value, word(b).value))
+
+
+def same(a: Number, b: Number) -> Word:
+    return _compare("eq", a, b)
+
+
+def below(x: Number, count: Number) -> Word:
+    """`0 <= x < count`, for `count` from 0."""
+    return _compare("ult", x, count)
+
+
+def where(condition: Word, a: Number, b: Number) -> Word:
+    return _apply(arith.select, condition, a, b)
+
+
+def smaller(a: Number, b: Number) -> Word:
+    return _apply(arith.minsi, a, b)
+
+
+def larger(a: Number, b: Number) -> Word:
+    return _apply(arith.maxsi, a, b)
+
+
+def number(condition: Word) -> Word:
+    """1 or 0."""
+    return Word(arith.extui(_i32(), condition.value))
+
+
+def bits(x: Word) -> Word:
+    """A float32 as an integer; those from 0 are ordered as the floats are."""
+    return Word(arith.bitcast(_i32(), x.value))
+
+
+def real(x: Word) -> Word:
+    """The float32 with these bits."""
+    return Word(arith.bitcast(ir.F32Type.get(), x.value))
+
+
+def lane() -> Word:
+    return Word(utils.thread_idx()) & 31
+
+
+def warp() -> Word:
+    """Number of the warp in its warpgroup."""
+    return Word(utils.warp_idx()) % 4
+
+
+def _ptx(text: str, *operands: Number, result=None, together=False, reads=False) -> Word:
+    """One instruction; `together`: all lanes take part; `reads`: memory, or what others do."""
+    values = [word(x).value for x in operands]
+    options = {"has_side_effects": reads, "convergent": together}
+    return Word(utils.inline_ptx(text, *values, result_types=result or _i32(), **options))
+
+
+def exchange(x: Word, distance: int) -> Word:
+    """The float32 of the lane `distance` away, a power of two."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return _ptx(text, x, result=ir.F32Type.get(), together=True)
+
+
+def shuffle(x: Word, source: Number) -> Word:
+    """The integer of lane `source`."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return _ptx(text, x, source, together=True, reads=True)
+
+
+def largest(x: Word) -> Word:
+    """Of all lanes."""
+    return _ptx("redux.sync.max.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
+
+
+def smallest(x: Word) -> Word:
+    """Of all lanes."""
+    return _ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
+
+
+def first_equal(a: Word, b: Word) -> Word:
+    """The lowest lane where both are the same."""
+    vote = "{ .reg .pred p; setp.eq.b32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    lanes = _ptx(vote, a, b, together=True, reads=True)
+    return _ptx("{ .reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t; }", lanes)
+
+
+def sync() -> None:
+    """What lanes wrote before, all lanes read after."""
+    utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+
+
+def shared(ref) -> Word:
+    """Address of an array in shared memory."""
+    return Word(llvm.ptrtoint(_i32(), utils.memref_ptr(ref)))
+
+
+def read(address: Word, offset: int = 0) -> Word:
+    """The integer at an address in shared memory."""
+    return _ptx(f"ld.shared.b32 $0, [$1+{offset}];", address, reads=True)
+
+
+def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -> None:
+    """Puts an integer in shared memory, where `only` holds."""
+    text = f"st.shared.b32 [$0+{offset}], $1;"
+    condition = None if only is None else only.value
+    utils.inline_ptx(text, address.value, word(x).value, predicate=condition)
+
+
+def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
+    """Puts two float32 beside each other in shared memory, at a multiple of 8."""
+    text = f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};"
+    utils.inline_ptx(text, address.value, x.value, y.value)
+
+
+def element(ref, *places: tuple[Number, int]):
+    """Address in global memory: index and bytes a step of each axis."""
+    i64 = ir.IntegerType.get_signless(64)
+    address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+    for index, size in places:
+        step = arith.muli(arith.extsi(i64, word(index).value), utils.c(size, i64))
+        address = arith.addi(address, step)
+    return Word(address)
+
+
+def fetch(address: Word, offset: int = 0) -> Word:
+    """32 bits from global memory, which the kernel never writes."""
+    return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
+
+
+def put(address: Word, x: Number, only: Word) -> None:
+    """Puts an integer in global memory, where `only` holds."""
+    utils.inline_ptx(
+        "st.global.b32 [$0], $1;", address.value, word(x).value, predicate=only.value
+    )
+
+
+def repeat(times: int, body, state):
+    """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words."""
+
+    def values(tree):
+        return jax.tree.map(lambda x: x.value, tree)
+
+    def step(i, inner):
+        return values(body(Word(i), jax.tree.map(Word, inner)))
+
+    found = utils.fori(word(times).value, values(state))(step).results
+    return jax.tree.map(Word, found)
+
+
+def integer(x: float) -> int:
+    """The bits of a float32 constant."""
+    return np.float32(x).view(np.int32).item()

@@ -1,0 +1,250 @@
+"""What one warp does with its lines of scores (`kernels_pallas/mosaic/lines.py`), on numpy.
+
+Pallas' interpreter cannot run it. Here `Warp` has the names of `kernels_pallas/mosaic/warp.py`
+for arrays of 32 lanes, so the project's own functions run, a warp at a time, against a plain
+selection. What this cannot tell: races between lanes, and whether the instructions do what
+`warp.py` says (`test_mosaic_gpu.py`).
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kernels_pallas.mosaic import lines
+from kernels_pallas.mosaic.lines import Lines
+from kernels_pallas.mosaic.scores import Scores
+
+LANES = np.arange(32, dtype=np.int32)
+BASE = 3  # the first block of the tile's sequence
+WG = 1
+
+
+def lanes(x):
+    return np.broadcast_to(x if isinstance(x, np.ndarray) else np.int32(x), (32,))
+
+
+class Warp:
+    """`warp.py`: `memory` stands for shared memory, arrays for references to global memory."""
+
+    integer = staticmethod(lambda x: np.float32(x).view(np.int32).item())
+    word = staticmethod(lanes)
+    smaller, larger = staticmethod(np.minimum), staticmethod(np.maximum)
+
+    def __init__(self, bytes_: int):
+        self.memory = np.full(bytes_ // 4, -77, np.int32)
+        self.number_of_warp = 0
+
+    def warp(self):
+        return lanes(self.number_of_warp)
+
+    def lane(self):
+        return LANES
+
+    def same(self, a, b):
+        return lanes(a) == lanes(b)
+
+    def below(self, x, count):
+        return (lanes(x) >= 0) & (lanes(x) < lanes(count))
+
+    def where(self, condition, a, b):
+        return np.where(condition, lanes(a), lanes(b))
+
+    def number(self, condition):
+        return condition.astype(np.int32)
+
+    def bits(self, x):
+        return x.view(np.int32)
+
+    def real(self, x):
+        return np.ascontiguousarray(x).view(np.float32)
+
+    def exchange(self, x, distance):
+        return x[LANES ^ distance]
+
+    def shuffle(self, x, source):
+        return x[lanes(source)]
+
+    def largest(self, x):
+        return lanes(x.max())
+
+    def smallest(self, x):
+        return lanes(x.min())
+
+    def first_equal(self, a, b):
+        return lanes(int(np.argmax(a == b)))
+
+    def sync(self):
+        pass
+
+    def shared(self, ref):
+        return lanes(ref)
+
+    def _words(self, address, step=4):
+        assert not (address % step).any() and (address >= 0).all()
+        return address // 4
+
+    def read(self, address, offset=0):
+        return self.memory[self._words(lanes(address) + offset)]
+
+    def write(self, address, x, offset=0, only=True):
+        only = np.broadcast_to(only, (32,))
+        self.memory[self._words(lanes(address) + offset)[only]] = lanes(x)[only]
+
+    def write_pair(self, address, x, y, offset=0):
+        at = self._words(address + offset, 8)
+        self.memory[at], self.memory[at + 1] = x.view(np.int32), y.view(np.int32)
+
+    def element(self, ref, *places):
+        sizes = [size // 4 for _, size in places]
+        return ref.reshape(-1), sum(
+            lanes(i) * size for (i, _), size in zip(places, sizes, strict=True)
+        )
+
+    def fetch(self, address, offset=0):
+        array, at = address
+        return array[at + offset // 4]
+
+    def put(self, address, x, only):
+        array, at = address
+        array[at[only]] = lanes(x)[only]
+
+    def repeat(self, times, body, state):
+        for i in range(times):
+            state = body(lanes(i), state)
+        return state
+
+
+SPEC = Scores(
+    B=1,
+    T=4096,
+    H=16,
+    Hkv=1,
+    D=64,
+    blocks=1024,
+    candidates=200,
+    ratio=4,
+    cover=2,
+    n=16,
+    num_initial=1,
+    num_local=2,
+    packed=False,
+    dtype="bfloat16",
+    scale=1.0,
+)
+SPECS = {
+    "G16": {},
+    "G6": {"H": 6},
+    "G4": {"H": 4, "n": 40},
+    "G1-few-blocks": {"H": 1, "candidates": 10},
+    "G16-chunks": {"held": 64},
+    "G3-chunks": {"H": 3, "held": 128, "n": 40},
+    "G16-most": {"candidates": 2048, "n": 64},
+    "G8-none-forced": {"H": 8, "num_initial": 0, "num_local": 0},
+    "G16-all-forced": {"n": 3},
+    "G16-large-scores": {"candidates": 1024, "num_initial": 3},
+}
+
+
+def registers(sums, heads):
+    """`[16, 64]` of a warp as its lanes have it, a pair of neighbours each (`Lines.add`)."""
+    row, column = LANES // 4, 2 * (LANES % 4)
+    halves = [
+        [[sums[row + 8 * half, 8 * j + column + e] for e in (0, 1)] for j in range(8)]
+        for half in (0, 1)
+    ]
+    if heads < 16:
+        return halves
+    low, high = halves
+    return [[[a + b for a, b in zip(*two, strict=True)] for two in zip(low, high, strict=True)]]
+
+
+def selected(spec, scores, own):
+    """The selection of one token from its `scores`, by sorting."""
+    index = np.arange(len(scores))
+    free = (index >= spec.num_initial) & (index <= own - spec.num_local)
+    order = np.argsort(-scores, kind="stable")
+    best = [i for i in order if free[i]][: spec.free]
+    forced = [i for i in range(spec.num_initial) if i <= own]
+    forced += [own - i for i in range(spec.num_local) if own - i >= spec.num_initial]
+    chosen = sorted(best + forced)
+    return chosen + [-1] * (spec.n - len(chosen))
+
+
+def check(monkeypatch, change, seed=0):
+    spec = dataclasses.replace(SPEC, **change)
+    line, heads, chunk = Lines(spec), spec.cut.heads, spec.cut.chunk
+    assert spec.chunks > 1 or not spec.held < spec.candidates
+    places = 4 * spec.lines * line.words
+    machine = Warp(places + 4 * spec.lines * line.kept)
+    monkeypatch.setattr(lines, "warp", machine)
+    rng = np.random.default_rng(seed)
+    steps = -(-spec.candidates // 64)
+    # Few values, so that there are ties; sums of them are exact.
+    own_part, next_part = (
+        (rng.integers(0, 3, (64, 64 * steps)) / 8).astype(np.float32) for _ in range(2)
+    )
+    own = rng.integers(0, spec.candidates, spec.lines).astype(np.int32)
+    own[-4:] = -1, 0, min(4, spec.candidates - 1), spec.candidates - 1
+    base = np.full(spec.lines, BASE, np.int32)
+    out = np.full((spec.n, spec.lines), -99, np.int32)
+    for machine.number_of_warp in range(4):
+        rows = slice(16 * machine.number_of_warp, 16 * machine.number_of_warp + 16)
+        for k in range(spec.chunks):
+            line.open(0, lanes(WG), lanes(k))
+            for step in range(k * chunk // 64, min((k + 1) * chunk // 64, steps)):
+                here = slice(64 * step, 64 * step + 64)
+                sums = (registers(x[rows, here], heads) for x in (own_part, next_part))
+                line.add(0, lanes(WG), lanes(64 * step - k * chunk), *sums)
+            if spec.free:
+                line.extract(0, places, own, base, lanes(WG), lanes(k), lanes(BASE))
+        line.write(places, own, out, lanes(WG))
+    tokens = 64 // heads
+    own_part, next_part = (x.reshape(tokens, heads, -1).sum(1) for x in (own_part, next_part))
+    scores = own_part
+    scores[:, 1:] += next_part[:, :-1]
+    for token in range(tokens):
+        number = WG * tokens + token
+        wanted = selected(spec, scores[token], own[number])
+        np.testing.assert_array_equal(out[:, number], wanted)
+
+
+@pytest.mark.parametrize("change", SPECS.values(), ids=SPECS)
+def test_the_best_blocks_of_a_warp(monkeypatch, change):
+    for seed in range(3):
+        check(monkeypatch, change, seed)
+
+
+# Mutants: wrong instructions or functions that the check must catch.
+
+
+def without_a_carry(self, *arguments):
+    opened(self, *arguments)
+    for number in self._numbers(arguments[1]):
+        start = self._line(arguments[0], number) + 4 * lines.ROW * self.front // 32
+        lines.warp.write(start, 0, only=LANES == 0)
+
+
+opened = Lines.open
+MUTANTS = {
+    "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
+    "ties go to the higher block": (
+        Warp,
+        "smallest",
+        lambda self, x: lanes(max(x[x < 2**31 - 1])),
+    ),
+    "ties in a column go to the higher block": (
+        Warp,
+        "first_equal",
+        lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
+    ),
+    "a chunk forgets the one before": (Lines, "open", without_a_carry),
+    "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check(monkeypatch, SPECS["G3-chunks"])
