@@ -1,6 +1,7 @@
 """The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients.
 
-Arguments are those of `branches.py` and `select.py`. The backward pass is that of `xla`.
+Arguments are those of `branches.py` and `select.py`. For the backward pass each branch's own
+output and log-sum-exp are kept, and the selection.
 """
 
 import functools
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mosaic.operands import slab_width
-from nsa_jax import branches, geometry, select
+from nsa_jax import geometry, gradients, select
 from nsa_jax.tiled import Framework
 from nsa_jax.types import Branches
 
@@ -22,8 +23,19 @@ def _search(rows, values, side):
     return jax.vmap(functools.partial(jnp.searchsorted, side=side))(rows, values)
 
 
+def _sort_pairs(keys, values):
+    return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
+
+
 STEPS = Framework(
-    jnp, _run, jax.vmap(lambda row, index: row[index]), _search, jnp.asarray, jnp.sort
+    jnp,
+    _run,
+    jax.vmap(lambda row, index: row[index]),
+    _search,
+    jnp.asarray,
+    jnp.sort,
+    _sort_pairs,
+    lambda x, n: jnp.arange(n, dtype=jnp.int32)[None],
 )
 
 
@@ -56,24 +68,22 @@ def _foldable(function):
     return folded
 
 
-def _differentiable(fast, plain, arrays, integers):
-    """The output of `fast(arrays, integers)`, with the gradient of `plain`.
+def _differentiable(fast, saving, pull, arrays, integers):
+    """The output of `fast(arrays, integers)`, with gradients of the arrays.
 
-    `fast` returns besides a dict of integers that it found, which `plain` is given too.
+    `saving` returns besides what `pull(arrays, integers, saved, cotangents)` needs.
     """
 
     @jax.custom_vjp
     def function(arrays, integers):
-        return _foldable(fast)(arrays, integers)[0]
+        return _foldable(fast)(arrays, integers)
 
     def forward(arrays, integers):
-        output, found = _foldable(fast)(arrays, integers)
-        return output, (arrays, integers | found)
+        output, saved = _foldable(saving)(arrays, integers)
+        return output, (arrays, integers, saved)
 
-    def backward(saved, cotangents):
-        arrays, integers = saved
-        _, pull = jax.vjp(lambda arrays: plain(arrays, integers), arrays)
-        return *pull(cotangents), None
+    def backward(residuals, cotangents):
+        return _foldable(pull)(*residuals, cotangents), None
 
     function.defvjp(forward, backward)
     return function(arrays, integers)
@@ -113,6 +123,30 @@ class _Place:
         return jnp.where((where.position >= 0)[..., None, None], query, zero)
 
 
+def _branch(attend, differentiate, arrays, place, integers=None):
+    """`(out, lse)` of one branch: `attend(query, key, value, integers)` with its gradients
+    `differentiate(query, key, value, integers, grad, saved)`.
+    """
+    integers = place.integers if integers is None else integers
+
+    def fast(arrays, integers):
+        return attend(*arrays, integers)
+
+    def saving(arrays, integers):
+        output = attend(*arrays, integers)
+        return output, output
+
+    def pull(arrays, integers, output, cotangents):
+        (out, lse), (grad, lse_grad) = output, cotangents
+        (dots,) = gradients.output_dots(STEPS, grad, out)
+        # What sees nothing has no log-sum-exp that could change.
+        lse_grad = jnp.where(lse == -jnp.inf, 0.0, lse_grad)
+        saved = gradients.Saved(lse, dots, lse_grad=lse_grad)
+        return tuple(differentiate(*arrays, integers, grad, saved))
+
+    return _differentiable(fast, saving, pull, arrays, integers)
+
+
 def compressed_attention(
     query,
     compressed_key,
@@ -126,17 +160,17 @@ def compressed_attention(
     """`branches.compressed_attention`."""
     place = _Place(query, query.shape[1], kv_len, segment_ids)
 
-    def fast(arrays, integers):
-        query, key, value = arrays
+    def attend(query, key, value, integers):
         where = place.where(query, integers, config)
-        return STEPS.compressed(query, key, value, where, config, scale), {}
+        return STEPS.compressed(query, key, value, where, config, scale)
 
-    def plain(arrays, integers):
-        options = place.options(integers)
-        return branches.compressed_attention(*arrays, config=config, scale=scale, **options)
+    def differentiate(query, key, value, integers, grad, saved):
+        where = place.where(query, integers, config)
+        query, grad = (place.queries(x, where) for x in (query, grad))
+        return gradients.compressed(STEPS, query, key, value, grad, saved, where, config, scale)
 
     arrays = (query, compressed_key, compressed_value)
-    return _differentiable(fast, plain, arrays, place.integers)
+    return _branch(attend, differentiate, arrays, place)
 
 
 def selected_attention(
@@ -144,41 +178,50 @@ def selected_attention(
 ):
     """`branches.selected_attention`."""
     place = _Place(query, key.shape[1], kv_len, segment_ids)
-    integers = place.integers | {"indices": block_indices}
+    packed = segment_ids is not None
 
-    def fast(arrays, integers):
-        query, key, value = arrays
+    def attend(query, key, value, integers):
         where = place.where(query, integers, config)
         query = place.queries(query, where)
-        indices = integers["indices"]
-        return STEPS.selected(query, key, value, indices, where, config, scale), {}
+        return STEPS.selected(query, key, value, integers["indices"], where, config, scale)
 
-    def plain(arrays, integers):
-        query, key, value = arrays
-        options = place.options(integers)
-        return branches.selected_attention(
-            query, key, value, integers["indices"], config=config, scale=scale, **options
+    def differentiate(query, key, value, integers, grad, saved):
+        where = place.where(query, integers, config)
+        query, grad = (place.queries(x, where) for x in (query, grad))
+        return gradients.chosen(
+            STEPS,
+            query,
+            key,
+            value,
+            integers["indices"],
+            grad,
+            saved,
+            where,
+            config,
+            scale,
+            packed,
         )
 
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-    return _differentiable(fast, plain, (query, key, value), integers)
+    integers = place.integers | {"indices": block_indices}
+    return _branch(attend, differentiate, (query, key, value), place, integers)
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
     """`branches.sliding_attention`."""
     place = _Place(query, key.shape[1], kv_len, segment_ids)
 
-    def fast(arrays, integers):
-        query, key, value = arrays
+    def attend(query, key, value, integers):
         where = place.where(query, integers, config)
-        return STEPS.sliding(query, key, value, where, config, scale), {}
+        return STEPS.sliding(query, key, value, where, config, scale)
 
-    def plain(arrays, integers):
-        options = place.options(integers)
-        return branches.sliding_attention(*arrays, config=config, scale=scale, **options)
+    def differentiate(query, key, value, integers, grad, saved):
+        where = place.where(query, integers, config)
+        query, grad = (place.queries(x, where) for x in (query, grad))
+        return gradients.sliding(STEPS, query, key, value, grad, saved, where, config, scale)
 
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-    return _differentiable(fast, plain, (query, key, value), place.integers)
+    return _branch(attend, differentiate, (query, key, value), place)
 
 
 def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None):
@@ -217,45 +260,74 @@ def attention(
     blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
     packed = segment_ids is not None
 
+    def best_blocks(query, key, lse, where, integers):
+        if "indices" in integers:
+            return integers["indices"]
+        return STEPS.best_blocks(query, key, lse, where, config, scale, blocks, packed)
+
     def fast(arrays, integers):
         query, key, value, gates, (compressed_key, compressed_value) = arrays
         where = place.where(query, integers, config)
-        indices = integers.get("indices")
+        rest = where, config, scale
         out, lse = STEPS.compressed(
-            query, compressed_key, compressed_value, where, config, scale, gates.compressed
+            query, compressed_key, compressed_value, *rest, gates.compressed
         )
-        found = {}
-        if indices is None:
-            indices = found["indices"] = STEPS.best_blocks(
-                query, compressed_key, lse, where, config, scale, blocks, packed
-            )
-        out, _ = STEPS.sliding(
-            query, key.sliding, value.sliding, where, config, scale, gates.sliding, out
-        )
-        out, _ = STEPS.selected(
-            place.queries(query, where),
-            key.selected,
-            value.selected,
-            indices,
-            where,
-            config,
-            scale,
-            gates.selected,
-            out,
-        )
-        return out, found
+        indices = best_blocks(query, compressed_key, lse, where, integers)
+        out, _ = STEPS.sliding(query, key.sliding, value.sliding, *rest, gates.sliding, out)
+        chosen = place.queries(query, where), key.selected, value.selected, indices
+        out, _ = STEPS.selected(*chosen, *rest, gates.selected, out)
+        return out
 
-    def plain(arrays, integers):
-        query, key, value, gates, compressed = arrays
-        rest = {"config": config, "scale": scale, **place.options(integers)}
-        outputs = Branches(
-            branches.compressed_attention(query, *compressed, **rest)[0],
-            branches.selected_attention(
-                query, key.selected, value.selected, integers["indices"], **rest
-            )[0],
-            branches.sliding_attention(query, key.sliding, value.sliding, **rest)[0],
+    def saving(arrays, integers):
+        query, key, value, gates, (compressed_key, compressed_value) = arrays
+        where = place.where(query, integers, config)
+        rest = where, config, scale
+        first = STEPS.compressed(query, compressed_key, compressed_value, *rest)
+        indices = best_blocks(query, compressed_key, first[1], where, integers)
+        chosen = place.queries(query, where), key.selected, value.selected, indices
+        found = Branches(
+            first,
+            STEPS.selected(*chosen, *rest),
+            STEPS.sliding(query, key.sliding, value.sliding, *rest),
         )
-        return branches.combine(outputs, gates)
+        out = gradients.gated_sum(STEPS, [out for out, _ in found], gates)
+        return out, (found, indices)
+
+    def pull(arrays, integers, saved, grad):
+        query, key, value, gates, (compressed_key, compressed_value) = arrays
+        found, indices = saved
+        where = place.where(query, integers, config)
+        query, grad = (place.queries(x, where) for x in (query, grad))
+        dots = Branches(*gradients.output_dots(STEPS, grad, *(out for out, _ in found)))
+        kept = Branches(
+            *(
+                gradients.Saved(lse, dot, gate)
+                for (_, lse), dot, gate in zip(found, dots, gates, strict=True)
+            )
+        )
+        rest = where, config, scale
+        query_grad, *compressed_grad = gradients.compressed(
+            STEPS,
+            query,
+            compressed_key,
+            compressed_value,
+            grad,
+            kept.compressed,
+            *rest,
+        )
+        local = query, key.sliding, value.sliding
+        query_grad, *sliding_grad = gradients.sliding(
+            STEPS, *local, grad, kept.sliding, *rest, query_grad
+        )
+        chosen = query, key.selected, value.selected, indices
+        query_grad, *selected_grad = gradients.chosen(
+            STEPS, *chosen, grad, kept.selected, *rest, packed, query_grad
+        )
+        keys, values = (
+            Branches(None, *pair) for pair in zip(selected_grad, sliding_grad, strict=True)
+        )
+        gates = Branches(*(x.astype(y.dtype) for x, y in zip(dots, gates, strict=True)))
+        return query_grad, keys, values, gates, tuple(compressed_grad)
 
     key, value = (
         Branches(None, *(geometry.without_padding(x, kv_len, segment_ids) for x in each[1:]))
@@ -264,4 +336,5 @@ def attention(
     integers = place.integers
     if block_indices is not None:
         integers = integers | {"indices": block_indices}
-    return _differentiable(fast, plain, (query, key, value, gates, compressed), integers)
+    arrays = query, key, value, gates, tuple(compressed)
+    return _differentiable(fast, saving, pull, arrays, integers)

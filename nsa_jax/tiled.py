@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels_pallas.mosaic import band, limits, scores, selected
+from kernels_pallas.tiles import tiles_of
 from nsa_jax import unions
 from nsa_jax.config import NSAConfig
 
@@ -20,7 +21,9 @@ class Framework:
     """What the steps need of JAX or torch.
 
     `rows(x, index)`: `x[b, index[b]]`; `search(sorted, values, side)`: `numpy.searchsorted` of
-    every row; `cast(x, dtype)`: `x`, or a copy of another dtype; `sort(x)`: rows ascending.
+    every row; `cast(x, dtype)`: `x`, or a copy of another dtype; `sort(x)`: rows ascending;
+    `sort_pairs(keys, values)`: rows of both in the order of the keys, stable; `numbers(x, n)`:
+    int32 `[[0 .. n - 1]]` on the device of `x`.
     """
 
     xp: Any
@@ -29,6 +32,8 @@ class Framework:
     search: Callable
     cast: Callable
     sort: Callable
+    sort_pairs: Callable
+    numbers: Callable
 
     def integers(self, x):
         return self.cast(x, self.xp.int32)
@@ -72,7 +77,9 @@ class Framework:
     # The last kernel of a call may add what the ones before it found: `gate` [B, T, H] scales
     # its output, `added` [B, T, H, Dv] is added to it, and the log-sum-exp is None then.
 
-    def _attention(self, query, key, value, first, last, scale, gate, added, longest_first):
+    def _attention(
+        self, query, key, value, first, last, scale, gate, added, longest_first, config
+    ):
         batch, length, heads, width = query.shape
         spec = band.Band(
             B=batch,
@@ -82,13 +89,22 @@ class Framework:
             Hkv=key.shape[2],
             D=width,
             Dv=value.shape[-1],
-            dtype=_name(query.dtype),
-            scale=_scale(scale, width),
+            dtype=name_of(query.dtype),
+            scale=scale_of(scale, width),
             gated=gate is not None,
             added=added is not None,
             longest_first=longest_first,
             interpret=limits.interpret.get(),
-            **band.blocks_for(width, value.shape[-1], long=longest_first),
+            **tiles_of(
+                "compressed" if longest_first else "sliding",
+                query,
+                self.xp,
+                kv_heads=key.shape[2],
+                keys=key.shape[1],
+                Dv=value.shape[-1],
+                config=config,
+                otherwise=band.blocks_for(width, value.shape[-1], long=longest_first),
+            ),
         )
         arrays = [query, key, value]
         arrays += [self.by_row(x, spec.tile, spec.tiles) for x in (first, last)]
@@ -113,7 +129,7 @@ class Framework:
             lse = self.cast(out[..., 0], self.xp.float32)
             return out, self.xp.full_like(lse, -float("inf"))
         first, last = self.visible(where, config)
-        return self._attention(query, key, value, first, last, scale, gate, None, True)
+        return self._attention(query, key, value, first, last, scale, gate, None, True, config)
 
     def visible(self, where, config: NSAConfig):
         """The compressed tokens `first .. last - 1` that each query sees, `[B, T]` both."""
@@ -125,10 +141,16 @@ class Framework:
         self, query, key, value, where, config: NSAConfig, scale, gate=None, added=None
     ) -> tuple[Any, Any]:
         """`(out, lse)` over the last `window` keys."""
+        first, last = self.window(where, key.shape[1], config)
+        return self._attention(
+            query, key, value, first, last, scale, gate, added, False, config
+        )
+
+    def window(self, where, num_keys: int, config: NSAConfig):
+        """The keys `first .. last - 1` of the sliding branch of each query, `[B, T]` both."""
         last = where.key_start + where.position + 1
         first = self.xp.maximum(where.key_start, last - config.window)
-        first, last = (x.clip(0, key.shape[1]) for x in (first, last))
-        return self._attention(query, key, value, first, last, scale, gate, added, False)
+        return first.clip(0, num_keys), last.clip(0, num_keys)
 
     def selected(
         self, query, key, value, indices, where, config: NSAConfig, scale, gate=None, added=None
@@ -146,16 +168,35 @@ class Framework:
             Dv=value.shape[-1],
             n=n,
             block=size,
-            dtype=_name(query.dtype),
-            scale=_scale(scale, width),
+            dtype=name_of(query.dtype),
+            scale=scale_of(scale, width),
             gated=gate is not None,
             added=added is not None,
             interpret=limits.interpret.get(),
+            **tiles_of(
+                "selected",
+                query,
+                self.xp,
+                kv_heads=kv_heads,
+                keys=key.shape[1],
+                Dv=value.shape[-1],
+                config=config,
+            ),
         )
         tile, tiles = spec.tile, spec.tiles
+        lists = self.lists(indices, where, config, spec)
+        last = self.by_row(where.key_start + where.position + 1, tile, tiles)
+        extra = self._extra(gate, added, kv_heads, spec)
+        out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
+        return out, None if spec.added else self.heads_of_rows(lse, tile, length)
+
+    def lists(self, indices, where, config: NSAConfig, spec):
+        """What `selected.attention` reads: `unions.lists`."""
+        batch, _, kv_heads, n = indices.shape
+        tile, tiles, size = spec.tile, spec.tiles, config.select_block
         position, start = where.position[..., None, None], where.key_start[..., None, None]
         begin = indices * size
-        number = self.xp.cumsum(self.xp.ones_like(where.position[:1]), axis=1) - 1
+        number = self.numbers(indices, indices.shape[1])
         token = (number % tile.tokens)[..., None, None]
         cut = self.integers(begin + size > position + 1)
         wanted = self.integers(unions.wanted(start + begin, token, cut))
@@ -165,11 +206,7 @@ class Framework:
         wanted = self.xp.moveaxis(wanted.reshape(batch, tiles, tile.tokens, kv_heads, n), 3, 1)
         wanted = wanted.reshape(batch, kv_heads, tiles, tile.tokens * n)
         wanted = self.longer(wanted, 3, spec.entries, unions.NOTHING)
-        lists = unions.lists(self, wanted, spec)
-        last = self.by_row(where.key_start + where.position + 1, tile, tiles)
-        extra = self._extra(gate, added, kv_heads, spec)
-        out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
-        return out, None if spec.added else self.heads_of_rows(lse, tile, length)
+        return unions.lists(self, wanted, spec)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
         """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
@@ -203,9 +240,18 @@ class Framework:
             num_initial=config.num_initial,
             num_local=config.num_local,
             packed=packed,
-            dtype=_name(query.dtype),
-            scale=_scale(scale, width),
+            dtype=name_of(query.dtype),
+            scale=scale_of(scale, width),
             interpret=limits.interpret.get(),
+            **tiles_of(
+                "scores",
+                query,
+                self.xp,
+                kv_heads=kv_heads,
+                keys=num_blocks,
+                Dv=0,
+                config=config,
+            ),
         )
         tile, tiles = spec.tile, spec.tiles
         lse = self.xp.where(lse == -float("inf"), float("inf"), lse)
@@ -236,9 +282,7 @@ class Framework:
         sequences = count * config.compress_stride // config.compress_block + 1
         places = (-(-count // ratio) + min(count, sequences)) * ratio
         slot, target = (
-            self.xp.cumsum(self.xp.ones_like(self.xp.broadcast_to(start[:, :1], shape)), axis=1)
-            - 1
-            for shape in ((batch, count), (batch, places))
+            self.xp.broadcast_to(self.numbers(start, n), (batch, n)) for n in (count, places)
         )
         # A slot belongs to the last sequence of a query that starts at or before it.
         owner = self.search(start, slot, "right") - 1
@@ -254,11 +298,11 @@ class Framework:
         return key, self.rows(before, start)
 
 
-def _name(dtype) -> str:
+def name_of(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _scale(scale, width: int) -> float:
+def scale_of(scale, width: int) -> float:
     scale = float(width**-0.5 if scale is None else scale)
     if not scale > 0:
         raise NotImplementedError(f"mosaic: scale must be positive, got {scale}")

@@ -41,7 +41,7 @@ def lists(steps, wanted, spec):
     count = xp.cumsum(fresh, axis=1, dtype=xp.int32)[:, -1:]
     size = xp.cumsum(steps.integers(there), axis=1, dtype=xp.int32)[:, -1:]
     # Where the k-th block begins in the row, and where the last one ends.
-    every = xp.cumsum(xp.ones_like(key[:1]), axis=1, dtype=xp.int32)
+    every = steps.numbers(key, entries) + 1
     begin = steps.sort(xp.where(fresh == 1, every - 1, entries))
     begin = xp.minimum(xp.concatenate([begin, size], axis=1), size)
     at = begin[:, :-1].clip(0, entries - 1)

@@ -5,8 +5,8 @@ Every function is one operator `nsa::*`, bounds and launches included, on the cu
 the same shape, which compiles the kernels, a CUDA graph can capture it. Arguments are those of
 `functional.py`, with `kv_len` never None.
 
-The backward pass computes the branches again by `fa2` where that can run the problem, else by
-`sdpa`, and has their memory bounds. It cannot be differentiated once more.
+Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
+backward pass, and the selection. It cannot be differentiated once more.
 """
 
 import functools
@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic.operands import slab_width
+from nsa_jax import gradients
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework
 from nsa_jax.types import Branches
-from nsa_torch import autograd, dispatch, fa2, sdpa
 from nsa_torch.geometry import geometry
 
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
@@ -56,7 +56,16 @@ def _sort(x):
     return torch.sort(x, dim=-1).values
 
 
-STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort)
+def _sort_pairs(keys, values):
+    keys, order = torch.sort(keys, dim=-1, stable=True)
+    return keys, torch.gather(values, -1, order)
+
+
+def _numbers(x, n):
+    return torch.arange(n, dtype=torch.int32, device=x.device)[None]
+
+
+STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort, _sort_pairs, _numbers)
 
 _config = functools.cache(NSAConfig)
 
@@ -88,8 +97,12 @@ class _Place:
             return query
         return torch.where((self.position >= 0)[..., None, None], query, 0)
 
+    def gradients(self, step, *tensors, saved, **options):
+        """Gradients of a branch: `step` of `nsa_jax.gradients`."""
+        return self.run(functools.partial(step, STEPS), *tensors, saved, **options)
+
     # A probability of zero times a value that is NaN is NaN, so values behind the last key
-    # that a query may see are zeroed; of keys only the logits are masked.
+    # that a query may see are zeroed; of keys only the logits are masked, forward.
 
     def values(self, value):
         """`value` [B, S, Hkv, Dv] with zeros behind the tokens that there are."""
@@ -208,64 +221,80 @@ def _attention_shapes(query, *tensors_and_place):
     return out, query.new_empty(0, dtype=torch.int32)
 
 
-def _plain(query, key, value, cu_seqlens, config):
-    """The path that the backward pass takes."""
-    packed = cu_seqlens is not None
-    problem = dispatch.problem_of(query, key, value.shape[-1], config, packed)
-    return sdpa if fa2.why_not(problem) else fa2
+def _saving(query, *tensors_and_place):
+    """`_attention`, and what its gradients need: the branches one by one (`SAVED`)."""
+    keys, values, gates, compressed, indices, clean, place = _parts(*tensors_and_place)
+    place = _Place(query, *place)
+    padded = query
+    if not clean:
+        values = Branches(None, *map(place.values, values[1:]))
+        compressed = compressed[0], place.compressed_values(compressed[1])
+        padded = place.queries(query)
+    first = place.run(STEPS.compressed, query, *compressed)
+    found = query.new_empty(0, dtype=torch.int32)
+    if indices is None:
+        indices = found = place.best_blocks(query, compressed[0], first[1])
+    chosen = place.run(STEPS.selected, padded, keys.selected, values.selected, indices)
+    local = place.run(STEPS.sliding, query, keys.sliding, values.sliding)
+    outputs, norms = zip(first, chosen, local, strict=True)
+    out = gradients.gated_sum(STEPS, outputs, gates)
+    return out, found, *outputs, *(lse.contiguous() for lse in norms)
 
 
-def _options(kv_len, lengths, cu_seqlens, config, scale):
-    return {
-        "config": _config(*config),
-        "kv_len": kv_len if lengths is None else lengths,
-        "cu_seqlens": cu_seqlens,
-        "scale": scale,
-        "with_lse": False,
-    }
+def _saving_shapes(query, *tensors_and_place):
+    out, found = _attention_shapes(query, *tensors_and_place)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return out, found, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3)
 
 
-def _gradients(function, tensors, grad):
-    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        grads = torch.autograd.grad(function(*leaves), leaves, grad)
-    return [x.contiguous() for x in grads]
+def _branch_backward(step, grad, out, lse, query, key, value, *rest):
+    indices, place = rest[:-5], _Place(query, *rest[-5:])
+    clean = place.compressed_values if step is gradients.compressed else place.values
+    query, grad = place.queries(query), place.queries(grad)
+    (dots,) = gradients.output_dots(STEPS, grad, out)
+    saved = gradients.Saved(lse, dots)
+    options = {"packed": place.cu_seqlens is not None} if indices else {}
+    tensors = query, clean(key), clean(value), *indices, grad
+    return list(place.gradients(step, *tensors, saved=saved, **options))
 
 
-def _branch_backward(name, grad, query, key, value, *rest):
-    indices, place = rest[:-5], rest[-5:]
-    options = _options(*place)
-    plain = _plain(query, key, value, options["cu_seqlens"], options["config"])
-    attend = getattr(plain, name)
-    return _gradients(
-        lambda *leaves: attend(*leaves, *indices, **options)[0], (query, key, value), grad
+def _attention_backward(grad, found, *tensors):
+    outputs, norms, (query, *rest) = tensors[:3], tensors[3:6], tensors[6:]
+    keys, values, gates, compressed, indices, clean, place = _parts(*rest)
+    indices = found if indices is None else indices
+    place = _Place(query, *place)
+    if not clean:
+        query, grad = place.queries(query), place.queries(grad)
+        keys, values = (Branches(None, *map(place.values, x[1:])) for x in (keys, values))
+        compressed = tuple(map(place.compressed_values, compressed))
+    dots = gradients.output_dots(STEPS, grad, *outputs)
+    saved = Branches(*(gradients.Saved(*each) for each in zip(norms, dots, gates, strict=True)))
+    total, *compressed = place.gradients(
+        gradients.compressed, query, *compressed, grad, saved=saved.compressed
     )
-
-
-def _attention_backward(grad, query, *tensors_and_place):
-    keys, values, _, _, indices, clean, place = _parts(*tensors_and_place)
-    options = _options(*place)
-    plain = _plain(
-        query, keys.selected, values.selected, options["cu_seqlens"], options["config"]
+    total, *local = place.gradients(
+        gradients.sliding,
+        query,
+        keys.sliding,
+        values.sliding,
+        grad,
+        saved=saved.sliding,
+        added=total,
     )
-
-    def attend(query, *leaves):
-        keys, values, gates, compressed, *_ = _parts(*leaves, indices, clean, *place)
-        selected, sliding = zip(keys[1:], values[1:], strict=True)
-        outputs = Branches(
-            plain.compressed_attention(query, *compressed, **options)[0],
-            plain.selected_attention(query, *selected, indices, **options)[0],
-            plain.sliding_attention(query, *sliding, **options)[0],
-        )
-        return autograd.combine(outputs, gates)
-
-    return _gradients(attend, (query, *tensors_and_place[:9]), grad)
-
-
-def _with_found(inputs, output):
-    """The inputs of `nsa::attention` with the indices in any case."""
-    indices = output[1] if inputs[10] is None else inputs[10]
-    return *inputs[:10], indices, *inputs[11:]
+    total, *chosen = place.gradients(
+        gradients.chosen,
+        query,
+        keys.selected,
+        values.selected,
+        indices,
+        grad,
+        saved=saved.selected,
+        packed=place.cu_seqlens is not None,
+        added=total,
+    )
+    pairs = zip(chosen, local, strict=True)
+    gates = [x.to(gate.dtype, copy=True) for x, gate in zip(dots, gates, strict=True)]
+    return [total, *(x for pair in pairs for x in pair), *gates, *compressed]
 
 
 def _define(name, tensors, results, function, shapes):
@@ -275,38 +304,44 @@ def _define(name, tensors, results, function, shapes):
     torch.library.register_fake(f"nsa::{name}", shapes)
 
 
-def _differentiate(name, tensors, floats, backward, saved=lambda inputs, output: inputs):
+def _differentiate(name, tensors, floats, kept, backward):
     """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`.
 
-    `backward` takes the gradient of the first output, then what `saved` makes of the inputs.
+    `backward` takes the gradient of the first output, the other outputs (`kept`: as the schema
+    has them, the first output before them if `Tensor out` is among them), then the inputs.
     """
+    first = 0 if kept.startswith("Tensor out,") else 1
+    count = kept.count("Tensor")
 
-    def shapes(grad, *inputs):
-        return [x.new_empty(x.shape) for x in inputs[:floats]]
+    def shapes(grad, *arguments):
+        return [x.new_empty(x.shape) for x in arguments[count : count + floats]]
 
     # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
     # and one of torch.library.custom_op would keep autograd from working inside.
-    _define(f"{name}_backward", f"Tensor grad, {tensors}", "Tensor[]", backward, shapes)
-    gradients = getattr(torch.ops.nsa, f"{name}_backward")
+    schema = f"Tensor grad, {kept}, {tensors}"
+    _define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
+    pull_back = getattr(torch.ops.nsa, f"{name}_backward")
 
     def keep(ctx, inputs, output):
-        inputs = saved(inputs, output)
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        arguments = *output[first:], *inputs
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
         ctx.set_materialize_grads(False)
 
     @once_differentiable
-    def pull(ctx, grad, _):
+    def pull(ctx, grad, *_):
         pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        inputs = [other if x is None else x for x, other in pairs]
-        return *gradients(grad, *inputs), *(None for _ in inputs[floats:])
+        arguments = [other if x is None else x for x, other in pairs]
+        nothing = (None for _ in arguments[count + floats :])
+        return *pull_back(grad, *arguments), *nothing
 
     torch.library.register_autograd(f"nsa::{name}", pull, setup_context=keep)
 
 
-def _define_branch(name, tensors, function):
+def _define_branch(name, tensors, function, step):
     _define(name, tensors, "(Tensor out, Tensor lse)", function, _branch_shapes)
-    _differentiate(name, tensors, 3, functools.partial(_branch_backward, name))
+    backward = functools.partial(_branch_backward, step)
+    _differentiate(name, tensors, 3, "Tensor out, Tensor lse", backward)
 
 
 THREE = "Tensor query, Tensor key, Tensor value"
@@ -316,12 +351,19 @@ ALL = (
     "Tensor sliding_value, Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
     "Tensor compressed_key, Tensor compressed_value, Tensor? block_indices, bool clean"
 )
-_define_branch("compressed_attention", THREE, _compressed)
-_define_branch("selected_attention", f"{THREE}, Tensor block_indices", _selected)
-_define_branch("sliding_attention", THREE, _sliding)
+SAVED = (
+    "Tensor found, Tensor compressed_out, Tensor selected_out, Tensor sliding_out, "
+    "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse"
+)
+_define_branch("compressed_attention", THREE, _compressed, gradients.compressed)
+_define_branch(
+    "selected_attention", f"{THREE}, Tensor block_indices", _selected, gradients.chosen
+)
+_define_branch("sliding_attention", THREE, _sliding, gradients.sliding)
 _define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
 _define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
-_differentiate("attention", ALL, 10, _attention_backward, _with_found)
+_define("attention_saving", ALL, f"(Tensor out, {SAVED})", _saving, _saving_shapes)
+_differentiate("attention_saving", ALL, 10, SAVED, _attention_backward)
 
 
 # The functions that `dispatch.py` names.
@@ -410,5 +452,7 @@ def attention(
         that they need not be copied to be kept out.
     """
     place = _arguments(config, kv_len, cu_seqlens, scale)
-    tensors = *key[1:], *value[1:], *gates, *compressed, block_indices
-    return torch.ops.nsa.attention(query, *tensors, clean, *place)[0]
+    tensors = query, *key[1:], *value[1:], *gates, *compressed
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    operator = torch.ops.nsa.attention_saving if learns else torch.ops.nsa.attention
+    return operator(*tensors, block_indices, clean, *place)[0]

@@ -1,6 +1,7 @@
 """A strict world: no implicit promotion, warnings are errors, shapes checked at run time."""
 
 import os
+import sys
 
 import torch
 
@@ -23,6 +24,11 @@ install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype"
 import jax
 import numpy as np
 import pytest
+from jax._src.dispatch import runtime_tokens
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from kernels_pallas.mosaic import limits
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -40,3 +46,43 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def rng():
     return np.random.default_rng(1337)
+
+
+@pytest.fixture
+def detectors(monkeypatch):
+    """Mosaic kernels are interpreted; the race detector of each, in the order of their runs."""
+    found, original = [], gpu_callbacks.GPURaceDetectionState
+
+    def detector(**options):
+        found.append(original(**options))
+        return found[-1]
+
+    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", detector)
+    with limits.interpreted(InterpretGPUParams(detect_races=True)):
+        yield found
+    # A failure would outlive its test.
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    runtime_tokens.clear()
+
+
+@pytest.fixture
+def interpreted(detectors):
+    """Mosaic kernels are interpreted, and none may have a race."""
+    yield
+    assert detectors, "no kernel was interpreted"
+    assert not any(detector.races_found for detector in detectors)
+
+
+@pytest.fixture
+def mutant(detectors):
+    """Mosaic kernels are interpreted, and built anew before and after."""
+
+    def forget():
+        for name, module in list(sys.modules.items()):
+            if name.startswith("kernels_pallas.mosaic."):
+                for builder in (x for x in vars(module).values() if hasattr(x, "cache_clear")):
+                    builder.cache_clear()
+
+    forget()
+    yield detectors
+    forget()

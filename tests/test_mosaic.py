@@ -1,7 +1,8 @@
 """Mosaic kernels in Pallas' GPU interpreter, which reports races, against the float64 oracle.
 
-What the interpreter cannot tell, registers and spills, is in `test_mosaic_compiled.py`; the
-kernels themselves run in `test_mosaic_gpu.py`, with the checks of this file.
+Gradients are in `test_mosaic_gradients.py`. What the interpreter cannot tell, registers and
+spills, is in `test_mosaic_compiled.py`; the kernels themselves run in `test_mosaic_gpu.py`,
+with the checks of this file.
 """
 
 import dataclasses
@@ -12,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.dispatch import runtime_tokens
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 import nsa_jax
 from bench.parity import assert_parity, check_indices
-from kernels_pallas.mosaic import band, limits, operands, scores, selected
+from kernels_pallas.mosaic import band, limits, operands, scores, scores_columns
 from nsa_jax import geometry, mosaic, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
@@ -54,44 +53,6 @@ CASES = (
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 # Of a score, relatively: what float32 arithmetic on the chip may leave undecided.
 RESOLUTION = 1e-4
-
-
-@pytest.fixture
-def detectors(monkeypatch):
-    """Kernels are interpreted; the race detector of each, in the order of their runs."""
-    found, original = [], gpu_callbacks.GPURaceDetectionState
-
-    def detector(**options):
-        found.append(original(**options))
-        return found[-1]
-
-    monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", detector)
-    with limits.interpreted(InterpretGPUParams(detect_races=True)):
-        yield found
-    # A failure would outlive its test.
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    runtime_tokens.clear()
-
-
-@pytest.fixture
-def interpreted(detectors):
-    """Kernels are interpreted, and none may have a race."""
-    yield
-    assert detectors, "no kernel was interpreted"
-    assert not any(detector.races_found for detector in detectors)
-
-
-@pytest.fixture
-def mutant(detectors):
-    """Kernels are interpreted, and built anew before and after."""
-
-    def forget():
-        for builder in (band.attention, selected.attention, scores.best_blocks):
-            builder.cache_clear()
-
-    forget()
-    yield detectors
-    forget()
 
 
 def run(step, *arrays, **options):
@@ -314,42 +275,6 @@ def test_vmap_over_lengths(interpreted):
             np.testing.assert_array_equal(np.asarray(a[i]), np.asarray(b))
 
 
-def test_gradients_are_those_of_xla(interpreted):
-    p = problem(TINY)
-
-    def gradients(implementation):
-        def loss(*arrays):
-            out = nsa_jax.attention(*arrays, config=SMALL, implementation=implementation)
-            return (out.astype(jnp.float32) * weights).sum()
-
-        return call(jax.grad(loss, (0, 1, 2, 3)), *(getattr(p, name) for name in ARRAYS))
-
-    weights = problem(TINY, 2).value.astype(jnp.float32)[:, :, :1]
-    for got, want in zip(gradients("mosaic"), gradients("xla"), strict=True):
-        got, want = (np.asarray(x, np.float32) for x in (got, want))
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("name", ["compressed", "selected", "sliding"])
-def test_gradients_of_a_step(name, interpreted):
-    """Those of the log-sum-exp too, mapped."""
-    p = problem(TINY)
-    *arrays, last = steps_of(p)[f"{name}_attention"]
-    step = getattr(nsa_jax, f"{name}_attention")
-
-    def gradients(implementation):
-        def loss(query):
-            out, lse = step(
-                query, *arrays[1:], last, config=SMALL, implementation=implementation
-            )
-            return out.astype(jnp.float32).sum() + jnp.where(lse > -1e9, lse, 0).sum()
-
-        return call(jax.vmap(jax.grad(loss)), jnp.stack([p.query, -p.query]))
-
-    got, want = (np.asarray(gradients(name), np.float32) for name in ("mosaic", "xla"))
-    np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("where", ["whole", "kv_len", "segment_ids"])
 def test_shard_map_over_batch_and_heads(where):
     """Traced and lowered for GPUs: the interpreter knows one device."""
@@ -561,7 +486,7 @@ def test_scores_that_depend_on_their_place_are_caught(mutant, monkeypatch):
         place = jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
         return jnp.exp2(x) * (1 + place * 2.0**-20)
 
-    monkeypatch.setattr(scores, "jnp", patched(jnp, exp2=exp2))
+    monkeypatch.setattr(scores_columns, "jnp", patched(jnp, exp2=exp2))
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check_ties(TIES[0])
 

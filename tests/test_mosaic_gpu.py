@@ -11,6 +11,8 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+from kernels_pallas.mosaic import scores
+from nsa_jax import gradients
 from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
@@ -23,6 +25,15 @@ from tests.test_mosaic import (
     check_ties,
     run,
 )
+from tests.test_mosaic_gradients import (
+    BLOCK_128,
+    arrays_of,
+    check_step,
+    check_whole,
+    puller,
+    whole,
+)
+from tests.test_mosaic_gradients import STEPS as ATTENTIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +54,7 @@ CASES = (
     dataclasses.replace(PAPER_HEADS, D=256, Dv=256, H=8, T=500, S=500),
     dataclasses.replace(PAPER_HEADS, D=48, Dv=96, H=6, config=MIDDLE, B=3, T=200, S=900),
     # More blocks than scores are held at a time.
-    dataclasses.replace(PAPER_HEADS, D=128, H=16, Hkv=1, T=65, S=65536),
+    dataclasses.replace(PAPER_HEADS, D=128, H=16, Hkv=1, T=65, S=131072),
     dataclasses.replace(
         PAPER_HEADS,
         H=12,
@@ -81,9 +92,62 @@ def test_any_blocks_in_any_order(scale):
         check_any_blocks(problem(dataclasses.replace(CASES[0], H=heads, T=701, S=777)), scale)
 
 
+# 134 blocks; a tile with tokens of two sequences.
+BLOCKS = Case(
+    65,
+    2140,
+    dtype="bfloat16",
+    B=1,
+    D=64,
+    config=NSAConfig(16, 16, 16, num_selected=6, window=10),
+)
+GROUPED = [(group, segments) for group in GROUPS for segments in (None, (2105, 35))]
+
+
+@pytest.fixture(params=[0, scores.Scores.held], ids=["in-parts", ""])
+def specs(request, monkeypatch):
+    """Those of the kernels for scores; with few scores held at a time, or all."""
+    found, build = [], scores.best_blocks
+
+    def record(spec):
+        found.append(dataclasses.replace(spec, held=request.param))
+        return build(found[-1])
+
+    monkeypatch.setattr(scores, "best_blocks", record)
+    yield found
+    assert found and all((spec.chunks > 1) == (request.param == 0) for spec in found)
+
+
+@pytest.mark.parametrize(("group", "segments"), GROUPED, ids=str)
+def test_scores_of_both_ways(group, segments, specs):
+    case = dataclasses.replace(BLOCKS, H=2 * group, Hkv=2, segments=segments)
+    check_steps(problem(case), ("scores",))
+    assert all(spec.by_rows == (group <= 16) for spec in specs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NSAConfig(16, 4, 32, num_selected=6),  # a token reaches 3 strides further
+        NSAConfig(16, 16, 16, num_selected=40, num_initial=0, num_local=0),
+        NSAConfig(4, 4, 32, num_selected=3),  # forced blocks only
+    ],
+    ids=["cover-4", "none-forced", "all-forced"],
+)
+@pytest.mark.parametrize("group", [4, 16])
+def test_scores_of_other_blocks(group, config):
+    case = dataclasses.replace(BLOCKS, H=group, Hkv=1, S=1100, config=config)
+    check_steps(problem(case), ("scores",))
+
+
 @pytest.mark.parametrize("case", TIES, ids=str)
 def test_ties_go_to_the_lower_block(case):
     check_ties(case)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_ties_of_all_groups_go_to_the_lower_block(group, specs):
+    check_ties(dataclasses.replace(BLOCKS, H=group, Hkv=1, T=18))
 
 
 def test_repeat_runs_are_bitwise_equal():
@@ -120,7 +184,7 @@ def test_gradients_are_those_of_xla(segments):
     p = problem(dataclasses.replace(CASES[6], segments=segments))
     weights = problem(p.case, 1).query
 
-    def gradients(implementation):
+    def found(implementation):
         def loss(*arrays):
             options = {"config": MIDDLE, "segment_ids": p.segment_ids}
             out = nsa_jax.attention(*arrays, implementation=implementation, **options)
@@ -128,10 +192,85 @@ def test_gradients_are_those_of_xla(segments):
 
         return call(jax.grad(loss, (0, 1, 2, 3)), *(getattr(p, name) for name in ARRAYS))
 
-    for got, want in zip(gradients("mosaic"), gradients("xla"), strict=True):
+    for got, want in zip(found("mosaic"), found("xla"), strict=True):
         got, want = (np.asarray(x, np.float32) for x in (got, want))
         # The order of a scatter-add is not fixed.
         np.testing.assert_allclose(got, want, atol=2.0**-7 * abs(want).max())
+
+
+GRADIENTS = (
+    *(Case(333, 411, 2 * G, 2, 64, 96, 1, MIDDLE, dtype="bfloat16") for G in GROUPS),
+    dataclasses.replace(PAPER_HEADS, T=500, S=500),
+    dataclasses.replace(PAPER_HEADS, D=128, B=2, T=301, S=1049, dtype="float16"),
+    dataclasses.replace(PAPER_HEADS, D=256, Dv=256, H=8, T=300, S=300),
+    dataclasses.replace(PAPER_HEADS, D=48, Dv=80, H=6, config=MIDDLE, B=3, T=200, S=500),
+    dataclasses.replace(
+        PAPER_HEADS,
+        H=12,
+        T=700,
+        S=700,
+        config=MIDDLE,
+        segments=(300, 1, 33, 1, 100, 200, -65),
+    ),
+    dataclasses.replace(
+        PAPER_HEADS,
+        D=64,
+        T=300,
+        S=500,
+        config=MIDDLE,
+        segments=(1,) * 50 + (200, 230, -20),
+        dtype="float16",
+    ),
+    dataclasses.replace(
+        PAPER_HEADS,
+        T=600,
+        S=600,
+        D=128,
+        H=16,
+        config=dataclasses.replace(MIDDLE, select_block=128, num_selected=3),
+        segments=(1, 70, 500, 1, -28),
+    ),
+    dataclasses.replace(
+        PAPER_HEADS, config=NSAConfig(16, 16, 16, num_selected=20, window=0), H=4, T=300, S=700
+    ),
+    dataclasses.replace(PAPER_HEADS, T=9, S=9),  # no compressed token
+    BLOCK_128,
+    PACKED,
+)
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients(case):
+    check_whole(problem(case))
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("case", [GRADIENTS[2], GRADIENTS[6], *GRADIENTS[12:14]], ids=str)
+def test_gradients_of_a_step(case, name):
+    """Those of the log-sum-exp too."""
+    check_step(problem(case), name)
+
+
+@pytest.mark.parametrize("longest", [100, gradients.LONGEST])
+def test_gradients_of_popular_blocks(longest, monkeypatch):
+    """Every query has the first block: its list is many items."""
+    monkeypatch.setattr(gradients, "LONGEST", longest)
+    p = problem(dataclasses.replace(GRADIENTS[6], T=900, S=900))
+    indices = np.asarray(arrays_of(p)[1])
+    assert (indices == 0).any(axis=-1).all()
+    check_step(p, "selected_attention")
+
+
+@pytest.mark.parametrize("heads", [2, 6, 32])
+def test_repeated_gradients_are_bitwise_equal(heads):
+    p = problem(dataclasses.replace(PAPER_HEADS, H=heads, T=4096, S=4096))
+    arrays, indices = arrays_of(p)
+    cotangent = problem(p.case, 1).query[..., : p.case.Dv]
+    pull = puller(whole(p, indices))
+    first, *others = (pull(arrays, cotangent) for _ in range(3))
+    for other in others:
+        for got, want in zip(other, first, strict=True):
+            np.testing.assert_array_equal(got, want)
 
 
 def test_cached_attention_in_chunks():

@@ -1,5 +1,7 @@
 """Attention of every query to one interval of keys: the compressed and the sliding branch.
 
+The gradient of the query is the same walk over the same keys (`gradient`).
+
 Token `t` sees the keys `first[t] <= i < last[t]`; both bounds never decrease along `t`. One
 block of threads a multiprocessor walks over pairs of tiles, the longest first. Its two
 computing warpgroups share the keys, which a third one streams through a ring of shared memory,
@@ -12,6 +14,7 @@ Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s): c
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import EMPTY, LOG2E, MASKED, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
 
 CONSUMERS = 2
 PROGRAMS = 132  # multiprocessors of an H100 SXM; on fewer, some of them take turns
@@ -43,6 +46,7 @@ class Band:
     gated: bool = False  # multiply by a gate, and write no log-sum-exp
     added: bool = False  # add to an array like the output
     longest_first: bool = False  # later tokens see more keys: start them first
+    gradient: bool = False  # of the query
     block: int = 128
     stages: int = 2
     interpret: bool | object = False
@@ -50,6 +54,11 @@ class Band:
     @property
     def tile(self) -> operands.Tile:
         return operands.Tile(self.H // self.Hkv, operands.slab_width(self.D, self.Dv))
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.D if self.gradient else self.Dv
 
     @property
     def tiles(self) -> int:
@@ -66,30 +75,48 @@ def blocks_for(key_width: int, value_width: int, *, long: bool) -> dict[str, int
     return {"block": 128, "stages": 2}
 
 
+def gradient_blocks(key_width: int, value_width: int) -> dict[str, int]:
+    """As `blocks_for`, for the gradient of the query."""
+    width = key_width + value_width
+    return {"block": 64, "stages": 3 if width <= 256 else 2 if width <= 384 else 1}
+
+
 @functools.cache
 def attention(band: Band) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, int32 bounds
     `first`, `last` `[B, tiles, 64]` by row, then `gate` float32 `[B, Hkv, tiles, 64]` if
     `gated` and `[B, T, H, Dv]` if `added`. Outputs: `[B, T, H, Dv]` and the natural
     log-sum-exp by row, float32 `[B, Hkv, tiles, 64]`.
+
+    With `gradient`, after the bounds: the gradient of the output `[B, T, H, Dv]`, `rows` as in
+    `kernels_pallas.mosaic.key_gradient.partial_sums`, and `[B, T, H, D]` if `added`. Output:
+    the gradient of the query.
     """
     tile, dtype = band.tile, jnp.dtype(band.dtype)
     buffers = operands.Buffers(dtype, tile, bool(band.interpret))
     stages, block, group = band.stages, band.block, tile.group
     c = band.scale * LOG2E
-    operands.check_registers(*[232] * CONSUMERS, 40)
+    wide = band.gradient and band.D + band.Dv > 256
+    computing, copying = (240, 24) if wide else (232, 40)
+    operands.check_registers(*[computing] * CONSUMERS, copying)
     rows_of_heads = band.B * band.Hkv
     pairs = rows_of_heads * band.tiles // CONSUMERS
     programs = min(pairs, PROGRAMS)
     ring = 2 * stages * block * (band.D + band.Dv)
     # Where there is room, the output has a place of its own, so that the next query can come.
-    apart = ring + 2 * CONSUMERS * ROWS * (band.D + band.Dv) <= operands.SMEM_BYTES - 1024
+    rows_bytes = 2 * CONSUMERS * ROWS * (band.D + band.Dv + band.D * band.gradient)
+    apart = ring + rows_bytes <= operands.SMEM_BYTES - 1024
 
     def body(*refs):
         query, key, value, first, last, *refs = refs
-        gate = refs.pop(0) if band.gated else None
+        grad: Any = refs.pop(0) if band.gradient else None
+        rows: Any = refs.pop(0) if band.gradient else None
+        gates = refs.pop(0) if band.gated and not band.gradient else None
         addend = refs.pop(0) if band.added else None
-        out, lse, query_s, *refs = refs
+        out = refs.pop(0)
+        lse: Any = None if band.gradient else refs.pop(0)
+        query_s = refs.pop(0)
+        grad_s = refs.pop(0) if band.gradient else None
         out_s = refs.pop(0) if apart else query_s
         key_s, value_s, query_in, key_in, value_in, *refs = refs
         key_free, value_free, addend_in = refs
@@ -134,11 +161,19 @@ def attention(band: Band) -> Kernel:
         @pl.when(wg < CONSUMERS)
         def _():
             if not band.interpret:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(computing, action="increase")
 
             def load_query(placed):
-                source = at(query, placed[:3])
-                buffers.load_rows(source, query_s, wg, band.D, query_in.at[wg])
+                here = placed[:3]
+                buffers.load_rows(at(query, here), query_s, wg, band.D, query_in.at[wg])
+                if grad is not None:
+                    buffers.load_rows(at(grad, here), grad_s, wg, band.Dv, query_in.at[wg])
+
+            def between(first_row, last_row, first_key):
+                shape = (ROWS, block)
+                index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+                index += first_key
+                return (index >= across(first_row, shape)) & (index < across(last_row, shape))
 
             def pair(turn_number, carry):
                 done, b, g, tile0, *bounds = carry
@@ -152,49 +187,57 @@ def attention(band: Band) -> Kernel:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if addend is not None:
                         source = at(addend, here)
-                        buffers.load_rows(source, out_s, wg, band.Dv, addend_in.at[wg])
+                        buffers.load_rows(source, out_s, wg, band.width, addend_in.at[wg])
                 plgpu.barrier_wait(query_in.at[wg])
 
-                def step(under_mask, i, state):
-                    acc, top, total = state
+                def visible(under_mask, i):
+                    return between(first_row, last_row, key_at(i)) if under_mask else None
+
+                def attend(under_mask, i, state):
                     slot = lax.rem(done + i, jnp.int32(stages))
                     plgpu.barrier_wait(key_in.at[slot])
-                    logits = buffers.query_key((query_s, wg), key_s, slot)
+                    logits, _ = buffers.products(((query_s, wg), (key_s, slot)))
                     plgpu.barrier_arrive(key_free.at[slot])
-                    if under_mask:
-                        shape = (ROWS, block)
-                        index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-                        index += key_at(i)
-                        seen = index >= across(first_row, shape)
-                        seen &= index < across(last_row, shape)
-                        logits = jnp.where(seen, logits, MASKED)
-                    new = jnp.maximum(top, logits.max(axis=1) * c)
-                    base = jnp.maximum(new, EMPTY) if under_mask else new
-                    probs = jnp.exp2(logits * c - across(base, logits.shape))
-                    decay = jnp.exp2(top - new)
-                    total = total * decay + probs.sum(axis=1)
-                    acc = acc * across(decay, acc.shape)
+                    probs, state = softmax.probabilities(
+                        state, logits, c, visible(under_mask, i)
+                    )
                     plgpu.barrier_wait(value_in.at[slot])
-                    acc = buffers.add_weighted(acc, probs.astype(dtype), value_s, slot)
+                    (acc,) = buffers.add_weighted(
+                        (state[0], probs.astype(dtype), (value_s, slot))
+                    )
                     plgpu.barrier_arrive(value_free.at[slot])
-                    return acc, new, total
+                    return acc, *state[1:]
 
-                state = (
-                    operands.full((ROWS, band.Dv), 0.0, MATRIX),
-                    operands.full((ROWS,), MASKED, PER_ROW),
-                    operands.full((ROWS,), 0.0, PER_ROW),
-                )
+                def differentiate(under_mask, i, acc):
+                    slot = lax.rem(done + i, jnp.int32(stages))
+                    plgpu.barrier_wait(key_in.at[slot])
+                    plgpu.barrier_wait(value_in.at[slot])
+                    logits, weights, _ = buffers.products(
+                        ((query_s, wg), (key_s, slot)), ((grad_s, wg), (value_s, slot))
+                    )
+                    plgpu.barrier_arrive(value_free.at[slot])
+                    seen = visible(under_mask, i)
+                    found = softmax.change(logits, weights, c, norm, gate, offset, seen)
+                    (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, slot)))
+                    plgpu.barrier_arrive(key_free.at[slot])
+                    return acc
+
+                state = softmax.nothing(band.width)
+                step = attend
+                if band.gradient:
+                    step, state = differentiate, state[0]
+                    norm, gate, offset = operands.row_numbers(rows.at[b, g, mine], band.gated)
                 state = lax.fori_loop(0, masked, functools.partial(step, True), state)
                 state = lax.fori_loop(masked, blocks, functools.partial(step, False), state)
-                acc, top, total = state
-                seen = total > 0
-                weight = jnp.where(seen, 1 / total, 0.0)
-                sums = jnp.where(seen, (top + jnp.log2(total)) / LOG2E, -jnp.inf)
-                lse.at[b, g, mine][...] = sums
-                if gate is not None:
-                    gates = gate.at[b, g, mine]
-                    weight *= plgpu.load(gates, layout=PER_ROW, optimized=False)
-                acc = acc * across(weight, acc.shape)
+                if band.gradient:
+                    acc = state * band.scale
+                else:
+                    weight, lse.at[b, g, mine][...] = softmax.result(state)
+                    if gates is not None:
+                        weight *= plgpu.load(
+                            gates.at[b, g, mine], layout=PER_ROW, optimized=False
+                        )
+                    acc = state[0] * across(weight, state[0].shape)
 
                 def load_next_query():
                     @pl.when(turn_number + 1 < rounds)
@@ -209,12 +252,12 @@ def attention(band: Band) -> Kernel:
                     if not apart:
                         plgpu.commit_smem()  # the warpgroup is done with its query
                         source = at(addend, here)
-                        buffers.load_rows(source, out_s, wg, band.Dv, addend_in.at[wg])
+                        buffers.load_rows(source, out_s, wg, band.width, addend_in.at[wg])
                     plgpu.barrier_wait(addend_in.at[wg])
-                    added = buffers.read_rows(out_s, wg, band.Dv)
+                    added = buffers.read_rows(out_s, wg, band.width)
                 buffers.write_rows(out_s, wg, acc, added)
                 plgpu.commit_smem()
-                buffers.store_rows(out_s, wg, band.Dv, at(out, here))
+                buffers.store_rows(out_s, wg, band.width, at(out, here))
                 if not apart:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_next_query()
@@ -229,7 +272,7 @@ def attention(band: Band) -> Kernel:
         @pl.when(wg == CONSUMERS)
         def _():
             if not band.interpret:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(copying, action="decrease")
 
             def pair(turn_number, carry):
                 done, b, g, _, *bounds = carry
@@ -272,7 +315,7 @@ def attention(band: Band) -> Kernel:
     shape = jax.ShapeDtypeStruct
     rows = (band.B, band.tiles, ROWS)
     by_head = (band.B, band.Hkv, band.tiles, ROWS)
-    output = shape((band.B, band.T, band.H, band.Dv), dtype)
+    output = shape((band.B, band.T, band.H, band.width), dtype)
     inputs = [
         shape((band.B, band.T, band.H, band.D), dtype),
         shape((band.B, band.S, band.Hkv, band.D), dtype),
@@ -280,11 +323,19 @@ def attention(band: Band) -> Kernel:
         shape(rows, jnp.int32),
         shape(rows, jnp.int32),
     ]
-    inputs += [shape(by_head, jnp.float32)] * band.gated + [output] * band.added
-    outputs = (output, shape(by_head, jnp.float32))
+    if band.gradient:
+        inputs += [shape((band.B, band.T, band.H, band.Dv), dtype)]
+        inputs += [shape((*by_head, NUMBERS), jnp.float32)]
+    elif band.gated:
+        inputs += [shape(by_head, jnp.float32)]
+    inputs += [output] * band.added
+    outputs = (output,) if band.gradient else (output, shape(by_head, jnp.float32))
+    rows_s = [buffers.rows(CONSUMERS, band.D)]
+    if band.gradient:
+        rows_s += [buffers.rows(CONSUMERS, band.Dv)]
     if apart:
-        rows_s = [buffers.rows(CONSUMERS, band.D), buffers.rows(CONSUMERS, band.Dv)]
-    else:
+        rows_s += [buffers.rows(CONSUMERS, band.width)]
+    elif not band.gradient:
         rows_s = [buffers.rows(CONSUMERS, max(band.D, band.Dv))]
     call = plgpu.kernel(
         body,
@@ -297,14 +348,17 @@ def attention(band: Band) -> Kernel:
             *rows_s,
             buffers.ring(stages, block, band.D),
             buffers.ring(stages, block, band.Dv),
-            plgpu.Barrier(num_arrivals=slabs, num_barriers=CONSUMERS),
+            plgpu.Barrier(
+                num_arrivals=slabs + value_slabs * band.gradient, num_barriers=CONSUMERS
+            ),
             plgpu.Barrier(num_arrivals=slabs, num_barriers=stages),
             plgpu.Barrier(num_arrivals=value_slabs, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=value_slabs, num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=band.width // tile.slab, num_barriers=CONSUMERS),
         ],
         compiler_params=operands.PARAMS,
         interpret=band.interpret,
     )
-    return Kernel("band_attention", call, tuple(inputs), outputs)
+    name = "band_query_gradient" if band.gradient else "band_attention"
+    return Kernel(name, call, tuple(inputs), outputs)

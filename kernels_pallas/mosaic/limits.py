@@ -47,7 +47,10 @@ def why_not(problem: Any) -> str | None:
         )
     if problem.S > LONGEST:
         return f"takes up to {LONGEST} keys, got {problem.S}"
-    keys = config.select_block * (2 * problem.D + problem.Dv) + 64 * max(problem.D, problem.Dv)
+    keys = max(
+        config.select_block * (2 * problem.D + problem.Dv) + 64 * max(problem.D, problem.Dv),
+        (config.select_block + 64) * (problem.D + problem.Dv),  # gradients
+    )
     tokens = 64 // group
     lists = tokens * config.num_selected * (1 + -(-tokens // 32))
     if 2 * keys + 4 * lists > SMEM_BYTES:

@@ -14,16 +14,21 @@ Interpret mode has no such aliases: there each operand is only its box, and prod
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
+NUMBERS = 4  # that come with a row for gradients
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -36,9 +41,6 @@ PARAMS = plgpu.CompilerParams(
     unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=0,
 )
-
-MASKED = -1e30  # logit of a key that a row must not see
-EMPTY = -1e20  # no row that sees a key has a maximum below this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +92,13 @@ class Buffers:
             plgpu.SMEM(shape, self.dtype, transforms=(swizzle,)),
         )
 
-    def rows(self, copies: int, width: int):
-        """Scratch of `copies` tiles of query rows, `[64, width]` each."""
+    def rows(self, copies: int, width: int, tiles: int = 1):
+        """Scratch of `copies` operands of query rows: `tiles` tiles, one under the other."""
         slabs = width // self.slab
         if self.interpret:
-            shape = (copies, slabs, self.tile.tokens, self.tile.group, self.slab)
+            shape = (copies, slabs, tiles, self.tile.tokens, self.tile.group, self.slab)
             return plgpu.SMEM(shape, self.dtype)
-        return self._two_views((copies, slabs, self.tile.rows, self.slab))
+        return self._two_views((copies, slabs, tiles * self.tile.rows, self.slab))
 
     def ring(self, stages: int, keys: int, width: int):
         """Scratch of `stages` blocks of `keys` keys, `[keys, width]` each."""
@@ -106,17 +108,28 @@ class Buffers:
     def _slabs(self, ref) -> int:
         return (ref if self.interpret else ref[0]).shape[1]
 
-    def _row_box(self, ref, copy, i):
+    def _row_box(self, ref, copy, i, tile=0):
         if self.interpret:
-            return ref.at[copy, i]
-        box = ref[1].at[copy, i, pl.ds(0, self.tile.used)]
+            return ref.at[copy, i, tile]
+        box = ref[1].at[copy, i, pl.ds(tile * self.tile.rows, self.tile.used)]
         return box.reshape(self.tile.tokens, self.tile.group, self.slab)
 
-    def load_rows(self, source, ref, copy, width, barrier):
+    def load_rows(self, source, ref, copy, width, barrier, tile=0):
         """Starts copies of `source(columns)`, a `[tokens, G, slab]` slice, one a slab."""
         for i in range(width // self.slab):
             columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_gmem_to_smem(source(columns), self._row_box(ref, copy, i), barrier)
+            box = self._row_box(ref, copy, i, tile)
+            plgpu.copy_gmem_to_smem(source(columns), box, barrier)
+
+    def clear_rows(self, ref):
+        """Zeros for rows that stand for no head, which copies never write."""
+        if self.interpret or self.tile.used == self.tile.rows:
+            return
+        copies, slabs, rows, slab = ref[0].shape
+        zeros = full((rows, slab), 0.0, MATRIX).astype(self.dtype)
+        for copy in range(copies):
+            for i in range(slabs):
+                ref[0].at[copy, i][...] = zeros
 
     def store_rows(self, ref, copy, width, target):
         """Starts copies to `target(columns)`, one a slab."""
@@ -131,14 +144,33 @@ class Buffers:
             columns = pl.ds(i * self.slab, self.slab)
             plgpu.copy_gmem_to_smem(source(columns), box.at[slot, i], barrier)
 
+    def store_keys(self, ring, slot, target):
+        """Starts copies to `target(columns)`, a `[keys, slab]` slice, one a slab."""
+        box = ring if self.interpret else ring[1]
+        for i in range(self._slabs(ring)):
+            columns = pl.ds(i * self.slab, self.slab)
+            plgpu.copy_smem_to_gmem(box.at[slot, i], target(columns))
+
+    def write_keys(self, ring, slot, value):
+        """Puts float32 registers `[keys, width]` where copies read them."""
+        ref = ring if self.interpret else ring[0]
+        for i in range(self._slabs(ring)):
+            part = value[:, i * self.slab : (i + 1) * self.slab]
+            ref.at[slot, i][...] = part.astype(self.dtype)
+
+    def read_keys(self, ring, slot, i):
+        """Slab `i` of a slot in registers, float32."""
+        ref = ring.at[slot, i] if self.interpret else ring[0].at[slot, i]
+        return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
+
     def read_rows(self, ref, copy, width) -> list:
         """Query rows in registers, `[64, slab]` each."""
         slabs = range(width // self.slab)
         if not self.interpret:
             return [plgpu.load(ref[0].at[copy, i], layout=MATRIX) for i in slabs]
-        padding = ((0, self.tile.rows - self.tile.used), (0, 0))
-        boxes = [ref[copy, i].reshape(self.tile.used, self.slab) for i in slabs]
-        return [jnp.pad(box, padding) for box in boxes]
+        padding = ((0, 0), (0, self.tile.rows - self.tile.used), (0, 0))
+        boxes = [ref[copy, i].reshape(-1, self.tile.used, self.slab) for i in slabs]
+        return [jnp.pad(box, padding).reshape(-1, self.slab) for box in boxes]
 
     def write_rows(self, ref, copy, value, added=None):
         """Puts float32 registers `[64, width]`, plus slabs if given, where copies read them."""
@@ -149,76 +181,137 @@ class Buffers:
             part = part.astype(self.dtype)
             if self.interpret:
                 box = part[: self.tile.used]
-                ref[copy, i] = box.reshape(self.tile.tokens, self.tile.group, self.slab)
+                ref[copy, i, 0] = box.reshape(self.tile.tokens, self.tile.group, self.slab)
             else:
                 ref[0].at[copy, i][...] = part
 
-    def _keys(self, ring, slot):
-        block = jnp.swapaxes(ring[slot].astype(jnp.float32), 0, 1)
-        return block.reshape(block.shape[0], -1)
+    def _matrix(self, ref, copy):
+        """An operand as one float32 array (interpret mode)."""
+        if len(ref.shape) > 4:
+            parts = self.read_rows(ref, copy, self._slabs(ref) * self.slab)
+        else:
+            parts = [ref[copy, i] for i in range(self._slabs(ref))]
+        return jnp.concatenate(parts, axis=1).astype(jnp.float32)
 
-    def key_query(self, ring, slot, query, meanwhile):
-        """`[64, rows]` logits of a slot of 64 keys, transposed, and what `meanwhile` returns,
-        which runs beside the product; `query`: `(ref, copy)`.
+    def products(self, *pairs, meanwhile=lambda: None) -> Any:
+        """`left @ right.T` of each pair of operands `(ref, copy)`, side by side, then what
+        `meanwhile` returns, which runs beside them. The narrower one says how many columns.
         """
-        slabs = self._slabs(ring)
-        ref, copy = query
         if self.interpret:
-            rows = jnp.concatenate(self.read_rows(ref, copy, slabs * self.slab), axis=1)
-            logits = jnp.dot(self._keys(ring, slot), rows.astype(jnp.float32).T)
-            plgpu.commit_smem()
-            return logits, meanwhile()
-
-        def product(acc):
-            for i in range(slabs):
-                rows = ref[0].at[copy, i].transpose((1, 0))
-                plgpu.wgmma(acc, ring[0].at[slot, i], rows)
-            found = meanwhile()
-            return acc[...], found
-
-        return pl.run_scoped(product, plgpu.ACC((ROWS, ref[0].shape[2]), jnp.float32))
-
-    def query_key(self, query, ring, slot):
-        """`[64, keys]` logits; `query`: `(ref, copy)`."""
-        slabs = self._slabs(ring)
-        ref, copy = query
-        if self.interpret:
-            rows = jnp.concatenate(self.read_rows(ref, copy, slabs * self.slab), axis=1)
-            logits = jnp.dot(rows.astype(jnp.float32), self._keys(ring, slot).T)
+            found = []
+            for left, right in pairs:
+                left, right = self._matrix(*left), self._matrix(*right)
+                width = min(left.shape[1], right.shape[1])
+                found.append(jnp.dot(left[:, :width], right[:, :width].T))
             plgpu.commit_smem()  # else the race detector takes these reads for later ones
-            return logits
+            return *found, meanwhile()
 
-        def product(acc):
-            for i in range(slabs):
-                keys = ring[0].at[slot, i].transpose((1, 0))
-                plgpu.wgmma(acc, ref[0].at[copy, i], keys)
-            return acc[...]
+        def run(*accumulators):
+            for acc, ((left, i), (right, j)) in zip(accumulators, pairs, strict=True):
+                for slab in range(min(self._slabs(left), self._slabs(right))):
+                    operand = right[0].at[j, slab].transpose((1, 0))
+                    plgpu.wgmma(acc, left[0].at[i, slab], operand)
+            found = meanwhile()
+            return *(acc[...] for acc in accumulators), found
 
-        return pl.run_scoped(product, plgpu.ACC((ROWS, ring[0].shape[2]), jnp.float32))
+        shapes = [(left[0].shape[2], right[0].shape[2]) for (left, _), (right, _) in pairs]
+        return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
-    def add_weighted(self, acc, probs, ring, slot):
-        """`acc + probs @ values` of a slot."""
+    def add_weighted(self, *terms):
+        """`acc + weights @ values` of each term `(acc, weights, (ref, copy))`, side by side."""
         if self.interpret:
-            acc = acc + jnp.dot(probs.astype(jnp.float32), self._keys(ring, slot))
+            sums = [
+                acc + jnp.dot(weights.astype(jnp.float32), self._matrix(*operand))
+                for acc, weights, operand in terms
+            ]
             plgpu.commit_smem()
-            return acc
+            return sums
 
         @plgpu.inline_mgpu(
-            arg_types=(MATRIX, MATRIX, plgpu.RefType(self._matrix_transforms)),
-            return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=MATRIX),
+            arg_types=(MATRIX, MATRIX, plgpu.RefType(self._matrix_transforms)) * len(terms),
+            return_type=[
+                plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=MATRIX) for acc, *_ in terms
+            ],
         )
-        def product(_, total, probs, values):
-            # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may lie
-            # anywhere: [slabs, keys / 8, 1, 8, slab] becomes [keys / 8, slabs, 8, slab].
-            values = mgpu.memref_slice(values, (slice(None), slice(None), 0))
-            values = mgpu.memref_transpose(values, (1, 0, 2, 3))
-            total = mgpu.WGMMAAccumulator.from_registers(total)
-            total = mgpu.wgmma(total, probs, values, swizzle=2 * self.slab)
-            nvvm.wgmma_commit_group_sync_aligned()
+        def product(_, *arguments):
+            sums = []
+            for i in range(0, len(arguments), 3):
+                total, weights, values = arguments[i : i + 3]
+                # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may
+                # lie anywhere: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
+                values = mgpu.memref_slice(values, (slice(None), slice(None), 0))
+                values = mgpu.memref_transpose(values, (1, 0, 2, 3))
+                total = mgpu.WGMMAAccumulator.from_registers(total)
+                sums.append(mgpu.wgmma(total, weights, values, swizzle=2 * self.slab))
+                nvvm.wgmma_commit_group_sync_aligned()
             nvvm.wgmma_wait_group_sync_aligned(0)
-            return mgpu.optimization_barrier(total.value)
+            return [mgpu.optimization_barrier(total.value) for total in sums]
 
-        return product(acc, probs, ring[0].at[slot])
+        operands = [(acc, weights, ref[0].at[copy]) for acc, weights, (ref, copy) in terms]
+        return product(*(x for term in operands for x in term))
+
+
+def row_numbers(ref, gated: bool):
+    """Log-sum-exp, gate or None, and offset by row from float32 rows `[64, 4]` (`NUMBERS`)."""
+    norm, gate, offset = (
+        plgpu.load(ref.at[:, i], layout=PER_ROW, optimized=False) for i in (0, 2, 3)
+    )
+    return norm, gate if gated else None, offset
+
+
+def column_numbers(ref, interpret: bool):
+    """Four values per column from float32 rows `[columns, 4]` (`NUMBERS`)."""
+    if interpret:
+        return [ref[:, i] for i in range(NUMBERS)]
+    columns = ref.shape[0]
+    column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * NUMBERS)
+    def load(_, ref):
+        layout, shape = PER_COLUMN.to_mgpu(), (columns,)
+        row_type, pair_type = (ir.VectorType.get((n,), ir.F32Type.get()) for n in (NUMBERS, 2))
+        found = [np.empty(layout.registers_shape(shape), object) for _ in range(NUMBERS)]
+        places = list(np.ndindex(found[0].shape))
+        for place, (first,) in zip(places, layout.thread_idxs(shape), strict=True):
+            # A register holds two neighbours; one load has all numbers of one of them.
+            rows = []
+            for i in range(2):
+                at = arith.addi(first, arith.constant(ir.IndexType.get(), i))
+                pointer = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, at))
+                rows.append(llvm.load(row_type, pointer))
+            for k in range(NUMBERS):
+                pair = llvm.mlir_undef(pair_type)
+                for i, row in enumerate(rows):
+                    number = llvm.extractelement(row, _constant(k))
+                    pair = llvm.insertelement(pair, number, _constant(i))
+                found[k][place] = pair
+        return [
+            mgpu.FragmentedArray(_registers=part, _layout=layout, _is_signed=None)
+            for part in found
+        ]
+
+    return load(ref)
+
+
+def side_by_side(parts, interpret: bool):
+    """One matrix from its columns, `[64, 8]` each."""
+    if interpret:
+        return jnp.concatenate(parts, axis=1)
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    result = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=MATRIX)
+
+    @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(parts), return_type=result)
+    def join(_, *parts):
+        layout = MATRIX.to_mgpu()
+        registers = np.concatenate([part.registers for part in parts], axis=1)
+        assert registers.shape == layout.registers_shape(shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return join(*parts)
+
+
+def _constant(number: int):
+    return arith.constant(ir.IntegerType.get_signless(32), number)
 
 
 def across(row, shape):

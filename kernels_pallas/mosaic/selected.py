@@ -1,5 +1,7 @@
 """Attention of every query to its selected blocks, query tiles over the union of their blocks.
 
+The gradient of the query is the same walk over the same lists (`gradient`).
+
 One warpgroup and one list a block of threads: the tokens of a tile of 64 rows share every block
 that one of them selected, and rows of tokens without it are masked. Small independent blocks of
 threads, three on a multiprocessor, hide each other's latency; the key/value head is the slowest
@@ -12,6 +14,7 @@ once 0.64 ms; what bounds it is L2 to shared memory, the union of the tile's tok
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import EMPTY, LOG2E, MASKED, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic.limits import SMEM_BYTES
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
 
-ABSENT = 3e38  # as a row's maximum: every probability becomes exactly 0
 CHUNK = 64  # list entries a copy
+HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
+MOST_LISTS = 48 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Selected:
     scale: float
     gated: bool = False
     added: bool = False
+    gradient: bool = False  # of the query
     key_stages: int = 2
     value_stages: int = 1
     interpret: bool | object = False
@@ -53,6 +59,11 @@ class Selected:
         return operands.Tile(
             self.H // self.Hkv, operands.slab_width(self.D, self.Dv, self.block)
         )
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.D if self.gradient else self.Dv
 
     @property
     def tiles(self) -> int:
@@ -69,6 +80,17 @@ class Selected:
         return -(-self.tile.tokens // 32)
 
 
+def gradient_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
+    """Blocks in flight for the gradient of the query: as many as two blocks of threads a
+    multiprocessor can have, else what one can have.
+    """
+    rows, block = ((key_width + value_width) * 2 * n for n in (ROWS, block))
+    if rows + 2 * block <= HALF:
+        return {"key_stages": 2, "value_stages": 2}
+    stages = 2 if rows + 2 * block <= SMEM_BYTES - MOST_LISTS else 1
+    return {"key_stages": stages, "value_stages": 1}
+
+
 @functools.cache
 def attention(spec: Selected) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`; int32 lists
@@ -76,7 +98,7 @@ def attention(spec: Selected) -> Kernel:
     tiles, words, entries]`, bit `token % 32` of word `token // 32`; `counts` `[B, Hkv, tiles,
     2]`, blocks in front that every member sees to their end, all blocks; `last` `[B, tiles,
     64]`, by row the end of the keys that it may see. Then `gate`, `added` and outputs as in
-    `kernels_pallas.mosaic.band.attention`.
+    `kernels_pallas.mosaic.band.attention`; with `gradient`, what it takes and returns then.
     """
     tile, dtype, size = spec.tile, jnp.dtype(spec.dtype), spec.block
     buffers = operands.Buffers(dtype, tile, bool(spec.interpret))
@@ -85,9 +107,15 @@ def attention(spec: Selected) -> Kernel:
 
     def body(*refs):
         query, key, value, starts, members, counts, last, *refs = refs
-        gate = refs.pop(0) if spec.gated else None
+        grad: Any = refs.pop(0) if spec.gradient else None
+        rows: Any = refs.pop(0) if spec.gradient else None
+        gates = refs.pop(0) if spec.gated and not spec.gradient else None
         addend = refs.pop(0) if spec.added else None
-        out, lse, rows_s, key_s, value_s, starts_s, members_s, *refs = refs
+        out = refs.pop(0)
+        lse: Any = None if spec.gradient else refs.pop(0)
+        rows_s = refs.pop(0)
+        grad_s = refs.pop(0) if spec.gradient else None
+        key_s, value_s, starts_s, members_s, *refs = refs
         query_in, list_in, key_in, value_in, addend_in = refs
         b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
         g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
@@ -105,6 +133,8 @@ def attention(spec: Selected) -> Kernel:
                     members.at[b, g, mine, w, part], members_s.at[w, part], list_in
                 )
         buffers.load_rows(at(query), rows_s, 0, spec.D, query_in)
+        if grad is not None:
+            buffers.load_rows(at(grad), grad_s, 0, spec.Dv, query_in)
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         whole, blocks = counts[b, g, mine, 0] + 0, counts[b, g, mine, 1] + 0
         last_row = plgpu.load(last.at[b, mine], layout=PER_ROW, optimized=False)
@@ -130,66 +160,80 @@ def attention(spec: Selected) -> Kernel:
             load_value(jnp.int32(i))
         plgpu.barrier_wait(query_in)
 
-        def step(at_edge, i, carry):
-            acc, top, total = carry
-            key_slot = lax.rem(i, jnp.int32(spec.key_stages))
-            value_slot = lax.rem(i, jnp.int32(spec.value_stages))
+        def seen_by(i):
+            """Rows that have a block; which of its keys each sees."""
             bits = lax.broadcast(members_s[0, i], (ROWS,))
             if words == 2:
                 bits = jnp.where(token < 32, bits, lax.broadcast(members_s[1, i], (ROWS,)))
             member = (lax.shift_right_logical(bits, token & 31) & 1) == 1
-            start = starts_s[i]
+            shape = (ROWS, size)
+            index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+            return member, index < across(last_row - starts_s[i], shape)
+
+        def attend(at_edge, i, state):
+            key_slot = lax.rem(i, jnp.int32(spec.key_stages))
+            value_slot = lax.rem(i, jnp.int32(spec.value_stages))
+            member, seen = seen_by(i)
             plgpu.barrier_wait(key_in.at[key_slot])
-            logits = buffers.query_key((rows_s, 0), key_s, key_slot)
+            logits, _ = buffers.products(((rows_s, 0), (key_s, key_slot)))
             plgpu.commit_smem()  # all four warps are done with this slot
             load_key(i + spec.key_stages)
-            if at_edge:
-                index = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=MATRIX)
-                seen = index < across(last_row - start, logits.shape)
-                logits = jnp.where(seen, logits, MASKED)
-            new = jnp.maximum(top, logits.max(axis=1) * c)
-            base = jnp.maximum(new, EMPTY) if at_edge else new
-            new = jnp.where(member, new, top)
-            base = jnp.where(member, base, ABSENT)
-            probs = jnp.exp2(logits * c - across(base, logits.shape))
-            decay = jnp.exp2(top - new)
-            total = total * decay + probs.sum(axis=1)
-            acc = acc * across(decay, acc.shape)
+            seen = seen if at_edge else None
+            probs, state = softmax.probabilities(state, logits, c, seen, member)
             plgpu.barrier_wait(value_in.at[value_slot])
-            acc = buffers.add_weighted(acc, probs.astype(dtype), value_s, value_slot)
+            (acc,) = buffers.add_weighted(
+                (state[0], probs.astype(dtype), (value_s, value_slot))
+            )
             plgpu.commit_smem()
             load_value(i + spec.value_stages)
-            return acc, new, total
+            return acc, *state[1:]
 
-        carry = (
-            operands.full((ROWS, spec.Dv), 0.0, MATRIX),
-            operands.full((ROWS,), MASKED, PER_ROW),
-            operands.full((ROWS,), 0.0, PER_ROW),
-        )
-        carry = lax.fori_loop(0, whole, functools.partial(step, False), carry)
-        carry = lax.fori_loop(whole, blocks, functools.partial(step, True), carry)
-        acc, top, total = carry
-        seen = total > 0
-        weight = jnp.where(seen, 1 / total, 0.0)
-        lse.at[b, g, mine][...] = jnp.where(seen, (top + jnp.log2(total)) / LOG2E, -jnp.inf)
-        if gate is not None:
-            weight *= plgpu.load(gate.at[b, g, mine], layout=PER_ROW, optimized=False)
-        acc = acc * across(weight, acc.shape)
+        def differentiate(at_edge, i, acc):
+            key_slot = lax.rem(i, jnp.int32(spec.key_stages))
+            value_slot = lax.rem(i, jnp.int32(spec.value_stages))
+            member, seen = seen_by(i)
+            plgpu.barrier_wait(key_in.at[key_slot])
+            plgpu.barrier_wait(value_in.at[value_slot])
+            logits, weights, _ = buffers.products(
+                ((rows_s, 0), (key_s, key_slot)), ((grad_s, 0), (value_s, value_slot))
+            )
+            plgpu.commit_smem()
+            load_value(i + spec.value_stages)
+            base, seen = jnp.where(member, norm, jnp.inf), seen if at_edge else None
+            found = softmax.change(logits, weights, c, base, gate, offset, seen)
+            (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, key_slot)))
+            plgpu.commit_smem()
+            load_key(i + spec.key_stages)
+            return acc
+
+        state, step = softmax.nothing(spec.width), attend
+        if spec.gradient:
+            state, step = state[0], differentiate
+            norm, gate, offset = operands.row_numbers(rows.at[b, g, mine], spec.gated)
+        state = lax.fori_loop(0, whole, functools.partial(step, False), state)
+        state = lax.fori_loop(whole, blocks, functools.partial(step, True), state)
+        if spec.gradient:
+            acc = state * spec.scale
+        else:
+            weight, lse.at[b, g, mine][...] = softmax.result(state)
+            if gates is not None:
+                weight *= plgpu.load(gates.at[b, g, mine], layout=PER_ROW, optimized=False)
+            acc = state[0] * across(weight, state[0].shape)
         added = None
         if addend is not None:
             plgpu.commit_smem()  # all four warps are done with the query
-            buffers.load_rows(at(addend), rows_s, 0, spec.Dv, addend_in)
+            buffers.load_rows(at(addend), rows_s, 0, spec.width, addend_in)
             plgpu.barrier_wait(addend_in)
-            added = buffers.read_rows(rows_s, 0, spec.Dv)
+            added = buffers.read_rows(rows_s, 0, spec.width)
         buffers.write_rows(rows_s, 0, acc, added)
         plgpu.commit_smem()
-        buffers.store_rows(rows_s, 0, spec.Dv, at(out))
+        buffers.store_rows(rows_s, 0, spec.width, at(out))
         plgpu.wait_smem_to_gmem(0)
 
     slabs, value_slabs = spec.D // tile.slab, spec.Dv // tile.slab
     shape = jax.ShapeDtypeStruct
     lists = (spec.B, spec.Hkv, spec.tiles)
-    output = shape((spec.B, spec.T, spec.H, spec.Dv), dtype)
+    output = shape((spec.B, spec.T, spec.H, spec.width), dtype)
     by_head = shape((*lists, ROWS), jnp.float32)
     inputs = [
         shape((spec.B, spec.T, spec.H, spec.D), dtype),
@@ -200,26 +244,34 @@ def attention(spec: Selected) -> Kernel:
         shape((*lists, 2), jnp.int32),
         shape((spec.B, spec.tiles, ROWS), jnp.int32),
     ]
-    inputs += [by_head] * spec.gated + [output] * spec.added
-    scratch = [
-        buffers.rows(1, max(spec.D, spec.Dv)),
+    if spec.gradient:
+        inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
+        inputs += [shape((*lists, ROWS, NUMBERS), jnp.float32)]
+    elif spec.gated:
+        inputs += [by_head]
+    inputs += [output] * spec.added
+    outputs = (output,) if spec.gradient else (output, by_head)
+    scratch = [buffers.rows(1, max(spec.D, spec.width))]
+    scratch += [buffers.rows(1, spec.Dv)] * spec.gradient
+    scratch += [
         buffers.ring(spec.key_stages, size, spec.D),
         buffers.ring(spec.value_stages, size, spec.Dv),
         plgpu.SMEM((entries,), jnp.int32),
         plgpu.SMEM((words, entries), jnp.int32),
-        plgpu.Barrier(num_arrivals=slabs),
+        plgpu.Barrier(num_arrivals=slabs + value_slabs * spec.gradient),
         plgpu.Barrier(num_arrivals=(1 + words) * entries // CHUNK),
         plgpu.Barrier(num_arrivals=slabs, num_barriers=spec.key_stages),
         plgpu.Barrier(num_arrivals=value_slabs, num_barriers=spec.value_stages),
-        plgpu.Barrier(num_arrivals=value_slabs),
+        plgpu.Barrier(num_arrivals=spec.width // tile.slab),
     ]
     call = plgpu.kernel(
         body,
-        out_type=(output, by_head),
+        out_type=outputs,
         grid=(spec.B * spec.Hkv, spec.tiles),
         grid_names=("bg", "tile"),
         scratch_types=scratch,
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("selected_attention", call, tuple(inputs), (output, by_head))
+    name = "selected_query_gradient" if spec.gradient else "selected_attention"
+    return Kernel(name, call, tuple(inputs), outputs)

@@ -1,0 +1,128 @@
+"""The gated sum of the branches' outputs, and its gradient: one pass over memory each.
+
+At B=1 T=65536 H=64 Dv=128 and three branches 4.3 GB, 1.3 ms.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.operands import PER_ROW, ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The static part of a problem: `count` outputs of `rows` rows."""
+
+    rows: int
+    width: int
+    count: int
+    dtype: str
+    interpret: bool | object = False
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // ROWS)
+
+
+@functools.cache
+def dots(spec: Rows) -> Kernel:
+    """Products of the output's gradient with each output, row by row.
+
+    Inputs: the gradient, then `count` outputs, all `[rows, width]`. Output: float32 `[count,
+    tiles, 64]`; rows past the end are zero.
+    """
+    buffers, slabs = _buffers(spec)
+
+    def body(*refs):
+        arrays, (found, rows_s, rows_in) = refs[: spec.count + 1], refs[spec.count + 1 :]
+        mine = lax.axis_index("tile")
+        for i, array in enumerate(arrays):
+            _load(buffers, array, mine, rows_s, i, rows_in)
+        plgpu.barrier_wait(rows_in.at[0])
+        for i in range(spec.count):
+            plgpu.barrier_wait(rows_in.at[i + 1])
+            total = operands.full((ROWS,), 0.0, PER_ROW)
+            for slab in range(slabs):
+                grad, out = (buffers.read_keys(rows_s, copy, slab) for copy in (0, i + 1))
+                total += (grad * out).sum(axis=1)
+            found.at[i, mine][...] = total
+
+    output = jax.ShapeDtypeStruct((spec.count, spec.tiles, ROWS), jnp.float32)
+    inputs = (_array(spec),) * (spec.count + 1)
+    return _kernel("dots", spec, body, inputs, output, spec.count + 1)
+
+
+@functools.cache
+def gated_sum(spec: Rows) -> Kernel:
+    """Inputs: gates float32 `[count, tiles, 64]`, then `count` outputs `[rows, width]`. Output:
+    their sum, each times its gate, `[rows, width]`.
+    """
+    buffers, slabs = _buffers(spec)
+    interpret = bool(spec.interpret)
+
+    def body(gates, *refs):
+        arrays, (out, rows_s, rows_in) = refs[: spec.count], refs[spec.count :]
+        mine = lax.axis_index("tile")
+        for i, array in enumerate(arrays):
+            _load(buffers, array, mine, rows_s, i, rows_in)
+        weights = [
+            plgpu.load(gates.at[i, mine], layout=PER_ROW, optimized=False)
+            for i in range(spec.count)
+        ]
+        for i in range(spec.count):
+            plgpu.barrier_wait(rows_in.at[i])
+        for slab in range(slabs):
+            total = operands.full((ROWS, buffers.slab), 0.0, operands.MATRIX)
+            for i, weight in enumerate(weights):
+                part = buffers.read_keys(rows_s, i, slab)
+                total += part * operands.across(weight, part.shape)
+            staged = rows_s.at[0, slab] if interpret else rows_s[0].at[0, slab]
+            staged[...] = total.astype(buffers.dtype)
+        plgpu.commit_smem()
+        here = pl.ds(mine * ROWS, ROWS)
+        buffers.store_keys(rows_s, 0, lambda columns: out.at[here, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+    gates = jax.ShapeDtypeStruct((spec.count, spec.tiles, ROWS), jnp.float32)
+    inputs = (gates,) + (_array(spec),) * spec.count
+    return _kernel("gated_sum", spec, body, inputs, _array(spec), spec.count)
+
+
+def _buffers(spec):
+    tile = operands.Tile(1, operands.slab_width(spec.width))
+    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile, bool(spec.interpret))
+    return buffers, spec.width // tile.slab
+
+
+def _load(buffers, array, tile, rows_s, slot, barriers):
+    rows = pl.ds(tile * ROWS, ROWS)
+    buffers.load_keys(lambda columns: array.at[rows, columns], rows_s, slot, barriers.at[slot])
+
+
+def _array(spec):
+    return jax.ShapeDtypeStruct((spec.rows, spec.width), jnp.dtype(spec.dtype))
+
+
+def _kernel(name, spec, body, inputs, output, slots):
+    buffers, slabs = _buffers(spec)
+    call = plgpu.kernel(
+        body,
+        out_type=(output,),
+        grid=(spec.tiles,),
+        grid_names=("tile",),
+        scratch_types=[
+            buffers.ring(slots, ROWS, spec.width),
+            plgpu.Barrier(num_arrivals=slabs, num_barriers=slots),
+        ],
+        compiler_params=operands.PARAMS,
+        interpret=spec.interpret,
+    )
+    return Kernel(name, call, inputs, (output,))

@@ -1,0 +1,375 @@
+"""Gradients of the branches on Mosaic kernels, for either framework (`tiled.Framework`).
+
+Of each branch: the query's by the walk of the forward pass, keys' and values' from the queries
+that saw them, found on the device: by search where a query sees an interval, by sorting where
+it chose blocks. No gradient passes through scores and selection. Every sum has a fixed order.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
+from kernels_pallas.mosaic.key_gradient import REACH, KeyGradient
+from kernels_pallas.mosaic.operands import LOG2E, ROWS
+from nsa_jax.config import NSAConfig
+from nsa_jax.tiled import Framework, name_of, scale_of
+
+SHARES = 2112  # items that fill a GPU several times over
+SHORTEST = 64  # tiles of queries of an item
+LONGEST = 4096  # entries of a list that one item takes
+SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients
+NOTHING = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a branch's gradient needs besides its inputs; all `[B, T, H]`, float32.
+
+    `lse`: natural, -inf where a query sees nothing; `dots`: the output's gradient times the
+    branch's own output, which is also the gate's gradient; `gate`: or None; `lse_grad`: the
+    gradient of `lse`, or None.
+    """
+
+    lse: Any
+    dots: Any
+    gate: Any = None
+    lse_grad: Any = None
+
+
+def gated_sum(steps: Framework, outputs, weights):
+    """`[B, T, H, Dv]`: the sum of the outputs, each times its gate `[B, T, H]`."""
+    spec = _row_spec(outputs)
+    columns = []
+    for weight in weights:
+        weight = steps.cast(weight, steps.xp.float32).reshape(1, -1)
+        columns.append(steps.longer(weight, 1, spec.tiles * ROWS, 0.0))
+    weight = steps.xp.concatenate(columns, axis=0)
+    (total,) = steps.run(gates.gated_sum(spec), weight, *outputs)
+    return total.reshape(outputs[0].shape)
+
+
+def output_dots(steps: Framework, grad, *outputs):
+    """float32 `[B, T, H]` for each output `[B, T, H, Dv]`: its product with `grad`."""
+    spec = _row_spec(outputs)
+    (found,) = steps.run(gates.dots(spec), grad, *outputs)
+    found = found.reshape(len(outputs), -1)[:, : spec.rows]
+    return [found[i].reshape(grad.shape[:-1]) for i in range(len(outputs))]
+
+
+def _row_spec(outputs):
+    *shape, width = outputs[0].shape
+    dtype = name_of(outputs[0].dtype)
+    return gates.Rows(math.prod(shape), width, len(outputs), dtype, limits.interpret.get())
+
+
+def compressed(
+    steps: Framework, query, key, value, grad, saved, where, config, scale, added=None
+):
+    """Gradients `(query, key, value)`; `grad` `[B, T, H, Dv]` is the whole output's, `added`
+    `[B, T, H, D]` what is added to the query's.
+    """
+    if key.shape[1] == 0:
+        zero = steps.xp.zeros_like
+        return zero(query) if added is None else added, zero(key), zero(value)
+    bounds = steps.visible(where, config)
+    return _interval(steps, query, key, value, grad, saved, bounds, scale, added, True)
+
+
+def sliding(
+    steps: Framework,
+    query,
+    key,
+    value,
+    grad,
+    saved,
+    where,
+    config: NSAConfig,
+    scale,
+    added=None,
+):
+    """As `compressed`."""
+    bounds = steps.window(where, key.shape[1], config)
+    return _interval(steps, query, key, value, grad, saved, bounds, scale, added, False)
+
+
+def _interval(steps, query, key, value, grad, saved, bounds, scale, added, long):
+    first, last = bounds
+    gated = saved.gate is not None
+    spec = band.Band(
+        **_shapes(query, key, value, scale),
+        gated=gated,
+        added=added is not None,
+        longest_first=long,
+        gradient=True,
+        **band.gradient_blocks(key.shape[-1], value.shape[-1]),
+    )
+    arrays = [steps.by_row(x, spec.tile, spec.tiles) for x in bounds]
+    rows = _rows(steps, saved, last, key.shape[2], spec.tile, spec.tiles)
+    extra = [] if added is None else [added]
+    (query_grad,) = steps.run(
+        band.attention(spec), query, key, value, *arrays, grad, rows, *extra
+    )
+
+    base = KeyGradient(**_shapes(query, key, value, scale), items=0, gated=gated)
+    tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
+    pieces = 1
+    if long:
+        pieces = max(min(-(-SHARES // (heads * tiles)), base.units // SHORTEST), 1)
+    span = -(-base.units // pieces)
+    xp, integers = steps.xp, steps.integers
+    start = xp.broadcast_to(steps.numbers(first, tiles) * base.keys, (base.B, tiles))
+    begin = integers(steps.search(last, start, "right")) // tokens
+    end = (
+        integers(steps.search(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
+    )
+    end = xp.maximum(begin, end)
+    whole_from = (
+        integers(steps.search(last, start + base.keys, "left") + (tokens - 1)) // tokens
+    )
+    whole_to = integers(steps.search(first, start, "right")) // tokens
+
+    # Items in the order [piece, head, tile], so that those which run together read the same
+    # queries; their sums in the order [head, tile, piece].
+    shape = (pieces, base.B, base.Hkv, tiles)
+    piece = steps.numbers(first, pieces).reshape(-1, 1, 1, 1)
+    row = steps.numbers(first, heads).reshape(1, base.B, base.Hkv, 1)
+    tile = steps.numbers(first, tiles).reshape(1, 1, 1, -1)
+    begin, end, whole_from, whole_to = (
+        x.reshape(1, base.B, 1, tiles) for x in (begin, end, whole_from, whole_to)
+    )
+    lower, upper = xp.maximum(begin, piece * span), xp.minimum(end, (piece + 1) * span)
+    columns = [
+        xp.where(lower < upper, row, -1),
+        tile * base.keys,
+        lower,
+        whole_from,
+        whole_to,
+        xp.maximum(lower, upper),
+        (row * tiles + tile) * pieces + piece,
+    ]
+    items = _table(steps, [xp.broadcast_to(x, shape).reshape(-1) for x in columns])
+    least = begin // span
+    first_item = (row * tiles + tile) * pieces + least
+    count = xp.where(begin < end, (end + (span - 1)) // span - least, 0)
+    places = [xp.broadcast_to(x[0], shape[1:]) for x in (first_item, count)]
+    spec = dataclasses.replace(base, items=pieces * heads * tiles)
+    rows = _rows(steps, saved, last, base.Hkv, base.unit, base.units)
+    more = [steps.by_row(first, base.unit, base.units)]
+    arrays = query, key, value, grad, rows, items
+    return query_grad, *_merged(steps, spec, arrays, more, places)
+
+
+def chosen(
+    steps: Framework,
+    query,
+    key,
+    value,
+    indices,
+    grad,
+    saved,
+    where,
+    config: NSAConfig,
+    scale,
+    packed: bool,
+    added=None,
+):
+    """As `compressed`, for the selected branch; `packed`: sequences may begin at any key."""
+    batch, length, _, width = query.shape
+    n, size = indices.shape[-1], config.select_block
+    gated = saved.gate is not None
+    shapes = _shapes(query, key, value, scale)
+    spec = selected.Selected(
+        **shapes,
+        n=n,
+        block=size,
+        gated=gated,
+        added=added is not None,
+        gradient=True,
+        **selected.gradient_stages(width, value.shape[-1], size),
+    )
+    last = where.key_start + where.position + 1
+    lists = steps.lists(indices, where, config, spec)
+    rows = _rows(steps, saved, last, key.shape[2], spec.tile, spec.tiles)
+    extra = [] if added is None else [added]
+    by_row = steps.by_row(last, spec.tile, spec.tiles)
+    (query_grad,) = steps.run(
+        selected.attention(spec), query, key, value, *lists, by_row, grad, rows, *extra
+    )
+
+    base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
+    tokens, units, tiles = base.unit.tokens, base.units, base.tiles
+    aligned = not packed and (ROWS % size == 0 or size % ROWS == 0)
+    marked = tokens > 1 or not aligned or size < ROWS
+    spans = max(size // ROWS, 1) if aligned else (size + ROWS - 2) // ROWS + 1
+
+    # An entry for every tile of keys that a chosen block touches.
+    xp, integers = steps.xp, steps.integers
+    token = steps.numbers(last, length).reshape(1, -1, 1, 1, 1)
+    head = steps.numbers(last, base.Hkv).reshape(1, 1, -1, 1, 1)
+    row = steps.numbers(last, batch).reshape(-1, 1, 1, 1, 1) * base.Hkv + head
+    index = indices[..., None]
+    begins = integers(where.key_start[..., None, None, None] + index * size)
+    ends = xp.minimum(begins + size, last[..., None, None, None])
+    tile = begins // ROWS + steps.numbers(last, spans).reshape(1, 1, 1, 1, -1)
+    there = (index >= 0) & (xp.maximum(begins, tile * ROWS) < ends)
+    # The order of entries is that of one integer, unless it would not fit.
+    rows_of = batch * base.Hkv
+    parts = 1 if rows_of * tiles * units < NOTHING else rows_of
+    order = (row % (rows_of // parts) * tiles + tile) * units + token // tokens
+    mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
+    order = xp.where(there, integers(order), NOTHING)
+    order, mark = (
+        xp.moveaxis(xp.broadcast_to(x, order.shape), 2, 1).reshape(parts, -1)
+        for x in (order, integers(mark))
+    )
+    entries = order.shape[1]
+    if marked:
+        order, mark = steps.sort_pairs(order, mark)
+        if tokens > 1:
+            order, mark = _together(steps, order, mark)
+    else:
+        order = steps.sort(order)
+
+    # Items that run together should read the same queries, while these are in L2: they are a
+    # window of the tokens, each half of what is before the next one, which gives the tiles of
+    # a window lists of like lengths. Where they begin in each tile's entries:
+    windows = 1
+    if not packed and length == key.shape[1]:
+        windows += max((units // SHORTEST_WINDOW).bit_length() - 1, 0)
+    group, places = rows_of // parts * tiles, (rows_of, 1, tiles)
+    part = steps.numbers(last, parts).reshape(-1, 1) * entries
+    tile_key = xp.broadcast_to(steps.numbers(last, group) * units, (parts, group))
+
+    def entry_at(unit):
+        found = integers(steps.search(order, tile_key + unit, "left")) + part
+        return found.reshape(places)
+
+    cuts = [0, *(units >> i for i in range(windows - 1, 0, -1)), units]
+    bounds = xp.concatenate([entry_at(cut) for cut in cuts], axis=1)
+    begin, end = bounds[:, :-1], bounds[:, 1:]
+
+    # Long lists are several items. They run in the order [head, window, tile, piece]; a tile's
+    # sums are [head, tile, window, piece].
+    count = (end - begin + (LONGEST - 1)) // LONGEST
+    total = xp.cumsum(count.reshape(-1), axis=0, dtype=xp.int32)
+    first_item = total - count.reshape(-1)
+    by_tile = xp.moveaxis(count, 1, 2).reshape(-1)
+    slot = xp.cumsum(by_tile, axis=0, dtype=xp.int32) - by_tile
+    slot = xp.moveaxis(slot.reshape(rows_of, tiles, windows), 2, 1)
+    # A tile that a window's tokens can see has at most one item there that is not full.
+    items = rows_of * (tiles * min(windows, 2) + windows) + parts * entries // LONGEST
+    number = steps.numbers(last, items)
+    owner = integers(steps.search(total[None], number, "right"))[0]
+    number, exists = number[0], owner < rows_of * windows * tiles
+    owner = owner.clip(None, rows_of * windows * tiles - 1)
+    piece = number - first_item[owner]
+    lower = begin.reshape(-1)[owner] + piece * LONGEST
+    lower = xp.where(exists, lower, 0)
+    upper = xp.where(exists, xp.minimum(lower + LONGEST, end.reshape(-1)[owner]), 0)
+    row, tile = owner // (windows * tiles), owner % tiles
+    whole = upper
+    if not marked:  # the first entry whose tokens see the tile to its end
+        tile_end = xp.broadcast_to((steps.numbers(last, tiles) + 1) * ROWS, (batch, tiles))
+        whole = integers(steps.search(last, tile_end, "left") + (tokens - 1)) // tokens
+        whole = xp.broadcast_to(whole[:, None], (batch, base.Hkv, tiles))
+        whole = entry_at(whole.reshape(parts, group).clip(None, units)).reshape(-1)
+        whole = xp.minimum(xp.maximum(whole[row * tiles + tile], lower), upper)
+    columns = [
+        xp.where(exists, row, -1),
+        tile * ROWS,
+        lower,
+        whole,
+        upper,
+        upper,
+        slot.reshape(-1)[owner] + piece,
+    ]
+    table = _table(steps, columns)
+    block = size if marked else 0
+    spec = dataclasses.replace(base, items=items, listed=parts * entries, block=block)
+    rows = _rows(steps, saved, last, base.Hkv, base.unit, units)
+    more = [x.reshape(-1) for x in ([order % units, mark] if marked else [order % units])]
+    places = [
+        x.reshape(batch, base.Hkv, tiles) for x in (slot[:, 0], integers(count.sum(axis=1)))
+    ]
+    arrays = query, key, value, grad, rows, table
+    return query_grad, *_merged(steps, spec, arrays, more, places)
+
+
+def _together(steps, order, mark):
+    """Sorted entries with those of one unit and block put together: their bits added."""
+    xp, entries = steps.xp, order.shape[1]
+    there = order < NOTHING
+    fresh = (order[:, 1:] != order[:, :-1]) | (mark[:, 1:] >> 16 != mark[:, :-1] >> 16)
+    fresh = xp.concatenate([xp.ones_like(there[:, :1]), fresh], axis=1) & there
+    number = steps.numbers(order, entries)
+    size = xp.amax(xp.where(there, number + 1, 0), axis=1)[:, None]
+    begin = steps.sort(xp.where(fresh, number, entries))
+    end = xp.minimum(xp.concatenate([begin[:, 1:], size], axis=1), size)
+    exists = begin < entries
+    at = begin.clip(0, entries - 1)
+    bits = steps.integers(xp.where(there, mark & (2**16 - 1), 0))
+    # Tokens of a unit are distinct, so their bits add up; int32 wraps around rightly.
+    total = xp.cumsum(bits, axis=1, dtype=xp.int32)
+    total = xp.concatenate([xp.zeros_like(total[:, :1]), total], axis=1)
+    bits = steps.rows(total, end) - steps.rows(total, at)
+    mark = (steps.rows(mark, at) >> 16 << 16) + bits
+    return xp.where(exists, steps.rows(order, at), NOTHING), mark
+
+
+def _merged(steps, spec, arrays, more, places):
+    """Gradients of key and value; by one pass over the queries, or two where registers of one
+    would not hold both.
+    """
+    wanted = [{}]
+    if spec.D + spec.Dv > (320 if spec.listed else 256):
+        wanted = [{"want_value": False}, {"want_key": False}]
+    found = []
+    for options in wanted:
+        part = dataclasses.replace(spec, **options)
+        sums = steps.run(key_gradient.partial_sums(part), *arrays, *more)
+        found += steps.run(key_gradient.merged(part), *sums, *places)
+    return found
+
+
+def _rows(steps, saved, last, kv_heads, tile, tiles):
+    """`rows` of `key_gradient.partial_sums`."""
+    xp, infinite = steps.xp, float("inf")
+    gate = (
+        xp.ones_like(saved.dots) if saved.gate is None else steps.cast(saved.gate, xp.float32)
+    )
+    offset = gate * saved.dots
+    if saved.lse_grad is not None:
+        offset = offset - steps.cast(saved.lse_grad, xp.float32)
+    # Of padding they may be NaN, and a probability of zero times NaN is NaN.
+    blind = saved.lse == -infinite
+    gate, offset = (xp.where(blind, 0.0, x) for x in (gate, offset))
+    norm = xp.where(blind, infinite, saved.lse * LOG2E)
+    norm = steps.heads_by_row(norm, kv_heads, tile, tiles, infinite)
+    by_row = steps.cast(steps.by_row(last, tile, tiles), xp.float32)[:, None]
+    by_row = xp.broadcast_to(by_row, norm.shape)
+    both = [steps.heads_by_row(x, kv_heads, tile, tiles, 0.0) for x in (gate, offset)]
+    return xp.concatenate([x[..., None] for x in (norm, by_row, *both)], axis=-1)
+
+
+def _table(steps, columns):
+    """`items` of `key_gradient.partial_sums`."""
+    columns = [steps.integers(x)[:, None] for x in columns]
+    missing = key_gradient.ITEM - len(columns)
+    return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=1)
+
+
+def _shapes(query, key, value, scale):
+    batch, length, heads, width = query.shape
+    return {
+        "B": batch,
+        "T": length,
+        "S": key.shape[1],
+        "H": heads,
+        "Hkv": key.shape[2],
+        "D": width,
+        "Dv": value.shape[-1],
+        "dtype": name_of(query.dtype),
+        "scale": scale_of(scale, width),
+        "interpret": limits.interpret.get(),
+    }

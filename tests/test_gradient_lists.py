@@ -1,0 +1,337 @@
+"""What the gradient kernels are told to do: which queries pass by which tile of keys.
+
+No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
+`key_gradient.partial_sums` and `merged` do: every pair of a query and a key it saw must count
+once, and where no mask is asked for, nothing else may be there.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch.mosaic
+from kernels_pallas.mosaic import band, key_gradient, selected
+from kernels_pallas.mosaic.operands import ROWS
+from nsa_jax import geometry, gradients, mosaic
+from nsa_jax.config import NSAConfig
+from nsa_jax.tiled import Framework
+from tests.inputs import segment_ids
+
+FIELDS = ("position", "key_start", "compressed_start")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Queries, keys, heads of a group, and how they are selected."""
+
+    T: int
+    S: int
+    group: int
+    block: int = 16
+    n: int = 3
+    segments: tuple[int, ...] | None = None
+    width: int = 16
+    batch: int = 2
+    heads: int = 2  # of keys
+
+    def __str__(self):
+        packed = "-packed" if self.segments else ""
+        return f"T{self.T}-S{self.S}-G{self.group}-b{self.block}-D{self.width}{packed}"
+
+    @property
+    def config(self):
+        return NSAConfig(8, 4, self.block, num_selected=self.n, num_local=1, window=37)
+
+    @functools.cached_property
+    def where(self):
+        ids = None
+        if self.segments:
+            ids = jnp.asarray(np.repeat(segment_ids(self.segments), self.batch, axis=0))
+        options = {"kv_len": self.S, "segment_ids": ids, "config": self.config}
+        return geometry.positions(self.batch, self.T, **options)
+
+    @functools.cached_property
+    def indices(self):
+        """A random selection int32 `[B, T, Hkv, n]`: some slots empty, some queries bare."""
+        rng = np.random.default_rng(self.T)
+        position = np.asarray(self.where.position)
+        out = np.full((self.batch, self.T, self.heads, self.n), -1, np.int32)
+        for place in np.ndindex(out.shape[:-1]):
+            candidates = rng.permutation(position[place[:2]] // self.block + 1)
+            few = candidates[: rng.integers(self.n + 1)]
+            out[place][rng.permutation(self.n)[: len(few)]] = few
+        return out
+
+    @property
+    def compressed(self):
+        """Compressed tokens."""
+        return self.config.num_compressed(self.S)
+
+    def mask(self, branch, indices):
+        """Which query sees which key, `[B, Hkv, T, keys]`, from tokens alone."""
+        config, shape = self.config, (self.batch, self.heads, self.T, self.S)
+        sequence = np.zeros(self.S, int) if self.segments is None else None
+        if sequence is None:
+            sequence = segment_ids(self.segments)[0]
+        border = np.flatnonzero(np.diff(sequence, prepend=-2))
+        place = (
+            np.arange(self.S) - border[np.searchsorted(border, np.arange(self.S), "right") - 1]
+        )
+        key, query = np.arange(self.S), np.arange(self.S - self.T, self.S)[:, None]
+        mask = (sequence == sequence[query]) & (sequence[query] >= 0) & (key <= query)
+        if branch == "sliding":
+            mask = mask & (key > query - config.window)
+        if branch == "compressed":
+            block = config.compress_block
+            starts = [
+                k
+                for k in range(self.S - block + 1)
+                if sequence[k] == sequence[k + block - 1] >= 0
+                and place[k] % config.compress_stride == 0
+            ]
+            seen = mask[:, starts] & (np.array(starts) + block - 1 <= query)
+            mask = np.zeros((self.T, self.compressed), bool)
+            mask[:, : len(starts)] = seen
+            return np.broadcast_to(mask, (*shape[:3], self.compressed))
+        if branch == "chosen":
+            block = place // self.block
+            chosen = (indices[..., None] == block).any(axis=-2)
+            mask = mask & np.moveaxis(chosen, 2, 1)
+        return np.broadcast_to(mask, shape)
+
+    def popular(self):
+        """The same with every query at the first block of its sequence."""
+        indices = self.indices.copy()
+        seen = np.asarray(self.where.position)[..., None] >= 0
+        indices[indices == 0] = -1
+        indices[..., 0] = np.where(seen, 0, -1)
+        return indices
+
+
+SHAPES = (
+    Shape(70, 70, 1),
+    Shape(70, 130, 3),
+    Shape(50, 200, 4, block=64),
+    Shape(45, 200, 16, block=64),
+    Shape(45, 300, 16, block=128),
+    Shape(45, 300, 2, block=96),
+    Shape(40, 150, 16, block=16),
+    Shape(30, 100, 64, block=48),
+    Shape(90, 90, 1, segments=(20, 1, 43, 8, -18)),
+    Shape(200, 200, 4, block=64, segments=(70, 1, 100, -29)),
+    Shape(300, 300, 16, block=64, segments=(70, 1, 200, -29), n=2),
+    Shape(60, 400, 3, block=128, segments=(70, 310, 1, -19), n=2),
+    Shape(60, 400, 16, block=128, segments=(70, 1, 310, -19), n=2, width=256),
+)
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+class Told(NamedTuple):
+    """In place of a kernel: what it would have been, and its arrays."""
+
+    name: str
+    spec: Any
+    arrays: tuple = ()
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    for module, name in (
+        (band, "attention"),
+        (key_gradient, "merged"),
+        (key_gradient, "partial_sums"),
+        (selected, "attention"),
+    ):
+        monkeypatch.setattr(module, name, functools.partial(Told, name))
+    monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
+
+
+def told(steps, shape, branch, indices=None, **options):
+    """Pairs `(partial_sums, merged)` that the gradient of a branch asks for, NumPy arrays."""
+    xp, dtype, found = steps.xp, {"dtype": steps.xp.float32}, []
+    config, packed = shape.config, shape.segments is not None
+
+    def run(kernel, *arrays):
+        found.append(kernel._replace(arrays=arrays))
+        outputs = 1
+        if kernel.name != "attention":
+            outputs = kernel.spec.want_key + kernel.spec.want_value
+        return [xp.zeros((1,), **dtype)] * outputs
+
+    def ask(where, indices):
+        found.clear()
+        steps_of = dataclasses.replace(steps, run=run)
+        heads = shape.heads * shape.group
+        keys = shape.compressed if branch == "compressed" else shape.S
+        query, key = (
+            xp.zeros((shape.batch, length, count, shape.width), **dtype)
+            for length, count in ((shape.T, heads), (keys, shape.heads))
+        )
+        seen = shape.mask(branch, indices_np).any(axis=-1)
+        lse = np.where(np.repeat(np.moveaxis(seen, 1, 2), shape.group, axis=2), 0, -np.inf)
+        lse = xp.asarray(lse.astype(np.float32))
+        saved = gradients.Saved(lse, xp.zeros_like(lse))
+        before = (indices,) if branch == "chosen" else ()
+        after = (packed,) if branch == "chosen" else ()
+        function = getattr(gradients, branch)
+        function(steps_of, query, key, key, *before, query, saved, where, config, None, *after)
+        return [x.arrays for x in found]
+
+    indices_np = shape.indices if indices is None else indices
+    where = shape.where
+    if xp is torch:
+        place = {name: torch.from_numpy(np.array(getattr(where, name))) for name in FIELDS}
+        arrays = ask(types.SimpleNamespace(**place), torch.from_numpy(indices_np))
+    else:
+        arrays = jax.jit(ask)(where, jnp.asarray(indices_np))
+    calls = [
+        call._replace(arrays=tuple(map(np.asarray, each)))
+        for call, each in zip(found, arrays, strict=True)
+    ]
+    assert [call.name for call in calls[:1]] == ["attention"]
+    pairs = list(zip(calls[1::2], calls[2::2], strict=True))
+    assert {(a.name, b.name) for a, b in pairs} == {("partial_sums", "merged")}
+    return pairs
+
+
+class Item(NamedTuple):
+    row: int
+    first_key: int
+    begin: int
+    whole_from: int
+    whole_to: int
+    end: int
+    place: int
+
+
+def visits(sums: Told, merged: Told):
+    """How often each pair of a query and a key is part of a gradient, `[B, Hkv, T, S]`."""
+    spec, done = sums.spec, {}
+    for row in sums.arrays[5]:
+        item = Item(*row[:7].tolist())
+        if item.row >= 0:
+            assert item.place not in done, "two items write to one place"
+            done[item.place] = item, visits_of(spec, sums.arrays, item)
+    first, count = merged.arrays[-2:]
+    total = np.zeros((spec.B, spec.Hkv, spec.T, spec.tiles * spec.keys), int)
+    for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.tiles):
+        here = slice(tile * spec.keys, (tile + 1) * spec.keys)
+        for place in range(first[b, g, tile], first[b, g, tile] + count[b, g, tile]):
+            item, seen = done.pop(place)
+            assert (item.row, item.first_key) == (b * spec.Hkv + g, tile * spec.keys)
+            total[b, g, :, here] += seen
+    assert not any(seen.any() for _, seen in done.values()), "sums that nobody adds up"
+    assert not total[..., spec.S :].any()
+    return total[..., : spec.S]
+
+
+def visits_of(spec, arrays, item):
+    """Of one item `[T, keys]`, step by step as the kernel goes."""
+    rows, more = arrays[4], arrays[6:]
+    unit, per = spec.unit, ROWS // spec.unit.rows
+    b, g = divmod(item.row, spec.Hkv)
+    key = item.first_key + np.arange(spec.keys)
+    found = np.zeros((spec.units * unit.tokens, spec.keys), int)
+    steps = -(-(item.end - item.begin) // per)
+    left = np.clip(-(-(item.whole_from - item.begin) // per), 0, steps)
+    right = np.clip((item.whole_to - item.begin) // per, left, steps)
+    for place in range(item.begin, item.begin + steps * per):
+        step = (place - item.begin) // per
+        at = np.clip(place, item.begin, item.end - 1)
+        index = more[0][at] if spec.listed else place
+        numbers = rows[b, g, index, : unit.used : unit.group]
+        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.keys, axis=1)
+        if not left <= step < right:
+            seen &= key < numbers[:, 1:2]
+            if not spec.listed:
+                seen &= key >= more[0][b, index, : unit.used : unit.group, None]
+            else:
+                seen &= place < item.end
+            if spec.block:
+                mark = int(more[1][at])
+                token = np.arange(unit.tokens)[:, None]
+                begins = (mark % 2**32 >> 16) - key_gradient.REACH + item.first_key
+                seen &= (mark >> token & 1 == 1) & (key >= begins)
+                seen &= key < begins + spec.block
+        here = slice(index * unit.tokens, (index + 1) * unit.tokens)
+        found[here] += seen
+    assert not found[spec.T :].any()
+    return found[: spec.T]
+
+
+def check(steps, shape, branch, indices=None):
+    pairs = told(steps, shape, branch, indices)
+    want = shape.mask(branch, shape.indices if indices is None else indices)
+    assert len(pairs) == (2 if shape.width > 128 else 1)
+    for sums, merged in pairs:
+        np.testing.assert_array_equal(visits(sums, merged), want.astype(int))
+    return pairs
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Items are many and short."""
+    monkeypatch.setattr(gradients, "SHORTEST", 2)
+    monkeypatch.setattr(gradients, "LONGEST", 3)
+
+
+@pytest.fixture(params=["long", "short"])
+def lengths(request):
+    """Items as on a GPU, or many short ones."""
+    if request.param == "short":
+        request.getfixturevalue("short")
+    return request.param
+
+
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@by_shape
+def test_every_pair_counts_once(shape, branch, lengths):
+    ((sums, merged), *_) = check(mosaic.STEPS, shape, branch)
+    # Else nothing would have been merged.
+    several = (merged.arrays[-1] > 1).any()
+    assert several == (lengths == "short" and branch != "sliding" and sums.spec.units > 3)
+
+
+@by_shape
+def test_popular_blocks(shape, short):
+    check(mosaic.STEPS, shape, "chosen", shape.popular())
+
+
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@by_shape
+def test_torch_makes_the_same(shape, branch, short):
+    for ours, theirs in zip(
+        told(mosaic.STEPS, shape, branch),
+        told(nsa_torch.mosaic.STEPS, shape, branch),
+        strict=True,
+    ):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.spec == other.spec
+            for x, y in zip(one.arrays, other.arrays, strict=True):
+                assert x.dtype == y.dtype
+                np.testing.assert_array_equal(x, y)
+
+
+@by_shape
+def test_orders_that_do_not_fit_an_integer(shape, short, monkeypatch):
+    """Then each row of `[B, Hkv]` is sorted by itself."""
+    ((sums, _), *_) = told(mosaic.STEPS, shape, "chosen")
+    monkeypatch.setattr(gradients, "NOTHING", sums.spec.tiles * sums.spec.units + 1)
+    check(mosaic.STEPS, shape, "chosen")
+
+
+def test_whole_tiles_are_seen_without_a_mask():
+    """Most of a long problem needs none."""
+    shape = Shape(512, 2048, 16, block=64, n=8)
+    for branch in ("chosen", "compressed"):
+        ((sums, _),) = told(mosaic.STEPS, shape, branch)
+        items = [Item(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
+        plain = sum(max(min(x.whole_to, x.end) - max(x.whole_from, x.begin), 0) for x in items)
+        assert plain > 0.6 * sum(x.end - x.begin for x in items)

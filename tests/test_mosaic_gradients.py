@@ -1,0 +1,348 @@
+"""Gradients of the Mosaic kernels in Pallas' GPU interpreter, against autodiff in float64.
+
+The selection is the reference's and frozen. As `test_mosaic.py`, races included.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nsa_jax
+from bench.parity import assert_parity
+from kernels_pallas.mosaic import key_gradient
+from nsa_jax import gradients, reference
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+from tests.inputs import Case, call, problem
+from tests.test_mosaic import patched, steps_of
+
+BLOCKS = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
+LARGE = NSAConfig(16, 8, 128, num_selected=2, num_local=1, window=30)
+CASES = {
+    "G16": Case(14, 150, H=16, Hkv=1, D=32, Dv=32, B=1, config=BLOCKS, dtype="bfloat16"),
+    "G3": Case(26, 70, H=6, Hkv=2, D=48, Dv=32, B=1, dtype="bfloat16"),
+    "G4": Case(24, 24, H=4, Hkv=1, D=32, Dv=16, B=2, dtype="float16"),
+    "packed": Case(80, 80, H=3, Hkv=1, B=1, segments=(30, 1, 43, -6), dtype="bfloat16"),
+    "wide": Case(20, 20, H=2, Hkv=1, D=192, Dv=128, B=1, dtype="bfloat16"),
+}
+# A block of the second sequence stands in three tiles of keys.
+BLOCK_128 = Case(
+    24, 220, H=2, Hkv=1, B=1, config=LARGE, segments=(10, 200, -10), dtype="float16"
+)
+EMPTY = Case(5, 5, H=2, Hkv=1, B=1, dtype="bfloat16")
+TINY = Case(20, 20, H=2, Hkv=1, B=1, dtype="bfloat16")
+STEPS = ("compressed_attention", "selected_attention", "sliding_attention")
+NAMES = (
+    "query",
+    "key.selected",
+    "key.sliding",
+    "value.selected",
+    "value.sliding",
+    "gates",
+    "compressed_key",
+    "compressed_value",
+)
+
+
+def puller(function):
+    """`pulled` with the same function, compiled once."""
+
+    @jax.jit
+    def both(arrays, cotangents):
+        outputs, pull = jax.vjp(function, *arrays)
+        return pull(jax.tree.map(lambda x, y: x.astype(y.dtype), cotangents, outputs))
+
+    return lambda *arguments: [np.asarray(x) for x in both(*arguments)]
+
+
+def pulled(function, arrays, cotangents):
+    """Gradients of the arrays from those of the outputs, NumPy."""
+    return puller(function)(arrays, cotangents)
+
+
+def widened(arrays):
+    return [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
+
+
+def compare(names, fast, slow, arrays, cotangents):
+    """Gradients of `fast(*arrays)` against those of `slow(*arrays, dtype)`."""
+    got = pulled(fast, arrays, cotangents)
+    dtype = arrays[0].dtype
+    with jax.enable_x64(True):
+        exact = pulled(functools.partial(slow, dtype=None), widened(arrays), cotangents)
+    low = pulled(functools.partial(slow, dtype=dtype), arrays, cotangents)
+    for name, array, *parts in zip(names, arrays, got, exact, low, strict=True):
+        assert parts[0].dtype == array.dtype
+        assert_parity(f"d{name}", *parts, dtype=dtype)
+
+
+def normal(shape, dtype, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def check_step(p, name, indices=None):
+    """Gradients of one branch, through its output and its log-sum-exp."""
+    arrays, rest = steps_of(p)[name][:3], steps_of(p)[name][3:]
+    rest = rest if indices is None else (indices,)
+    shape = arrays[0].shape[:3]
+    cotangents = normal((*shape, p.case.Dv), p.query.dtype), normal(shape, jnp.float32, 2)
+
+    def fast(*arrays):
+        step = getattr(nsa_jax, name)
+        return step(*arrays, *rest, implementation="mosaic", **p.where)
+
+    def slow(*arrays, dtype):
+        step = getattr(reference, name)
+        return step(*arrays, *rest, compute_dtype=dtype, **p.where)
+
+    names = [f"{part} of {name}" for part in ("query", "key", "value")]
+    compare(names, fast, slow, arrays, cotangents)
+
+
+def arrays_of(p):
+    """What the gradients of the whole are taken of, as `NAMES`, and the selection."""
+    steps = steps_of(p)
+    compressed = steps["compressed_attention"][1:]
+    other = problem(p.case, 3)  # keys and values of the sliding branch are others
+    arrays = (p.query, p.key, other.key, p.value, other.value, p.gates, *compressed)
+    return arrays, steps["selected_attention"][3]
+
+
+def whole(p, indices, implementation="mosaic"):
+    options = {"config": p.case.config, "segment_ids": p.segment_ids}
+
+    def attend(query, key, sliding_key, value, sliding_value, gates, *compressed):
+        return nsa_jax.attention(
+            query,
+            Branches(key, key, sliding_key),
+            Branches(value, value, sliding_value),
+            gates,
+            compressed=compressed,
+            block_indices=indices,
+            implementation=implementation,
+            **options,
+        )
+
+    return attend
+
+
+def check_whole(p):
+    arrays, indices = arrays_of(p)
+
+    def slow(query, key, sliding_key, value, sliding_value, gates, *compressed, dtype):
+        options = p.where | {"compute_dtype": dtype}
+        parts = (
+            reference.compressed_attention(query, *compressed, **options),
+            reference.selected_attention(query, key, value, indices, **options),
+            reference.sliding_attention(query, sliding_key, sliding_value, **options),
+        )
+        gates = Branches(*jnp.unstack(gates, axis=-1))
+        return reference.combine(Branches(*(out for out, _ in parts)), gates)
+
+    cotangent = normal((*p.query.shape[:3], p.case.Dv), p.query.dtype)
+    compare(NAMES, whole(p, indices), slow, arrays, cotangent)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch):
+    """Partial sums are many, so that there is something to add up."""
+    monkeypatch.setattr(gradients, "SHORTEST", 1)
+    monkeypatch.setattr(gradients, "LONGEST", 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole(name, interpreted):
+    check_whole(problem(CASES[name]))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_step(name, interpreted, in_pieces):
+    check_step(problem(CASES["packed"]), name)
+
+
+def test_blocks_across_tiles(interpreted):
+    check_step(problem(BLOCK_128), "selected_attention")
+
+
+def test_no_compressed_token(interpreted):
+    check_whole(problem(EMPTY))
+
+
+def test_queries_that_see_nothing(interpreted):
+    """Empty slots anywhere, queries without a block, blocks of the future; no window."""
+    config = dataclasses.replace(TINY.config, num_selected=3, window=0)
+    p = problem(dataclasses.replace(TINY, config=config))
+    indices = np.random.default_rng(0).permuted(
+        np.tile(np.arange(3) - 1, (1, 20, 1, 1)), axis=-1
+    )
+    indices[:, ::4] = -1
+    check_step(p, "selected_attention", jnp.asarray(indices, jnp.int32))
+    check_step(p, "sliding_attention")
+
+
+def test_causality(interpreted):
+    """The gradient of output `u` is exactly zero at every later input."""
+    p, token = problem(TINY), 12
+    _, indices = arrays_of(p)
+    options = {"config": p.case.config, "block_indices": indices, "implementation": "mosaic"}
+    attend = functools.partial(nsa_jax.attention, **options)
+    cotangent = jnp.zeros_like(p.query).at[:, token].set(1)
+    found = pulled(attend, (p.query, p.key, p.value, p.gates), cotangent)
+    for name, grad in zip(("query", "key", "value", "gates"), found, strict=True):
+        assert (grad[:, token + 1 :] == 0).all(), name
+        assert grad[:, token].any(), name
+        assert grad[:, :token].any() == (name in ("key", "value"))
+
+
+def poisoned(array, rows):
+    return array.at[:, -rows:].set(jnp.nan)
+
+
+def test_padding_may_be_nan(interpreted):
+    """What no query may see is not read; what sees nothing has a gradient of zero."""
+    p = problem(Case(24, 40, H=2, Hkv=1, B=1, dtype="bfloat16", segments=(16, 17, -7)))
+    arrays, indices = arrays_of(p)
+    cotangent = normal((*p.query.shape[:3], p.case.Dv), p.query.dtype)
+    pull = puller(whole(p, indices))
+    clean = pull(arrays, cotangent)
+    # Compressed tokens are made of whole sequences.
+    arrays = (*(poisoned(x, 7) for x in arrays[:6]), *arrays[6:])
+    found = pull(arrays, poisoned(cotangent, 7))
+    for name, grad, want in zip(NAMES, found, clean, strict=True):
+        np.testing.assert_array_equal(grad, want, name)
+        if "compressed" not in name:
+            assert not grad.astype(np.float32)[:, -7:].any(), name
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_padding_of_a_step_may_be_nan(name, interpreted):
+    p = problem(Case(24, 40, H=2, Hkv=1, B=1, dtype="bfloat16", segments=(16, 17, -7)))
+    *arrays, last = steps_of(p)[name]
+    arrays, rest = ([*arrays, last], []) if len(arrays) == 2 else (arrays, [last])
+    shape = arrays[0].shape[:3]
+    cotangents = normal((*shape, p.case.Dv), p.query.dtype), normal(shape, jnp.float32, 2)
+
+    def step(*arrays):
+        function = getattr(nsa_jax, name)
+        return function(*arrays, *rest, implementation="mosaic", **p.where)
+
+    pull = puller(step)
+    clean = pull(arrays, cotangents)
+    count = 1 if name.startswith("compressed") else 3
+    arrays = [*(poisoned(x, 7) for x in arrays[:count]), *arrays[count:]]
+    found = pull(arrays, tuple(poisoned(x, 7) for x in cotangents))
+    for grad, want in zip(found, clean, strict=True):
+        np.testing.assert_array_equal(grad, want)
+
+
+def test_vmap_equals_a_loop_bit_by_bit(interpreted):
+    p, other = problem(TINY), problem(TINY, 1)
+    (query, key, value), (indices,) = steps_of(p)[STEPS[1]][:3], steps_of(p)[STEPS[1]][3:]
+
+    def loss(query, key):
+        options = {"config": TINY.config, "implementation": "mosaic"}
+        out, lse = nsa_jax.selected_attention(query, key, value, indices, **options)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    gradient = jax.grad(loss, (0, 1))
+    mapped = call(jax.vmap(gradient, (0, None)), jnp.stack([query, other.query]), key)
+    alone = jax.jit(gradient)
+    for i, one in enumerate((query, other.query, other.query)):  # the last repeats itself
+        for got, want in zip(mapped, alone(one, key), strict=True):
+            np.testing.assert_array_equal(np.asarray(got[min(i, 1)]), np.asarray(want))
+
+
+# Mutants: wrong kernels and lists that the checks above must catch.
+
+
+def caught(name, part, case=TINY):
+    with pytest.raises(AssertionError, match=f"d{part} of {name}: "):
+        check_step(problem(case), name)
+
+
+def changed(monkeypatch, module, name, change):
+    """`module.name` with `change(result)` for a result."""
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: change(original(*args)))
+
+
+def test_a_missing_scale_is_caught(mutant, monkeypatch):
+    original = key_gradient.partial_sums
+
+    def partial_sums(spec):
+        def run(*arrays):
+            first, *rest = original(spec)(*arrays)
+            return first / spec.scale, *rest
+
+        return run
+
+    monkeypatch.setattr(key_gradient, "partial_sums", partial_sums)
+    caught("sliding_attention", "key")
+
+
+def test_a_missing_offset_is_caught(mutant, monkeypatch):
+    """The gate times the product of the output and its gradient."""
+    changed(monkeypatch, gradients, "_rows", lambda rows: rows.at[..., 3].set(0.0))
+    caught("compressed_attention", "query")
+
+
+def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
+    def broadcasted_iota(dtype, shape, dimension, **options):
+        found = plgpu.broadcasted_iota(dtype, shape, dimension, **options)
+        return found + int(dimension == 0)
+
+    plgpu = key_gradient.plgpu
+    wrong = patched(plgpu, broadcasted_iota=broadcasted_iota)
+    monkeypatch.setattr(key_gradient, "plgpu", wrong)
+    caught("sliding_attention", "key")
+
+
+def test_a_lost_entry_is_caught(mutant, monkeypatch):
+    def shorter(table):
+        begin, end = table[:, 2], table[:, 5]
+        return table.at[:, 5].set(jnp.maximum(begin, end - 1))
+
+    changed(monkeypatch, gradients, "_table", shorter)
+    caught("selected_attention", "key")
+
+
+def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
+    original = key_gradient.merged
+
+    def merged(spec):
+        return lambda *arrays: original(spec)(*arrays[:-1], (arrays[-1] + 1) // 2)
+
+    monkeypatch.setattr(key_gradient, "merged", merged)
+    caught("selected_attention", "key", CASES["packed"])
+
+
+def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
+    def first_token_only(found):
+        order, mark = found
+        bits = mark & (2**16 - 1)
+        return order, mark - bits + (bits & -bits)
+
+    changed(monkeypatch, gradients, "_together", first_token_only)
+    caught("selected_attention", "key")
+
+
+@pytest.mark.parametrize("name", STEPS[1:])
+def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
+    """Queries are read before they have come."""
+    waits = []
+
+    def barrier_wait(barrier):
+        waits.append(barrier)
+        if len(waits) != 2:
+            plgpu.barrier_wait(barrier)
+
+    plgpu = key_gradient.plgpu
+    monkeypatch.setattr(key_gradient, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    with contextlib.suppress(AssertionError, jax.errors.JaxRuntimeError):
+        check_step(problem(TINY), name)
+    assert any(detector.races_found for detector in mutant)
