@@ -72,8 +72,8 @@ def compressed(
     if key.shape[1] == 0:
         zero = steps.xp.zeros_like
         return zero(query) if added is None else added, zero(key), zero(value)
-    bounds = steps.visible(where, config)
-    return _interval(steps, query, key, value, grad, saved, bounds, scale, added, True)
+    bounds = ("visible", config)
+    return _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, True)
 
 
 def sliding(
@@ -89,12 +89,11 @@ def sliding(
     added=None,
 ):
     """As `compressed`."""
-    bounds = steps.window(where, key.shape[1], config)
-    return _interval(steps, query, key, value, grad, saved, bounds, scale, added, False)
+    bounds = ("window", config, key.shape[1])
+    return _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, False)
 
 
-def _interval(steps, query, key, value, grad, saved, bounds, scale, added, long):
-    first, last = bounds
+def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, long):
     gated = saved.gate is not None
     spec = band.Band(
         **_shapes(query, key, value, scale),
@@ -104,30 +103,47 @@ def _interval(steps, query, key, value, grad, saved, bounds, scale, added, long)
         gradient=True,
         **band.gradient_blocks(key.shape[-1], value.shape[-1]),
     )
-    arrays = [steps.by_row(x, spec.tile, spec.tiles) for x in bounds]
-    rows = _rows(steps, saved, last, key.shape[2], spec.tile, spec.tiles)
+    numbers = _numbers(steps, saved, steps.bounds(where, bounds)[1])
+    arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
+    rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     (query_grad,) = steps.run(
         band.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
     base = KeyGradient(**_shapes(query, key, value, scale), items=0, gated=gated)
-    tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
-    pieces = 1
+    pieces, tiles = 1, base.B * base.Hkv * base.tiles
     if long:
-        pieces = max(min(-(-SHARES // (heads * tiles)), base.units // SHORTEST), 1)
+        pieces = max(min(-(-SHARES // tiles), base.units // SHORTEST), 1)
+    base = dataclasses.replace(base, items=pieces * tiles)
+    items, *places = steps.once(
+        where,
+        ("items", bounds, base),
+        lambda: _interval_items(steps, steps.bounds(where, bounds), base, pieces),
+    )
+    if not (spec.tile == base.unit and spec.tiles == base.units):
+        rows = _rows(steps, numbers, base.Hkv, base.unit, base.units)
+    first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
+    arrays = query, key, value, grad, rows, items
+    return query_grad, *_merged(steps, base, arrays, [first], places)
+
+
+def _interval_items(steps, bounds, base, pieces):
+    """`items` of `key_gradient.partial_sums`, and `first` and `count` of `merged`."""
+    first, last = bounds
+    tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
     span = -(-base.units // pieces)
     xp, integers = steps.xp, steps.integers
     start = xp.broadcast_to(steps.numbers(first, tiles) * base.keys, (base.B, tiles))
-    begin = integers(steps.search(last, start, "right")) // tokens
-    end = (
-        integers(steps.search(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
-    )
+
+    def token_after(bound, key, side):
+        return integers(steps.search(bound, key, side))
+
+    begin = token_after(last, start, "right") // tokens
+    end = (token_after(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
     end = xp.maximum(begin, end)
-    whole_from = (
-        integers(steps.search(last, start + base.keys, "left") + (tokens - 1)) // tokens
-    )
-    whole_to = integers(steps.search(first, start, "right")) // tokens
+    whole_from = (token_after(last, start + base.keys, "left") + (tokens - 1)) // tokens
+    whole_to = token_after(first, start, "right") // tokens
 
     # Items in the order [piece, head, tile], so that those which run together read the same
     # queries; their sums in the order [head, tile, piece].
@@ -152,12 +168,7 @@ def _interval(steps, query, key, value, grad, saved, bounds, scale, added, long)
     least = begin // span
     first_item = (row * tiles + tile) * pieces + least
     count = xp.where(begin < end, (end + (span - 1)) // span - least, 0)
-    places = [xp.broadcast_to(x[0], shape[1:]) for x in (first_item, count)]
-    spec = dataclasses.replace(base, items=pieces * heads * tiles)
-    rows = _rows(steps, saved, last, base.Hkv, base.unit, base.units)
-    more = [steps.by_row(first, base.unit, base.units)]
-    arrays = query, key, value, grad, rows, items
-    return query_grad, *_merged(steps, spec, arrays, more, places)
+    return items, *(xp.broadcast_to(x[0], shape[1:]) for x in (first_item, count))
 
 
 def chosen(
@@ -188,11 +199,12 @@ def chosen(
         gradient=True,
         **selected.gradient_stages(width, value.shape[-1], size),
     )
-    last = where.key_start + where.position + 1
+    last = steps.end(where)
     lists = steps.lists(indices, where, config, spec)
-    rows = _rows(steps, saved, last, key.shape[2], spec.tile, spec.tiles)
+    numbers = _numbers(steps, saved, last)
+    rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
-    by_row = steps.by_row(last, spec.tile, spec.tiles)
+    by_row = steps.last_by_row(where, spec.tile, spec.tiles)
     (query_grad,) = steps.run(
         selected.attention(spec), query, key, value, *lists, by_row, grad, rows, *extra
     )
@@ -286,8 +298,11 @@ def chosen(
     ]
     table = _table(steps, columns)
     block = size if marked else 0
+    if _same_rows(spec, base):
+        rows = rows.reshape(batch, base.Hkv, units, base.unit.rows, -1)
+    else:
+        rows = _rows(steps, numbers, base.Hkv, base.unit, units)
     spec = dataclasses.replace(base, items=items, listed=parts * entries, block=block)
-    rows = _rows(steps, saved, last, base.Hkv, base.unit, units)
     more = [x.reshape(-1) for x in ([order % units, mark] if marked else [order % units])]
     places = [
         x.reshape(batch, base.Hkv, tiles) for x in (slot[:, 0], integers(count.sum(axis=1)))
@@ -332,8 +347,8 @@ def _merged(steps, spec, arrays, more, places):
     return found
 
 
-def _rows(steps, saved, last, kv_heads, tile, tiles):
-    """`rows` of `key_gradient.partial_sums`."""
+def _numbers(steps, saved, last):
+    """The numbers of each query head, float32 `[B, T, H, 4]`: `key_gradient.partial_sums`."""
     xp, infinite = steps.xp, float("inf")
     gate = (
         xp.ones_like(saved.dots) if saved.gate is None else steps.cast(saved.gate, xp.float32)
@@ -345,11 +360,25 @@ def _rows(steps, saved, last, kv_heads, tile, tiles):
     blind = saved.lse == -infinite
     gate, offset = (xp.where(blind, 0.0, x) for x in (gate, offset))
     norm = xp.where(blind, infinite, saved.lse * LOG2E)
-    norm = steps.heads_by_row(norm, kv_heads, tile, tiles, infinite)
-    by_row = steps.cast(steps.by_row(last, tile, tiles), xp.float32)[:, None]
-    by_row = xp.broadcast_to(by_row, norm.shape)
-    both = [steps.heads_by_row(x, kv_heads, tile, tiles, 0.0) for x in (gate, offset)]
-    return xp.concatenate([x[..., None] for x in (norm, by_row, *both)], axis=-1)
+    last = xp.broadcast_to(steps.cast(last, xp.float32)[..., None], norm.shape)
+    return xp.concatenate([x[..., None] for x in (norm, last, gate, offset)], axis=-1)
+
+
+def _rows(steps, numbers, kv_heads, tile, tiles):
+    """`[B, T, H, 4]` as `[B, Hkv, tiles, rows, 4]`. What stands for no query is zero: as its
+    query and its gradient are zero there too, it adds nothing.
+    """
+    batch, length, heads, count = numbers.shape
+    x = numbers.reshape(batch, length, kv_heads, heads // kv_heads, count)
+    x = steps.longer(x, 1, tiles * tile.tokens, 0.0)
+    x = steps.xp.moveaxis(x, 2, 1).reshape(batch, kv_heads, tiles, tile.used, count)
+    return steps.longer(x, 3, tile.rows, 0.0)
+
+
+def _same_rows(spec, base):
+    """Whether tiles of 64 rows and units of fewer are the same array."""
+    full = all(tile.used == tile.rows for tile in (spec.tile, base.unit))
+    return full and spec.tiles * spec.tile.tokens == base.units * base.unit.tokens
 
 
 def _table(steps, columns):

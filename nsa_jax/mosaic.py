@@ -36,6 +36,7 @@ STEPS = Framework(
     jnp.sort,
     _sort_pairs,
     lambda x, n: jnp.arange(n, dtype=jnp.int32)[None],
+    lambda where, name, make: make(),
 )
 
 

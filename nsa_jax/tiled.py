@@ -23,7 +23,8 @@ class Framework:
     `rows(x, index)`: `x[b, index[b]]`; `search(sorted, values, side)`: `numpy.searchsorted` of
     every row; `cast(x, dtype)`: `x`, or a copy of another dtype; `sort(x)`: rows ascending;
     `sort_pairs(keys, values)`: rows of both in the order of the keys, stable; `numbers(x, n)`:
-    int32 `[[0 .. n - 1]]` on the device of `x`.
+    int32 `[[0 .. n - 1]]` on the device of `x`; `once(where, name, make)`: the arrays `make()`,
+    which follow from `where` and `name` alone, so that calls alike may share them.
     """
 
     xp: Any
@@ -34,6 +35,7 @@ class Framework:
     sort: Callable
     sort_pairs: Callable
     numbers: Callable
+    once: Callable
 
     def integers(self, x):
         return self.cast(x, self.xp.int32)
@@ -74,11 +76,47 @@ class Framework:
         x = self.xp.moveaxis(x[:, :, :length], 1, 2)
         return x.reshape(batch, length, kv_heads * tile.group)
 
+    # Bounds of the keys that queries see, by name: `("visible", config)` or `("window", config,
+    # number of keys)`.
+
+    def bounds(self, where, name):
+        """The keys `first .. last - 1` that each query sees, `[B, T]` both."""
+        return self.once(where, name, lambda: getattr(self, name[0])(where, *name[1:]))
+
+    def bounds_by_row(self, where, name, tile, tiles: int):
+        return self.once(
+            where,
+            (*name, tile, tiles),
+            lambda: [self.by_row(x, tile, tiles) for x in self.bounds(where, name)],
+        )
+
+    def last_by_row(self, where, tile, tiles: int):
+        """The end of the keys that each row may see."""
+        name = ("last", tile, tiles)
+        (last,) = self.once(where, name, lambda: [self.by_row(self.end(where), tile, tiles)])
+        return last
+
+    def end(self, where):
+        (end,) = self.once(where, ("end",), lambda: [where.key_start + where.position + 1])
+        return end
+
+    def visible(self, where, config: NSAConfig):
+        """Of the compressed tokens."""
+        block, stride = config.compress_block, config.compress_stride
+        count = ((where.position + (1 + stride - block)) // stride).clip(0, None)
+        return where.compressed_start, where.compressed_start + count
+
+    def window(self, where, config: NSAConfig, num_keys: int):
+        """Of the sliding branch."""
+        last = self.end(where)
+        first = self.xp.maximum(where.key_start, last - config.window)
+        return first.clip(0, num_keys), last.clip(0, num_keys)
+
     # The last kernel of a call may add what the ones before it found: `gate` [B, T, H] scales
     # its output, `added` [B, T, H, Dv] is added to it, and the log-sum-exp is None then.
 
     def _attention(
-        self, query, key, value, first, last, scale, gate, added, longest_first, config
+        self, query, key, value, bounds, where, scale, gate, added, longest_first, config
     ):
         batch, length, heads, width = query.shape
         spec = band.Band(
@@ -107,7 +145,7 @@ class Framework:
             ),
         )
         arrays = [query, key, value]
-        arrays += [self.by_row(x, spec.tile, spec.tiles) for x in (first, last)]
+        arrays += self.bounds_by_row(where, bounds, spec.tile, spec.tiles)
         arrays += self._extra(gate, added, key.shape[2], spec)
         out, lse = self.run(band.attention(spec), *arrays)
         return out, None if spec.added else self.heads_of_rows(lse, spec.tile, length)
@@ -128,29 +166,19 @@ class Framework:
             out = self.xp.zeros_like(self.xp.broadcast_to(query[..., :1], shape))
             lse = self.cast(out[..., 0], self.xp.float32)
             return out, self.xp.full_like(lse, -float("inf"))
-        first, last = self.visible(where, config)
-        return self._attention(query, key, value, first, last, scale, gate, None, True, config)
-
-    def visible(self, where, config: NSAConfig):
-        """The compressed tokens `first .. last - 1` that each query sees, `[B, T]` both."""
-        block, stride = config.compress_block, config.compress_stride
-        count = ((where.position + (1 + stride - block)) // stride).clip(0, None)
-        return where.compressed_start, where.compressed_start + count
+        bounds = ("visible", config)
+        return self._attention(
+            query, key, value, bounds, where, scale, gate, None, True, config
+        )
 
     def sliding(
         self, query, key, value, where, config: NSAConfig, scale, gate=None, added=None
     ) -> tuple[Any, Any]:
         """`(out, lse)` over the last `window` keys."""
-        first, last = self.window(where, key.shape[1], config)
+        bounds = ("window", config, key.shape[1])
         return self._attention(
-            query, key, value, first, last, scale, gate, added, False, config
+            query, key, value, bounds, where, scale, gate, added, False, config
         )
-
-    def window(self, where, num_keys: int, config: NSAConfig):
-        """The keys `first .. last - 1` of the sliding branch of each query, `[B, T]` both."""
-        last = where.key_start + where.position + 1
-        first = self.xp.maximum(where.key_start, last - config.window)
-        return first.clip(0, num_keys), last.clip(0, num_keys)
 
     def selected(
         self, query, key, value, indices, where, config: NSAConfig, scale, gate=None, added=None
@@ -185,7 +213,7 @@ class Framework:
         )
         tile, tiles = spec.tile, spec.tiles
         lists = self.lists(indices, where, config, spec)
-        last = self.by_row(where.key_start + where.position + 1, tile, tiles)
+        last = self.last_by_row(where, tile, tiles)
         extra = self._extra(gate, added, kv_heads, spec)
         out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
         return out, None if spec.added else self.heads_of_rows(lse, tile, length)
@@ -216,7 +244,7 @@ class Framework:
         kv_heads = key.shape[2]
         ratio = config.select_block // config.compress_stride
         cover = config.compress_block // config.compress_stride
-        first, last = self.visible(where, config)
+        first, last = self.bounds(where, ("visible", config))
         base = where.compressed_start
         if packed:
             key, base = self._by_block(key, where.compressed_start, config)
@@ -256,17 +284,22 @@ class Framework:
         tile, tiles = spec.tile, spec.tiles
         lse = self.xp.where(lse == -float("inf"), float("inf"), lse)
         lse = self.heads_by_row(lse, kv_heads, tile, tiles, float("inf"))
-        own = where.position // config.select_block
-        own, start = (
-            self.longer(self.integers(x), 1, tiles * tile.tokens, fill).reshape(
-                batch, tiles, tile.tokens
+
+        def candidates():
+            own, start = where.position // config.select_block, base
+            own, start = (
+                self.longer(self.integers(x), 1, tiles * tile.tokens, fill).reshape(
+                    batch, tiles, tile.tokens
+                )
+                for x, fill in ((own, -1), (start, None))
             )
-            for x, fill in ((own, -1), (base, None))
-        )
-        span = self.integers(self.xp.amax(start + own + 1 - start[..., :1], axis=-1))
-        own, start = self.longer(own, 2, spec.lines, -1), self.longer(start, 2, spec.lines)
-        bounds = [self.by_row(x, tile, tiles) for x in (first, last)]
-        (best,) = self.run(scores.best_blocks(spec), query, key, lse, *bounds, own, start, span)
+            span = self.integers(self.xp.amax(start + own + 1 - start[..., :1], axis=-1))
+            own, start = self.longer(own, 2, spec.lines, -1), self.longer(start, 2, spec.lines)
+            return *(self.by_row(x, tile, tiles) for x in (first, last)), own, start, span
+
+        # Of packed rows they follow from the keys too.
+        found = candidates() if packed else self.once(where, ("candidates", spec), candidates)
+        (best,) = self.run(scores.best_blocks(spec), query, key, lse, *found)
         best = self.xp.moveaxis(best[..., : tile.tokens], (1, 3), (3, 4))
         return best.reshape(batch, tiles * tile.tokens, kv_heads, -1)[:, :length]
 

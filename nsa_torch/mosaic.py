@@ -23,6 +23,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework
 from nsa_jax.types import Branches
 from nsa_torch.geometry import geometry
+from nsa_torch.shared import Shared
 
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
 
@@ -65,7 +66,12 @@ def _numbers(x, n):
     return torch.arange(n, dtype=torch.int32, device=x.device)[None]
 
 
-STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort, _sort_pairs, _numbers)
+def _once(where, name, make):
+    return where.once(name, make)
+
+
+STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort, _sort_pairs, _numbers, _once)
+SHARED = Shared()
 
 _config = functools.cache(NSAConfig)
 
@@ -76,17 +82,34 @@ class _Place:
     def __init__(self, query, kv_len, lengths, cu_seqlens, config, scale):
         self.config, self.scale = _config(*config), scale
         self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
+        self.shape, self.device = tuple(query.shape[:2]), query.device
+        self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
+
+    def once(self, name, make):
+        """What `make()` gives, shared by calls of the same sizes."""
+        if not self.fixed:
+            return list(make())
+        key = self.shape, self.kv_len, self.config, self.device, name
+        return SHARED.get(key, self.device, make)
+
+    @functools.cached_property
+    def _where(self):
+        return self.once(("where",), self._positions)
+
+    def _positions(self):
         where = geometry(
-            *query.shape[:2],
+            *self.shape,
             config=self.config,
-            kv_len=kv_len if lengths is None else lengths,
-            cu_seqlens=cu_seqlens,
-            device=query.device,
+            kv_len=self.kv_len if self.lengths is None else self.lengths,
+            cu_seqlens=self.cu_seqlens,
+            device=self.device,
         )
-        self.position = where.position.to(torch.int32)
-        self.key_start = self.compressed_start = where.key_start.to(torch.int32)
-        if cu_seqlens is not None:
-            self.compressed_start = where.compressed_start.to(torch.int32)
+        start = where.key_start if self.cu_seqlens is None else where.compressed_start
+        return [x.to(torch.int32) for x in (where.position, where.key_start, start)]
+
+    position = property(lambda self: self._where[0])
+    key_start = property(lambda self: self._where[1])
+    compressed_start = property(lambda self: self._where[2])
 
     def run(self, step, *tensors, **options) -> Any:
         return step(*tensors, where=self, config=self.config, scale=self.scale, **options)

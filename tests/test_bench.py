@@ -263,10 +263,10 @@ def test_timing_counts_calls_and_orders_percentiles():
 
     def call(index):
         calls.append(index)
-        time.sleep(0.001)
+        time.sleep(0.0003)
 
     found = timing.time_host(call, lambda result: None, seconds=0.02)
-    assert 1 <= found.p20_ms <= found.time_ms <= found.p80_ms < 50
+    assert 0.3 <= found.p20_ms <= found.time_ms <= found.p80_ms < 50
     assert found.samples >= timing.MIN_SAMPLES and found.timer.startswith("host/")
     assert len(calls) > found.samples
 

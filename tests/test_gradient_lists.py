@@ -167,7 +167,8 @@ def told(steps, shape, branch, indices=None, **options):
 
     def ask(where, indices):
         found.clear()
-        steps_of = dataclasses.replace(steps, run=run)
+        again = {"run": run, "once": lambda where, name, make: make()}
+        steps_of = dataclasses.replace(steps, **again)
         heads = shape.heads * shape.group
         keys = shape.compressed if branch == "compressed" else shape.S
         query, key = (

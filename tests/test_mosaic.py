@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from bench.parity import assert_parity, check_indices
-from kernels_pallas.mosaic import band, limits, operands, scores, scores_columns
+from kernels_pallas.mosaic import band, limits, operands, scores, scores_columns, softmax
 from nsa_jax import geometry, mosaic, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
@@ -458,7 +458,7 @@ def patched(module, **names):
 
 
 def test_a_mask_that_does_not_hide_is_caught(mutant, monkeypatch):
-    monkeypatch.setattr(band, "MASKED", 0.0)
+    monkeypatch.setattr(softmax, "MASKED", 0.0)
     with pytest.raises(AssertionError, match=r"sliding_attention\.out: m"):
         check_steps(problem(TINY), ("sliding_attention",))
 

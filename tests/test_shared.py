@@ -1,0 +1,93 @@
+"""Tensors that calls of the same sizes share."""
+
+import pytest
+import torch
+
+from nsa_torch.shared import Shared
+
+CPU = torch.device("cpu")
+
+
+def counted(*values):
+    """A maker of int32 tensors, and how often it was asked."""
+    calls = []
+
+    def make():
+        calls.append(1)
+        return [torch.tensor(value, dtype=torch.int32) for value in values]
+
+    return make, calls
+
+
+def test_made_once_for_a_key():
+    shared, (make, calls) = Shared(), counted([1, 2], [3])
+    first, again = (shared.get("a", CPU, make) for _ in range(2))
+    assert len(calls) == 1
+    assert [x.tolist() for x in again] == [[1, 2], [3]]
+    assert all(x is y for x, y in zip(first, again, strict=True))
+    shared.get("b", CPU, make)
+    assert len(calls) == 2
+
+
+def test_the_least_recently_used_are_dropped():
+    shared, (make, calls) = Shared(limit=2 * 8), counted([1, 2])
+    for key in "abacab":  # c drops b, which is then made again
+        shared.get(key, CPU, make)
+    assert len(calls) == 4
+    assert shared.size == 16
+
+
+def test_what_is_larger_than_the_limit_is_not_kept():
+    shared, (make, calls) = Shared(limit=4), counted([1, 2])
+    for _ in range(2):
+        assert shared.get("a", CPU, make)[0].tolist() == [1, 2]
+    assert len(calls) == 2
+    assert shared.size == 0
+
+
+def test_they_can_be_read_by_kernels_and_in_any_mode():
+    shared = Shared()
+    with torch.inference_mode():
+        (x,) = shared.get("a", CPU, lambda: [torch.ones(1).expand(4)])
+    assert x.is_contiguous() and not x.is_inference()
+    x.clone().requires_grad_().sum().backward()
+
+
+def test_clear_forgets():
+    shared, (make, calls) = Shared(), counted([1])
+    shared.get("a", CPU, make)
+    shared.clear()
+    shared.get("a", CPU, make)
+    assert len(calls) == 2
+
+
+@pytest.mark.gpu
+def test_another_stream_waits_for_the_maker():
+    device, shared = torch.device("cuda"), Shared()
+
+    def make():
+        torch.cuda._sleep(100_000_000)
+        return [torch.full((1 << 20,), 7, device=device)]
+
+    for round_number in range(3):
+        maker, reader = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(maker):
+            shared.get(round_number, device, make)
+        with torch.cuda.stream(reader):
+            (x,) = shared.get(round_number, device, make)
+            total = x.sum()
+        reader.synchronize()
+        assert int(total) == 7 << 20
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_its_own():
+    device, shared = torch.device("cuda"), Shared()
+    (kept,) = shared.get("a", device, lambda: [torch.ones(8, device=device)])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (x,) = shared.get("a", device, lambda: [torch.ones(8, device=device)])
+        y = x + 1
+    assert x.data_ptr() != kept.data_ptr()
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
