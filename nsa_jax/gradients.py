@@ -12,14 +12,15 @@ from typing import Any
 from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
 from kernels_pallas.mosaic.key_gradient import REACH, KeyGradient
 from kernels_pallas.mosaic.operands import LOG2E, ROWS
+from nsa_jax import unions
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, name_of, scale_of
+from nsa_jax.unions import NOTHING
 
 SHARES = 2112  # items that fill a GPU several times over
 SHORTEST = 64  # tiles of queries of an item
 LONGEST = 4096  # entries of a list that one item takes
 SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients
-NOTHING = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +122,7 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         ("items", bounds, base),
         lambda: _interval_items(steps, steps.bounds(where, bounds), base, pieces),
     )
-    if not (spec.tile == base.unit and spec.tiles == base.units):
-        rows = _rows(steps, numbers, base.Hkv, base.unit, base.units)
+    rows = _by_unit(steps, rows, numbers, spec, base)
     first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
     arrays = query, key, value, grad, rows, items
     return query_grad, *_merged(steps, base, arrays, [first], places)
@@ -298,10 +298,7 @@ def chosen(
     ]
     table = _table(steps, columns)
     block = size if marked else 0
-    if _same_rows(spec, base):
-        rows = rows.reshape(batch, base.Hkv, units, base.unit.rows, -1)
-    else:
-        rows = _rows(steps, numbers, base.Hkv, base.unit, units)
+    rows = _by_unit(steps, rows, numbers, spec, base)
     spec = dataclasses.replace(base, items=items, listed=parts * entries, block=block)
     more = [x.reshape(-1) for x in ([order % units, mark] if marked else [order % units])]
     places = [
@@ -315,21 +312,12 @@ def _together(steps, order, mark):
     """Sorted entries with those of one unit and block put together: their bits added."""
     xp, entries = steps.xp, order.shape[1]
     there = order < NOTHING
-    fresh = (order[:, 1:] != order[:, :-1]) | (mark[:, 1:] >> 16 != mark[:, :-1] >> 16)
-    fresh = xp.concatenate([xp.ones_like(there[:, :1]), fresh], axis=1) & there
-    number = steps.numbers(order, entries)
-    size = xp.amax(xp.where(there, number + 1, 0), axis=1)[:, None]
-    begin = steps.sort(xp.where(fresh, number, entries))
-    end = xp.minimum(xp.concatenate([begin[:, 1:], size], axis=1), size)
-    exists = begin < entries
+    changes = (order[:, 1:] != order[:, :-1]) | (mark[:, 1:] >> 16 != mark[:, :-1] >> 16)
+    begin, end, _ = unions.runs(steps, changes, there)
     at = begin.clip(0, entries - 1)
     bits = steps.integers(xp.where(there, mark & (2**16 - 1), 0))
-    # Tokens of a unit are distinct, so their bits add up; int32 wraps around rightly.
-    total = xp.cumsum(bits, axis=1, dtype=xp.int32)
-    total = xp.concatenate([xp.zeros_like(total[:, :1]), total], axis=1)
-    bits = steps.rows(total, end) - steps.rows(total, at)
-    mark = (steps.rows(mark, at) >> 16 << 16) + bits
-    return xp.where(exists, steps.rows(order, at), NOTHING), mark
+    mark = (steps.rows(mark, at) >> 16 << 16) + unions.run_sums(steps, bits, begin, end)
+    return xp.where(begin < end, steps.rows(order, at), NOTHING), mark
 
 
 def _merged(steps, spec, arrays, more, places):
@@ -375,10 +363,13 @@ def _rows(steps, numbers, kv_heads, tile, tiles):
     return steps.longer(x, 3, tile.rows, 0.0)
 
 
-def _same_rows(spec, base):
-    """Whether tiles of 64 rows and units of fewer are the same array."""
-    full = all(tile.used == tile.rows for tile in (spec.tile, base.unit))
-    return full and spec.tiles * spec.tile.tokens == base.units * base.unit.tokens
+def _by_unit(steps, rows, numbers, spec, base):
+    """`_rows` for the units of `base`: those for the tiles of `spec` if they are alike."""
+    tile, unit = spec.tile, base.unit
+    alike = tile == unit or (tile.used == tile.rows and unit.used == unit.rows)
+    if alike and spec.tiles * tile.tokens == base.units * unit.tokens:
+        return rows.reshape(base.B, base.Hkv, base.units, unit.rows, -1)
+    return _rows(steps, numbers, base.Hkv, unit, base.units)
 
 
 def _table(steps, columns):

@@ -35,26 +35,15 @@ def lists(steps, wanted, spec):
     key = steps.sort(wanted.reshape(-1, entries))
     there = key < NOTHING
     block = key // (2 * TOKENS)
-    fresh = steps.integers(block[:, 1:] != block[:, :-1])
-    fresh = xp.concatenate([xp.ones_like(key[:, :1]), fresh], axis=1)
-    fresh = xp.where(there, fresh, 0)
-    count = xp.cumsum(fresh, axis=1, dtype=xp.int32)[:, -1:]
-    size = xp.cumsum(steps.integers(there), axis=1, dtype=xp.int32)[:, -1:]
-    # Where the k-th block begins in the row, and where the last one ends.
-    every = steps.numbers(key, entries) + 1
-    begin = steps.sort(xp.where(fresh == 1, every - 1, entries))
-    begin = xp.minimum(xp.concatenate([begin, size], axis=1), size)
-    at = begin[:, :-1].clip(0, entries - 1)
+    begin, end, count = runs(steps, block[:, 1:] != block[:, :-1], there)
+    at = begin.clip(0, entries - 1)
     starts = steps.rows(block, at)
     token = key // 2 % TOKENS
     members = []
     for word in range(spec.words):
         bit = xp.where(there & (token // 32 == word), xp.ones_like(key) << (token % 32), 0)
-        # A block's tokens are distinct, so their bits add up; int32 wraps around rightly.
-        total = xp.cumsum(bit, axis=1, dtype=xp.int32)
-        before = xp.concatenate([xp.zeros_like(key[:, :1]), total], axis=1)
-        before = steps.rows(before, begin)
-        members.append(before[:, 1:] - before[:, :-1])
+        members.append(run_sums(steps, bit, begin, end))
+    every = steps.numbers(key, entries) + 1
     # The first member has the earliest last key: it is cut if any is.
     cut = (steps.rows(key, at) % 2 == 1) & (every <= count)
     whole = xp.amin(xp.where(cut, every - 1, count), axis=1)
@@ -67,3 +56,27 @@ def lists(steps, wanted, spec):
         ),
         counts.reshape(*lead, 2),
     )
+
+
+def runs(steps, changes, there):
+    """Where the k-th run of like neighbours begins and ends in each row; how many there are.
+
+    `changes` `[rows, entries - 1]`: whether an entry differs from the one before; `there`
+    `[rows, entries]`: entries that count, in front. Runs past the last are empty, at the end.
+    """
+    xp, entries = steps.xp, there.shape[1]
+    fresh = xp.concatenate([xp.ones_like(there[:, :1]), changes], axis=1) & there
+    number = steps.numbers(there, entries)
+    count, size = (
+        xp.cumsum(steps.integers(x), axis=1, dtype=xp.int32)[:, -1:] for x in (fresh, there)
+    )
+    begin = xp.minimum(steps.sort(xp.where(fresh, number, entries)), size)
+    return begin, xp.concatenate([begin[:, 1:], size], axis=1), count
+
+
+def run_sums(steps, bits, begin, end):
+    """The int32 sum of each run. Bits of distinct tokens: int32 wraps around rightly."""
+    xp = steps.xp
+    total = xp.cumsum(bits, axis=1, dtype=xp.int32)
+    total = xp.concatenate([xp.zeros_like(total[:, :1]), total], axis=1)
+    return steps.rows(total, end) - steps.rows(total, begin)
