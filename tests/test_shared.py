@@ -57,6 +57,7 @@ def test_clear_forgets():
     shared, (make, calls) = Shared(), counted([1])
     shared.get("a", CPU, make)
     shared.clear()
+    assert shared.size == 0
     shared.get("a", CPU, make)
     assert len(calls) == 2
 

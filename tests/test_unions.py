@@ -75,3 +75,20 @@ def test_torch_sorts_alike(monkeypatch):
     found = unions.lists(STEPS, torch.from_numpy(wanted), spec)
     assert all(x.dtype == torch.int32 for x in found)
     check(spec, wanted, *found)
+
+
+@pytest.mark.parametrize("row", ["abcd", "aabb", "aaab", "abb.", "a...", "...."])
+def test_runs(row):
+    """`.`: entries that do not count."""
+    letters = jnp.asarray([[ord(c) for c in row]], jnp.int32)
+    there = letters != ord(".")
+    changes = letters[:, 1:] != letters[:, :-1]
+    begin, end, count = unions.runs(mosaic.STEPS, changes, there)
+    runs = [sum(c == letter for c in row) for letter in dict.fromkeys(row.replace(".", ""))]
+    assert count.tolist() == [[len(runs)]]
+    assert (end - begin).tolist() == [runs + [0] * (len(row) - len(runs))]
+    sums = unions.run_sums(mosaic.STEPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end)
+    bits = iter(range(4))
+    assert sums[0, : len(runs)].tolist() == [
+        sum(2 ** next(bits) for _ in range(n)) for n in runs
+    ]

@@ -226,7 +226,7 @@ def attention(band: Band) -> Kernel:
                     plgpu.barrier_arrive(value_free.at[slot])
                     seen = visible(under_mask, i)
                     by_key = across_all((norm, gate, offset), logits.shape)
-                    found, _ = softmax.change(logits, weights, c, *by_key, seen)
+                    found, _ = softmax.change(logits, weights, c, *by_key, seen=seen)
                     (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, slot)))
                     plgpu.barrier_arrive(key_free.at[slot])
                     return acc

@@ -209,7 +209,7 @@ def attention(spec: Selected) -> Kernel:
             load_value(i + spec.value_stages)
             base, seen = jnp.where(member, norm, jnp.inf), seen if at_edge else None
             by_key = across_all((base, gate, offset), logits.shape)
-            found, _ = softmax.change(logits, weights, c, *by_key, seen)
+            found, _ = softmax.change(logits, weights, c, *by_key, seen=seen)
             (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, key_slot)))
             plgpu.commit_smem()
             load_key(i + spec.key_stages)
