@@ -24,15 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.operands import (
-    LOG2E,
-    MATRIX,
-    NUMBERS,
-    PER_ROW,
-    ROWS,
-    across,
-    across_all,
-)
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
 
 CONSUMERS = 2
 PROGRAMS = 132  # multiprocessors of an H100 SXM; on fewer, some of them take turns
@@ -225,8 +217,7 @@ def attention(band: Band) -> Kernel:
                     )
                     plgpu.barrier_arrive(value_free.at[slot])
                     seen = visible(under_mask, i)
-                    by_key = across_all((norm, gate, offset), logits.shape)
-                    found, _ = softmax.change(logits, weights, c, *by_key, seen=seen)
+                    found = softmax.change(logits, weights, c, norm, gate, offset, seen)
                     (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, slot)))
                     plgpu.barrier_arrive(key_free.at[slot])
                     return acc

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_COLUMN, ROWS
 
 ITEM = 8  # integers of an item
@@ -194,17 +194,14 @@ def partial_sums(spec: KeyGradient) -> Kernel:
                 norm, last, gate, offset = map(
                     down, operands.column_numbers(rows_s.at[slot, pl.ds(j, 8)], interpret)
                 )
-                seen = mask(wg, j, last.astype(jnp.int32), place, found) if under_mask else None
-                change, probs = softmax.change(
-                    logits[:, columns],
-                    weights[:, columns],
-                    c,
-                    norm,
-                    gate if spec.gated else None,
-                    offset,
-                    seen,
-                )
-                changes.append(change.astype(dtype))
+                probs = jnp.exp2(logits[:, columns] * c - norm)
+                if under_mask:
+                    seen = mask(wg, j, last.astype(jnp.int32), place, found)
+                    probs = jnp.where(seen, probs, 0.0)
+                weight = weights[:, columns]
+                if spec.gated:
+                    weight = weight * gate
+                changes.append((probs * (weight - offset)).astype(dtype))
                 scaled.append((probs * gate if spec.gated else probs).astype(dtype))
             parts = []
             if spec.want_key:

@@ -319,11 +319,6 @@ def across(row, shape):
     return lax.broadcast_in_dim(row, shape, [0])
 
 
-def across_all(rows, shape):
-    """`across` of each, None as it is."""
-    return [None if row is None else across(row, shape) for row in rows]
-
-
 def full(shape, value, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 

@@ -25,15 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, softmax
 from kernels_pallas.mosaic.limits import SMEM_BYTES
-from kernels_pallas.mosaic.operands import (
-    LOG2E,
-    MATRIX,
-    NUMBERS,
-    PER_ROW,
-    ROWS,
-    across,
-    across_all,
-)
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
 
 CHUNK = 64  # list entries a copy
 HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
@@ -208,8 +200,7 @@ def attention(spec: Selected) -> Kernel:
             plgpu.commit_smem()
             load_value(i + spec.value_stages)
             base, seen = jnp.where(member, norm, jnp.inf), seen if at_edge else None
-            by_key = across_all((base, gate, offset), logits.shape)
-            found, _ = softmax.change(logits, weights, c, *by_key, seen=seen)
+            found = softmax.change(logits, weights, c, base, gate, offset, seen)
             (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, key_slot)))
             plgpu.commit_smem()
             load_key(i + spec.key_stages)

@@ -48,16 +48,15 @@ def result(state):
 
 
 def change(logits, weights, scale, norm, gate, offset, seen=None):
-    """The gradient of the logits of a block, and its probabilities; queries along either axis.
+    """The gradient of the logits of a block.
 
-    All but `scale` are like `logits`, what belongs to a query repeated for every key.
-    `weights`: products of the output's gradient and the values; `norm`: log-sum-exp in bits
-    (+inf: all probabilities are 0); `gate`: or None; `offset`: gate times the product of the
-    output and its gradient.
+    `weights` `[64, keys]`: products of the output's gradient and the values; by row: `norm`,
+    the log-sum-exp in bits (+inf: all probabilities are 0), `gate` or None, and `offset`, gate
+    times the product of the output and its gradient.
     """
-    probs = jnp.exp2(logits * scale - norm)
+    probs = jnp.exp2(logits * scale - across(norm, logits.shape))
     if seen is not None:
         probs = jnp.where(seen, probs, 0.0)
     if gate is not None:
-        weights = weights * gate
-    return probs * (weights - offset), probs
+        weights = weights * across(gate, weights.shape)
+    return probs * (weights - across(offset, weights.shape))
