@@ -49,7 +49,7 @@ _lock = threading.RLock()
 def launch(
     kernel: Kernel,
     *tensors: torch.Tensor,
-    out: Sequence[torch.Tensor] | None = None,
+    out: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Runs `kernel` on torch's current stream.
 
@@ -59,7 +59,8 @@ def launch(
         shape: contiguous, starting at a multiple of 256 bytes, all on one Hopper GPU. Nothing
         is recorded for autograd.
       out: one tensor for each of `kernel.outputs`, under the same rules, that overlaps no other
-        tensor of the call; None allocates them.
+        tensor of the call, but for the first where it is the last input and the kernel works
+        `in_place`; None in place of one, or nothing for all, allocates them.
 
     Returns:
       The outputs: those of `out` as they are, or new ones in the shapes of `kernel.outputs`.
@@ -72,18 +73,21 @@ def launch(
     """
     inputs, outputs = _arguments(kernel)
     index = tensors[0].get_device() if tensors and torch.is_tensor(tensors[0]) else -1
-    addresses = _addresses(kernel, "argument {}", tensors, inputs, index)
-    if out is not None:
-        addresses += _addresses(kernel, "out[{}]", out, outputs, index)
+    _check(kernel, "argument {}", tensors, inputs, index)
+    if out:
+        _check(kernel, "out[{}]", out, outputs, index)
     device = tensors[0].device
     if device.type != "cuda":
         raise ValueError(f"argument 0 of {kernel.name} must be on a GPU, got {device}")
     launcher = _launchers.get((kernel, index)) or _load(kernel, index)
-    if out is None:
-        out = [torch.empty(o.shape, dtype=o.dtype, device=device) for o in outputs]
-        addresses += [tensor.data_ptr() for tensor in out]
+    given = out or [None] * len(outputs)
+    results = tuple(
+        torch.empty(o.shape, dtype=o.dtype, device=device) if x is None else x
+        for o, x in zip(outputs, given, strict=True)
+    )
+    addresses = [tensor.data_ptr() for tensor in (*tensors, *results)]
     launcher(torch._C._cuda_getCurrentRawStream(index), addresses)
-    return tuple(out)
+    return results
 
 
 def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
@@ -191,20 +195,21 @@ def _arguments(kernel: Kernel) -> tuple[list[_Argument], list[_Argument]]:
     return convert(kernel.inputs), convert(kernel.outputs)
 
 
-def _addresses(
+def _check(
     kernel: Kernel,
     role: str,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     wanted: Sequence[_Argument],
     index: int,
-) -> list[int]:
-    """The tensors' addresses, each tensor checked; `index` is the GPU's, -1 elsewhere."""
+) -> None:
+    """Refuses a tensor that is not as wanted; `index` is the GPU's, -1 elsewhere."""
     if len(tensors) != len(wanted):
         names = ", ".join(role.format(i) for i in range(len(wanted)))
         raise ValueError(f"{kernel.name} takes {names}: {len(wanted)}, got {len(tensors)}")
     recording = torch.is_grad_enabled()
-    addresses = []
     for i, (tensor, argument) in enumerate(zip(tensors, wanted, strict=True)):
+        if tensor is None and role.startswith("out"):
+            continue
         if not (
             isinstance(tensor, torch.Tensor)
             and tensor.dtype is argument.dtype
@@ -216,8 +221,6 @@ def _addresses(
         ):
             must = f"{role.format(i)} of {kernel.name} must"
             raise ValueError(f"{must} {_broken_rule(tensor, argument, index)}")
-        addresses.append(tensor.data_ptr())
-    return addresses
 
 
 def _broken_rule(tensor: Any, wanted: _Argument, index: int) -> str:

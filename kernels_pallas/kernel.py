@@ -21,12 +21,15 @@ class Kernel:
         or tuple of arrays shaped as `outputs` out.
       inputs: shapes and dtypes; at least one.
       outputs: shapes and dtypes; at least one.
+      in_place: whether the first output may take the memory of the last input, of which each
+        part is read before the same part of the output is written.
     """
 
     name: str
     call: Callable[..., Any]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
+    in_place: bool = False
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """The outputs for JAX arrays, each reshaped to its input's shape first.

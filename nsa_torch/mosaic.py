@@ -29,7 +29,10 @@ FIELDS = tuple(NSAConfig.__dataclass_fields__)
 
 
 def _run(kernel, *tensors):
-    return launch(kernel, *map(_readable, tensors))
+    tensors = [_readable(x) for x in tensors]
+    # What a branch is added to is always made here, and read by nothing else afterwards.
+    out = [tensors[-1], *[None] * (len(kernel.outputs) - 1)] if kernel.in_place else ()
+    return launch(kernel, *tensors, out=out)
 
 
 def _readable(x):

@@ -335,6 +335,9 @@ def test_out_is_written_and_returned():
     outputs = launch(tiny(), x, y, out=out)
     assert all(a is b for a, b in zip(outputs, out, strict=True))
     assert_same([output.view(-1) for output in outputs], expected(x, y))
+    first, second = launch(tiny(), x, y, out=[None, out[1]])
+    assert second is out[1] and first is not out[0]
+    assert_same([first, second], expected(x, y))
 
 
 @pytest.mark.gpu

@@ -361,4 +361,4 @@ def attention(band: Band) -> Kernel:
         interpret=band.interpret,
     )
     name = "band_query_gradient" if band.gradient else "band_attention"
-    return Kernel(name, call, tuple(inputs), outputs)
+    return Kernel(name, call, tuple(inputs), outputs, in_place=band.added)

@@ -274,4 +274,4 @@ def attention(spec: Selected) -> Kernel:
         interpret=spec.interpret,
     )
     name = "selected_query_gradient" if spec.gradient else "selected_attention"
-    return Kernel(name, call, tuple(inputs), outputs)
+    return Kernel(name, call, tuple(inputs), outputs, in_place=spec.added)
