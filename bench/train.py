@@ -10,6 +10,7 @@ and torch do not agree or NSA ends worse than dense, 3 where a loss or gradient 
 and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
 """
 
+import dataclasses
 import datetime
 import itertools
 import sys
@@ -79,6 +80,9 @@ CHECKPOINTS = flags.DEFINE_string(
 SAVE_EVERY = flags.DEFINE_integer(
     "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
 )
+GRAPH = flags.DEFINE_bool(
+    "graph", True, "torch on a GPU: forward and backward are one CUDA graph.", **_own
+)
 RESUME = flags.DEFINE_bool("resume", False, "Go on from the checkpoints there are.", **_own)
 THROUGHPUT = flags.DEFINE_bool("throughput", False, "Only measure, by length.", **_own)
 LENGTHS = flags.DEFINE_list(
@@ -144,9 +148,11 @@ def _tasks(**known: int) -> list[spec.Task]:
 
 def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
     if task.model.attention == "dense":
-        return variants.dense(framework, dense, task.dtype)
-    named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
-    return variants.nsa(framework, named, fallback, task)
+        found = variants.dense(framework, dense, task.dtype)
+    else:
+        named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
+        found = variants.nsa(framework, named, fallback, task)
+    return dataclasses.replace(found, graph=GRAPH.value)
 
 
 def runs(folder: Path) -> int:

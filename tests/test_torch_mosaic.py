@@ -186,7 +186,9 @@ def check_decode(device, separate, monkeypatch=None):
 @pytest.mark.usefixtures("interpreted")
 def test_decode(monkeypatch):
     calls = []
-    monkeypatch.setattr(mosaic, "launch", lambda k, *x, **o: calls.append(k) or launch(k, *x, **o))
+    monkeypatch.setattr(
+        mosaic, "launch", lambda k, *x, **o: calls.append(k) or launch(k, *x, **o)
+    )
     check_decode("cpu", separate=False)
     each = len(calls) // 3
     assert calls[-each:] == calls[-2 * each : -each] != calls[:each]
@@ -488,6 +490,32 @@ def test_a_captured_call_is_replayed(packed):
         bounds.copy_(torch.tensor(ends))
         graph.replay()
         assert torch.equal(out, nsa_torch.attention(*static, **options))
+
+
+@gpu
+def test_captured_gradients_are_replayed():
+    static = inputs(300, 300, 8, 2, 64, 32, device="cuda")
+
+    def gradients(tensors):
+        out = nsa_torch.attention(*tensors, config=FEW, implementation="mosaic")
+        return out, *torch.autograd.grad(out.square().sum(), tensors)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(static)
+    make = torch.Generator("cuda").manual_seed(1)
+    for _ in range(2):
+        with torch.no_grad():
+            for x in static:
+                x.copy_(torch.randn(x.shape, generator=make, device="cuda"))
+        graph.replay()
+        for got, want in zip(found, gradients(static), strict=True):
+            assert torch.equal(got, want)
 
 
 @gpu

@@ -160,11 +160,15 @@ class Learner:
       task: what to train and how.
       initial: file of `interop.weights` with the initial weights.
       implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
+      graph: forward and backward of a step are one CUDA graph, as JAX's step is one program;
+        on the CPU nothing. What waits for the device meanwhile cannot be captured.
     """
 
-    def __init__(self, task: Task, initial: Path, implementation):
+    def __init__(self, task: Task, initial: Path, implementation, graph: bool = True):
         self.training = training = task.training
         cuda = torch.cuda.is_available()
+        self.graph = graph and cuda
+        self.captured = {}
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -193,14 +197,12 @@ class Learner:
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        loss = self._loss(tokens)
-        loss.backward()
-        pairs = zip(self.master.parameters(), self.model.parameters(), strict=True)
-        for master, used in pairs:
-            grad = torch.zeros_like(used) if used.grad is None else used.grad
-            master.grad, used.grad = grad.float(), None
+        batch = torch.from_numpy(tokens).to(self.place)
+        loss, grads = self._replay(batch) if self.graph else self._gradients(batch)
+        for master, grad in zip(self.master.parameters(), grads, strict=True):
+            master.grad = grad
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
-        numbers = torch.stack([loss.detach(), norm]).tolist()
+        numbers = torch.stack([loss, norm]).tolist()
         if not all(map(math.isfinite, numbers)):
             raise DivergedError(step, *numbers)
         for group in self.optimizer.param_groups:
@@ -213,7 +215,7 @@ class Learner:
     def loss(self, tokens: np.ndarray) -> float:
         """The mean loss of a batch, uint8 `[B, T + 1]`, in nats a token."""
         with torch.no_grad():
-            return self._loss(tokens).item()
+            return self._loss(torch.from_numpy(tokens).to(self.place)).item()
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -253,11 +255,35 @@ class Learner:
 
     @torch.no_grad()
     def _use_master(self) -> None:
-        pairs = zip(self.model.parameters(), self.master.parameters(), strict=True)
-        for used, master in pairs:
-            used.copy_(master)
+        torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
 
-    def _loss(self, tokens: np.ndarray) -> Tensor:
-        batch = torch.from_numpy(tokens).to(self.place).long()
+    def _loss(self, batch: Tensor) -> Tensor:
+        batch = batch.long()
         logits = self.model(batch[:, :-1]).float().flatten(0, 1)
         return F.cross_entropy(logits, batch[:, 1:].flatten())
+
+    def _gradients(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and float32 gradients in the order of the parameters."""
+        loss, used = self._loss(batch), list(self.model.parameters())
+        grads = torch.autograd.grad(loss, used, allow_unused=True)
+        pairs = zip(used, grads, strict=True)
+        return loss.detach(), [
+            (torch.zeros_like(x) if g is None else g).float() for x, g in pairs
+        ]
+
+    def _replay(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """`_gradients`, captured when a batch of its shape first comes."""
+        if batch.shape not in self.captured:
+            static, graph = batch.clone(), torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles and loads what a capture cannot
+                self._gradients(static)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                found = self._gradients(static)
+            self.captured[batch.shape] = graph, static, found
+        graph, static, found = self.captured[batch.shape]
+        static.copy_(batch)
+        graph.replay()
+        return found

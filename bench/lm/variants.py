@@ -18,12 +18,15 @@ DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An attention of one framework; `label` is what runs, `implementation` how it is named."""
+    """An attention of one framework; `label` is what runs, `implementation` how it is named,
+    `graph` whether torch captures a step (`torch_lm.Learner`).
+    """
 
     framework: str
     attention: Attention
     label: str
     implementation: Any
+    graph: bool = True
 
     @property
     def name(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def learner(variant: Variant, task: Task, scratch: Path):
     if not initial.exists():
         torch_lm.initialize(initial, task.model, task.training.seed)
     if variant.framework == "torch":
-        return torch_lm.Learner(task, initial, variant.implementation)
+        return torch_lm.Learner(task, initial, variant.implementation, variant.graph)
     from bench.lm import jax_lm
 
     return jax_lm.Learner(task, initial, variant.implementation)
