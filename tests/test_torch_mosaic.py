@@ -498,7 +498,7 @@ def test_captured_gradients_are_replayed():
 
     def gradients(tensors):
         out = nsa_torch.attention(*tensors, config=FEW, implementation="mosaic")
-        return out, *torch.autograd.grad(out.square().sum(), tensors)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), tensors)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -533,8 +533,11 @@ def test_memory_beside_the_output_is_small():
 
 @gpu
 def test_memory_of_gradients():
-    """Three branches' outputs, their sum, and the query's gradient once; then keys' partial sums."""
-    *tensors, gates = inputs(32768, 32768, 16, 1, 128, 128, device="cuda")
+    """Five tensors like the output: three branches, their sum, and the query's gradient, once.
+
+    Besides them 0.3 GB of partial sums, whatever the shape: as much as the output here.
+    """
+    *tensors, gates = inputs(65536, 65536, 16, 1, 128, 128, device="cuda")
 
     def call():
         out = nsa_torch.attention(*tensors, gates, implementation="mosaic")
@@ -545,4 +548,4 @@ def test_memory_of_gradients():
     before = torch.cuda.memory_allocated()
     out, _ = call()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 6.75 * out.nbytes, f"{peak / 2**20:.0f} MiB"
+    assert peak < 6.4 * out.nbytes, f"{peak / 2**20:.0f} MiB"
