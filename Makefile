@@ -10,10 +10,14 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help setup compare test test-gpu check format clean
+# Flags of bench.oneshot: make oneshot FLAGS=--quick
+FLAGS ?=
+
+.PHONY: help setup compare oneshot test test-gpu check format clean
 
 help:
 	@echo "make compare   parity and speed of every path, one table"
+	@echo "make oneshot   environment, tests, every bench and a report, within 10 minutes"
 	@echo "make test      the test suite (GPU tests run where there is a GPU)"
 	@echo "make check     format, lint, types, floors"
 	@echo "make format    rewrite the sources in the house format"
@@ -32,6 +36,9 @@ setup: $(READY)
 
 compare: $(READY)
 	$(RUN) -m bench.compare --framework both
+
+oneshot: $(READY)
+	$(RUN) -m bench.oneshot $(FLAGS)
 
 test: $(READY)
 	$(RUN) -m pytest -n 2

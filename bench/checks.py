@@ -18,16 +18,22 @@ class Checker:
 
     def __init__(self, settings: Settings, inputs: Inputs, *, backward: bool):
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
-        run, model = settings.runtime, settings.model
-        row_elements = run.batch * model.n_heads * run.seq_len
-        self.slabs = oracle.Slabs.of(run.seq_len, row_elements, backward=backward)
+        (batch, queries, heads, _), self.keys = inputs.query.shape, inputs.num_keys
+        self.slabs = oracle.Slabs.of(
+            queries,
+            batch * heads * self.keys,
+            backward=backward,
+            offset=self.keys - queries,
+        )
         self.rows = self.slabs.rows
+        self.positions = self.rows + self.slabs.offset
         self.cotangent = self.slabs.masked(inputs.cotangent)
-        self.dtype = run.dtype
+        self.dtype = settings.runtime.dtype
         self.known: dict[Any, Any] = {}
 
     def check(self, runner, step: Callable, branch: str, arguments) -> Parity:
-        """Runs `step` of one branch and compares everything that it returns.
+        """Runs `step` of one branch and compares everything that it returns; of the whole
+        (`all`) a step that was given the inputs' own selection.
 
         `arguments` are those of `step`, in the arrays of the runner's framework.
         """
@@ -35,8 +41,11 @@ class Checker:
         if branch == "scores":
             indices = runner.numpy(result["indices"], self.rows)
             scores = self._scores(self.inputs.compressed_key)
-            return parity.check_indices(indices, scores, self.rows, self.config)
-        exact, low = self._expected(branch, self.inputs.arguments(branch))
+            return parity.check_indices(indices, scores, self.positions, self.config)
+        known = self.inputs.arguments(branch)
+        if branch == "all":
+            known |= {"block_indices": self.inputs.block_indices}
+        exact, low = self._expected(branch, known)
         return parity.merge(self._compare(runner, result, exact, low, branch == "selected"))
 
     def check_whole(self, runner, step: Callable, frozen: Callable, arguments, own) -> Parity:
@@ -53,8 +62,8 @@ class Checker:
         result = frozen(*self.sources(runner, arguments | {"block_indices": block_indices}))
         parts = self._compare(runner, result, exact, low, False)
         scores = self._scores(jnp.asarray(runner.numpy(compressed_key)))
-        parts += [parity.check_indices(chosen, scores, self.rows, self.config)]
-        decided = parity.decided(scores, self.rows, self.config)
+        parts += [parity.check_indices(chosen, scores, self.positions, self.config)]
+        decided = parity.decided(scores, self.positions, self.config)
         free = runner.numpy(step(*self.sources(runner, arguments))["out"], self.rows)
         grouped = (*decided.shape, -1, free.shape[-1])
         arrays = (x.reshape(grouped)[decided] for x in (free, exact["out"], low["out"]))
@@ -71,7 +80,7 @@ class Checker:
         key = "scores", _digest(np.asarray(compressed_key))
         if key not in self.known:
             found = oracle.outputs("scores", arguments, self.config, self.slabs)["scores"]
-            blocks = self.config.num_blocks(self.inputs.query.shape[1])
+            blocks = self.config.num_blocks(self.keys)
             self.known[key] = found[..., :blocks]
         return self.known[key]
 

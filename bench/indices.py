@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
-from absl import logging as absl_logging
+from absl import flags
 
-from bench import problems, records, shortfall
+from bench import cli, problems, records, shortfall
 from bench.records import Record
 from bench.runners import RUNNERS, forward, out_of_memory, problem
 from nsa_jax import flags as kernel_flags
@@ -123,10 +122,6 @@ def line(record: Record, found: shortfall.Comparison | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        absl_logging.set_verbosity(absl_logging.WARNING)  # the choices stand in the table
     lines = Path(OUT.value) / "indices.jsonl" if OUT.value else None
     if lines is not None and lines.exists():
         raise ValueError(f"{lines} exists; --out must name a new folder")
@@ -204,4 +199,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

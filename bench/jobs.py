@@ -1,7 +1,7 @@
 """Which rows a comparison has: every implementation of every branch, or the ones named."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nsa_jax.dispatch import Plan
@@ -18,6 +18,10 @@ class Job:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
     asked: bool = False  # named by the user, who wants to know of a refusal
+    function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs in its place
+    judged: bool = True  # False: it computes something else than the oracle, as `note` says
+    library: bool = False  # others' code, which may refuse in its own ways
+    note: str = ""  # of a row that counts
 
     @property
     def fails(self) -> bool:

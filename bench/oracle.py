@@ -1,10 +1,10 @@
 """The dense reference on slabs of query rows: what a path's result is compared with.
 
-Here T = S. Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a
-problem themselves, with `kv_len` up to `b`. Long problems are checked on the first rows, the
-last rows and some between; gradients then belong to a cotangent that is zero in all other
-rows. The oracle computes in float64, the yardstick in the path's own dtype, both on the same
-rounded inputs.
+Queries are aligned to the end of the keys, so rows `a .. b` of a problem are a problem
+themselves, with `kv_len` up to `b`, or where T < S to `b + S - T`. Long problems are checked
+on the first rows, the last rows and some between; gradients then belong to a cotangent that is
+zero in all other rows. The oracle computes in float64, the yardstick in the path's own dtype,
+both on the same rounded inputs.
 """
 
 import dataclasses
@@ -35,9 +35,12 @@ class Slabs(NamedTuple):
     starts: tuple[int, ...]
     size: int
     num_queries: int
+    offset: int = 0  # S - T
 
     @classmethod
-    def of(cls, num_queries: int, row_elements: int, *, backward: bool = False) -> "Slabs":
+    def of(
+        cls, num_queries: int, row_elements: int, *, backward: bool = False, offset: int = 0
+    ) -> "Slabs":
         """All rows of a small problem, chosen rows of a large one.
 
         `row_elements`: logits of one query position, `B * H * S`.
@@ -50,7 +53,7 @@ class Slabs(NamedTuple):
         if short or num_queries * row_elements <= limit:
             size = min(size, num_queries)
             starts = [*range(0, num_queries - size, size), num_queries - size]
-            return cls(tuple(starts), size, num_queries)
+            return cls(tuple(starts), size, num_queries, offset)
         size = 2 ** min(size.bit_length() - 1, MIDDLE_ROWS.bit_length() - 1)
         inside = (num_queries - 2 * EDGE_ROWS) // MIDDLE_ROWS
         picked = np.random.default_rng(0).choice(inside, MIDDLES, replace=False)
@@ -58,7 +61,7 @@ class Slabs(NamedTuple):
         runs = [(0, EDGE_ROWS), *((at, MIDDLE_ROWS) for at in middles)]
         runs.append((num_queries - EDGE_ROWS, EDGE_ROWS))
         starts = [start for at, rows in runs for start in range(at, at + rows, size)]
-        return cls(tuple(starts), size, num_queries)
+        return cls(tuple(starts), size, num_queries, offset)
 
     @property
     def skips(self) -> tuple[int, ...]:
@@ -194,7 +197,7 @@ def _local(arguments, start, slabs, low):
         name: lax.dynamic_slice_in_dim(x, start, slabs.size, axis=1) if name in PER_QUERY else x
         for name, x in arguments.items()
     }
-    kv_len = start + slabs.size  # T = S
+    kv_len = start + slabs.size + slabs.offset
     if low:
         return local, kv_len, local["query"].dtype
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from absl import app, flags
+from absl import flags
 
-from bench import cost, problems, records
+from bench import cli, cost, problems, records
 from bench.records import Record
 from bench.runners import RUNNERS, out_of_memory
 from nsa_torch import chunks, fa2, packing
@@ -195,8 +195,6 @@ def table(found: Sequence[Record]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     runner = RUNNERS["torch"]()
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     lines = Path(OUT.value or Path(__file__).parent / "results" / stamp) / "pack.jsonl"
@@ -236,4 +234,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

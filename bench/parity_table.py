@@ -7,9 +7,9 @@ python -m bench.parity_table --write    # and write bench/records/README.md
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from bench import records
+from bench import cli, records
 from bench.records import Record
 
 FOLDER = Path(__file__).parent / "records"
@@ -40,11 +40,6 @@ COLUMNS = (
 )
 
 
-def _share(record: Record) -> float:
-    bound = record.error_bound or 0.0
-    return (record.error_max or 0.0) / bound if bound else 0.0
-
-
 def paths(found: Iterable[Record]) -> dict[tuple[str, ...], list[Record]]:
     """The measured records of each path, in the order of their first appearance."""
     groups: dict[tuple[str, ...], list[Record]] = {}
@@ -66,7 +61,9 @@ def table(found: Sequence[Record]) -> str:
     """Markdown; a path is `ok` when every one of its records is."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for key, group in sorted(paths(found).items()):
-        worst = max(group, key=lambda record: (record.status != "ok", _share(record)))
+        worst = max(
+            group, key=lambda record: (record.status != "ok", record.bound_share or 0.0)
+        )
         problems = {(r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input) for r in group}
         groups = sorted({r.H // r.Hkv for r in group})
         cells = (
@@ -90,8 +87,6 @@ def load(folder: Path = FOLDER) -> list[Record]:
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     found = load()
     text = table(found)
     print(text)
@@ -101,4 +96,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

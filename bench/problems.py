@@ -11,6 +11,7 @@ import configs
 import nsa_jax
 from bench import text
 from nsa_jax.config import NSAConfig
+from nsa_jax.policy import Thresholds
 from nsa_jax.types import Branches
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
@@ -36,6 +37,18 @@ class Runtime:
     selected_kernel: str
     sliding_kernel: str
     on_unsupported: Literal["error", "fallback"]
+    fa2_min_len_win: int | Literal["never"] | None = None
+    fa2_min_len_cmp: int | Literal["never"] | None = None
+    sel_min_len: int | Literal["never"] | None = None
+
+    def __post_init__(self):
+        _ = self.thresholds  # checks them
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """Those that stand in place of the device's."""
+        names = (field.name for field in dataclasses.fields(Thresholds))
+        return Thresholds(**{name: getattr(self, name) for name in names})
 
     @property
     def dtype(self):
@@ -53,7 +66,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one problem, in its dtype, T = S (letters: `nsa_jax.types`)."""
+    """The arrays of one problem, in its dtype (letters: `nsa_jax.types`)."""
 
     query: jax.Array
     key: Branches[jax.Array]
@@ -65,7 +78,11 @@ class Inputs:
     cotangent: jax.Array  # of the output
     name: str  # random or text
     sha256: str | None  # of the text
-    overlap: float
+    overlap: float | None  # None: of one query
+
+    @property
+    def num_keys(self) -> int:
+        return self.key.selected.shape[1]
 
     def arguments(self, branch: str) -> dict[str, Any]:
         """The arrays that a branch takes, by the names of its arguments."""
@@ -108,13 +125,28 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     return configs.build(Settings, merged)
 
 
-def make(settings: Settings, kind: str, seed: int = 0) -> Inputs:
-    """Inputs of `kind` random (standard normal) or text; the selection is their own."""
+def make(
+    settings: Settings,
+    kind: str,
+    seed: int = 0,
+    *,
+    num_queries: int | None = None,
+    block_indices: jax.Array | None = None,
+) -> Inputs:
+    """Inputs of `kind` random (standard normal) or text.
+
+    Args:
+      num_queries: `T`, the last of the `S` tokens; None: all.
+      block_indices: int32 `[B, T, Hkv, n]`; None: the selection is their own.
+    """
     model, run, config = settings.model, settings.runtime, settings.nsa
     batch, length = run.batch, run.seq_len
+    queries = length if num_queries is None else num_queries
+    if not 1 <= queries <= length:
+        raise ValueError(f"num_queries must be in 1..{length}, got {queries}")
     keys = iter(jax.random.split(jax.random.key(seed), 9))
 
-    def normal(heads, width):
+    def normal(heads, width, length=length):
         return jax.random.normal(next(keys), (batch, length, heads, width), run.dtype)
 
     sha256 = None
@@ -124,17 +156,20 @@ def make(settings: Settings, kind: str, seed: int = 0) -> Inputs:
         tokens = found.tokens.reshape(batch, length)
         arrays = text.project(tokens, **dataclasses.asdict(model), seed=seed)
         query, key, value, gates = jax.tree.map(lambda x: x.astype(run.dtype), arrays)
+        query, gates = query[:, -queries:], gates[:, -queries:]
     elif kind == "random":
-        query = normal(model.n_heads, model.d_k)
+        query = normal(model.n_heads, model.d_k, queries)
         key = Branches(*(normal(model.n_kv_groups, model.d_k) for _ in Branches._fields))
         value = Branches(*(normal(model.n_kv_groups, model.d_v) for _ in Branches._fields))
-        gates = jax.nn.sigmoid(normal(model.n_heads, 3))
+        gates = jax.nn.sigmoid(normal(model.n_heads, 3, queries))
     else:
         raise ValueError(f"input must be random or text, got {kind!r}")
     compressed_key = nsa_jax.compress(key.compressed, config=config)
-    indices = jax.jit(nsa_jax.select_blocks, static_argnames="config")(
-        query, compressed_key, config=config
-    )
+    indices = block_indices
+    if indices is None:
+        indices = jax.jit(nsa_jax.select_blocks, static_argnames=("config", "kv_len"))(
+            query, compressed_key, config=config, kv_len=length
+        )
     return Inputs(
         query=query,
         key=key,
@@ -143,10 +178,10 @@ def make(settings: Settings, kind: str, seed: int = 0) -> Inputs:
         compressed_key=compressed_key,
         compressed_value=nsa_jax.compress(value.compressed, config=config),
         block_indices=indices,
-        cotangent=normal(model.n_heads, model.d_v),
+        cotangent=normal(model.n_heads, model.d_v, queries),
         name=kind,
         sha256=sha256,
-        overlap=float(overlap(indices)),
+        overlap=float(overlap(indices)) if queries > 1 else None,
     )
 
 

@@ -64,6 +64,7 @@ class Record:
     error_mean_bound: float | None = None
     rows_checked: int | None = None  # query positions of each sequence that parity looked at
     rows_differ: int | None = None  # rows whose selection differs from the oracle's own
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one bench adds
     status: Status = "ok"
     reason: str = ""
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -83,9 +84,18 @@ class Record:
             return None
         return self.time_ms, self.p20_ms, self.p80_ms
 
+    @property
+    def bound_share(self) -> float | None:
+        """The largest error as a part of its bound; None where there is no bound."""
+        if self.error_max is None or not self.error_bound:
+            return None
+        return self.error_max / self.error_bound
+
 
 FIELDS = {field.name: field for field in dataclasses.fields(Record)}
 KINDS = typing.get_type_hints(Record)
+# Fields that lines of this schema may lack: they were written before the field was there.
+OPTIONAL = frozenset({"extra"})
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:
@@ -116,11 +126,14 @@ def read(path: str | Path) -> list[Record]:
     Raises:
       ValueError: a line is not one whole valid record; the message names file and line.
     """
-    records = []
+    return [record for _, record in placed(path)]
+
+
+def placed(path: str | Path) -> Iterator[tuple[str, Record]]:
+    """The records of `read`, each after its place `<path>:<line>`."""
     for where, data in read_lines(path):
         _check(data, where)
-        records.append(Record(**data))
-    return records
+        yield where, Record(**data)
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -129,12 +142,12 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
       ValueError: a line is not whole.
     """
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             try:
-                data = json.loads(line)
-            except json.JSONDecodeError as error:
+                data = json.loads(line.decode())
+            except ValueError as error:
                 raise ValueError(f"{where}: not a whole JSON line: {error}") from None
             yield where, data
 
@@ -144,13 +157,14 @@ def _check(data: Any, where: str) -> None:
         raise ValueError(f"{where}: expected one JSON object, got {type(data).__name__}")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{where}: schema must be {SCHEMA}, got {data.get('schema')!r}")
-    missing, unknown = FIELDS.keys() - data.keys(), data.keys() - FIELDS.keys()
+    missing = FIELDS.keys() - data.keys() - OPTIONAL
+    unknown = data.keys() - FIELDS.keys()
     if missing or unknown:
         raise ValueError(
             f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
         )
     for name, kind in KINDS.items():
-        if not is_a(data[name], kind):
+        if name in data and not is_a(data[name], kind):
             raise ValueError(f"{where}: {name} must be {kind}, got {data[name]!r}")
     timed = [data["time_ms"], data["p20_ms"], data["p80_ms"]]
     if any(ms is not None and ms <= 0 for ms in timed):
@@ -181,6 +195,12 @@ def folder_of(device: str) -> Path:
     return FOLDER / configs.slug(device)
 
 
+def shown(path: str | Path) -> str:
+    """A path without the part that is only true of this machine."""
+    full, root = Path(path).resolve(), FOLDER.parent.parent.resolve()
+    return str(full.relative_to(root)) if full.is_relative_to(root) else full.name
+
+
 def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -194,10 +214,10 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
-        "jax": _version("jax"),
-        "torch": _version("torch"),
-        "triton": _version("triton"),
-        "cuda": _version("nvidia-cuda-runtime") or _version("nvidia-cuda-runtime-cu12"),
+        "jax": version("jax"),
+        "torch": version("torch"),
+        "triton": version("triton"),
+        "cuda": version("nvidia-cuda-runtime") or version("nvidia-cuda-runtime-cu12"),
         "driver": _driver(),
     }
     # Records that a run adds do not change what the next one measures.
@@ -215,7 +235,8 @@ def _driver() -> str | None:
     return listed.splitlines()[0] if listed else None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The installed version of `package`, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

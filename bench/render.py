@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from bench.records import FIELDS, Record
 
@@ -25,23 +26,41 @@ COLUMNS = (
     "note",
 )
 NUMERIC = frozenset(COLUMNS[5:13])
+PORTABLE = ("sdpa", "xla")
 
 
-def speed_ups(records: Sequence[Record]) -> list[float | None]:
-    """Time of the fastest dense row over the time of each row of its framework and mode.
+def problem_of(record: Record) -> tuple[str, ...]:
+    """What rows that may be compared have in common, as text; the branch is not part of it."""
+    names = ("device", "bench", "framework", "mode", "B", "T", "S", "H", "Hkv", "D", "Dv")
+    names += ("dtype", "config", "input", "input_sha256", "commit")
+    return tuple(repr(getattr(record, name)) for name in names)
 
-    None where the row's parity failed, where it has no time, or where dense has none.
+
+def speed_ups(
+    records: Sequence[Record], over: Literal["dense", "portable"] = "dense"
+) -> list[float | None]:
+    """Time of a baseline over the time of each row: of the fastest dense row of its problem,
+    or of the portable path (`sdpa`, `xla`) of its branch.
+
+    None where the row's parity failed or was not judged, where it has no time, or where the
+    baseline has none.
     """
-    dense: dict[tuple[str, str], float] = {}
+
+    def key(record):
+        branch = () if over == "dense" else (record.branch,)
+        return *problem_of(record), *branch
+
+    base: dict[tuple[str, ...], float] = {}
     for record in records:
-        if record.branch == "dense" and record.times_ms:
-            key = record.framework, record.mode
-            dense[key] = min(record.times_ms[0], dense.get(key, math.inf))
+        dense = record.branch == "dense"
+        wanted = dense if over == "dense" else not dense and record.implementation in PORTABLE
+        if wanted and record.times_ms:
+            base[key(record)] = min(record.times_ms[0], base.get(key(record), math.inf))
     found: list[float | None] = []
     for record in records:
-        base = dense.get((record.framework, record.mode))
-        times = record.times_ms
-        found.append(base / times[0] if base is not None and times is not None else None)
+        times = record.times_ms if record.extra.get("judged", True) else None
+        ms = base.get(key(record))
+        found.append(ms / times[0] if ms is not None and times is not None else None)
     return found
 
 
@@ -68,13 +87,14 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
             "-" if speed_up is None else f"{speed_up:.3g}x",
             number(record.tflops),
             "n/a" if extra is None else f"{extra / 2**20:.1f}",
-            _note(record),
+            note(record),
         )
         table.append(dict(zip(COLUMNS, cells, strict=True)))
     return table
 
 
-def _note(record: Record) -> str:
+def note(record: Record) -> str:
+    """What a row says besides its numbers."""
     parts = [record.reason] if record.reason else []
     if record.rows_differ:
         parts.append(f"{record.rows_differ} rows select otherwise than the oracle")

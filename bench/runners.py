@@ -1,5 +1,6 @@
 """How each framework runs a step: the same arguments in, named results out, time and memory."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,7 @@ def problem(
     framework: str,
     platform: str,
     capability: tuple[int, int] | None = None,
+    device: str | None = None,
 ) -> Problem:
     """What the registry of `framework` is asked about; `branch` is filled in later."""
     model, run = settings.model, settings.runtime
@@ -55,6 +57,7 @@ def problem(
         Dv=model.d_v,
         packed=False,
         config=settings.nsa,
+        device=None if device == "cpu" else device,
     )
 
 
@@ -65,8 +68,11 @@ class JaxRunner:
     api = nsa_jax
     registry = REGISTRY
 
-    def __init__(self):
+    def __init__(self, device: str = "auto"):
+        _choose(device)
         self.platform, self.capability = jax.default_backend(), capability()
+        if device == "cuda" and self.platform == "cpu":
+            raise ValueError("device must be auto or cpu, got cuda: JAX finds no GPU")
         self.device = "cpu" if self.platform == "cpu" else jax.devices()[0].device_kind
         self.dense_names = ("xla",) if self.platform == "cpu" else ("cudnn", "xla")
 
@@ -77,7 +83,8 @@ class JaxRunner:
         """Causal attention by JAX's own function; `name` is its implementation."""
         width = value.shape[-1]
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, query.shape[-1] - width),))
-        how: dict[str, Any] = {"is_causal": True, "implementation": name}
+        causal = _is_causal(query.shape[1], key.shape[1])
+        how: dict[str, Any] = {"is_causal": causal, "implementation": name}
         out = jax.nn.dot_product_attention(query, key, value, **how)
         return {"out": out[..., :width]}
 
@@ -120,17 +127,23 @@ class JaxStep:
     def __call__(self, *sources) -> dict[str, Any]:
         return self.run(*sources)
 
-    def time(self, seconds: float) -> timing.Timing:
-        copies = [self.sources]
-        if jax.default_backend() != "cpu":
-            size = sum(x.nbytes for x in jax.tree.leaves(self.sources))
-            wanted = min(MOST_COPIES, -(-ROTATED_BYTES // size))
-            copies += [jax.tree.map(jnp.copy, self.sources) for _ in range(wanted - 1)]
+    def time(self, seconds: float = math.inf, **how: Any) -> timing.Timing:
+        copies = rotated(self.sources)
         return timing.time_host(
             lambda index: self.run(*copies[index % len(copies)]),
             jax.block_until_ready,
             seconds=seconds,
+            **how,
         )
+
+
+def rotated[T](sources: T) -> list[T]:
+    """`sources` and, on a GPU, so many copies that they cannot all stay in the L2 cache."""
+    if jax.default_backend() == "cpu":
+        return [sources]
+    size = sum(x.nbytes for x in jax.tree.leaves(sources))
+    wanted = min(MOST_COPIES, -(-ROTATED_BYTES // size))
+    return [sources, *(jax.tree.map(jnp.copy, sources) for _ in range(wanted - 1))]
 
 
 class TorchRunner:
@@ -138,7 +151,7 @@ class TorchRunner:
 
     framework = "torch"
 
-    def __init__(self):
+    def __init__(self, device: str = "auto"):
         import torch
 
         import nsa_torch
@@ -146,7 +159,10 @@ class TorchRunner:
 
         self.torch, self.api = torch, nsa_torch
         self.registry = nsa_torch.dispatch.REGISTRY
-        cuda = torch.cuda.is_available()
+        _choose(device)
+        cuda = torch.cuda.is_available() and device != "cpu"
+        if device == "cuda" and not cuda:
+            raise ValueError("device must be auto or cpu, got cuda: torch finds no GPU")
         self.platform = "cuda" if cuda else "cpu"
         self.capability = torch.cuda.get_device_capability() if cuda else None
         self.device = torch.cuda.get_device_name() if cuda else "cpu"
@@ -168,14 +184,19 @@ class TorchRunner:
         """Causal attention by `scaled_dot_product_attention`; `name` is its backend."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        backend = {
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "math": SDPBackend.MATH,
+        }
         functional, width = self.torch.nn.functional, value.shape[-1]
+        causal = _is_causal(query.shape[1], key.shape[1])
         if name == "flash":
             value = functional.pad(value, (0, query.shape[-1] - width))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         with sdpa_kernel([backend[name]]):
             out = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
+                query, key, value, is_causal=causal, enable_gqa=True
             )
         return {"out": out.transpose(1, 2)[..., :width]}
 
@@ -194,7 +215,7 @@ class TorchRunner:
         return None if "jax" in implementation.split("/") else step.extra_peak_bytes
 
     def prepare(self, function, arguments: Mapping[str, Any], cotangent=None) -> "TorchStep":
-        return TorchStep(self.torch, function, dict(arguments), cotangent)
+        return TorchStep(self, function, dict(arguments), cotangent)
 
     def numpy(self, x, rows: np.ndarray | None = None) -> np.ndarray:
         x = x if rows is None else x[:, self.torch.as_tensor(rows, device=x.device)]
@@ -207,10 +228,11 @@ class TorchRunner:
 class TorchStep:
     """`function(arguments)` without gradients, or with a cotangent with them."""
 
-    def __init__(self, torch, function, arguments, cotangent):
+    def __init__(self, runner: TorchRunner, function, arguments, cotangent):
+        torch = runner.torch
         self.torch, self.function = torch, function
         self.sources = (arguments,) if cotangent is None else (arguments, cotangent)
-        self.cuda = torch.cuda.is_available()
+        self.cuda = runner.platform == "cuda"
         self.extra_peak_bytes = None
         if self.cuda:
             self(*self.sources)  # caches and compiled kernels are not the call's own memory
@@ -234,12 +256,11 @@ class TorchStep:
         )
         return {"out": out, "gradients": jax.tree.unflatten(tree, grads)}
 
-    def time(self, seconds: float) -> timing.Timing:
+    def time(self, seconds: float = math.inf, **how: Any) -> timing.Timing:
+        how = {"seconds": seconds, **how}
         if self.cuda:
-            return timing.time_cuda_events(lambda _: self(*self.sources), seconds=seconds)
-        return timing.time_host(
-            lambda _: self(*self.sources), lambda result: result, seconds=seconds
-        )
+            return timing.time_cuda_events(lambda _: self(*self.sources), **how)
+        return timing.time_host(lambda _: self(*self.sources), lambda result: result, **how)
 
 
 RUNNERS = {"jax": JaxRunner, "torch": TorchRunner}
@@ -255,6 +276,21 @@ def out_of_memory(error: BaseException) -> bool:
         or "RESOURCE_EXHAUSTED" in text
         or "can't allocate memory" in text
     )
+
+
+def _choose(device: str) -> None:
+    """Keeps JAX, which makes both frameworks' inputs and oracles, where it is asked to be."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _is_causal(queries: int, keys: int) -> bool:
+    """The libraries' causal masks are aligned top left: right for T = S; one query sees all."""
+    if queries not in (1, keys):
+        raise NotImplementedError(f"dense needs T = S or T = 1, got T={queries}, S={keys}")
+    return queries > 1
 
 
 def _host_bytes() -> int:

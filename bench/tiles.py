@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
-from absl import logging as absl_logging
 
 import configs
-from bench import problems, records, tuning
+from bench import cli, problems, records, tuning
 from bench.runners import JaxRunner, problem
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import limits
@@ -60,10 +59,6 @@ def table(kernel: str, outcome: tuning.Outcome) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        absl_logging.set_verbosity(absl_logging.WARNING)
     runner = JaxRunner()
     given = {} if SEQ_LEN.value is None else {"seq_len": SEQ_LEN.value}
     settings = [problems.settings(name, given) for name in CONFIG.value]
@@ -102,4 +97,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

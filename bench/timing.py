@@ -6,13 +6,14 @@ the caller rotates the inputs where they could stay in the L2 cache. On the CPU:
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-SAMPLE_MS = 5.0
+SAMPLE_MS, WARMUP = 5.0, 3
 MIN_SAMPLES, MAX_SAMPLES = 5, 50
 L2_FLUSH_BYTES = 256 * 2**20
 
@@ -33,12 +34,36 @@ class Timing:
         return cls(float(median), float(p20), float(p80), len(samples_ms), timer)
 
 
+def _collect(
+    sample: Callable[[int], tuple[float, float]], seconds: float, iters: int | None
+) -> list[float]:
+    """Samples of `(ms of one call, ms spent)`: `iters`, or for about `seconds` 5 to 50."""
+    samples_ms: list[float] = []
+    spent_ms = 0.0
+    while len(samples_ms) < (iters or MAX_SAMPLES):
+        once_ms, took_ms = sample(len(samples_ms))
+        samples_ms.append(once_ms)
+        spent_ms += took_ms
+        enough = len(samples_ms) >= MIN_SAMPLES and spent_ms > seconds * 1e3
+        if iters is None and enough:
+            break
+    return samples_ms
+
+
 def time_host(
-    call: Callable[[int], Any], sync: Callable[[Any], Any], *, seconds: float
+    call: Callable[[int], Any],
+    sync: Callable[[Any], Any],
+    *,
+    seconds: float = math.inf,
+    iters: int | None = None,
+    warmup: int = 1,
 ) -> Timing:
     """Host clock around `call(i)` for consecutive `i`, then `sync` on the last result.
 
-    Runs for about `seconds`, but takes 5 samples at least.
+    Args:
+      seconds: about as long, but 5 samples at least and 50 at most.
+      iters: as many samples, however long they take.
+      warmup: calls before the first sample.
     """
 
     def sample(calls: int, first: int) -> float:
@@ -49,20 +74,31 @@ def time_host(
         sync(result)
         return (time.perf_counter() - start) * 1e3 / calls
 
-    sync(call(0))
+    for index in range(max(warmup, 1)):
+        sync(call(index))
     once_ms = sample(1, 1)
     calls = max(1, round(SAMPLE_MS / once_ms + 0.5)) if once_ms < SAMPLE_MS else 1
-    samples_ms, total_ms = [], 0.0
-    while len(samples_ms) < MAX_SAMPLES:
-        samples_ms.append(sample(calls, len(samples_ms) * calls))
-        total_ms += samples_ms[-1] * calls
-        if len(samples_ms) >= MIN_SAMPLES and total_ms > seconds * 1e3:
-            break
+
+    def several(index: int) -> tuple[float, float]:
+        took_ms = sample(calls, index * calls)
+        return took_ms, took_ms * calls
+
+    samples_ms = _collect(several, seconds, iters)
     return Timing.of(samples_ms, "host" if calls == 1 else f"host/{calls}")
 
 
-def time_cuda_events(call: Callable[[int], Any], *, seconds: float) -> Timing:
-    """CUDA events around one `call(i)` on torch's current stream, L2 flushed before each."""
+def time_cuda_events(
+    call: Callable[[int], Any],
+    *,
+    seconds: float = math.inf,
+    iters: int | None = None,
+    warmup: int = WARMUP,
+    timer: str = "cuda_events",
+) -> Timing:
+    """CUDA events around one `call(i)` on torch's current stream, L2 flushed before each.
+
+    Args as in `time_host`.
+    """
     import torch
 
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -76,11 +112,27 @@ def time_cuda_events(call: Callable[[int], Any], *, seconds: float) -> Timing:
         end.synchronize()
         return start.elapsed_time(end)
 
-    for index in range(3):
+    for index in range(max(warmup, 1)):
         sample(index)
-    samples_ms: list[float] = []
-    while len(samples_ms) < MAX_SAMPLES:
-        samples_ms.append(sample(len(samples_ms)))
-        if len(samples_ms) >= MIN_SAMPLES and sum(samples_ms) > seconds * 1e3:
-            break
-    return Timing.of(samples_ms, "cuda_events")
+    samples_ms = _collect(lambda index: (sample(index),) * 2, seconds, iters)
+    return Timing.of(samples_ms, timer)
+
+
+def cuda_graph(call: Callable[[], Any]) -> Callable[[], None]:
+    """`call`, captured on torch's current device: what comes back replays its kernels.
+
+    Raises whatever the capture raises where `call` waits for the device.
+    """
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

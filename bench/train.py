@@ -11,7 +11,6 @@ and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` go
 """
 
 import dataclasses
-import datetime
 import itertools
 import sys
 import tempfile
@@ -19,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
-from absl import logging as absl_logging
+from absl import flags
 
-from bench import records
+from bench import cli, command, records
 from bench.lm import curves, log, loop, spec, speed, variants
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags
@@ -103,16 +101,11 @@ SAVE = flags.DEFINE_bool(
 
 
 def main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    if "verbosity" in flags.FLAGS and not flags.FLAGS["verbosity"].present:
-        absl_logging.set_verbosity(absl_logging.WARNING)
     if RESUME.value and OUT.value is None:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:
         raise ValueError("--dense=all is for --throughput, got a training run")
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    folder = Path(OUT.value or Path(__file__).parent / "results" / stamp)
+    folder = command.folder(OUT.value)
     path = folder / "train.jsonl"
     if path.exists() and not RESUME.value:
         raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
@@ -234,8 +227,4 @@ def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
 
 
 if __name__ == "__main__":
-    for name in FLAGS:
-        flags.FLAGS[name] = FLAGS[name]
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
-    FLAGS.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
-    app.run(main)
+    cli.run(main, FLAGS)

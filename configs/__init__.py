@@ -2,11 +2,13 @@
 
 `load` reads a YAML file of this folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key is an error, and numbers are read by the type of the field
-(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `bench.tiles` measured.
+(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `bench.tiles` measured,
+`devices/<device>.yaml` what `bench.tune` made of records.
 """
 
 import dataclasses
 import json
+import logging
 import re
 import types
 import typing
@@ -16,7 +18,11 @@ from typing import Any
 
 import yaml
 
+log = logging.getLogger(__name__)
+
 FOLDER = Path(__file__).parent
+# The seed system's names of keys, by section.
+ALIASES = {"runtime": {"sel_triton_min_L": "sel_min_len"}}
 
 
 def slug(device: str) -> str:
@@ -30,7 +36,7 @@ def load(name: str | Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no mapping, or no JSON.
+      ValueError: it holds no mapping, or no YAML or JSON.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml", ".json"):
@@ -44,9 +50,39 @@ def load(name: str | Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
     else:
-        data = yaml.safe_load(path.read_text())
+        try:
+            data = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
+    return _renamed(data, path)
+
+
+def _renamed(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`data` with today's names for those of `ALIASES`."""
+    for section, names in ALIASES.items():
+        for old, new in names.items():
+            found = data.get(section)
+            if not isinstance(found, dict) or old not in found:
+                continue
+            if new in found:
+                raise ValueError(f"{path}: {section} has both {old} and {new}, its new name")
+            log.warning("%s: %s.%s is called %s now", path, section, old, new)
+            data = data | {section: {new if k == old else k: v for k, v in found.items()}}
+    return data
+
+
+def sequence(path: str | Path) -> list[Any]:
+    """The list in the YAML file at `path`.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it holds no list.
+    """
+    data = yaml.safe_load(Path(path).read_text())
+    if not isinstance(data, list):
+        raise ValueError(f"{path} must hold a list, got {type(data).__name__}")
     return data
 
 
@@ -83,10 +119,18 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be a mapping, got {value!r}")
         return build(kind, value, where)  # type: ignore[arg-type]
-    if isinstance(kind, types.UnionType):
-        inner = [k for k in typing.get_args(kind) if k is not type(None)]
-        return None if value is None else _coerce(value, inner[0], where)
     origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = [k for k in typing.get_args(kind) if k is not type(None)]
+        if value is None and len(inner) < len(typing.get_args(kind)):
+            return None
+        reasons = []
+        for option in inner:
+            try:
+                return _coerce(value, option, where)
+            except ValueError as error:
+                reasons.append(str(error))
+        raise ValueError("; or ".join(reasons))
     if origin is typing.Literal:
         if value not in typing.get_args(kind):
             raise ValueError(f"{where} must be one of {typing.get_args(kind)}, got {value!r}")

@@ -123,13 +123,25 @@ def tiles_of(
 def device_of(x: Any, xp: Any) -> str | None:
     """What the driver calls the GPU that kernels on `x` run on, or None; `xp` is `jax.numpy`
     (its default device counts) or `torch` (the tensor's)."""
+    if isinstance(x, jax.Array):
+        return jax_device()
     if limits.interpret.get():
         return None
-    if isinstance(x, jax.Array):
-        device = jax.config.jax_default_device or jax.devices()[0]
-        device = jax.devices(device)[0] if isinstance(device, str) else device
-        return device.device_kind if device.platform in ("gpu", "cuda") else None
-    return _cuda_name(xp, x.device.index) if x.device.type == "cuda" else None
+    return cuda_name(xp, x.device.index) if x.device.type == "cuda" else None
+
+
+def jax_device() -> str | None:
+    """What the driver calls JAX's default device where that is a GPU, or None."""
+    if limits.interpret.get():
+        return None
+    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
+    return device.device_kind if device.platform in ("gpu", "cuda") else None
+
+
+def cuda_name(torch: Any, index: int | None) -> str:
+    """What the driver calls the GPU with this index."""
+    return _cuda_name(torch, index)
 
 
 @functools.cache

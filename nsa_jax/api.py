@@ -13,7 +13,7 @@ import importlib
 
 from jaxtyping import Array, Float, Int
 
-from nsa_jax import branches, validate
+from nsa_jax import branches, debug, validate
 from nsa_jax.compress import CompressParams
 from nsa_jax.compress import compress as compress_windows
 from nsa_jax.config import NSAConfig
@@ -61,9 +61,10 @@ def attention(
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
         validate.attention(query, k, v, config, segment_ids, scale, branch)
     if compressed is None:
+        phi = debug.watch(debug.JAX, "compress", "xla", compress_windows)
         compressed = (
-            compress_windows(key.compressed, config=config, segment_ids=segment_ids),
-            compress_windows(value.compressed, config=config, segment_ids=segment_ids),
+            phi(key.compressed, config=config, segment_ids=segment_ids),
+            phi(value.compressed, config=config, segment_ids=segment_ids),
         )
     return attend(
         query,
@@ -101,8 +102,10 @@ def attend(
     where = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
     compressed_key, compressed_value = compressed
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    if {choice.implementation for choice in plan} == {"mosaic"}:
+    fused = {choice.implementation for choice in plan} == {"mosaic"}
+    if fused and not debug.stepwise(debug.JAX, query, key, value, gates, compressed):
         whole = importlib.import_module("nsa_jax.mosaic").attention
+        whole = debug.watch(debug.JAX, "all", "mosaic", whole)
         if block_indices is not None:
             validate.indices(block_indices, query, key.selected, config)
         return whole(query, key, value, gates, compressed, block_indices, **where)
@@ -114,7 +117,7 @@ def attend(
         plan.selected.load()(query, key.selected, value.selected, block_indices, **where)[0],
         plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
     )
-    return branches.combine(outputs, gates)
+    return debug.watch(debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
 
 def compress(
@@ -293,4 +296,8 @@ def _plan(query, key, value_width, config, segment_ids, implementation) -> Plan:
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )
-    return REGISTRY.plan(problem, implementation)
+    plan = REGISTRY.plan(problem, implementation)
+    if debug.on:
+        debug.plan(debug.JAX, problem, plan)
+        return debug.watched(debug.JAX, REGISTRY, plan)
+    return plan

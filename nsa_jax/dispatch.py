@@ -1,7 +1,8 @@
 """Which implementation runs: an ordered registry that can say why it refused each one.
 
 An implementation named by the caller never falls back. Automatic choice walks the order and
-takes the first that does not refuse; the refusals travel with the choice.
+takes the first that does not refuse, and that the device's thresholds and policy do not keep
+back (`policy.py`); the refusals travel with the choice.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from typing import Literal, NamedTuple
 import jax
 
 import kernels_pallas
+from kernels_pallas import tiles
+from nsa_jax import policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 
@@ -43,6 +46,7 @@ class Problem:
     config: NSAConfig
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
     strided: str | None = None  # which tensor should lie in memory in another way, and how
+    device: str | None = None  # the GPU, as its driver calls it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Registry:
         for entry in entries.values():
             if entry.name in refused:
                 continue
-            reason = entry.why_not(problem)
+            reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
             if reason is None:
                 choice = Choice(problem.branch, entry.name, refused, entry.load)
                 _log_once(str(choice))
@@ -220,4 +224,5 @@ def problem_of(
         Dv=value_width,
         packed=packed,
         config=config,
+        device=tiles.jax_device(),
     )

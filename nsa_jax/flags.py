@@ -3,8 +3,11 @@
 Import this module before `app.run`, then pass `implementation=flags.implementation(...)`.
 """
 
+import dataclasses
+
 from absl import flags
 
+from nsa_jax import policy
 from nsa_jax.dispatch import OnUnsupported, Problem, Registry
 from nsa_jax.types import Branches
 
@@ -32,6 +35,27 @@ _ON_UNSUPPORTED = flags.DEFINE_enum(
 )
 
 
+class _LengthParser(flags.ArgumentParser):
+    syntactic_help = "a length, or never"
+
+    def parse(self, argument):
+        return policy.parse(argument)
+
+
+_THRESHOLDS = {
+    field.name: flags.DEFINE(
+        _LengthParser(),
+        field.name,
+        None,
+        f"The smallest length at which automatic choice takes {'/'.join(kernels)} for the "
+        f"{branch} branch, in place of the device's.",
+        serializer=flags.ArgumentSerializer(),
+    )
+    for field in dataclasses.fields(policy.Thresholds)
+    for branch, kernels in [policy.DECIDES[field.name]]
+}
+
+
 def named() -> Branches[str | None]:
     """The names given on the command line; None where the flag says auto."""
     each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
@@ -43,6 +67,11 @@ def on_unsupported() -> OnUnsupported:
     return "fallback" if _ON_UNSUPPORTED.value == "fallback" else "error"
 
 
+def thresholds() -> policy.Thresholds:
+    """The values of `--fa2_min_len_win`, `--fa2_min_len_cmp` and `--sel_min_len`."""
+    return policy.Thresholds(**{name: flag.value for name, flag in _THRESHOLDS.items()})
+
+
 def implementation(registry: Registry, problem: Problem) -> Branches[str]:
     """What the flags come to for `problem`, ready for `implementation=`.
 
@@ -50,5 +79,6 @@ def implementation(registry: Registry, problem: Problem) -> Branches[str]:
       ValueError: the framework has no implementation of a given name.
       NotImplementedError: a named one cannot run `problem`, and `--on_unsupported=error`.
     """
-    plan = registry.plan(problem, named(), on_unsupported())
+    with policy.overridden(thresholds(), "a flag"):
+        plan = registry.plan(problem, named(), on_unsupported())
     return Branches(*(getattr(plan, b).implementation for b in Branches._fields))

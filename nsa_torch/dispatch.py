@@ -15,9 +15,12 @@ import torch
 
 import kernels_pallas
 from interop.launch import ALIGNMENT
+from kernels_pallas import tiles
+from nsa_jax import debug
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, Problem, Registry, kernel
 from nsa_torch import fa2
+from nsa_torch.debug import TORCH
 
 NUMBERS = tuple(NSAConfig.__dataclass_fields__)
 FUNCTIONS = {
@@ -96,8 +99,16 @@ class Chosen(NamedTuple):
             # In place of importlib: torch.compile follows import statements only.
             from nsa_torch import mosaic
 
-            return getattr(mosaic, FUNCTIONS[step])
-        return next(entry for entry in REGISTRY.table[step] if entry.name == name).load()
+            function = getattr(mosaic, FUNCTIONS[step])
+        else:
+            function = _entry(step, name).load()
+        if not debug.on:
+            return function
+        return debug.watch(TORCH, step, name, function, _entry(step, "reference").load)
+
+
+def _entry(step: str, name: str) -> Implementation:
+    return next(entry for entry in REGISTRY.table[step] if entry.name == name)
 
 
 def choose(
@@ -131,7 +142,10 @@ def problem_of(
 
 @torch.compiler.assume_constant_result
 def _names(implementation, *description) -> tuple[str, ...]:
-    plan = REGISTRY.plan(_problem(*description), implementation)
+    problem = _problem(*description)
+    plan = REGISTRY.plan(problem, implementation)
+    if debug.on:
+        debug.plan(TORCH, problem, plan)
     return tuple(choice.implementation for choice in plan)
 
 
@@ -142,7 +156,7 @@ def _description(query, key, value_width, config, packed, memory):
     batch, length, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     if torch.compiler.is_compiling():
-        length = num_keys = 0  # may have no number, and decide nothing
+        length = num_keys = 0  # may have no number; no threshold of a length applies
     sizes = batch, length, num_keys, heads, kv_heads, width, value_width
     numbers = tuple(getattr(config, name) for name in NUMBERS)
     return device, dtype, tuple(map(operator.index, sizes)), numbers, packed, _strided(memory)
@@ -169,6 +183,7 @@ def _problem(device, dtype, sizes, numbers, packed, strided) -> Problem:
         packed=packed,
         config=NSAConfig(*numbers),
         strided=strided,
+        device=tiles.cuda_name(torch, index) if platform == "cuda" else None,
     )
 
 

@@ -22,13 +22,14 @@ what a named implementation cannot do raises `NotImplementedError`.
 import torch
 from torch import Tensor
 
-from nsa_jax import validate
+from nsa_jax import debug, validate
 from nsa_jax.compress import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 from nsa_torch import autograd, checks
 from nsa_torch.compress import compress as compress_windows
+from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, problem_of
 
 type Names = str | Branches[str | None] | None
@@ -96,7 +97,8 @@ def _attention(
     query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, chosen
 ):
     kv_len = key.selected.shape[1]
-    if all(name == "jax" for name in chosen):
+    fused = all(name == "jax" for name in chosen)
+    if fused and not debug.stepwise(TORCH, query):
         arrays = {
             "query": query,
             "key": key,
@@ -109,10 +111,8 @@ def _attention(
         return autograd.jax_function("attention", arrays, {"config": config, "scale": scale})
     where = {"config": config, "cu_seqlens": cu_seqlens}
     if compressed is None:
-        compressed = (
-            compress_windows(key.compressed, **where),
-            compress_windows(value.compressed, **where),
-        )
+        phi = debug.watch(TORCH, "compress", "torch", compress_windows)
+        compressed = phi(key.compressed, **where), phi(value.compressed, **where)
     where |= {"kv_len": kv_len, "scale": scale}
     return attend(query, key, value, gates, compressed, block_indices, chosen, where)
 
@@ -123,11 +123,13 @@ def attend(query, key, value, gates, compressed, block_indices, chosen, where, c
     `clean`: keys and values that no query may look at are finite.
     """
     with _as_given(query):
-        if all(name == "mosaic" for name in chosen):
+        fused = all(name == "mosaic" for name in chosen)
+        if fused and not debug.stepwise(TORCH, query):
             from nsa_torch import mosaic
 
             tensors = query, key, value, gates, compressed, block_indices
-            return mosaic.attention(*tensors, **where, clean=clean)
+            whole = debug.watch(TORCH, "all", "mosaic", mosaic.attention)
+            return whole(*tensors, **where, clean=clean)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **where)
         selected = key.selected, value.selected, block_indices
@@ -137,7 +139,7 @@ def attend(query, key, value, gates, compressed, block_indices, chosen, where, c
             chosen.load("selected")(query, *selected, **where)[0],
             chosen.load("sliding")(query, key.sliding, value.sliding, **where)[0],
         )
-        return autograd.combine(outputs, gates)
+        return debug.watch(TORCH, "combine", "torch", autograd.combine)(outputs, gates)
 
 
 def compress(

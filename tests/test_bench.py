@@ -94,6 +94,17 @@ class TestRecords:
             records.read(path)
         assert f"{path}:2" in str(error.value)
 
+    def test_lines_from_before_a_field_are_read(self, tmp_path):
+        path = tmp_path / "x.jsonl"
+        records.append(path, [OK])
+        line = json.loads(path.read_text())
+        assert line.pop("extra") == {}
+        path.write_text(json.dumps(line) + "\n")
+        assert records.read(path) == [OK]
+        path.write_text(json.dumps(line | {"extra": [1]}) + "\n")
+        with pytest.raises(ValueError, match="extra must be"):
+            records.read(path)
+
     def test_nothing_is_appended_to_a_truncated_file(self, tmp_path):
         path = tmp_path / "x.jsonl"
         path.write_text('{"schema": 1')
@@ -202,6 +213,23 @@ class TestInputs:
             problems.make(settings, "random").overlap + 0.05
         )
 
+    def test_the_last_queries_of_a_problem(self):
+        settings = problems.settings("tiny", {"seq_len": 127})
+        whole, last = (problems.make(settings, "text", num_queries=n) for n in (None, 5))
+        for name in ("query", "gates", "block_indices"):
+            np.testing.assert_array_equal(getattr(last, name), getattr(whole, name)[:, -5:])
+        np.testing.assert_array_equal(last.key.selected, whole.key.selected)
+        assert (last.num_keys, last.cotangent.shape[1]) == (127, 5)
+        assert problems.make(settings, "random", num_queries=1).overlap is None
+        with pytest.raises(ValueError, match=r"num_queries must be in 1\.\.127, got 128"):
+            problems.make(settings, "random", num_queries=128)
+        arguments = last.arguments("selected")
+        slabs = oracle.Slabs.of(5, 4 * 127, offset=122)
+        found = oracle.outputs("selected", arguments, settings.nsa, slabs)["out"]
+        slabs = oracle.Slabs.of(127, 4 * 127)
+        expected = oracle.outputs("selected", whole.arguments("selected"), settings.nsa, slabs)
+        np.testing.assert_allclose(found, expected["out"][:, -5:], rtol=0, atol=1e-12)
+
     def test_overlap(self):
         indices = jnp.array([[0, 1, 2], [0, 2, 3], [4, 5, 6], [4, -1, -1]])[None, :, None]
         assert float(problems.overlap(indices)) == pytest.approx((2 / 3 + 0 + 1) / 3)
@@ -269,6 +297,14 @@ def test_timing_counts_calls_and_orders_percentiles():
     assert 0.3 <= found.p20_ms <= found.time_ms <= found.p80_ms < 50
     assert found.samples >= timing.MIN_SAMPLES and found.timer.startswith("host/")
     assert len(calls) > found.samples
+
+
+def test_timing_takes_as_many_samples_as_asked():
+    for iters in (1, 7, 60):
+        found = timing.time_host(
+            lambda _: time.sleep(0.006), lambda _: None, iters=iters, warmup=2
+        )
+        assert (found.samples, found.timer) == (iters, "host")
 
 
 def test_speed_up_is_over_the_fastest_dense_of_the_same_framework():

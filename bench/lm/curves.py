@@ -95,7 +95,6 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
     """What ran, the verdicts, a row a run, a row a speed."""
     parts = []
     headers = list(last(lines, Header).values())
-    curves, ends = losses(lines), last(lines, Summary)
     if headers:
         first = headers[0]
         training = " ".join(f"{name}={value}" for name, value in first.training.items())
@@ -106,34 +105,45 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
             f"text: sha256 {first.input_sha256[:16]}; commit {first.commit or 'unknown'}",
             "\n".join(f"- {verdict}" for verdict in found),
         ]
-        rows = [
-            (
-                *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
-                *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
-                _number(ends[run].held_out_loss, ".4f"),
-            )
-            for run, h in last(lines, Header).items()
-            if run in ends and run in curves
-        ]
-        names = "framework attention implementation M-parameters status steps".split()
-        parts.append(_table([*names, "last tenth", "held out"], rows))
+        parts.append(_table(*run_table(lines)))
     speeds = [line for line in lines if isinstance(line, Speed)]
     if speeds:
-        rows = [
-            (
-                *(s.model, s.framework, s.attention, s.implementation, s.dtype),
-                *(str(s.seq_len), str(s.batch), s.status, _number(s.time_ms, ".4g")),
-                _number(s.tokens_per_s, ".0f"),
-                _number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
-                _number(s.mfu and 100 * s.mfu, ".1f"),
-                s.reason.replace("|", "/"),
-            )
-            for s in speeds
-        ]
-        names = "model framework attention implementation dtype S B status ms tokens/s".split()
-        parts.append(_table([*names, "peak GiB", "MFU %", "note"], rows))
-        parts.append(f"MFU: {speeds[0].mfu_is}.")
+        parts += [_table(*speed_table(lines)), f"MFU: {speeds[0].mfu_is}."]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """Column names and cells of a table of runs: how each ended."""
+    curves, ends = losses(lines), last(lines, Summary)
+    rows = [
+        (
+            *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
+            *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
+            _number(ends[run].held_out_loss, ".4f"),
+        )
+        for run, h in last(lines, Header).items()
+        if run in ends and run in curves
+    ]
+    names = "framework attention implementation M-parameters status steps".split()
+    return [*names, "last tenth", "held out"], rows
+
+
+def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """Column names and cells of a table of what a step costs."""
+    rows = [
+        (
+            *(s.model, s.framework, s.attention, s.implementation, s.dtype),
+            *(str(s.seq_len), str(s.batch), s.status, _number(s.time_ms, ".4g")),
+            _number(s.tokens_per_s, ".0f"),
+            _number(s.peak_bytes and s.peak_bytes / 2**30, ".2f"),
+            _number(s.mfu and 100 * s.mfu, ".1f"),
+            s.reason.replace("|", "/"),
+        )
+        for s in lines
+        if isinstance(s, Speed)
+    ]
+    names = "model framework attention implementation dtype S B status ms tokens/s".split()
+    return [*names, "peak GiB", "MFU %", "note"], rows
 
 
 def _number(value: float | None, form: str) -> str:

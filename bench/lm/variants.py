@@ -81,6 +81,7 @@ def nsa(
         Dv=at.d_v,
         packed=False,
         config=at.config,
+        device=device(framework) if gpu(framework) else None,
     )
     plan = registry.plan(problem, names, on_unsupported)
     chosen = Branches(*(getattr(plan, step).implementation for step in Branches._fields))

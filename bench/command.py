@@ -1,0 +1,211 @@
+"""What the commands share: their flags, the folder they write to, the exit status.
+
+A command's flags are its own until it is the main program, since others have the same names:
+`FLAGS = command.flag_values()` at its head, `cli.run(main, FLAGS)` at its end.
+"""
+
+import csv
+import dataclasses
+import datetime
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from bench import problems, records
+from bench.measure import shape_of
+from bench.records import Record
+from nsa_jax.config import NSAConfig
+
+# The seed system's words for sizes: name, default, what it is.
+SEED_FLAGS = {
+    "heads": (8, "Query heads."),
+    "groups": (1, "Key/value heads."),
+    "dk": (64, "Width of queries and keys."),
+    "dv": (64, "Width of values."),
+    "l": (32, "Tokens of a compressed token."),
+    "d": (16, "Tokens between two compressed tokens."),
+    "l_sel": (64, "Tokens of a selection block."),
+    "n_sel": (16, "Selected blocks a query."),
+    "w": (512, "Keys of the sliding window."),
+}
+
+
+def flag_values(*, frameworks: bool = False, **seed: int) -> flags.FlagValues:
+    """The flags that every command has, and those of `SEED_FLAGS` with these defaults."""
+    own = flags.FlagValues()
+    at = {"flag_values": own}
+    flags.DEFINE_string(
+        "out", None, "A new folder for the results; default: bench/results/<time>.", **at
+    )
+    flags.DEFINE_bool(
+        "save_records", False, "Append to bench/records/<device>/<bench>.jsonl too.", **at
+    )
+    flags.DEFINE_string(
+        "commit", None, "The commit that this tree is a copy of, where it has no .git.", **at
+    )
+    flags.DEFINE_enum("device", "auto", ["auto", "cpu", "cuda"], "Where it runs.", **at)
+    flags.DEFINE_integer("seed", 0, "Of the random arrays.", lower_bound=0, **at)
+    flags.DEFINE_integer(
+        "iters",
+        None,
+        "Samples of a row; default: 100, without a GPU 0.2 s.",
+        lower_bound=1,
+        **at,
+    )
+    flags.DEFINE_integer("warmup", None, "Calls before the first sample.", lower_bound=1, **at)
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        list(problems.PRECISIONS),
+        "Precision; default: bf16, without a GPU f32.",
+        **at,
+    )
+    if frameworks:
+        flags.DEFINE_enum("framework", "torch", ["torch", "jax"], "What runs it.", **at)
+    for name, default in seed.items():
+        least = 0 if name == "w" else 1
+        flags.DEFINE_integer(name, default, SEED_FLAGS[name][1], lower_bound=least, **at)
+    return own
+
+
+def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
+    """The numbers of a list flag; `default` where it is not given.
+
+    Raises:
+      ValueError: something is no integer over 0.
+    """
+    given = list(map(str, default)) if values is None else [x.strip() for x in values]
+    if not given or not all(x.isdecimal() and int(x) > 0 for x in given):
+        raise ValueError(f"{name} must be integers over 0, got {','.join(given)!r}")
+    return list(map(int, given))
+
+
+def sampling(own: flags.FlagValues, gpu: bool) -> dict[str, Any]:
+    """`--iters` and `--warmup` as `timing` takes them; by default 100 samples on a GPU, and
+    without one what a fifth of a second allows."""
+    iters, warmup = own.iters, own.warmup
+    how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}
+    if iters is None and not gpu:
+        return how | {"seconds": 0.2}
+    return how | {"iters": iters or 100}
+
+
+def config_of(own: flags.FlagValues) -> NSAConfig:
+    """NSA's sizes, from the seed system's names."""
+    names = ("l", "d", "l_sel", "n_sel", "w")
+    return NSAConfig.from_seed(**{name: getattr(own, name) for name in names})
+
+
+def settings(
+    own: flags.FlagValues,
+    config: NSAConfig,
+    gpu: bool,
+    *,
+    seq_len: int,
+    batch: int = 1,
+    **model,
+) -> problems.Settings:
+    """A problem of the sizes that the flags give; `model` overrides the flags' names."""
+    given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
+    if given["heads"] % given["groups"]:
+        raise ValueError(
+            f"heads must be a multiple of groups={given['groups']}, got {given['heads']}"
+        )
+    return problems.Settings(
+        problems.Model(
+            dim=given.get("dim", given["heads"] * given["dk"]),
+            n_heads=given["heads"],
+            n_kv_groups=given["groups"],
+            d_k=given["dk"],
+            d_v=given["dv"],
+            rope_base=1e4,
+        ),
+        config,
+        problems.Runtime(
+            precision=own.dtype or ("bf16" if gpu else "f32"),
+            batch=batch,
+            seq_len=seq_len,
+            compressed_kernel="auto",
+            selected_kernel="auto",
+            sliding_kernel="auto",
+            on_unsupported="error",
+        ),
+    )
+
+
+def folder(out: str | None) -> Path:
+    """Where a run writes: `out`, or a folder of `bench/results` that bears the time."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    return Path(out) if out else Path(__file__).parent / "results" / stamp
+
+
+def speed_up(slow: Record, fast: Record) -> float | None:
+    """How many times faster; None unless both rows count."""
+    if slow.times_ms is None or fast.times_ms is None:
+        return None
+    return slow.times_ms[0] / fast.times_ms[0]
+
+
+def shown(value: float | None, unit: str = "", digits: int = 3) -> str:
+    """A number of a printed line; one that was not measured is n/a."""
+    return "n/a" if value is None else f"{value:.{digits}f}{unit}"
+
+
+class Results:
+    """The records of one run, written as they come, and the table made from them."""
+
+    def __init__(self, bench: str, own: flags.FlagValues, table: str | None = None):
+        self.bench, self.save = bench, own.save_records
+        self.folder = folder(own.out)
+        self.path = self.folder / f"{bench}.jsonl"
+        self.table = Path(table) if table else self.folder / f"{bench}.csv"
+        for path in (self.path, self.table):
+            if path.exists():
+                raise ValueError(f"{path} exists; --out and --csv must name what is new")
+        self.environment = records.environment(own.commit)
+        self.done: list[Record] = []
+
+    def add(self, **fields: Any) -> Record:
+        """Writes the record of these fields, and returns it."""
+        fields |= {"bench": self.bench, "time": records.utc_now(), **self.environment}
+        record = Record(**fields)
+        records.append(self.path, [record])
+        self.done.append(record)
+        return record
+
+    def finish(self, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> int:
+        """Writes the table as CSV beside the records, keeps them where asked; exit status."""
+        write_csv(self.table, columns, rows)
+        outside = self.table.parent != self.folder
+        print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
+        if self.save:
+            for device in dict.fromkeys(record.device for record in self.done):
+                kept = [record for record in self.done if record.device == device]
+                records.append(records.folder_of(device) / self.path.name, kept)
+        return int(any(record.status in ("wrong", "error") for record in self.done))
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
+    """A CSV file of these columns; what a row lacks is empty, what is extra an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def about(runner, settings: problems.Settings, inputs: problems.Inputs) -> dict[str, Any]:
+    """The fields of a record that belong to the problem, whatever runs."""
+    shape: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs))
+    del shape["itemsize"]
+    return shape | {
+        "framework": runner.framework,
+        "dtype": settings.runtime.dtype.name,
+        "config": dataclasses.asdict(settings.nsa),
+        "input": inputs.name,
+        "input_sha256": inputs.sha256,
+        "overlap": inputs.overlap,
+        "device": runner.device,
+    }

@@ -1,0 +1,229 @@
+"""One new token a sequence with the cache: the whole step, and each branch alone.
+
+    python -m bench.decode
+    python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
+    python -m bench.summarize <out>/decode.csv
+
+`S` counts the tokens in the cache with the new one. `ms_total` is `cached_attention`: it
+appends the token and attends. The branches run by themselves on the same cache: `ms_cmp` is
+compressed attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores`
+without the attention), `ms_win` the sliding window. Dense attention to all of the cache stands
+beside them. In torch on CUDA a CUDA graph replays the step where it can be captured (`graph`).
+
+Reads are key rows, raw or compressed, that one query reads of one key/value head:
+  reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
+                         log-sum-exp of a branch is the logarithm of the keys it took in;
+                         mean over sequences and key/value heads, the three branches added
+  reads_expected_decode  the formula `(S - l)/d + 1 + n*l' + w`, a short cache included
+  reads_actual, reads_expected  the same, summed over sequences and key/value heads
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from bench import cli, command, cost, problems, steps
+from bench.checks import Checker
+from bench.command import config_of, integers, shown
+from bench.measure import guarded, judged, shape_of, timed
+from bench.records import Record
+from bench.runners import RUNNERS, problem
+from nsa_jax import flags as kernel_flags
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import STEPS
+
+FLAGS = command.flag_values(
+    frameworks=True, heads=8, groups=2, dk=32, dv=32, l=32, d=16, l_sel=64, n_sel=16, w=512
+)
+_own = {"flag_values": FLAGS}
+BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
+DIM = flags.DEFINE_integer(
+    "dim", 256, "Width of the model that projects the text.", lower_bound=1, **_own
+)
+INPUT = flags.DEFINE_enum(
+    "input", "text", ["random", "text"], "Where the arrays come from.", **_own
+)
+LENGTHS = flags.DEFINE_list(
+    "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
+)
+CSV = flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **_own)
+FORCE = flags.DEFINE_string(
+    "branch_force_mode", "run", "Only `run`: each branch runs alone.", **_own
+)
+PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
+TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
+COLUMNS = ("S", *TIMES.values(), "reads_actual", "reads_expected")
+COLUMNS += ("reads_actual_decode", "reads_expected_decode")
+COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"))
+COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
+COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
+COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
+
+
+def work(branch: str, shape: cost.Shape, config: NSAConfig) -> cost.Cost:
+    """Useful work of one step. The whole reads what its branches read, not all keys."""
+    steps = {"selected": ("scores", "selected"), "all": ("compressed", "selected", "sliding")}
+    parts = [cost.cost(step, shape, config) for step in steps.get(branch, (branch,))]
+    return cost.Cost(
+        *(sum(pair) for pair in zip(*map(dataclasses.astuple, parts), strict=True))
+    )
+
+
+class Case:
+    """The steps of one cache length, their records and what they read."""
+
+    def __init__(self, runner, length: int, gpu: bool, results: command.Results):
+        self.runner, self.config, self.results = runner, config_of(FLAGS), results
+        self.settings = command.settings(
+            FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=DIM.value
+        )
+        asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
+        asked = dataclasses.replace(asked, T=1)
+        named, self.refusal = kernel_flags.named(), ""
+        self.labels = {step: name or "auto" for step, name in named._asdict().items()}
+        self.labels["scores"] = self.labels["selected"]
+        try:
+            plan = runner.registry.plan(asked, named, kernel_flags.on_unsupported())
+        except NotImplementedError as error:
+            self.refusal = str(error)
+        else:
+            self.plan = plan
+            self.labels = {choice.branch: choice.implementation for choice in plan}
+        seed = FLAGS.seed
+        self.inputs = problems.make(self.settings, INPUT.value, seed, num_queries=1)
+        # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
+        on_cpu = (runner.framework, gpu) == ("torch", False)
+        self.dense_names = ("math",) if on_cpu else runner.dense_names
+        self.records: dict[str, Record] = {}
+
+    def run(self, how: dict[str, Any]) -> None:
+        """Measures every step; the branches first, since the whole is made of them."""
+        own = {"status": "unsupported", "reason": self.refusal}
+        if not self.refusal:
+            own = guarded("selection", self._freeze, library=False)
+        for branch in ("compressed", "scores", "selected", "sliding", "all"):
+            found = own or guarded(
+                f"decode {branch}", lambda branch=branch: self._step(branch, how), library=False
+            )
+            self._add(branch, branch, self.labels.get(branch, self.kernel), found)
+        for name in self.dense_names:
+            found = guarded(
+                f"decode dense {name}", lambda name=name: self._dense(name, how), library=True
+            )
+            self._add(f"dense_{name}", "dense", name, found)
+
+    @property
+    def kernel(self) -> str:
+        """What runs each step, in their order; one name where that is the same."""
+        names = [self.labels[step] for step in STEPS]
+        return names[0] if len(set(names)) == 1 else "/".join(names)
+
+    def _freeze(self) -> dict[str, Any]:
+        """From here on the selection is the path's own; it is judged as `scores`."""
+        self.checker = Checker(self.settings, self.inputs, backward=False)
+        self.cached = steps.Cached(self.runner, self.inputs, self.config, self.plan)
+        chosen = self.cached.chosen()
+        inputs = dataclasses.replace(self.inputs, block_indices=chosen)
+        self.frozen = Checker(self.settings, inputs, backward=False)
+        return {}
+
+    def _step(self, branch: str, how: dict[str, Any]) -> dict[str, Any]:
+        checker = self.checker if branch == "scores" else self.frozen
+        return self._timed(branch, self.cached.step(branch), checker, {}, how)
+
+    def _dense(self, name: str, how: dict[str, Any]) -> dict[str, Any]:
+        arguments = self.runner.load(self.inputs.arguments("dense"))
+        runner = self.runner
+        step = steps.stepped(runner, lambda given: runner.dense(name, **given), arguments)
+        checker = Checker(self.settings, self.inputs, backward=False)
+        return self._timed("dense", step, checker, arguments, how)
+
+    def _timed(self, branch, step, checker, arguments, how) -> dict[str, Any]:
+        found = judged(checker.check(self.runner, step, branch, arguments), checker)
+        if "status" in found:
+            return found
+        timing, graph = step.timed(how)
+        shape = shape_of(self.settings, self.inputs)
+        done = work(branch, shape, self.config)
+        found |= timed(timing, done, self.runner.device, shape.itemsize)
+        return found | {"extra": {"graph": graph}}
+
+    def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
+        common = command.about(self.runner, self.settings, self.inputs)
+        fields = common | {"implementation": label} | found
+        self.records[key] = self.results.add(branch=branch, mode="decode", **fields)
+
+    def row(self) -> dict[str, Any]:
+        """The line of the CSV file."""
+        whole = self.records["all"]
+        parts = [self.records[branch] for branch in TIMES]
+        worst = next((record for record in parts if record.status != "ok"), whole)
+        expected = self.config.reads(whole.S)
+        rows = whole.B * whole.Hkv
+        cells: dict[str, Any] = {
+            "S": whole.S,
+            "reads_expected": expected * rows,
+            "reads_expected_decode": expected,
+            "kernel": self.kernel,
+            "graph": whole.extra.get("graph"),
+            "status": worst.status,
+            "reason": worst.reason,
+        }
+        if worst.status == "ok":
+            counts = {branch: self.cached.reads(branch) for branch in PARTS}
+            for branch, count in counts.items():
+                cells[f"reads_{PARTS[branch]}"] = int(count.sum()) / rows
+            total = int(sum(count.sum() for count in counts.values()))
+            cells |= {"reads_actual": total, "reads_actual_decode": total / rows}
+        for branch, name in TIMES.items():
+            record = self.records[branch]
+            cells |= {name: record.time_ms}
+            cells |= {f"{name}_p20": record.p20_ms, f"{name}_p80": record.p80_ms}
+        for key in ("scores", *(key for key in self.records if key.startswith("dense_"))):
+            cells[f"ms_{key}"] = self.records[key].time_ms
+        same = ("B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit")
+        return cells | {name: getattr(whole, name) for name in same}
+
+
+def line(cells: dict[str, Any]) -> str:
+    """The seed system's table, one line."""
+    times = "  ".join(f"{shown(cells[name]):>9}" for name in TIMES.values())
+    decode, total = (cells.get(name) for name in ("reads_actual_decode", "reads_actual"))
+    reads = f"{shown(decode, digits=1)}/{cells['reads_expected_decode']}"
+    text = f"{cells['S']:>7}  {times}  {reads:>13}  {shown(total, digits=0):>10}"
+    return text + (f"  {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else "")
+
+
+HEAD = f"{'Context':>7}  {'Total(ms)':>9}  {'cmp(ms)':>9}  {'sel(ms)':>9}  {'win(ms)':>9}"
+HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}"
+
+
+def main(argv: Sequence[str]) -> int:
+    if FORCE.value != "run":
+        raise ValueError(
+            "branch_force_mode must be run: to force a gate computes all three branches and "
+            f"times none of them, so each runs alone here; got {FORCE.value!r}"
+        )
+    runner = RUNNERS[FLAGS.framework](FLAGS.device)
+    gpu = runner.platform != "cpu"
+    default = (512, 1024, 2048, 4096) if gpu else (512, 1024)
+    lengths = integers("S_list", LENGTHS.value, default)
+    config_of(FLAGS)
+    how, rows = command.sampling(FLAGS, gpu), []
+    how = {"warmup": 8} | how
+    if gpu:
+        how["iters"] = FLAGS.iters or 32
+    results = command.Results("decode", FLAGS, CSV.value)
+    print(f"device: {runner.device}; {runner.framework}\n{HEAD}", flush=True)
+    for length in lengths:
+        case = Case(runner, length, gpu, results)
+        case.run(how)
+        rows.append(case.row())
+        print(line(rows[-1]), flush=True)
+    return results.finish(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

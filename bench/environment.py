@@ -1,0 +1,180 @@
+"""What is installed here, on which device, and whether the pairs that must fit do.
+
+    python -m bench.environment                 # print it
+    python -m bench.environment --out env.json  # and keep it
+
+A pair fits where the metadata of the one package allows the installed version of the other:
+torch states its triton, JAX its jaxlib and CUDA plugin. On a GPU one process moves an array in
+both frameworks, which shows that their CUDA runtimes load beside each other. The exit status is
+1 when a pair is broken.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from absl import app, flags
+from packaging.requirements import Requirement
+
+from bench import cli, records
+
+SCHEMA = 1
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+OUT = flags.DEFINE_string("out", None, "A new file, for the same as JSON.", **_own)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+)
+
+CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+# Who states the version of whom, and in which of its extras.
+PAIRS = (
+    ("torch", "triton", ""),
+    ("jax", "jaxlib", ""),
+    ("jax", "jax-cuda13-plugin", "cuda13"),
+    ("jax", "jax-cuda12-plugin", "cuda12"),
+    ("jax-cuda13-plugin", "jax-cuda13-pjrt", ""),
+    ("jax-cuda12-plugin", "jax-cuda12-pjrt", ""),
+    ("jax-triton", "jax", ""),
+    ("jax-triton", "triton", ""),
+    ("flash-attn", "torch", ""),
+)
+DEVICE = """
+import torch
+cuda = torch.cuda.is_available()
+print(torch.cuda.get_device_name() if cuda else "cpu")
+"""
+BOTH = """
+import torch, jax, jax.numpy as jnp
+x = torch.arange(8.0, device="cuda") + 1
+y = jnp.arange(8.0) + 1
+assert jax.default_backend() == "gpu", f"JAX computes on {jax.default_backend()}"
+assert x.cpu().tolist() == y.tolist(), "they differ"
+z = jnp.from_dlpack(x) + y
+assert z.tolist() == (2 * x).cpu().tolist(), "an array of torch reads otherwise in JAX"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two packages that must fit; `unchecked` has a reason too."""
+
+    first: str
+    second: str
+    status: Literal["ok", "broken", "unchecked"]
+    reason: str
+
+
+def pair(
+    first: str,
+    second: str,
+    extra: str,
+    version: Callable[[str], str | None],
+    requires: Callable[[str], Iterable[str] | None],
+) -> Pair | None:
+    """Whether the versions fit as `first` states; None where that is not installed, or where
+    `second` is not and only the extra asks for it."""
+    have, other = version(first), version(second)
+    if have is None or (extra and other is None):
+        return None
+    stated = [Requirement(line) for line in requires(first) or ()]
+    stated = [
+        each
+        for each in stated
+        if each.name.lower().replace("_", "-") == second
+        and (each.marker is None or each.marker.evaluate({"extra": extra}))
+    ]
+    names = f"{first} {have}", f"{second} {other or 'missing'}"
+    if not stated:
+        return Pair(*names, "unchecked", f"{first} states no version of {second}")
+    wanted = ",".join(sorted(str(each.specifier) or "any" for each in stated))
+    fits = other is not None and all(
+        each.specifier.contains(other, prereleases=True) for each in stated
+    )
+    return Pair(*names, "ok" if fits else "broken", f"{first} needs {second} {wanted}")
+
+
+def installed_pairs() -> list[Pair]:
+    """Every pair of installed packages."""
+    found = (pair(*each, records.version, importlib.metadata.requires) for each in PAIRS)
+    return [each for each in found if each is not None]
+
+
+def cuda_runtimes(device: str) -> Pair:
+    """Whether torch and JAX both reach the GPU in one process."""
+    torch = f"torch {records.version('torch')}"
+    plugin = next((name for name in CUDA_PLUGINS if records.version(name)), None)
+    jax = f"{plugin} {records.version(plugin)}" if plugin else f"jax {records.version('jax')}"
+    if device == "cpu":
+        return Pair(torch, jax, "unchecked", "there is no GPU to load both on")
+    if plugin is None:
+        return Pair(torch, jax, "unchecked", "JAX is installed without CUDA")
+    status, said = _python(BOTH)
+    if status == 0:
+        return Pair(torch, jax, "ok", "both compute on the GPU in one process")
+    last = said.strip().splitlines()[-1] if said.strip() else f"exit status {status}"
+    return Pair(torch, jax, "broken", f"not both on the GPU in one process: {last}")
+
+
+def device_name() -> str:
+    """The GPU that torch sees, as in a record, or `cpu`; asks in a process of its own, which
+    gives the GPU's memory back."""
+    status, said = _python(DEVICE)
+    if status:
+        raise RuntimeError(f"torch does not say its device: {said.strip()[-2000:]}")
+    return said.strip().splitlines()[-1]
+
+
+def _python(program: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        timeout=120,
+    )
+    return done.returncode, done.stdout
+
+
+def describe(commit: str | None = None) -> dict[str, Any]:
+    """The environment as `env.json` has it; memory in bytes."""
+    device = device_name()
+    return {
+        "schema": SCHEMA,
+        "time": records.utc_now(),
+        "device": device,
+        **records.environment(commit),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "pairs": [dataclasses.asdict(x) for x in (*installed_pairs(), cuda_runtimes(device))],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    if OUT.value and Path(OUT.value).exists():
+        raise app.UsageError(f"--out must name a new file, {OUT.value} exists")
+    found = describe(COMMIT.value)
+    state = {True: " with local changes", False: "", None: ""}[found["dirty"]]
+    print(f"device: {found['device']}; {found['platform']}; {found['cpus']} CPUs")
+    print(f"commit: {found['commit'] or 'unknown'}{state}")
+    print("versions:", *(f"{name} {x}" for name, x in found["versions"].items() if x))
+    for each in found["pairs"]:
+        print(f"{each['status']:9} {each['first']} with {each['second']}: {each['reason']}")
+    if OUT.value:
+        Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
+        Path(OUT.value).write_text(json.dumps(found, indent=2) + "\n")
+    return int(any(each["status"] == "broken" for each in found["pairs"]))
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

@@ -1,0 +1,291 @@
+"""What records say of a kernel beside the portable path: pairs of times for one problem.
+
+A pair belongs to one of the thresholds of `nsa_jax.policy` and to a length. It comes from rows
+of JSON lines that differ in nothing but the implementation, or from a row of the CSV files of
+`bench.fa2` and `bench.selection`.
+"""
+
+import csv
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.records import Record
+from nsa_jax import policy
+
+PORTABLE = {"torch": "sdpa", "jax": "xla"}
+THRESHOLD_OF = {branch: name for name, (branch, _) in policy.DECIDES.items()}
+# What two rows of one pair have in common.
+SAME = (
+    "bench",
+    "framework",
+    "mode",
+    "B",
+    "T",
+    "S",
+    "H",
+    "Hkv",
+    "D",
+    "Dv",
+    "dtype",
+    "config",
+    "input",
+)
+SAME += ("input_sha256", "commit")
+# The columns of a CSV that hold a pair: the length, the portable path's time, the kernel's.
+FA2_COLUMNS = ("T", "sdpa_ms", "fa_ms")
+SELECTION_COLUMNS = ("L", "ref_ms", "tri_ms")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A kernel and the portable path on one problem; times in milliseconds."""
+
+    threshold: str
+    length: int  # tokens, or selected keys
+    kernel: str
+    kernel_ms: float | None  # None: it failed, `problem` says how
+    portable_ms: float | None
+    problem: str
+    where: str  # file:line
+    device: str
+    commit: str | None = None
+    time: str = ""
+
+    @property
+    def speed_up(self) -> float:
+        """Of the kernel over the portable path; 0 where it failed."""
+        return self.portable_ms / self.kernel_ms if self.kernel_ms and self.portable_ms else 0.0
+
+    def __str__(self) -> str:
+        failed = "" if self.kernel_ms else "no time"
+        times = failed or f"{self.portable_ms:.4g} / {self.kernel_ms:.4g} ms"
+        return f"{self.length}: {self.speed_up:.3g}x {self.kernel} ({times}) {self.problem}"
+
+
+@dataclasses.dataclass
+class Evidence:
+    """All pairs that were found, and what was left out and why."""
+
+    pairs: list[Pair] = dataclasses.field(default_factory=list)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
+    devices: set[str] = dataclasses.field(default_factory=set)
+
+    def note(self, text: str, where: str) -> None:
+        self.notes[text] += 1
+        self.first.setdefault(text, where)
+
+    def of(self, threshold: str) -> list[Pair]:
+        """The pairs of the kernel that automatic choice tries first, of those measured: what
+        stands behind it decides nothing here."""
+        found = [pair for pair in self.pairs if pair.threshold == threshold]
+        measured = {pair.kernel for pair in found if pair.kernel_ms}
+        first = next((k for k in policy.DECIDES[threshold][1] if k in measured), None)
+        return [pair for pair in found if pair.kernel == first]
+
+    def left_out(self) -> list[str]:
+        """One line for each reason."""
+        lines = [
+            f"{count} {'row' if count == 1 else 'rows'}, the first {self.first[text]}: {text}"
+            for text, count in self.notes.items()
+        ]
+        for threshold in policy.DECIDES:
+            used = self.of(threshold)
+            others = [p for p in self.pairs if p.threshold == threshold and p not in used]
+            for kernel in dict.fromkeys(pair.kernel for pair in others if used):
+                each = [pair for pair in others if pair.kernel == kernel]
+                lines.append(
+                    f"{len(each)} rows, the first {each[0].where}: {threshold} {kernel}: "
+                    f"{used[0].kernel} stands before it"
+                )
+        return lines
+
+
+def read_records(paths: Iterable[str | Path], device: str | None, into: Evidence) -> None:
+    """Adds the pairs of files of JSON lines; those of other devices only where none is asked.
+
+    Raises:
+      ValueError: a line is damaged, or a file is empty; the message names file and line.
+    """
+    groups: dict[tuple, list[tuple[str, Record]]] = {}
+    for path in paths:
+        placed = list(records.placed(path))
+        if not placed:
+            raise ValueError(f"{path}: holds no records")
+        for where, record in placed:
+            if record.branch not in THRESHOLD_OF:
+                continue
+            if device is not None and record.device != device:
+                into.note(f"of another device, {record.device}", where)
+                continue
+            extra = record.extra
+            if reason := _other(extra):
+                into.note(reason, where)
+                continue
+            same = {name: x for name, x in extra.items() if name not in ("kernel", "path")}
+            values = *(getattr(record, name) for name in SAME), same
+            key = *map(repr, values), record.branch, record.device
+            groups.setdefault(key, []).append((where, record))
+    for group in groups.values():
+        _pair(group, into)
+
+
+def _pair(group: Sequence[tuple[str, Record]], into: Evidence) -> None:
+    """The pairs of the rows of one problem: the slowest run of each kernel beside the fastest
+    of the portable path."""
+    branch, framework = group[0][1].branch, group[0][1].framework
+    threshold, portable = THRESHOLD_OF[branch], PORTABLE[framework]
+    rows = {name: [] for name in (portable, *policy.DECIDES[threshold][1])}
+    for where, record in group:
+        if record.implementation in rows:
+            rows[record.implementation].append((where, record))
+    base = []
+    for where, record in rows.pop(portable):
+        if record.times_ms is None:
+            what = f"{record.status}: {record.reason}"
+            into.note(f"{framework} {branch} {portable}, the portable path: {what}", where)
+        else:
+            base.append(record.times_ms[0])
+    for name, listed in rows.items():
+        able = []
+        for where, record in listed:
+            if record.status == "unsupported":
+                into.note(f"{framework} {branch} {name}: unsupported: {record.reason}", where)
+            else:
+                able.append((where, record))
+        failed = [row for row in able if row[1].times_ms is None]
+        if failed:
+            where, record = failed[0]
+            into.note(f"{framework} {branch} {name} counts as a loss: {record.status}", where)
+            problem, slowest = f"{record.status}: {record.reason}; {_problem(record)}", None
+        elif able and not base:
+            into.note(
+                f"{framework} {branch} {name}: no {portable} row of the problem", able[0][0]
+            )
+            continue
+        elif able:
+            timed = [(r.times_ms[0], place, r) for place, r in able if r.times_ms]
+            slowest, where, record = max(timed, key=lambda row: row[:2])
+            problem = _problem(record)
+        else:
+            continue
+        into.devices.add(record.device)
+        times = slowest, min(base, default=None)
+        about = problem, where, record.device, record.commit, record.time
+        into.pairs.append(Pair(threshold, _length(threshold, record), name, *times, *about))
+
+
+def _other(extra: Mapping[str, Any]) -> str | None:
+    """Why a row is about something else than what choice decides, or None."""
+    if extra.get("path") == "dense":
+        return "the dense call of FA-2, which the library does not use"
+    if str(extra.get("streams") or 1) != "1":
+        return "several streams at once"
+    return None
+
+
+def _length(threshold: str, record: Record) -> int:
+    if threshold == "sel_min_len":
+        return record.config["num_selected"] * record.config["select_block"]
+    return max(record.T, record.S)
+
+
+def _problem(record: Record) -> str:
+    sizes = f"B={record.B} T={record.T} H={record.H}/{record.Hkv} D={record.D}/{record.Dv}"
+    window = f" w={record.config['window']}" if record.branch == "sliding" else ""
+    return f"{record.framework} {record.mode} {record.dtype} {sizes}{window}"
+
+
+def read_csv(path: str | Path, device: str | None, into: Evidence) -> None:
+    """Adds the pairs of a CSV file of `bench.fa2` or `bench.selection`.
+
+    Args:
+      device: what its rows are of where it has no column `device`, and the only one wanted.
+
+    Raises:
+      ValueError: it is empty, damaged or of neither; the message names file and line.
+    """
+    text = Path(path).read_bytes()
+    try:
+        lines = text.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file: {error}") from None
+    rows = list(csv.reader(lines))
+    if len(rows) < 2:
+        raise ValueError(f"{path}: holds no rows")
+    if not text.endswith(b"\n"):
+        raise ValueError(f"{path}:{len(lines)}: the last line is truncated")
+    names = rows[0]
+    columns = next((c for c in (FA2_COLUMNS, SELECTION_COLUMNS) if set(c) <= set(names)), None)
+    if columns is None:
+        raise ValueError(
+            f"{path}:1: columns must have {FA2_COLUMNS} (bench.fa2) or {SELECTION_COLUMNS} "
+            f"(bench.selection), got {names}"
+        )
+    if columns is FA2_COLUMNS and "branch" not in names:
+        raise ValueError(
+            f"{path}:1: no column branch says whether rows are sliding or compressed"
+        )
+    for number, cells in enumerate(rows[1:], 2):
+        where = f"{path}:{number}"
+        if len(cells) != len(names):
+            raise ValueError(f"{where}: {len(names)} columns expected, got {len(cells)}")
+        row = dict(zip(names, cells, strict=True))
+        here = row.get("device") or device
+        if here is None:
+            raise ValueError(f"{where}: no column device; say --device")
+        if device is not None and here != device:
+            into.note(f"of another device, {here}", where)
+            continue
+        _csv_pair(row, columns, here, where, into)
+
+
+def _csv_pair(row: dict[str, str], columns, device: str, where: str, into: Evidence) -> None:
+    threshold, kernel = "sel_min_len", row.get("kernel") or "triton"  # the seed's kernel
+    if columns is FA2_COLUMNS:
+        kernel, branch = "fa2", row["branch"]
+        if branch not in ("sliding", "compressed"):
+            raise ValueError(f"{where}: branch must be sliding or compressed, got {branch!r}")
+        threshold = THRESHOLD_OF[branch]
+    if not (row[columns[0]].isascii() and row[columns[0]].isdigit()):
+        raise ValueError(f"{where}: {columns[0]} must be a length, got {row[columns[0]]!r}")
+    status, times = row.get("status") or "ok", dict.fromkeys(columns[1:])
+    for name in times:
+        times[name] = _ms(row[name], f"{where}: {name}", needed=status == "ok")
+    known = [f"{k}={v}" for k, v in row.items() if k in ("N", "H", "D", "Dv", "dtype", "mode")]
+    problem = " ".join(known)
+    if reason := _other(row):
+        into.note(reason, where)
+        return
+    if status == "unsupported" or (status != "ok" and times[columns[2]] is not None):
+        into.note(f"{threshold} {kernel}: {status}: {row.get('reason', '')}", where)
+        return
+    if kernel not in policy.DECIDES[threshold][1]:
+        into.note(f"{threshold}: {kernel} is no kernel that it is about", where)
+        return
+    if status != "ok":
+        into.note(f"{threshold} {kernel} counts as a loss: {status}", where)
+        problem = f"{status}: {row.get('reason', '')}; {problem}"
+    portable, fast = (times[name] if status == "ok" else None for name in columns[1:])
+    about: dict[str, Any] = {"commit": row.get("commit"), "time": row.get("time") or ""}
+    length = int(row[columns[0]])
+    pair = Pair(threshold, length, kernel, fast, portable, problem, where, device, **about)
+    into.devices.add(device)
+    into.pairs.append(pair)
+
+
+def _ms(text: str, where: str, needed: bool) -> float | None:
+    if not text and not needed:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{where} must be a time in milliseconds, got {text!r}")
+    return value

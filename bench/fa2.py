@@ -1,0 +1,244 @@
+"""FlashAttention-2 beside SDPA under a mask, for the sliding and the compressed branch (torch).
+
+    python -m bench.fa2
+    python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
+
+`masked` is one `scaled_dot_product_attention` under the whole boolean mask `[T, S]`, made
+before the clock starts: what the seed system ran. `fa2` is FlashAttention-2 on the same arrays,
+by one of two calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`.
+Both are compared with the reference before they are timed. Exit status: 1 where one is wrong
+or breaks.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from absl import flags
+from torch import Tensor
+
+from bench import cli, command, problems
+from bench.checks import Checker
+from bench.command import integers, shown, speed_up
+from bench.jobs import Job
+from bench.measure import measure
+from bench.records import Record
+from bench.runners import TorchRunner, problem
+from nsa_jax.config import NSAConfig
+from nsa_torch import fa2
+from nsa_torch.chunks import nothing_seen
+
+FLAGS = command.flag_values(heads=8, groups=1, dk=64, dv=64, l=32, d=16)
+_own = {"flag_values": FLAGS}
+LENGTHS = flags.DEFINE_list(
+    "S_list", None, "Lengths; default: 256,512,1024, without a GPU 256,512.", **_own
+)
+WINDOWS = flags.DEFINE_list(
+    "w_list", None, "Windows; default: 32,64,128,256, without a GPU 32,128.", **_own
+)
+BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1, **_own)
+PATH = flags.DEFINE_enum(
+    "path", "auto", ["auto", "varlen", "dense"], "Which call of FA-2; auto: varlen.", **_own
+)
+COLUMNS = ("D", "T", "dtype", "sdpa_ms", "fa_ms", "speedup", "sm", "device")
+COLUMNS += ("branch", "S", "w", "l", "d", "path", "sdpa_p20_ms", "sdpa_p80_ms")
+COLUMNS += ("fa_p20_ms", "fa_p80_ms", "kernel", "commit", "status", "reason")
+
+
+def masked(branch: str, config: NSAConfig):
+    """Attention under the whole mask, which the first call makes."""
+    made: list[tuple[Tensor, Tensor]] = []
+
+    def call(given):
+        query, key, value = (x.transpose(1, 2) for x in _arrays(given))
+        if not made:
+            made.append(_mask(branch, query, key, config))
+        seen, empty = made[0]
+        group = query.shape[1] // key.shape[1]
+        if group > 1:  # the masked kernels know no groups
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return {"out": out.masked_fill(empty[:, None], 0).transpose(1, 2)}
+
+    return call
+
+
+def _mask(branch: str, query, key, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """What each query sees `[T, S]`, and which sees nothing `[T]`."""
+    row = torch.arange(query.shape[2], device=query.device)[:, None]
+    column = torch.arange(key.shape[2], device=query.device)
+    if branch == "sliding":
+        seen = (column <= row) & (column > row - config.window)
+    else:
+        seen = column * config.compress_stride + config.compress_block - 1 <= row
+    # SDPA may give NaN to a row without keys: it sees all, and is then set to 0.
+    empty = ~seen.any(dim=-1)
+    return seen | empty[:, None], empty
+
+
+def _arrays(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of either branch."""
+    prefix = "compressed_" if "compressed_key" in given else ""
+    return given["query"], given[f"{prefix}key"], given[f"{prefix}value"]
+
+
+def varlen(branch: str, config: NSAConfig, kv_len: int):
+    """The library's own call."""
+    function = getattr(fa2, f"{branch}_attention")
+    return lambda given: {"out": function(*_arrays(given), config=config, kv_len=kv_len)[0]}
+
+
+def dense(branch: str, config: NSAConfig, kv_len: int):
+    """FA-2 for sequences of one length: a window, or a batch row for each residue class."""
+    if branch == "sliding":
+        return lambda given: {"out": _dense(*_arrays(given), window=config.window - 1)}
+
+    def compressed(query, key, value):
+        batch, length = query.shape[:2]
+        count, stride = key.shape[1], config.compress_stride
+        if count == 0:
+            return nothing_seen(query, key, value)[0]
+        # Step `t = p - (l - 1)` sees `t // d + 1` tokens: causal in each class `t mod d`.
+        first = config.compress_block - 1
+        steps = F.pad(query[:, first:], (0, 0, 0, 0, 0, count * stride - (length - first)))
+        steps = steps.unflatten(1, (count, stride)).transpose(1, 2).flatten(0, 1)
+        key, value = (x.repeat_interleave(stride, dim=0) for x in (key, value))
+        out = _dense(steps, key, value).unflatten(0, (batch, stride)).transpose(1, 2)
+        return F.pad(out.flatten(1, 2)[:, : length - first], (0, 0, 0, 0, first, 0))
+
+    return lambda given: {"out": compressed(*_arrays(given))}
+
+
+def _dense(query, key, value, window: int = -1):
+    """Causal FA-2 `[B, T, H, D]`, T = S, on the last `window` keys before a query's own."""
+    width = max(query.shape[-1], value.shape[-1])
+    scale, value_width = query.shape[-1] ** -0.5, value.shape[-1]
+    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    right = 0 if window >= 0 else -1
+    if fa2.library().startswith("flash_attn"):
+        from flash_attn import flash_attn_func
+
+        out = flash_attn_func(
+            query, key, value, softmax_scale=scale, causal=True, window_size=(window, right)
+        )
+    else:
+        out = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            window < 0,
+            False,
+            scale=scale,
+            window_size_left=window if window >= 0 else None,
+            window_size_right=0 if window >= 0 else None,
+        )[0]
+    return out[..., :value_width]
+
+
+def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job]:
+    """The masked row and the FA-2 row of one problem."""
+    config, kv_len = settings.nsa, inputs.num_keys
+    asked = problem(settings, "torch", runner.platform, runner.capability)
+    asked = dataclasses.replace(asked, branch=branch)
+    refusal = fa2.why_not(asked) or ""
+    call = dense if PATH.value == "dense" else varlen
+    mask = masked(branch, config)
+    return (
+        Job(branch, "sdpa", function=mask, note="one SDPA under the whole mask"),
+        Job(branch, "fa2", function=call(branch, config, kv_len), unsupported=refusal),
+    )
+
+
+def line(base: Record, fast: Record) -> str:
+    """The seed system's line."""
+    config, name = base.config, f"S={base.S}"
+    if base.branch == "sliding":
+        name += f" w={config['window']}"
+    else:
+        name += f" l={config['compress_block']} d={config['compress_stride']}"
+    text = f"{name} {base.branch} masked {shown(base.time_ms, ' ms')}"
+    text += f"  fa2 {shown(fast.time_ms, ' ms')}"
+    gain = speed_up(base, fast)
+    text += f"  speedup {'n/a' if gain is None else f'x{gain:.2f}'}"
+    bad = [f"{r.implementation} {r.status}: {r.reason}" for r in (base, fast)]
+    bad = [x for x, r in zip(bad, (base, fast), strict=True) if r.status != "ok"]
+    return text + (f"  ({'; '.join(bad)})" if bad else "")
+
+
+def row(base: Record, fast: Record, capability: tuple[int, int] | None) -> dict[str, Any]:
+    """A line of the CSV file."""
+    worst = next((r for r in (fast, base) if r.status != "ok"), fast)
+    sliding, config = base.branch == "sliding", base.config
+    cells = {
+        "D": base.D,
+        "T": base.T,
+        "dtype": base.dtype,
+        "sdpa_ms": base.time_ms,
+        "fa_ms": fast.time_ms,
+        "speedup": speed_up(base, fast),
+        "sm": "".join(map(str, capability or ())),
+        "device": base.device,
+        "branch": base.branch,
+        "S": base.S,
+        "w": config["window"] if sliding else None,
+        "l": None if sliding else config["compress_block"],
+        "d": None if sliding else config["compress_stride"],
+        "path": fast.extra["path"],
+        "kernel": fast.extra["kernel"],
+        "commit": base.commit,
+        "status": worst.status,
+        "reason": worst.reason,
+    }
+    for name, record in (("sdpa", base), ("fa", fast)):
+        cells |= {f"{name}_p20_ms": record.p20_ms, f"{name}_p80_ms": record.p80_ms}
+    return cells
+
+
+def configs(lengths: Sequence[int], windows: Sequence[int]):
+    """(branch, length, config) of every row."""
+    block, stride = FLAGS.l, FLAGS.d
+    sizes = {"compress_block": block, "compress_stride": stride, "select_block": block}
+    for window in windows:
+        config = NSAConfig(**sizes, window=window)
+        yield from (("sliding", length, config) for length in lengths)
+    yield from (("compressed", length, NSAConfig(**sizes)) for length in lengths)
+
+
+def main(argv: Sequence[str]) -> int:
+    runner = TorchRunner(FLAGS.device)
+    gpu = runner.platform == "cuda"
+    lengths = integers("S_list", LENGTHS.value, (256, 512, 1024) if gpu else (256, 512))
+    windows = integers("w_list", WINDOWS.value, (32, 64, 128, 256) if gpu else (32, 128))
+    how, results, rows = command.sampling(FLAGS, gpu), command.Results("fa2", FLAGS), []
+    path = "dense" if PATH.value == "dense" else "varlen"
+    print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path}", flush=True)
+    for branch, length, config in configs(lengths, windows):
+        at = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
+        inputs = problems.make(at, "random", FLAGS.seed)
+        checker = Checker(at, inputs, backward=False)
+        pair = []
+        for job in jobs(branch, runner, at, inputs):
+            found = measure(job, runner, at, inputs, checker, "forward", **how)
+            ours = job.label == "fa2"
+            kernel = fa2.library() if ours else "scaled_dot_product_attention"
+            found["extra"] = {"kernel": kernel, "path": path if ours else "mask"}
+            common = command.about(runner, at, inputs)
+            pair.append(
+                results.add(
+                    branch=branch, implementation=job.label, mode="forward", **common | found
+                )
+            )
+        print(line(pair[0], pair[1]), flush=True)
+        rows.append(row(pair[0], pair[1], runner.capability))
+    return results.finish(COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

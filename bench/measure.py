@@ -1,0 +1,136 @@
+"""One row: parity first, then time; what is wrong is not timed, what fails says why."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench import cost
+from bench.checks import Checker
+from bench.jobs import Job
+from bench.runners import forward, out_of_memory, problem
+from nsa_jax.types import Branches
+
+log = logging.getLogger(__name__)
+
+
+def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> dict[str, Any]:
+    """What `take` measures, or status and reason of what it raised.
+
+    `library`: the code measured is not ours and may refuse in its own ways.
+    """
+    try:
+        return take()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".strip()
+        if out_of_memory(error):
+            return {"status": "oom", "reason": reason.splitlines()[0]}
+        if isinstance(error, NotImplementedError) or library:
+            return {"status": "unsupported", "reason": reason}
+        log.exception("%s", name)
+        return {"status": "error", "reason": reason}
+
+
+def measure(
+    job: Job, runner, settings, inputs, checker: Checker, mode: str, **how: Any
+) -> dict[str, Any]:
+    """The fields of the record that measuring `job` gives; `how`: as `timing` takes it."""
+    if job.unsupported:
+        return {"status": "unsupported", "reason": job.unsupported}
+    return guarded(
+        f"{runner.framework} {job.branch} {job.label}",
+        lambda: _measure(job, runner, settings, inputs, checker, mode, how),
+        library=job.branch == "dense" or job.library,
+    )
+
+
+def _measure(job, runner, settings, inputs, checker, mode, how) -> dict[str, Any]:
+    config = settings.nsa
+
+    def function(arguments):
+        if job.function is not None:
+            return job.function(arguments)
+        if job.branch == "dense":
+            return runner.dense(job.implementation, **arguments)
+        return forward(runner.api, job.branch, config, job.implementation, arguments)
+
+    arguments = runner.load(inputs.arguments(job.branch))
+    cotangent = runner.load(inputs.cotangent) if mode == "fwdbwd" else None
+    step = runner.prepare(function, arguments, cotangent)
+    if not job.judged:
+        found: dict[str, Any] = {"extra": {"judged": False}}
+    else:
+        if job.branch == "all":
+            own = selection(runner, config, job, arguments)
+            given = arguments | {"block_indices": own[1]}
+            frozen = runner.prepare(function, given, cotangent)
+            parity = checker.check_whole(runner, step, frozen, arguments, own)
+        else:
+            parity = checker.check(runner, step, job.branch, arguments)
+        found = judged(parity, checker)
+        if "status" in found:
+            return found
+    timing = step.time(**how)
+    shape = shape_of(settings, inputs)
+    work = cost.cost(job.branch, shape, config, backward=mode == "fwdbwd")
+    found |= timed(timing, work, runner.device, shape.itemsize)
+    found["extra_peak_bytes"] = runner.extra_peak_bytes(step, job.label)
+    if "reason" not in found:
+        asked = problem(settings, "", "")
+        found["reason"] = job.note or runner.note(job.branch, job.label, asked)
+    return found
+
+
+def judged(parity, checker: Checker) -> dict[str, Any]:
+    """What a record says of its parity; `status` is among it only where that is broken."""
+    values = {
+        "error_max": parity.error_max,
+        "error_mean": parity.error_mean,
+        "error_bound": parity.bound_max,
+        "error_mean_bound": parity.bound_mean,
+    }
+    finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+    found = {
+        "rows_checked": len(checker.rows),
+        "rows_differ": parity.rows_differ,
+        "error_of": parity.name,
+        **finite,
+    }
+    return found if parity.ok else found | {"status": "wrong", "reason": parity.reason}
+
+
+def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]:
+    """What a record says of its time; a time that cannot be true is an error."""
+    found = dataclasses.asdict(timing) | {
+        "useful_flops": work.flops,
+        "bytes": work.bytes,
+        "tflops": work.flops / timing.time_ms / 1e9,
+        "gbps": work.bytes / timing.time_ms / 1e6,
+    }
+    doubt = cost.impossible(work, timing.time_ms, device, itemsize)
+    return found | ({"status": "error", "reason": doubt} if doubt else {})
+
+
+def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
+    """The compressed keys and the blocks that the whole attention of `job` makes on its way."""
+    names = job.implementation
+    name = names.selected if isinstance(names, Branches) else names
+    if isinstance(name, str) and name not in runner.registry.names("scores"):
+        name = None
+
+    def select(given):
+        key = runner.api.compress(given["key"].compressed, config=config)
+        where = {"config": config, "implementation": name}
+        return {"key": key, "blocks": runner.api.select_blocks(given["query"], key, **where)}
+
+    given = {"query": arguments["query"], "key": arguments["key"]}
+    result = runner.prepare(select, given)(given)
+    return result["key"], result["blocks"]
+
+
+def shape_of(settings, inputs) -> cost.Shape:
+    """The sizes of a problem."""
+    model, (batch, queries) = settings.model, inputs.query.shape[:2]
+    sizes = (model.n_heads, model.n_kv_groups, model.d_k, model.d_v)
+    return cost.Shape(batch, queries, inputs.num_keys, *sizes, settings.runtime.dtype.itemsize)

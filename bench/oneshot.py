@@ -1,0 +1,226 @@
+"""Everything once, within a budget: environment, routing, tests, benches, thresholds, report.
+
+    python -m bench.oneshot                    # the plan for this device, within 10 minutes
+    python -m bench.oneshot --list             # what it would run
+    python -m bench.oneshot --only compare     # a step alone (repeatable; --skip likewise)
+    python -m bench.oneshot --quick            # smaller sizes
+
+Each step is a process with its own timeout and log. The results are in a new folder
+`artifacts/<commit>`, `summary.json` among them. A step that fails, runs out of time or cannot
+start within the budget makes the exit status 1; the steps after it run all the same. SIGINT
+and SIGTERM end the step at hand; the summary then says `interrupted`.
+"""
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+import configs
+from bench import cli, environment, process, records
+from bench.process import Result, Step
+
+SCHEMA = 1
+PLANS = configs.FOLDER / "oneshot"
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+OUT = flags.DEFINE_string(
+    "out", str(process.ROOT / "artifacts"), "Folder for the folder of this run.", **_own
+)
+PLAN = flags.DEFINE_string(
+    "plan", None, "The plan: gpu, cpu, or a path; default: as the device is.", **_own
+)
+ONLY = flags.DEFINE_multi_string("only", [], "Only this step (repeatable).", **_own)
+SKIP = flags.DEFINE_multi_string("skip", [], "Not this step (repeatable).", **_own)
+LIST = flags.DEFINE_bool("list", False, "Print the steps, and run none.", **_own)
+QUICK = flags.DEFINE_bool("quick", False, "The smaller sizes of the plan.", **_own)
+MINUTES = flags.DEFINE_float("minutes", 10.0, "Budget of the whole run.", lower_bound=0, **_own)
+SAVE = flags.DEFINE_bool(
+    "save_records", False, "Steps keep their records in bench/records/ too.", **_own
+)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+)
+
+
+def load(name: str) -> list[Step]:
+    """The steps of `configs/oneshot/<name>.yaml`, or of the YAML file at a path.
+
+    Raises:
+      ValueError: a name stands twice, or a step needs one that does not stand before it.
+    """
+    path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
+    data = configs.load(path)
+    unknown = set(data) - {"steps"}
+    if unknown or not isinstance(data.get("steps"), list):
+        raise ValueError(
+            f"{path}: expected a list `steps` and nothing else, got {sorted(data)}"
+        )
+    found: list[Step] = []
+    for entry in data["steps"]:
+        step = configs.build(Step, entry, f"{path.name}: step")
+        before = [each.name for each in found]
+        if step.name in before:
+            raise ValueError(f"{path}: two steps are called {step.name!r}")
+        if missing := sorted(set(step.needs) - set(before)):
+            raise ValueError(f"{path}: {step.name} needs {missing}, which are not before it")
+        found.append(step)
+    return found
+
+
+def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
+    """Makes `<commit>`, with `-dirty` where the tree has changes, and a number where it is
+    taken."""
+    name = (commit or "unknown")[:12] + ("-dirty" if dirty else "")
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder.absolute()
+
+
+class Run:
+    """The steps of one run, one after the other, and its summary."""
+
+    def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
+        self.plan, self.folder, self.results = plan, folder, list[Result]()
+        self.start = time.monotonic()
+        self.about = {"schema": SCHEMA, "device": device, **about, "start": records.utc_now()}
+        self.status = "running"
+
+    def left_s(self, step: Step) -> float:
+        """What the budget has left for a step; the steps made from others come last and are
+        provided for."""
+        spent = time.monotonic() - self.start
+        later = 0.0
+        if not step.last:
+            later = sum(x.timeout_s for x in self.plan if x.last and self.not_asked(x) is None)
+        return MINUTES.value * 60 - spent - later
+
+    def not_asked(self, step: Step) -> str | None:
+        if ONLY.value and step.name not in ONLY.value:
+            return "not among --only"
+        return "--skip" if step.name in SKIP.value else None
+
+    def run(self) -> int:
+        """Runs every step; the exit status."""
+        status = 0
+        try:
+            with process.interruptible():
+                for step in self.plan:
+                    result = self.one(step)
+                    self.results.append(result)
+                    self.tell(result)
+                    if result.status == "interrupted":
+                        raise process.Interrupted(signal.Signals[result.reason])
+                    self.write()
+        except process.Interrupted as error:
+            self.status, status = "interrupted", 128 + error.number
+            for step in self.plan[len(self.results) :]:
+                why = self.not_asked(step) or "the run was interrupted before it"
+                self.results.append(Result(step.name, step.command, "skipped", reason=why))
+        else:
+            self.status = "ok" if all(map(self.good, self.results)) else "failed"
+            status = int(self.status != "ok")
+        self.write()
+        print(f"{self.status}: {self.folder}")
+        return status
+
+    def one(self, step: Step) -> Result:
+        """What becomes of a step, which runs unless there is a reason against it."""
+        template = (QUICK.value and step.quick) or step.command
+        made = [str(path) for path in sorted(self.folder.glob("*/*.jsonl"))]
+        words = {
+            "root": str(self.folder),
+            "out": str(self.folder / step.name),
+            "commit": f"--commit={COMMIT.value}" if COMMIT.value else "",
+            "save": "--save_records" if SAVE.value else "",
+        }
+        command = process.expand(template, words, made)
+        ended_well = {result.name for result in self.results if result.status == "ok"}
+        reason = self.not_asked(step)
+        if reason is None and (lacking := [x for x in step.needs if x not in ended_well]):
+            reason = f"needs {', '.join(lacking)}, which did not end well"
+        if reason is None and "{records}" in template and not made:
+            reason = "no records were made"
+        left_s = self.left_s(step)
+        if reason is None and left_s <= 0:
+            reason = f"the budget of {MINUTES.value:g} minutes is spent"
+        if reason is not None:
+            shown = " ".join(["python -m", template])
+            return Result(step.name, shown, "skipped", reason=reason)
+        before = self.files()
+        print(f"{step.name} ...", flush=True)
+        limit, budget = min(step.timeout_s, left_s), left_s < step.timeout_s
+        result = process.run(step.name, command, self.folder, limit, budget)
+        return dataclasses.replace(result, files=tuple(sorted(self.files() - before)))
+
+    def files(self) -> set[str]:
+        found = (path for path in self.folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.folder)) for path in found} - {"summary.json"}
+
+    def good(self, result: Result) -> bool:
+        """Whether the result is no failure: it ended well, or nobody asked for it."""
+        step = next(step for step in self.plan if step.name == result.name)
+        return result.status == "ok" or self.not_asked(step) is not None
+
+    def tell(self, result: Result) -> None:
+        """A line for whoever waits, and of a failure the end of its log."""
+        if result.status == "skipped" and self.good(result):
+            return
+        line = f"{result.name}: {result.status} {result.seconds:.1f} s {result.reason}".rstrip()
+        print(line, flush=True)
+        log = self.folder / f"{result.name}.log"
+        if not self.good(result) and log.exists():
+            text = process.tail(log)
+            print("\n".join(f"  | {line}" for line in text.splitlines()), flush=True)
+
+    def write(self) -> None:
+        """`summary.json`, at once whole."""
+        summary = self.about | {
+            "end": records.utc_now(),
+            "seconds": round(time.monotonic() - self.start, 2),
+            "status": self.status,
+            "ok": self.status == "ok",
+            "complete": len(self.results) == len(self.plan)
+            and all(result.status == "ok" for result in self.results),
+            "steps": [dataclasses.asdict(result) for result in self.results],
+        }
+        path = self.folder / "summary.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(summary, indent=2) + "\n")
+        part.replace(path)
+
+
+def main(argv: Sequence[str]) -> int:
+    device = environment.device_name()
+    plan = load(PLAN.value or ("cpu" if device == "cpu" else "gpu"))
+    known = [step.name for step in plan]
+    for flag in (ONLY, SKIP):
+        for name in flag.value:
+            if name not in known:
+                raise app.UsageError(f"--{flag.name} must be one of {known}, got {name!r}")
+    if LIST.value:
+        print(f"device: {device}")
+        for step in plan:
+            template = (QUICK.value and step.quick) or step.command
+            print(f"{step.name}  at most {step.timeout_s:g} s: python -m {template}")
+        return 0
+    found = records.environment(COMMIT.value)
+    folder = new_folder(Path(OUT.value), found["commit"], found["dirty"])
+    about = {**found, "minutes": MINUTES.value, "quick": QUICK.value}
+    return Run(plan, folder, device, about).run()
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

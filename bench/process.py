@@ -1,0 +1,143 @@
+"""A command as a step of a longer run: a process with a timeout, a log and a result.
+
+The process leads a group of its own, so that what it starts ends with it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[1]  # commands run here, where the sources are
+SHOWN_LINES = 15
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+
+Status = Literal["ok", "failed", "timeout", "skipped", "interrupted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A line of a plan (`configs/oneshot/gpu.yaml` says what the fields mean)."""
+
+    name: str
+    command: str
+    timeout_s: float
+    quick: str | None = None
+    needs: list[str] = dataclasses.field(default_factory=list)
+    last: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a step ended; `files` are relative to the folder of the run."""
+
+    name: str
+    command: str
+    status: Status
+    seconds: float = 0.0
+    reason: str = ""
+    files: tuple[str, ...] = ()
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM came."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT or SIGTERM raises `Interrupted` where the main thread is; once, so that nothing
+    keeps the step at hand from being ended."""
+    numbers = signal.SIGINT, signal.SIGTERM
+
+    def stop(number, frame):
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
+    """The words of a command, `{name}` replaced; a word that comes out empty is left out, and
+    one with `{records}` stands once for each of them."""
+    found = []
+    for word in shlex.split(template):
+        each = records if "{records}" in word else [""]
+        for record in each:
+            text = word.replace("{records}", record)
+            for name, value in words.items():
+                text = text.replace(f"{{{name}}}", value)
+            found += [text] if text else []
+    return found
+
+
+def run(
+    name: str, words: Sequence[str], folder: Path, timeout_s: float, budget: bool
+) -> Result:
+    """Runs `python -m <words>`, its output in `<folder>/<name>.log`.
+
+    Args:
+      budget: whether `timeout_s` is what the whole run has left, for the reason.
+    """
+    command = [sys.executable, "-u", "-m", *words]
+    log = folder / f"{name}.log"
+    start = time.monotonic()
+    status: Status = "ok"
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+            status, reason = ("ok", "") if code == 0 else ("failed", _ended(code))
+        except subprocess.TimeoutExpired:
+            what = "the budget of the run ended" if budget else "timeout"
+            status, reason = "timeout", f"{what} after {timeout_s:.0f} s"
+        except Interrupted as error:
+            status, reason = "interrupted", str(error)
+        finally:
+            _end(child)
+    seconds = round(time.monotonic() - start, 2)
+    return Result(name, shlex.join(["python", "-m", *words]), status, seconds, reason)
+
+
+def _ended(code: int) -> str:
+    return f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Ends the process and what it has started; nothing else is in its group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            break
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+    child.wait()
+
+
+def tail(path: Path, lines: int = SHOWN_LINES) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

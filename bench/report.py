@@ -1,0 +1,153 @@
+"""What records say, for people: a page, Markdown and plots, all made from the records alone.
+
+    python -m bench.report bench/records/*/*.jsonl --out bench/results/report
+
+Writes `report.html` (one file that asks for nothing else), `report.md` (the seed system's
+templates: speed-ups by length, thresholds, parity) and the plots as PNG. Rows that failed stay
+in, with their reason and without a speed-up. Files of `bench.train` become tables of runs.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from bench import cli, page, plots, records, render
+from bench.lm import curves
+from bench.records import Record
+from bench.sources import Report, read
+from nsa_jax import policy
+
+FLAGS = flags.FlagValues()
+OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)
+TITLE = flags.DEFINE_string("title", None, "Of the report.", flag_values=FLAGS)
+# The rows of the seed system's report: a branch, the kernel, and the path beside it.
+BESIDE = {
+    "FA-2, sliding": ("sliding", "fa2"),
+    "FA-2, compressed": ("compressed", "fa2"),
+    "selection": ("selected", None),
+}
+
+
+def markdown(report: Report) -> str:
+    """The seed system's report: environment, parity, speed-ups by length, thresholds, rows."""
+    parts = [f"# {report.title}"]
+    for device in dict.fromkeys(record.device for record in report.records):
+        some = [record for record in report.records if record.device == device]
+        parts += [f"## {device}", _head(some), "### Parity", _parity(some)]
+        for name, (branch, kernel) in BESIDE.items():
+            lines = _by_length(some, branch, kernel)
+            if lines:
+                parts += [f"### Speed-up: {name}, over the portable path", "\n".join(lines)]
+        decode = [r for r in some if r.mode == "decode"]
+        if decode:
+            parts += ["### Decode", "\n".join(_decode(decode))]
+        known = [found for found in report.devices if found.name == device]
+        parts += ["### Thresholds", _thresholds(known)]
+        failed = [r for r in some if r.status != "ok"]
+        parts += ["### Rows without a time", _failed(failed) or "none"]
+    for path, lines in report.training:
+        parts += [f"## Training: {Path(path).name}", curves.markdown(lines, [])]
+    parts += ["## Files", "\n".join(f"- `{name}`" for name in map(records.shown, report.files))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(some: Sequence[Record]) -> str:
+    lines = []
+    for record in {(r.commit, json.dumps(r.versions)): r for r in some}.values():
+        versions = ", ".join(f"{k} {v}" for k, v in record.versions.items() if v)
+        state = " with local changes" if record.dirty else ""
+        lines.append(f"- commit {record.commit or 'unknown'}{state}: {versions}")
+    return "\n".join(lines)
+
+
+def _parity(some: Sequence[Record]) -> str:
+    """PASS or FAIL of each path, with its largest share of the bound."""
+    lines = ["| path | rows | largest error / bound | parity |", "|---|---|---|---|"]
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for r in some:
+        if r.branch != "dense" and r.status not in ("unsupported", "oom"):
+            key = r.framework, r.branch, r.implementation, r.mode
+            groups.setdefault(key, []).append(r)
+    for key, group in sorted(groups.items()):
+        shares = [s for s in (r.bound_share for r in group) if s is not None]
+        bad = Counter(r.status for r in group if r.status != "ok")
+        fate = ", ".join(f"{n} {status}" for status, n in bad.items())
+        worst = f"{max(shares):.2f}" if shares else "-"
+        cells = " ".join(key), str(len(group)), worst, f"FAIL: {fate}" if bad else "PASS"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _by_length(some: Sequence[Record], branch: str, kernel: str | None) -> list[str]:
+    """`S=1024: w=512 x1.23, ..`, one line a length, for rows beside the portable path; `L`:
+    selected keys a query, where those were varied."""
+    lines: dict[tuple[str, int], list[str]] = {}
+    for r, gain in zip(some, render.speed_ups(some, "portable"), strict=True):
+        wanted = kernel is None and r.implementation in policy.KERNELS
+        if r.branch != branch or gain is None or not (wanted or r.implementation == kernel):
+            continue
+        config, (at, axis) = r.config, plots.length(r)
+        what = {"sliding": f"w={config['window']}", "compressed": ""}.get(branch)
+        if what is None:
+            what = f"L={config['num_selected'] * config['select_block']} {r.implementation}"
+        shape = f"{r.framework} {r.mode} B={r.B} H={r.H}/{r.Hkv} D={r.D}/{r.Dv} {r.dtype}"
+        where = ("S" if axis == "tokens" else "L"), at
+        lines.setdefault(where, []).append(f"{what} x{gain:.2f} ({shape})".strip())
+    return [f"- {name}={at}: {', '.join(cells)}" for (name, at), cells in sorted(lines.items())]
+
+
+def _decode(some: Sequence[Record]) -> list[str]:
+    lines = ["| S | path | ms | speed-up over dense |", "|---|---|---|---|"]
+    for r, gain in zip(some, render.speed_ups(some), strict=True):
+        path = f"{r.framework} {r.branch} {r.implementation}"
+        ms = f"{r.time_ms:.4g}" if r.times_ms else r.status
+        lines.append(f"| {r.S} | {path} | {ms} | {'-' if gain is None else f'x{gain:.2f}'} |")
+    return lines
+
+
+def _thresholds(known: Sequence[policy.Device]) -> str:
+    lines = []
+    for device in known:
+        for name, value in device.thresholds.given().items():
+            about = device.evidence.get(name, {})
+            rows, margin = about.get("rows", "?"), about.get("margin", "?")
+            lines.append(f"- runtime.{name}: {value} ({rows} rows, margin {margin})")
+        for rule in device.policy:
+            fate = "allowed" if rule.allowed else "not allowed"
+            steps = ", ".join(rule.steps)
+            lines.append(
+                f"- {rule.kernel} {fate} for {steps} since {rule.since}: {rule.reason}"
+            )
+        lines.append(f"- from `{device.source}`")
+    return "\n".join(lines) or "none: no file of this device in `configs/devices/`"
+
+
+def _failed(failed: Sequence[Record]) -> str:
+    counts = Counter(
+        (r.status, f"{r.framework} {r.branch} {r.implementation}", r.reason.splitlines()[0])
+        for r in failed
+    )
+    return "\n".join(
+        f"- {status}: {path}, {count} rows: {reason}"
+        for (status, path, reason), count in sorted(counts.items())
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    if OUT.value is None:
+        raise ValueError("--out must name a folder for the report")
+    report = read(argv[1:], TITLE.value)
+    folder = Path(OUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = plots.plots(report.records, folder)
+    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+    (folder / "report.html").write_text(page.html(report, figures), encoding="utf-8")
+    print(f"{len(report.rows)} rows of {len(report.files)} files: {folder / 'report.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS, arguments=True)

@@ -1,0 +1,75 @@
+"""What would run: the choice of every step for each preset and framework, as `explain` says it.
+
+python -m bench.routing              # print it
+python -m bench.routing --out DIR    # and keep it, in routing.json
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+import configs
+from bench import cli, problems, records
+from bench.jobs import label
+from bench.runners import RUNNERS, problem
+
+SCHEMA = 1
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+OUT = flags.DEFINE_string(
+    "out", None, "Folder for routing.json, which must not be there.", **_own
+)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+)
+
+
+def presets() -> list[str]:
+    """The names of the problems in configs/."""
+    return sorted(path.stem for path in configs.FOLDER.glob("*.yaml") if path.stem != "base")
+
+
+def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The `Plan` of each preset and framework, and what `routing.json` says of it."""
+    for preset in presets():
+        settings = problems.settings(preset)
+        for runner in runners:
+            asked = problem(settings, runner.framework, runner.platform, runner.capability)
+            plan = runner.registry.plan(asked)
+            steps = {
+                choice.branch: {
+                    "implementation": choice.implementation,
+                    "refused": dict(choice.refused),
+                }
+                for choice in plan
+            }
+            sizes: dict[str, Any] = dataclasses.asdict(asked)
+            del sizes["branch"], sizes["strided"]
+            yield plan, {"preset": preset, **sizes, "steps": steps}
+
+
+def main(argv: Sequence[str]) -> int:
+    path = Path(OUT.value) / "routing.json" if OUT.value else None
+    if path is not None and path.exists():
+        raise app.UsageError(f"--out must name a folder without routing.json, {path} exists")
+    runners = [runner() for runner in RUNNERS.values()]
+    found = []
+    for plan, about in plans(runners):
+        print(f"{about['preset']} {about['framework']}: {label(plan)}")
+        print("\n".join(f"  {choice}" for choice in plan))
+        found.append(about)
+    if path is not None:
+        environment = records.environment(COMMIT.value)
+        text = json.dumps({"schema": SCHEMA, **environment, "plans": found}, indent=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

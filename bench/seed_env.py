@@ -1,0 +1,180 @@
+"""The seed system's environment variables: what each comes to here, in one table.
+
+Nothing here is configured by the environment. A variable of the seed system that is still set
+gives one line: which flag says it now, or why nothing does. Where the flag means exactly the
+same it is set, unless the command line sets it: that wins.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+
+from absl import flags
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """What a variable is here. With `flags` it is one of them: each is set to its value, where
+    that is a text when the variable is true, and to the variable's own value where it is None.
+    """
+
+    flags: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    reason: str = ""  # why there is no flag
+    command: str = ""  # the only command in which it means this
+
+
+def _flag(command: str = "", **values: str | None) -> Meaning:
+    return Meaning(values, command=command)
+
+
+_DEAD = "dead in the seed system already: nothing reads it"
+_NO_COUNTERPART: dict[str, str] = {
+    _DEAD: "NSA_SEL_RANGES_V2_MIN_S DDP_SAFE",
+    "ranges are one vectorised view of the block indices, nsa_jax.ranges": "NSA_SEL_RANGES_V2",
+    "prefill is always one batched call, chunks of any size are nsa_jax.cached_attention": (
+        "NSA_PREFILL_BATCHED NSA_PREFILL_TILE"
+    ),
+    "name implementations instead, --kernels or --<branch>_kernel": (
+        "NSA_USE_WIN_MASK NSA_USE_CMP_MASK NSA_USE_SEL_PACK NSA_USE_SEL_MASK"
+        " NSA_FORCE_SEL_MASK NSA_USE_SEL_VARLEN NSA_SEL_VARLEN_V2 NSA_SEL_VARLEN_MIN_L"
+        " NSA_SEL_VARLEN_FORCE_PARITY NSA_FA2_FORCE_VARLEN NSA_FA2_FORCE_DENSE"
+        " NSA_WIN_FORCE_DENSE NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_SDPA_NO_FLASH"
+        " NSA_SDPA_FLASH_ONLY"
+    ),
+    "thresholds are measured, python -m bench.tune": (
+        "NSA_FA2_MIN_LEN_WIN NSA_FA2_MIN_LEN_CMP NSA_SEL_TRITON_MIN_L"
+    ),
+    "no dtype is cast and no limit lifted: a refusal is shown by --explain": (
+        "NSA_FA2_ALLOW_FP32 NSA_FA2_ALLOW_D_GT_128 NSA_FA2_ALLOW_LARGE_BATCH"
+        " NSA_FA2_PREF_FP16 NSA_SEL_TRITON_REQUIRE_ALIGN"
+    ),
+    "tiles are measured, python -m bench.tiles": (
+        "NSA_SEL_TRITON_GROUP NSA_SEL_TRITON_FORCE_PATH NSA_SEL_TRITON_BLOCK_L"
+        " NSA_SEL_TRITON_BLOCK_D NSA_SEL_TRITON_BLOCK_DV NSA_SEL_TRITON_BLOCK_H"
+        " NSA_SEL_TRITON_PACK_CACHE_MAX_ENTRIES NSA_SEL_TRITON_PACK_CACHE_MAX_MB"
+    ),
+    "every implementation has gradients": "NSA_SEL_TRITON_ALLOW_GRAD NSA_TRAIN_SAFE_PACK",
+    "there is no CUDA extension to build": "NSA_SEL_CUDA NSA_SEL_CUDA_BUILD NSA_DEBUG_BUILD",
+    "one branch is timed by itself, bench.compare --branch": (
+        "NSA_FORCE_BRANCH NSA_FORCE_UNIFORM_GATE"
+    ),
+    "an argument of the module or its call": "NSA_STOPGRAD_GATES NSA_ROPE_SCALE",
+    "nothing of it is cached or compiled apart": "NSA_ENV_STATIC NSA_GATE_COMPILE",
+    "scores are float32 always": "NSA_P_CMP_MIXED",
+    "python -m bench.compare --explain says which kernel runs": "NSA_FA2_AUDIT NSA_SDPA_AUDIT",
+    "checked by the tests, python -m pytest": (
+        "NSA_STRICT_ASSERTS NSA_VERIFY_EQ9_MAPPING NSA_VALIDATE_SELECTION_DETERMINISM"
+    ),
+    "use the profiler's own ranges": "NSA_NVTX",
+    "tests are chosen by -m gpu and -k, none is behind a variable": (
+        "NSA_TEST_FA2 NSA_TEST_TRAIN NSA_TEST_TRITON_SEL NSA_TEST_MASKED NSA_TEST_SEL_PACK"
+        " NSA_TEST_SEL_MASK NSA_TEST_SEED NSA_INTEGRATION_TESTS NSA_REQUIRE_VARLEN_SEMANTIC"
+    ),
+    "not part of bench.train": (
+        "NSA_ACCUM NSA_NO_GC NSA_GC_RANGE NSA_GC_REENTRANT NSA_DETECT_ANOMALY NSA_OPT_FUSED"
+        " NSA_HEARTBEAT_EVERY NSA_LOG_GRAD_NORM NSA_MEM_DUMP_EVERY NSA_DISABLE_AUX_STATS"
+        " NSA_DISABLE_CSV_LOGS NSA_TB_DISABLE NSA_TRACE_GRADS NSA_TRACE_MODULE_BWD"
+        " NSA_TRACE_DDP_BUCKETS NSA_FWE_REPORT_DOCS NSA_FWE_DOC_BATCH NSA_FWE_PREFETCH"
+        " NSA_FWE_Q NSA_FWE_WARMUP_BATCHES NSA_FWE_WARMUP_TIMEOUT NSA_DDP_SAFE_MODE"
+        " NSA_DDP_COMPRESS NSA_DDP_BUCKET_MB NSA_DDP_STATIC_GRAPH NSA_DDP_FIND_UNUSED"
+        " NSA_DDP_BROADCAST_BUFFERS NSA_DDP_GRAD_AS_BUCKET_VIEW NSA_DDP_DISABLE_GC"
+        " NSA_DDP_SAFE_GC_LAYERS NSA_PG_TIMEOUT_MIN NSA_ALLOW_SINGLE_RANK"
+        " NSA_WATCH_INTERVAL_S NSA_WATCH_HALT NSA_WATCH_HEARTBEAT_STALL_S"
+        " NSA_WATCH_FLATLINE_N NSA_WATCH_GATE_COLLAPSE_N NSA_WATCH_GATE_ENTROPY_MIN"
+        " NSA_WATCH_GATE_MAX_THRESHOLD NSA_FSDP_* NSA_SCALER_*"
+    ),
+}
+
+TABLE: dict[str, Meaning] = {
+    "NSA_USE_FA2": _flag(compressed_kernel="fa2", sliding_kernel="fa2"),
+    "NSA_USE_FA2_CMP": _flag(compressed_kernel="fa2"),
+    "NSA_USE_FA2_WIN": _flag(sliding_kernel="fa2"),
+    "NSA_USE_TRITON_SEL": _flag(selected_kernel="triton"),
+    "NSA_TRITON_SEL_FORCE": _flag(selected_kernel="triton"),
+    "NSA_FORCE_PARITY": _flag(kernels="reference"),
+    "NSA_DEBUG_LOG": _flag(log="routing"),
+    "NSA_DEBUG_SHAPES": _flag(log="shapes"),
+    "NSA_DEBUG_TIMING": _flag(log="timing"),
+    "NSA_DEBUG_COMPARE": _flag(log="compare"),
+    "NSA_LOG_LIMIT": _flag(log_limit=None),
+    "NSA_SEQ_LEN": _flag("train", seq_len=None),
+    "NSA_BATCH_SIZE": _flag("train", batch=None),
+    "NSA_LR": _flag("train", lr=None),
+    **{
+        name: Meaning(reason=reason)
+        for reason, names in _NO_COUNTERPART.items()
+        for name in names.split()
+    },
+}
+
+
+def truthy(text: str) -> bool:
+    """Whether a variable is on, in any case of letters.
+
+    Raises:
+      ValueError: neither a word for true nor one for false.
+    """
+    word = text.strip().lower()
+    if word not in TRUE + FALSE:
+        raise ValueError(f"expected one of {TRUE} or {FALSE}, got {text!r}")
+    return word in TRUE
+
+
+def apply(environ: Mapping[str, str], values: flags.FlagValues, command: str) -> Iterator[str]:
+    """Sets what the variables say among the parsed flags `values` of `bench.<command>`.
+
+    Yields:
+      one line a variable.
+
+    Raises:
+      ValueError: a switch is neither true nor false, or a flag cannot have the value.
+    """
+    present = {name for name in values if values[name].present}
+    for name in sorted(environ):
+        if name in TABLE or name.startswith("NSA_"):
+            told = _one(name, environ[name], values, command, present)
+            yield f"{name}={environ[name]}: {told}"
+
+
+def _one(name, text, values, command, present) -> str:
+    known = next((key for key in TABLE if fnmatch.fnmatchcase(name, key)), None)
+    if known is None:
+        nearest = difflib.get_close_matches(name, TABLE, n=1, cutoff=0)[0]
+        return f"unknown, ignored; the nearest known name is {nearest}"
+    meaning = TABLE[known]
+    if not meaning.flags:
+        return f"ignored: {meaning.reason}"
+    if None not in meaning.flags.values():
+        try:
+            if not truthy(text):
+                return "off, as without it"
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    wanted = {flag: text if x is None else x for flag, x in meaning.flags.items()}
+    use = "use " + " ".join(f"--{flag} {x}" for flag, x in wanted.items())
+    if meaning.command and meaning.command != command:
+        return f"{use} of bench.{meaning.command}; ignored here"
+    notes = []
+    for flag, x in wanted.items():
+        if flag not in values:
+            notes.append(f"no --{flag} in this command, ignored")
+        elif flag in present:
+            notes.append(f"--{flag} of the command line wins")
+        else:
+            notes.append(f"--{flag} set")
+            _set(values[flag], x, name)
+    return f"{use} ({'; '.join(dict.fromkeys(notes))})"
+
+
+def _set(flag, text: str, name: str) -> None:
+    """As the command line would; a list grows by it."""
+    if isinstance(flag.value, list) and flag.value:
+        text = ",".join([*flag.value, text])
+    try:
+        flag.parse(text)
+    except flags.IllegalFlagValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    flag.using_default_value = False

@@ -1,0 +1,71 @@
+"""What a report is made from: records, training logs, and the files of their devices."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import records
+from bench.lm import log
+from bench.records import Record
+from nsa_jax import policy
+
+
+@dataclasses.dataclass
+class Report:
+    """What was read, and what is said about its devices elsewhere."""
+
+    title: str
+    files: list[str]
+    rows: list[tuple[str, Record]]  # each after its place, <file>:<line>
+    training: list[tuple[str, list[log.Line]]]
+    devices: list[policy.Device]
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for _, record in self.rows]
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        """What differs between runs: device, commit, versions; rows and first and last time."""
+        found: dict[str, dict[str, Any]] = {}
+        for record in self.records:
+            about = {
+                "device": record.device,
+                "commit": (record.commit or "unknown")[:12]
+                + (" with local changes" if record.dirty else ""),
+                **{name: value or "-" for name, value in record.versions.items()},
+            }
+            here = found.setdefault(
+                json.dumps(about), about | {"rows": 0, "from": "", "to": ""}
+            )
+            here["rows"] += 1
+            here["from"] = min(filter(None, (here["from"], record.time)), default="")
+            here["to"] = max(here["to"], record.time)
+        return list(found.values())
+
+
+def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
+    """All records of the files, and the files of the devices that they are of.
+
+    Raises:
+      ValueError: a line is damaged, a file or all of them are empty; the message names it.
+    """
+    rows: list[tuple[str, Record]] = []
+    training: list[tuple[str, list[log.Line]]] = []
+    files = [str(path) for path in paths]
+    for path in files:
+        first = next(iter(records.read_lines(path)), None)
+        if first is None:
+            raise ValueError(f"{path}: holds no records")
+        if isinstance(first[1], dict) and "kind" in first[1]:
+            training.append((path, log.read(path)))
+        else:
+            rows += records.placed(path)
+    if not files:
+        raise ValueError("no records: name their files")
+    names = sorted({record.device for _, record in rows})
+    devices = [found for found in map(policy.of, names) if found]
+    title = title or f"Native Sparse Attention on {', '.join(names) or 'no device'}"
+    return Report(title, files, rows, training, devices)

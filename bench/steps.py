@@ -1,0 +1,187 @@
+"""The steps of decoding one token on a filled cache, as `bench.decode` times and counts them.
+
+A step leaves the cache as long as it was, so that every call does the same: torch writes the
+token to the same place of the same buffers, JAX gets the cache back with its length restored.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import timing
+from bench.problems import Inputs
+from bench.runners import rotated
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Plan
+from nsa_jax.types import Branches
+
+
+class Cached:
+    """A cache of all tokens but the last one, and the steps with that one."""
+
+    def __init__(self, runner, inputs: Inputs, config: NSAConfig, plan: Plan):
+        self.runner, self.config, self.api = runner, config, runner.api
+        self.torch = runner.framework == "torch"
+        self.plan, self.tokens = plan, inputs.num_keys
+        self.names = Branches(
+            *(getattr(plan, branch).implementation for branch in Branches._fields)
+        )
+        given = runner.load({"query": inputs.query, "gates": inputs.gates})
+        self.query, self.gates = given["query"], given["gates"]
+        key, value = (runner.load(x) for x in (inputs.key, inputs.value))
+        options: dict[str, Any] = {"config": config, "dtype": self.query.dtype}
+        if self.torch:
+            options["device"] = self.query.device
+        sizes = key.selected.shape[2], key.selected.shape[-1], value.selected.shape[-1]
+        batch = self.query.shape[0]
+        cache = self.api.init_cache(batch, self.tokens, *sizes, separate=True, **options)
+        past, last = (
+            [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
+            for cut in (slice(0, -1), slice(-1, None))
+        )
+        self.token = last
+        update = _update(self.torch)
+        if self.tokens > 1:
+            cache = update(cache, *past, config, (None, None))
+        self.cache = cache
+        self.full = update(self._copy(cache), *last, config, (None, None))
+
+    def _copy(self, cache):
+        return cache.clone() if self.torch else jax.tree.map(jnp.copy, cache)
+
+    def step(self, branch: str) -> "Step":
+        """The step of one branch; of `all`: the token is appended, then attends."""
+        if branch == "all":
+            return self._whole()
+        function = functools.partial(self._branch, branch)
+        return stepped(self.runner, function, {"query": self.query, "cache": self.full})
+
+    def _branch(self, branch: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`{"out", "lse"}` of one branch on the cache, of `scores` `{"indices"}`."""
+        query, cache = given["query"], given["cache"]
+        name = getattr(self.plan, branch).implementation
+        # As in `cached_attention`: kernels take whole buffers, and the length is an array.
+        slots = None if name == "mosaic" else self.config.num_compressed(self.tokens)
+        keys = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
+        where = {"config": self.config, "kv_len": cache.length}
+        if branch == "compressed":
+            return _named(
+                self.api.compressed_attention(query, *keys, **where, implementation=name)
+            )
+        if branch == "sliding":
+            pair = cache.sliding_key, cache.sliding_value
+            return _named(
+                self.api.sliding_attention(query, *pair, **where, implementation=name)
+            )
+        indices = given.get("block_indices")
+        if indices is None:
+            scores = self.plan.scores.implementation
+            indices = self.api.select_blocks(query, keys[0], **where, implementation=scores)
+        if branch == "scores":
+            return {"indices": indices}
+        pair = cache.selected_key, cache.selected_value, indices
+        return _named(self.api.selected_attention(query, *pair, **where, implementation=name))
+
+    def _whole(self) -> "Step":
+        options = {"config": self.config, "implementation": self.names}
+        token = self.query, *self.token, self.gates
+
+        if self.torch:
+            cache = self._copy(self.cache)
+
+            def run(_):
+                # The object is new, so that its length is; the buffers are the same.
+                fresh = dataclasses.replace(cache)
+                return {"out": self.api.cached_attention(*token, fresh, **options)[0]}
+
+            return Step(self.runner, run)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(cache, query, key, value, gates):
+            out, after = self.api.cached_attention(query, key, value, gates, cache, **options)
+            return {"out": out}, after._replace(length=cache.length)
+
+        held = rotated(self._copy(self.cache))
+
+        def run_donating(index):
+            place = index % len(held)
+            out, held[place] = step(held[place], *token)
+            return out
+
+        return Step(self.runner, run_donating)
+
+    def chosen(self) -> jax.Array:
+        """The blocks that the step selects, int32 `[B, 1, Hkv, n]`."""
+        return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
+
+    def reads(self, branch: str) -> np.ndarray:
+        """Keys that the branch takes in, `[B, Hkv]`, counted: see `bench.decode`."""
+        zeros = self.query * 0
+        given = {"query": zeros, "cache": self.full}
+        if branch == "selected":
+            given["block_indices"] = self.step("scores")()["indices"]
+        step = Step(self.runner, lambda _: self._branch(branch, given))
+        lse = self.runner.numpy(step()["lse"])[:, 0]  # [B, H]
+        groups = self.full.selected_key.shape[2]
+        counts = np.exp(lse.astype(np.float64)).reshape(lse.shape[0], groups, -1)
+        return np.rint(counts.mean(axis=-1)).astype(np.int64)
+
+
+class Step:
+    """`call(i)`, the i-th time; arguments that a `Checker` gives are not looked at."""
+
+    def __init__(self, runner, call: Callable[[int], dict[str, Any]]):
+        self.runner, self.call = runner, call
+
+    def __call__(self, *ignored) -> dict[str, Any]:
+        return self.at(0)
+
+    def at(self, index: int) -> dict[str, Any]:
+        """One call; in torch without gradients."""
+        if self.runner.framework == "jax":
+            return self.call(index)
+        with self.runner.torch.no_grad():
+            return self.call(index)
+
+    def timed(self, how: Mapping[str, Any]) -> tuple[timing.Timing, str]:
+        """Its time, and whether a CUDA graph replayed it, or why not."""
+        if self.runner.framework == "jax":
+            return timing.time_host(self.at, jax.block_until_ready, **how), "no: jax.jit"
+        if self.runner.platform != "cuda":
+            return timing.time_host(self.at, lambda result: result, **how), "no: cpu"
+        try:
+            replay = timing.cuda_graph(self)
+        except RuntimeError as error:
+            self.runner.torch.cuda.synchronize()
+            graph = f"no: {str(error).strip().splitlines()[0]}"
+            return timing.time_cuda_events(self.at, **how), graph
+        found = timing.time_cuda_events(lambda _: replay(), **how, timer="cuda_events/graph")
+        return found, "yes"
+
+
+def stepped(runner, function: Callable, arguments: Mapping[str, Any]) -> Step:
+    """A step that leaves its arguments as they are."""
+    if runner.framework == "torch":
+        return Step(runner, lambda _: function(arguments))
+    step, copies = jax.jit(function), rotated(dict(arguments))
+    return Step(runner, lambda index: step(copies[index % len(copies)]))
+
+
+def _named(pair) -> dict[str, Any]:
+    return dict(zip(("out", "lse"), pair, strict=True))
+
+
+def _update(torch: bool) -> Callable[..., Any]:
+    """The framework's function that appends tokens without attending."""
+    if torch:
+        from nsa_torch import cache
+
+        return cache.update
+    from nsa_jax import cache
+
+    return jax.jit(cache.update, static_argnames="config")

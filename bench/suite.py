@@ -1,0 +1,120 @@
+"""The tests, with their skips counted: one whose reason is not on the list is a failure.
+
+    python -m bench.suite --out DIR -- -m gpu -n 8 tests/test_launch.py
+
+What follows `--` is for pytest. DIR gets `junit.xml` and the counts, `tests.json`. The exit
+status is 1 when a test fails, none passes, or one is skipped for a reason that is not in
+`configs/oneshot/skips.yaml`.
+"""
+
+import collections
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+import configs
+from bench import cli
+
+SCHEMA = 1
+ROOT = Path(__file__).parents[1]
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+OUT = flags.DEFINE_string("out", None, "A new folder, for junit.xml and tests.json.", **_own)
+SKIPS = flags.DEFINE_string(
+    "skips",
+    str(configs.FOLDER / "oneshot" / "skips.yaml"),
+    "The reasons that are allowed.",
+    **_own,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Tests by outcome, and the skipped ones by reason."""
+
+    passed: int
+    failed: int
+    skipped: int
+    allowed: dict[str, int]
+    unknown: dict[str, int]
+
+    @property
+    def ok(self) -> bool:
+        return self.passed > 0 and not self.failed and not self.unknown
+
+
+def count(junit: Path, allowed: Sequence[str]) -> Counts:
+    """What the report at `junit` says; `allowed` are regular expressions of whole reasons."""
+    outcomes, reasons = collections.Counter(), collections.Counter()
+    for case in xml.parse(junit).getroot().iter("testcase"):
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcomes["failed"] += 1
+        elif skip is not None:
+            outcomes["skipped"] += 1
+            reasons[skip.get("message", "")] += 1
+        else:
+            outcomes["passed"] += 1
+    known = {text: any(re.fullmatch(each, text) for each in allowed) for text in reasons}
+    return Counts(
+        outcomes["passed"],
+        outcomes["failed"],
+        outcomes["skipped"],
+        {text: n for text, n in reasons.items() if known[text]},
+        {text: n for text, n in reasons.items() if not known[text]},
+    )
+
+
+def allow_list(path: str | Path) -> list[str]:
+    """The reasons in the file at `path`: a list of mappings with `reason` and `why`.
+
+    Raises:
+      ValueError: an entry lacks one of them, or is no regular expression.
+    """
+    found = []
+    for entry in configs.sequence(path):
+        if not isinstance(entry, dict) or set(entry) != {"reason", "why"}:
+            raise ValueError(f"{path}: expected entries of reason and why, got {entry!r}")
+        try:
+            found.append(re.compile(entry["reason"]).pattern)
+        except re.error as error:
+            raise ValueError(f"{path}: {entry['reason']!r}: {error}") from None
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    if OUT.value is None:
+        raise app.UsageError("--out must name a new folder")
+    folder = Path(OUT.value).absolute()
+    junit = folder / "junit.xml"
+    if junit.exists():
+        raise app.UsageError(f"--out must name a new folder, {junit} exists")
+    try:
+        allowed = allow_list(SKIPS.value)
+    except (OSError, ValueError) as error:
+        raise app.UsageError(f"--skips: {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", f"--junitxml={junit}", *argv[1:]]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    if not junit.exists():
+        print(f"pytest ended with status {status} and no report")
+        return 1
+    found = count(junit, allowed)
+    for text, n in found.unknown.items():
+        print(f"skipped for a reason that is not in {Path(SKIPS.value).name}: {n} x {text!r}")
+    about = {"schema": SCHEMA, "status": status, **dataclasses.asdict(found)}
+    (folder / "tests.json").write_text(json.dumps(about, indent=2) + "\n")
+    print(f"tests: {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
+    return int(status != 0 or not found.ok)
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS, arguments=True)

@@ -1,0 +1,221 @@
+"""From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
+
+    python -m bench.tune --records bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
+    python -m bench.tune --csv fa2.csv --threshold fa2_min_len_win --dry_run
+    python -m bench.tune --check --device "NVIDIA H100 80GB HBM3"
+
+A threshold is the smallest recorded length at which the kernel beats the portable path by the
+margin in all rows of that and of every greater length; `never` where there is none. A kernel
+that failed at a length does not win there. Only measurements count: no rows, no threshold.
+Whether choice then switches where the file says is what `--check` finds out (`switch.py`).
+"""
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from absl import flags
+
+import configs
+from bench import cli, evidence, records, switch
+from bench.evidence import Evidence, Pair
+from nsa_jax import policy
+
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+RECORDS = flags.DEFINE_multi_string(
+    "records",
+    [],
+    "Files of records (repeatable; arguments without a flag are such files too).",
+    **_own,
+)
+CSV = flags.DEFINE_multi_string(
+    "csv",
+    [],
+    "CSV files of bench.fa2 or bench.selection (repeatable).",
+    **_own,
+)
+DEVICE = flags.DEFINE_string(
+    "device",
+    None,
+    "Only rows of this device, as its driver calls it; needed for several.",
+    **_own,
+)
+MARGIN = flags.DEFINE_float(
+    "margin", 1.2, "By which factor the kernel must be faster.", lower_bound=1.0, **_own
+)
+WANTED = flags.DEFINE_multi_enum(
+    "threshold",
+    list(policy.DECIDES),
+    list(policy.DECIDES),
+    "Only these (repeatable); the others stay as they are in the file.",
+    **_own,
+)
+OUT = flags.DEFINE_string("out", None, "Folder of the file; default: configs/devices.", **_own)
+DRY = flags.DEFINE_bool("dry_run", False, "Print, and write nothing.", **_own)
+CHECK = flags.DEFINE_bool(
+    "check",
+    False,
+    "Check that choice switches where the file of --device says.",
+    **_own,
+)
+
+
+def threshold(pairs: Sequence[Pair], margin: float) -> policy.Length:
+    """The smallest length from which on every pair has a speed-up of at least `margin`."""
+    found: policy.Length = policy.NEVER
+    for length in sorted({pair.length for pair in pairs}, reverse=True):
+        if any(pair.speed_up < margin for pair in pairs if pair.length == length):
+            break
+        found = length
+    return found
+
+
+def deciding(pairs: Sequence[Pair], found: policy.Length) -> list[Pair]:
+    """The worst pair of the shortest length that wins, and of the one that stops the search."""
+    lengths = sorted({pair.length for pair in pairs})
+    below = [x for x in lengths if found == policy.NEVER or x < found]
+    chosen = [*below[-1:], *([] if found == policy.NEVER else [found])]
+    worst = (min((p for p in pairs if p.length == x), key=lambda p: p.speed_up) for x in chosen)
+    return list(worst)
+
+
+def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any]:
+    """The sections `runtime` and `evidence` of a device's file.
+
+    Raises:
+      ValueError: no measured rows for a threshold that is wanted, or rows of several devices.
+    """
+    if len(found.devices) > 1:
+        raise ValueError(f"records of several devices, name one by --device: {found.devices}")
+    runtime: dict[str, policy.Length] = {}
+    said: dict[str, Any] = {}
+    for name in wanted:
+        pairs = found.of(name)
+        if not pairs:
+            branch, kernels = policy.DECIDES[name]
+            raise ValueError(
+                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of the "
+                f"portable path (sdpa or xla) on the same problem of the {branch} branch; "
+                f"name the other thresholds by --threshold to do without it"
+            )
+        runtime[name] = threshold(pairs, margin)
+        said[name] = {
+            "margin": margin,
+            "kernel": pairs[0].kernel,
+            "files": sorted({_file(pair) for pair in pairs}),
+            "commits": sorted({pair.commit for pair in pairs if pair.commit}),
+            "time": max(pair.time for pair in pairs) or None,
+            "rows": len(pairs),
+            "lengths": sorted({pair.length for pair in pairs}),
+            "decided_by": [
+                {
+                    "length": pair.length,
+                    "speed_up": round(pair.speed_up, 3),
+                    "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
+                    "problem": pair.problem,
+                }
+                for pair in deciding(pairs, runtime[name])
+            ],
+        }
+    return {"runtime": runtime, "evidence": said}
+
+
+def _file(pair: Pair) -> str:
+    return records.shown(pair.where.rpartition(":")[0])
+
+
+def merged(path: Path, device: str, tuned: dict[str, Any]) -> str:
+    """The text of the device's file with `tuned` laid over what it has.
+
+    Raises:
+      ValueError: the file there is damaged, or of another device.
+    """
+    data: dict[str, Any] = {"schema": policy.SCHEMA, "device": device}
+    if path.is_file():
+        policy.read(path)
+        data = configs.overlay(configs.load(path), {})
+    for section, values in tuned.items():
+        data[section] = (data.get(section) or {}) | values
+    data["device"] = device
+    order = ("schema", "device", "runtime", "policy", "evidence")
+    data = {key: data[key] for key in order if key in data}
+    head = "# Written by `python -m bench.tune` from records; policy is a person's.\n"
+    return head + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
+    """Every row that was used, the threshold that they give, and what was left out."""
+    lines = []
+    for name, value in tuned["runtime"].items():
+        pairs = found.of(name)
+        lines.append(f"runtime.{name}: {value}  ({len(pairs)} rows, margin {margin:g})")
+        for pair in sorted(pairs, key=lambda p: (p.length, p.speed_up)):
+            mark = "wins " if pair.speed_up >= margin else "loses"
+            lines.append(f"  {mark} {pair}  [{pair.where}]")
+    if left := found.left_out():
+        lines += ["not used:", *(f"  {line}" for line in left)]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    folder = Path(OUT.value) if OUT.value else policy.FOLDER
+    files = [*RECORDS.value, *argv[1:]]
+    if CHECK.value:
+        if not DEVICE.value or files or CSV.value:
+            raise ValueError("--check reads a device's file: give --device, and no records")
+        path = folder / f"{configs.slug(DEVICE.value)}.yaml"
+        if not path.is_file():
+            raise ValueError(f"no file {path}; python -m bench.tune --records writes it")
+        findings = switch.check(policy.read(path))
+        print("\n".join(map(str, findings)))
+        return int(any(not finding.ok for finding in findings))
+    if not files and not CSV.value:
+        raise ValueError("no rows: give --records FILE or --csv FILE")
+    found = Evidence()
+    evidence.read_records(files, DEVICE.value, found)
+    for path in CSV.value:
+        evidence.read_csv(path, DEVICE.value, found)
+    wanted = [name for name in policy.DECIDES if name in WANTED.value]
+    try:
+        tuned = tune(found, wanted, MARGIN.value)
+    except ValueError:
+        print("\n".join(found.left_out()), file=sys.stderr)
+        raise
+    (device,) = found.devices
+    print(f"device: {device}\n{report(found, tuned, MARGIN.value)}")
+    path = folder / f"{configs.slug(device)}.yaml"
+    text, old = merged(path, device, tuned), path.read_text() if path.is_file() else ""
+    if text == old:
+        print(f"\n{path}: unchanged")
+        return 0
+    change = difflib.unified_diff(
+        old.splitlines(), text.splitlines(), str(path), str(path), lineterm=""
+    )
+    print("\n" + "\n".join(change))
+    if DRY.value:
+        print(f"\n{path}: not written (--dry_run)")
+        return 0
+    write(path, text)
+    policy.read(path)
+    print(f"\n{path}: written")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS, arguments=True)

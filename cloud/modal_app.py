@@ -1,0 +1,74 @@
+"""`bench.oneshot` on one GPU of Modal; what it wrote comes back to artifacts/ here.
+
+    modal run cloud/modal_app.py              # an H100, at most 25 minutes
+    modal run cloud/modal_app.py --quick
+
+The container ends when the function returns, and is ended after `TIMEOUT_S`.
+"""
+
+import datetime
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import modal
+
+GPU = "H100!"  # this one, and not a newer one for its price
+TIMEOUT_S = 25 * 60
+SOURCES = "/root/native-sparse-attention"
+ROOT = Path(__file__).parents[1]
+IGNORED = [".git", ".venv", "**/__pycache__", "artifacts", "bench/results", "build"]
+
+image = (
+    modal.Image.debian_slim(python_version="3.12")
+    .apt_install("build-essential")
+    .add_local_file(ROOT / "pyproject.toml", f"{SOURCES}/pyproject.toml", copy=True)
+    .run_commands(
+        f'cd {SOURCES} && python -c \'import tomllib; p = tomllib.load(open("pyproject.toml", '
+        '"rb"))["project"]; e = p["optional-dependencies"]; '
+        'print(*p["dependencies"], *e["cuda13"], *e["test"], sep="\\n")\' > requirements.txt '
+        "&& pip install --requirement requirements.txt"
+    )
+    .add_local_dir(ROOT, SOURCES, ignore=IGNORED)
+)
+app = modal.App("native-sparse-attention", image=image)
+
+
+@app.function(gpu=GPU, timeout=TIMEOUT_S, max_containers=1, retries=0)
+def oneshot(arguments: list[str]) -> tuple[int, bytes]:
+    """The exit status, and the folder artifacts/ as a tar file."""
+    command = ["python", "-m", "bench.oneshot", *arguments]
+    status = subprocess.run(command, cwd=SOURCES).returncode
+    buffer, folder = io.BytesIO(), Path(SOURCES) / "artifacts"
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        if folder.exists():
+            archive.add(folder, ".")
+    return status, buffer.getvalue()
+
+
+@app.local_entrypoint()
+def main(quick: bool = False, minutes: float = 10.0):
+    """Runs it there, unpacks here, and fails where it failed."""
+    if _git("status", "--porcelain"):
+        raise SystemExit("the tree has changes, which the results could not name: commit first")
+    arguments = [f"--minutes={minutes}", f"--commit={_git('rev-parse', 'HEAD')}"]
+    status, packed = oneshot.remote([*arguments, *(["--quick"] if quick else [])])
+    print(f"written to {unpack(packed, ROOT / 'artifacts')}")
+    if status:
+        raise SystemExit(status)
+
+
+def unpack(packed: bytes, parent: Path) -> Path:
+    """Puts the files into a new folder under `parent`: what is there already stays."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        stamp = datetime.datetime.now(datetime.UTC).strftime("modal-%Y%m%dT%H%M%S")
+        folder = parent / stamp
+        folder.mkdir(parents=True)
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,224 @@
+"""What automatic choice leaves out on a device although it could run: thresholds and policy.
+
+`configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
+`python -m bench.tune` derives from records, and the kernels that are not allowed there at all.
+It is read once a process; a file that cannot be understood is an error, a missing one says
+nothing. An implementation that is named is not affected.
+
+    runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
+    policy: [{kernel: triton, steps: [selected], allowed: false, reason: .., since: 2025-08-20}]
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import configs
+
+SCHEMA = 1
+FOLDER = configs.FOLDER / "devices"
+NEVER = "never"
+KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
+STEPS = ("compressed", "scores", "selected", "sliding")
+# Which kernels of which step a threshold keeps back.
+DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fa2_min_len_win": ("sliding", ("fa2",)),
+    "fa2_min_len_cmp": ("compressed", ("fa2",)),
+    "sel_min_len": ("selected", KERNELS),
+}
+
+type Length = int | Literal["never"]
+
+
+def parse(value: Any) -> Length:
+    """A threshold: `never`, or a length from 0.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if value == NEVER:
+        return NEVER
+    whole = isinstance(value, str) and value.isascii() and value.isdigit()
+    if whole or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return int(value)
+    raise ValueError(f"a threshold must be {NEVER} or an integer from 0, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """The smallest lengths at which a kernel is chosen; None: no threshold, "never": none is.
+
+    Of `fa2` in tokens of the sequence, for the sliding (`win`) and the compressed (`cmp`)
+    branch; of the selected branch in keys a query selects, `num_selected * select_block`.
+    """
+
+    fa2_min_len_win: int | Literal["never"] | None = None
+    fa2_min_len_cmp: int | Literal["never"] | None = None
+    sel_min_len: int | Literal["never"] | None = None
+
+    def __post_init__(self):
+        for name, value in self.given().items():
+            try:
+                parse(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+    def given(self) -> dict[str, Length]:
+        """Those that are not None."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Whether a kernel may be chosen for these steps, by whose decision and since when."""
+
+    kernel: str
+    steps: tuple[str, ...]
+    allowed: bool
+    reason: str
+    since: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The file of one device."""
+
+    name: str
+    path: Path
+    thresholds: Thresholds = Thresholds()
+    policy: tuple[Rule, ...] = ()
+    evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def source(self) -> str:
+        """The file's name, for a reason."""
+        inside = self.path.is_relative_to(configs.FOLDER.parent)
+        return str(self.path.relative_to(configs.FOLDER.parent) if inside else self.path)
+
+    def kept_back(self, threshold: str) -> tuple[str, ...]:
+        """The kernels that a threshold is about: the measured one and those tried after it."""
+        kernels = DECIDES[threshold][1]
+        evidence = self.evidence.get(threshold)
+        measured = evidence.get("kernel") if isinstance(evidence, Mapping) else None
+        return kernels[kernels.index(measured) :] if measured in kernels else kernels
+
+
+_overridden: contextvars.ContextVar[tuple[Thresholds, str] | None]
+_overridden = contextvars.ContextVar("overridden", default=None)
+
+
+@contextlib.contextmanager
+def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
+    """Within: these thresholds stand in place of the device's, where they are not None.
+
+    `source` says in a reason who gave them. What was traced before keeps its choice.
+    """
+    token = _overridden.set((thresholds, source))
+    try:
+        yield
+    finally:
+        _overridden.reset(token)
+
+
+def barred(device: Device | None, kernel: str, step: str) -> Rule | None:
+    """The rule of the device that forbids the kernel for this step."""
+    rules = device.policy if device else ()
+    named = (rule for rule in rules if rule.kernel == kernel and step in rule.steps)
+    return next((rule for rule in named if not rule.allowed), None)
+
+
+def why_not(implementation: str, problem: Any) -> str | None:
+    """Why automatic choice should not take what could run `problem`, or None."""
+    device = of(problem.device) if problem.device else None
+    if device and (rule := barred(device, implementation, problem.branch)):
+        return (
+            f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
+        )
+    given, giver = _overridden.get() or (Thresholds(), "")
+    for name, (branch, kernels) in DECIDES.items():
+        value, source = getattr(given, name), giver
+        if value is None and device:
+            value, source = getattr(device.thresholds, name), device.source
+            kernels = device.kept_back(name)
+        if branch == problem.branch and implementation in kernels:
+            if reason := _below(name, value, problem):
+                return f"{reason} ({source})"
+    return None
+
+
+def _below(name: str, value: Length | None, problem: Any) -> str | None:
+    if value is None:
+        return None
+    if value == NEVER:
+        return f"{name} is {NEVER}: no length at which it pays"
+    if name == "sel_min_len":
+        length = problem.config.num_selected * problem.config.select_block
+        what = f"{length} selected keys are"
+    else:
+        # Asked for one branch alone, S counts compressed tokens: fewer than the queries then.
+        length = max(problem.T, problem.S)
+        what = f"a length of {length} is"
+        if not length:  # under torch.compile, where a length may have no number
+            return None
+    return f"{what} below {name}={value}" if length < value else None
+
+
+@functools.cache
+def of(device: str) -> Device | None:
+    """What the file of the device that the driver calls so says; None without a file."""
+    path = FOLDER / f"{configs.slug(device)}.yaml"
+    return read(path) if path.is_file() else None
+
+
+def read(path: Path) -> Device:
+    """The file of a device.
+
+    Raises:
+      ValueError: it is damaged, or of another device than its name says; the message names
+        the file and the key.
+    """
+    data = configs.load(path)
+    known = ("schema", "device", "runtime", "evidence", "policy")
+    if unknown := sorted(set(data) - set(known)):
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {sorted(known)}")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: schema must be {SCHEMA}, got {data.get('schema')!r}")
+    name = data.get("device")
+    if not isinstance(name, str) or configs.slug(name) != path.stem:
+        raise ValueError(f"{path} must be of the device in its name, got {name!r}")
+    kinds = {"runtime": dict, "evidence": dict, "policy": list}
+    sections = {key: data.get(key, kind()) for key, kind in kinds.items()}
+    for key, kind in kinds.items():
+        if not isinstance(sections[key], kind):
+            raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {data[key]!r}")
+    try:
+        thresholds = configs.build(Thresholds, sections["runtime"], "runtime")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    rules = tuple(
+        _rule(rule, f"{path}: policy[{i}]") for i, rule in enumerate(sections["policy"])
+    )
+    return Device(name, path, thresholds, rules, sections["evidence"])
+
+
+def _rule(data: Any, where: str) -> Rule:
+    names = [field.name for field in dataclasses.fields(Rule)]
+    if not isinstance(data, dict) or sorted(data) != sorted(names):
+        raise ValueError(f"{where} must have the keys {names}, got {data!r}")
+    if data["kernel"] not in KERNELS:
+        raise ValueError(f"{where}: kernel must be one of {KERNELS}, got {data['kernel']!r}")
+    steps = data["steps"]
+    if not isinstance(steps, list) or not steps or not set(steps) <= set(STEPS):
+        raise ValueError(f"{where}: steps must be a list of {STEPS}, got {steps!r}")
+    if not isinstance(data["allowed"], bool):
+        raise ValueError(f"{where}: allowed must be a bool, got {data['allowed']!r}")
+    texts = {name: str(data[name] or "").strip() for name in ("reason", "since")}
+    for name, text in texts.items():
+        if not text:
+            raise ValueError(f"{where}: {name} must not be empty")
+    return Rule(data["kernel"], tuple(steps), data["allowed"], **texts)

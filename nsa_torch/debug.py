@@ -1,0 +1,21 @@
+"""What `nsa_jax.debug`, which tells the events of both frameworks, must know of torch."""
+
+import jax
+import torch
+
+from nsa_jax.debug import Backend
+
+
+def _wait(given):
+    devices = {x.device for x in jax.tree.leaves(given) if isinstance(x, torch.Tensor)}
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _numpy(x):
+    x = x.detach().cpu()
+    return (x.to(torch.float64) if x.is_floating_point() else x).numpy()
+
+
+TORCH = Backend("nsa_torch", torch.compiler.is_compiling, lambda given: False, _wait, _numpy)

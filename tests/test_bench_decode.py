@@ -1,0 +1,186 @@
+"""Decoding: what is read is counted, branches are timed alone, and the summary of the table."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nsa_jax.dispatch
+from bench import decode, summarize
+from nsa_jax import branches
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Implementation
+from tests.commands import run
+
+SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
+SMALL = (*SIZES, "--iters=2", "--warmup=1", "--device=cpu", "--input=random", "--dtype=f32")
+LENGTHS = {"torch": "5,61", "jax": "61"}
+CONFIG = NSAConfig(8, 4, 8, 4, 1, 2, 12)
+SEED = "S,ms_total,ms_cmp,ms_sel,ms_win,reads_actual,reads_expected,reads_actual_decode"
+SEED += ",reads_expected_decode"
+
+
+def actual(length):
+    """Keys that the last of `length` tokens reads of one head, one by one."""
+    own = (length - 1) // 8
+    compressed = sum(4 * i + 7 <= length - 1 for i in range(length))
+    selected = min(3, own) * 8 + (length - 1) % 8 + 1
+    return compressed, selected, min(12, length)
+
+
+@functools.cache
+def measured(framework, folder):
+    given = (f"--framework={framework}", "--B=2", f"--S_list={LENGTHS[framework]}", *SMALL)
+    return run(decode, folder, *given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("decode")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_reads_are_counted(framework, folder):
+    status, found, table = measured(framework, folder / framework)
+    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+    assert list(table[0]) == list(decode.COLUMNS)
+    assert decode.COLUMNS[:9] == tuple(SEED.split(","))
+    for row in table:
+        length = int(row["S"])
+        counts = actual(length)
+        assert [float(row[f"reads_{x}"]) for x in ("cmp", "sel", "win")] == list(counts)
+        assert float(row["reads_actual_decode"]) == sum(counts)
+        assert int(row["reads_actual"]) == 2 * 2 * sum(counts)  # sequences, key/value heads
+        assert int(row["reads_expected_decode"]) == CONFIG.reads(length)
+        assert int(row["reads_expected"]) == 2 * 2 * CONFIG.reads(length)
+    # The formula counts blocks that are not there yet and the unseen part of the last one.
+    assert float(table[-1]["reads_actual_decode"]) == CONFIG.reads(61) - 3
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_branch_is_judged_and_timed_alone(framework, folder):
+    _, found, table = measured(framework, folder / framework)
+    for length, row in zip(map(int, LENGTHS[framework].split(",")), table, strict=True):
+        own = {(r.branch, r.implementation): r for r in found if r.S == length}
+        portable, dense = {"torch": ("sdpa", "math"), "jax": ("xla", "xla")}[framework]
+        steps = ("compressed", "scores", "selected", "sliding", "all")
+        assert set(own) == {(step, portable) for step in steps} | {("dense", dense)}
+        assert all((r.T, r.mode, r.status) == (1, "decode", "ok") for r in own.values())
+        for branch, name in decode.TIMES.items():
+            record = own[branch, portable]
+            assert float(row[name]) == record.time_ms and record.error_max <= record.error_bound
+            assert float(row[f"{name}_p20"]) <= float(row[name]) <= float(row[f"{name}_p80"])
+        assert float(row[f"ms_dense_{dense}"]) == own["dense", dense].time_ms
+        assert row["graph"].startswith("no: ") and row["kernel"] == portable
+
+
+def late(query, key, value, *, config, **options):
+    """Sliding attention that looks one token too far into the past."""
+    wider = dataclasses.replace(config, window=config.window + 1)
+    return branches.sliding_attention(query, key, value, config=wider, **options)
+
+
+def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
+    registry = nsa_jax.dispatch.REGISTRY
+    entries = (Implementation("xla", f"{__name__}:late"), *registry.table["sliding"][3:])
+    monkeypatch.setattr(registry, "table", {**registry.table, "sliding": entries})
+    given = ("--framework=jax", "--B=2", "--S_list=61")
+    code, found, (row,) = run(decode, tmp_path, *given, *SMALL)
+    status = {r.branch: r.status for r in found}
+    assert code == 1 and status["sliding"] == status["all"] == "wrong"
+    assert status["compressed"] == status["selected"] == "ok"
+    assert row["ms_win"] == row["ms_total"] == row["reads_actual"] == ""
+    assert row["status"] == "wrong" and "max error" in row["reason"]
+    assert "n/a" in capsys.readouterr().out
+
+
+def test_a_kernel_that_refuses_is_a_row(tmp_path):
+    code, found, (row,) = run(decode, tmp_path, "--S_list=61", "--kernels=mosaic", *SMALL)
+    assert code == 0 and row["status"] == "unsupported"
+    assert "needs a Hopper GPU" in row["reason"] and row["ms_total"] == ""
+    assert [r.status for r in found] == ["unsupported"] * 5 + ["ok"]  # dense stays
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--branch_force_mode=bias",), "must be run: to force a gate computes all three"),
+        (("--S_list=",), "S_list must be integers over 0"),
+        (("--n_sel=2",), "num_selected must be >= num_initial"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(decode, tmp_path, *SMALL, *arguments)
+
+
+def test_the_summary_of_what_decode_writes(folder, capsys):
+    measured("torch", folder / "torch")
+    assert summarize.main(["summarize", str(folder / "torch" / "decode.csv")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        "S",
+        "total",
+        "cmp%",
+        "sel%",
+        "win%",
+        "reads(dec)",
+        "reads(tot)",
+    ]
+    assert [line.split()[0] for line in lines[1:]] == ["5", "61"]
+    total = sum(actual(61))
+    assert lines[2].split()[-2:] == [
+        f"{total}/{CONFIG.reads(61)}",
+        f"{4 * total}/{4 * CONFIG.reads(61)}",
+    ]
+
+
+GOOD = f"{SEED}\n64,2,0.5,1,0.25,40,50,20,25\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r":1: columns \['S', .*are missing, got None"),
+        (SEED.replace("ms_sel", "sel") + "\n1,2,3,4,5,6,7,8,9\n", r":1: columns \['ms_sel'\]"),
+        (f"{SEED}\n", "expected rows below the header, got none"),
+        (f"{GOOD}64,2,0.5,1\n", ":3: expected 9 cells, got 4"),
+        (f"{GOOD}64,2,0.5,1,0.25,40,50,20,25,7\n", ":3: expected 9 cells, got 10"),
+        (f"{GOOD}64,2,0.5,one,0.25,40,50,20,25\n", ":3: ms_sel must be a number, got 'one'"),
+        (f"{GOOD}64,nan,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a number over 0"),
+        (f"{GOOD}64,-2,0.5,1,0.25,40,50,20,25\n", ":3: ms_total must be a number over 0"),
+        (f"{GOOD}64,2,0.5,1,0.25,,50,20,25\n", ":3: reads_actual must be a number, got ''"),
+    ],
+)
+def test_a_damaged_table_is_refused(text, message, tmp_path, capsys):
+    path = tmp_path / "decode.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ".*" + message):
+        summarize.main(["summarize", str(path)])
+    assert not capsys.readouterr().out
+
+
+def test_the_seed_systems_own_table_is_read(tmp_path):
+    path = tmp_path / "decode.csv"
+    path.write_text(GOOD)
+    line = summarize.table(summarize.read(path)).splitlines()[1]
+    assert line.split() == ["64", "2.000", "25.0", "50.0", "12.5", "20/25", "40/50"]
+    path.write_text(
+        GOOD.replace("\n", ",status,reason\n", 1).replace("25\n", "25,oom,no room\n")
+    )
+    assert summarize.table(summarize.read(Path(path))).splitlines()[1].split(None, 1) == [
+        "64",
+        "oom: no room",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_decode_on_a_gpu(framework, tmp_path):
+    given = (f"--framework={framework}", "--S_list=300", "--iters=2")
+    status, _, (row,) = run(decode, tmp_path, *given)
+    assert status == 0 and row["status"] == "ok", row["reason"]
+    assert np.isfinite(float(row["ms_total"])) and row["graph"]

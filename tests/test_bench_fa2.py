@@ -1,0 +1,136 @@
+"""FA-2 beside masked SDPA: the lines, the table, the two calls, and what is wrong."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import nsa_torch
+from bench import fa2, records
+from nsa_jax.config import NSAConfig
+from tests.commands import run
+
+SMALL = ("--S_list=40,63", "--w_list=12", "--heads=2", "--dk=8", "--dv=8", "--l=8", "--d=4")
+SMALL = (*SMALL, "--iters=2", "--device=cpu")
+NUMBER = r"(n/a|\d+\.\d{3} ms)"
+
+
+def test_without_a_gpu_only_the_mask_is_timed(tmp_path, capsys):
+    status, found, table = run(fa2, tmp_path, *SMALL)
+    printed = capsys.readouterr().out
+    assert status == 0 and len(found) == 8
+    assert list(table[0]) == list(fa2.COLUMNS)
+    assert fa2.COLUMNS[:8] == tuple("D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device".split(","))
+    for record in found:
+        masked = record.implementation == "sdpa"
+        assert record.status == ("ok" if masked else "unsupported")
+        assert masked or ("needs CUDA" in record.reason and record.time_ms is None)
+        assert (record.bench, record.device, record.samples) == ("fa2", "cpu", 2 * masked)
+    assert [(row["branch"], row["S"], row["w"]) for row in table] == [
+        ("sliding", "40", "12"),
+        ("sliding", "63", "12"),
+        ("compressed", "40", ""),
+        ("compressed", "63", ""),
+    ]
+    for row in table:
+        assert row["status"] == "unsupported" and "needs CUDA" in row["reason"]
+        assert float(row["sdpa_ms"]) > 0 and row["speedup"] == row["fa_ms"] == ""
+    line = rf"S=40 w=12 sliding masked {NUMBER}  fa2 n/a  speedup n/a "
+    assert re.search(line, printed), printed
+    assert re.search(rf"S=63 l=8 d=4 compressed masked {NUMBER}  fa2 n/a  speedup n/a", printed)
+
+
+def fake(config, wrong=0):
+    """FA-2's dense call by SDPA; `wrong`: keys too many in the past."""
+
+    def call(query, key, value, window=-1):
+        length = query.shape[1]
+        row, column = torch.arange(length)[:, None], torch.arange(length)
+        seen = column <= row
+        if window >= 0:
+            seen &= column >= row - window - wrong
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return call
+
+
+@pytest.mark.parametrize("length", [5, 8, 31, 63])
+def test_dense_calls_are_the_branches(length, monkeypatch):
+    config = NSAConfig(8, 4, 8, 4, 1, 2, 12)
+    monkeypatch.setattr(fa2, "_dense", fake(config))
+    make = torch.Generator().manual_seed(length)
+    query, key, value = (
+        torch.randn(2, length, heads, width, generator=make)
+        for heads, width in ((4, 8), (2, 8), (2, 16))
+    )
+    compressed = [nsa_torch.compress(x, config=config) for x in (key, value)]
+    given = {"query": query, "key": key, "value": value}
+    pooled = dict(zip(("compressed_key", "compressed_value"), compressed, strict=True))
+    options = {"config": config, "implementation": "reference"}
+    expected = nsa_torch.sliding_attention(**given, **options)[0]
+    found = fa2.dense("sliding", config, length)(given)["out"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    given = {"query": query, **pooled}
+    expected = nsa_torch.compressed_attention(**given, **options)[0]
+    found = fa2.dense("compressed", config, length)(given)["out"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("wrong", "status"), [(0, "ok"), (1, "wrong")])
+def test_a_wrong_call_prints_no_speed_up(wrong, status, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fa2, "_dense", fake(None, wrong))
+    monkeypatch.setattr(fa2.fa2, "why_not", lambda problem: None)
+    code, found, table = run(fa2, tmp_path, *SMALL, "--path=dense", "--S_list=63")
+    sliding = {r.implementation: r for r in found if r.branch == "sliding"}
+    assert (code, sliding["fa2"].status) == (int(wrong), status)
+    assert sliding["sdpa"].status == "ok"
+    line = next(x for x in capsys.readouterr().out.splitlines() if "sliding" in x)
+    assert bool(re.search(r"speedup x\d", line)) == (not wrong)
+    assert bool(table[0]["speedup"]) == bool(table[0]["fa_ms"]) == (not wrong)
+    assert table[0]["path"] == "dense" and table[0]["status"] == status
+    if wrong:
+        assert "fa2 wrong: out: max error" in line
+
+
+def test_a_speed_up_needs_two_rows_that_count():
+    pair = [
+        records.Record(
+            bench="fa2", framework="torch", branch="sliding", implementation=name,
+            mode="forward", B=1, T=8, S=8, H=1, Hkv=1, D=8, Dv=8, dtype="float16",
+            config={"window": 4}, input="random", time_ms=ms, p20_ms=ms, p80_ms=ms, samples=1,
+            extra={"path": "varlen", "kernel": "FA"},
+        )
+        for name, ms in (("sdpa", 3.0), ("fa2", 2.0))
+    ]  # fmt: skip
+    assert fa2.line(*pair) == "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50"
+    assert fa2.row(*pair, (9, 0))["sm"] == "90" and fa2.row(*pair, None)["speedup"] == 1.5
+    pair[0] = dataclasses.replace(pair[0], status="oom", reason="no room")
+    assert fa2.line(*pair).endswith("speedup n/a  (sdpa oom: no room)")
+    assert fa2.row(*pair, None)["status"] == "oom"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--S_list=63,x",), "S_list must be integers over 0, got '63,x'"),
+        (("--w_list=0",), "w_list must be integers over 0"),
+        (("--d=3",), "compress_block must be a multiple of compress_stride=3"),
+        (("--heads=3", "--groups=2"), "heads must be a multiple of groups=2, got 3"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(fa2, tmp_path, *SMALL, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["varlen", "dense"])
+def test_both_calls_are_right_on_a_gpu(path, tmp_path):
+    arguments = ("--S_list=300", "--w_list=64", "--iters=2", f"--path={path}")
+    status, found, _ = run(fa2, tmp_path, *arguments)
+    assert status == 0 and [r.status for r in found] == ["ok"] * 4

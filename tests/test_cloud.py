@@ -1,0 +1,218 @@
+"""Task files, the Modal app and the workflows: right without an account, a GPU or a network."""
+
+import ast
+import datetime
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.process import ROOT
+
+SKY = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+MODAL = ROOT / "cloud" / "modal_app.py"
+CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
+# SkyPilot refuses autostop there; what ends the machine in its place.
+NO_AUTOSTOP = {"primeintellect": "sky down", "slurm": "time:"}
+TASK_KEYS = {"name", "workdir", "resources", "config", "setup", "run"}
+RESOURCE_KEYS = {"infra", "accelerators", "use_spot", "max_hourly_cost", "autostop"}
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def check_shell(text: str, bench: bool = False) -> None:
+    """Bash can parse it, and what it calls of this repository is there."""
+    text = re.sub(r"\$\{\{.*?\}\}", "expression", text)
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    assert not done.returncode and not done.stderr, done.stderr
+    modules = re.findall(r"python\S* -m ([\w.]+)", text)
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+    assert not bench or "bench.oneshot" in modules
+    for target in re.findall(r"^\s*make ([\w-]+)", text, re.MULTILINE):
+        assert target in TARGETS, target
+    for file in re.findall(r"\btests/\w+\.py", text):
+        assert (ROOT / file).is_file(), file
+    if found := re.search(r"bench\.oneshot([^\n|;&]*)", text):
+        flags = [word for word in shlex.split(found[1]) if word.startswith("--")]
+        from bench import oneshot
+
+        assert all(flag[2:].partition("=")[0] in oneshot.FLAGS for flag in flags), flags
+
+
+def check_task(task: dict, cloud: str, text: str) -> None:
+    assert set(task) <= TASK_KEYS, set(task) - TASK_KEYS
+    resources = task["resources"]
+    assert set(resources) <= RESOURCE_KEYS, set(resources) - RESOURCE_KEYS
+    assert resources["infra"] == cloud and resources["use_spot"] is False
+    if cloud in NO_AUTOSTOP:
+        assert "autostop" not in resources and NO_AUTOSTOP[cloud] in text
+    else:
+        stop = resources["autostop"]
+        assert stop["down"] is True and 0 < stop["idle_minutes"] <= 30
+    assert cloud == "slurm" or 0 < resources["max_hourly_cost"] <= 10
+    assert re.search(
+        r"timeout --signal=TERM --kill-after=30 \d+m .*bench\.oneshot", task["run"]
+    )
+    check_shell(task["setup"])
+    check_shell(task["run"], bench=True)
+
+
+def test_there_is_a_task_for_each_cloud():
+    assert {path.stem for path in SKY} == CLOUDS
+    readme = (ROOT / "cloud" / "README.md").read_text()
+    assert all(cloud in readme for cloud in CLOUDS)
+
+
+@pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
+def test_a_task_is_whole_and_limited(path):
+    text = path.read_text()
+    check_task(yaml.safe_load(text), path.stem, text)
+
+
+def test_tasks_do_the_same():
+    tasks = [yaml.safe_load(path.read_text()) for path in SKY]
+    for key in ("name", "workdir", "setup", "run"):
+        assert len({task[key] for task in tasks}) == 1, key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"autostop": None},
+        {"max_hourly_cost": 100},
+        {"use_spot": True},
+        {"autostop": {"idle_minutes": 15}},
+        {"gpus": 8},
+    ],
+    ids=str,
+)
+def test_a_task_without_limits_is_caught(change):
+    path = ROOT / "cloud" / "sky" / "lambda.yaml"
+    task = yaml.safe_load(path.read_text())
+    task["resources"] |= change
+    with pytest.raises((AssertionError, KeyError, TypeError)):
+        check_task(task, "lambda", path.read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["if true; then", "python -m bench.none", "make none", "python -m bench.oneshot --no"],
+)
+def test_a_broken_command_is_caught(text):
+    with pytest.raises(AssertionError):
+        check_shell(text)
+
+
+def in_scratch(program: str, tmp_path: Path, *arguments: str) -> str:
+    """The output of a program in a process of its own, whose home is empty."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def needs(package: str):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs {package}, of the extra cloud")
+
+
+@needs("sky")
+def test_skypilot_takes_every_task(tmp_path):
+    program = """
+import sys, sky, yaml
+for path in sys.argv[1:]:
+    task = sky.Task.from_yaml_str(open(path).read())
+    (found,) = task.resources
+    assert found.accelerators == {"H100": 1} and not found.use_spot, path
+    print(found.infra.cloud)
+"""
+    printed = in_scratch(program, tmp_path, *map(str, SKY))
+    assert {word.lower() for word in printed.split()} == CLOUDS
+
+
+@needs("modal")
+def test_modal_registers_the_app(tmp_path):
+    program = """
+import sys, runpy
+found = runpy.run_path(sys.argv[1])
+print(found["app"].name, type(found["oneshot"]).__name__, type(found["main"]).__name__)
+"""
+    printed = in_scratch(program, tmp_path, str(MODAL))
+    assert printed.split() == ["native-sparse-attention", "Function", "LocalEntrypoint"]
+
+
+def test_the_modal_app_has_limits():
+    tree = ast.parse(MODAL.read_text())
+    functions = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    (decorator,) = functions["oneshot"].decorator_list
+    given = {word.arg: ast.unparse(word.value) for word in decorator.keywords}
+    limits = {"gpu": "GPU", "timeout": "TIMEOUT_S", "max_containers": "1", "retries": "0"}
+    assert given == limits
+    assert "bench.oneshot" in ast.unparse(functions["oneshot"])
+    assert [ast.unparse(x) for x in functions["main"].decorator_list] == [
+        "app.local_entrypoint()"
+    ]
+
+
+def test_modal_results_lie_in_a_new_folder(tmp_path):
+    tree = ast.parse(MODAL.read_text())
+    wanted = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == "unpack"]
+    space = {"datetime": datetime, "io": io, "tarfile": tarfile, "Path": Path}
+    exec(ast.unparse(wanted[0]), space)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        entry = tarfile.TarInfo("abc/summary.json")
+        entry.size = 2
+        archive.addfile(entry, io.BytesIO(b"{}"))
+    folder = space["unpack"](buffer.getvalue(), tmp_path / "artifacts")
+    assert folder.parent == tmp_path / "artifacts"
+    assert (folder / "abc" / "summary.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_whole(path):
+    flow = yaml.safe_load(path.read_text())
+    # YAML 1.1 reads the key `on` as true.
+    assert set(flow) == {"name", True, "permissions", "concurrency", "jobs"}
+    assert flow["name"] == path.stem and flow["permissions"] == {"contents": "read"}
+    for name, job in flow["jobs"].items():
+        assert 0 < job["timeout-minutes"] <= 60
+        assert set(job.get("permissions", {})) <= {"contents", "pull-requests"}
+        assert job.get("needs", name) in flow["jobs"]
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            if "uses" in step:
+                assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
+            else:
+                # An expression in a command would be pasted into the shell.
+                assert "${{" not in step["run"]
+                check_shell(step["run"])
+
+
+def test_workflows_run_the_checks_and_the_gpu():
+    flows = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
+    commands = {
+        name: [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+        for name, jobs in flows.items()
+    }
+    assert {"make check", "make test"} <= set(commands["ci"])
+    assert any("bench.oneshot" in text for text in commands["gpu-bench"])
+    bench, propose = flows["gpu-bench"]["bench"], flows["gpu-bench"]["propose"]
+    assert bench["runs-on"] == ["self-hosted", "gpu"] and "permissions" not in bench
+    assert any("bench.tune" in step.get("run", "") for step in propose["steps"])
+    kept = [step for step in bench["steps"] if "upload-artifact" in step.get("uses", "")]
+    assert kept[0]["if"] == "always()"

@@ -1,0 +1,243 @@
+"""The run of everything: it cannot end well when a step did not, and leaves nothing behind."""
+
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from absl import app
+
+import configs
+from bench import oneshot, suite
+from bench.process import ROOT, expand
+
+FAKE = "tests.fake_step"
+OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
+FAIL = {"name": "bad", "command": f"{FAKE} fail", "timeout_s": 30}
+HANG = {"name": "hang", "command": f"{FAKE} hang {{root}}/pid", "timeout_s": 2}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The command with a plan of these steps: exit status, summary."""
+    monkeypatch.setattr(oneshot.environment, "device_name", lambda: "cpu")
+
+    def call(*plan, arguments=()):
+        path = tmp_path / "plan.yaml"
+        path.write_text(yaml.safe_dump({"steps": list(plan)}))
+        for name in oneshot.FLAGS:
+            oneshot.FLAGS[name].unparse()
+        oneshot.FLAGS(["oneshot", f"--plan={path}", f"--out={tmp_path / 'out'}", *arguments])
+        code = oneshot.main(["oneshot"])
+        newest = max((tmp_path / "out").iterdir(), key=lambda folder: folder.stat().st_mtime)
+        return code, json.loads((newest / "summary.json").read_text())
+
+    return call
+
+
+def statuses(summary):
+    return {step["name"]: step["status"] for step in summary["steps"]}
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ended; a dead one that nobody waited for counts."""
+    for _ in range(50):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys):
+    code, summary = run(OK, FAIL, OK | {"name": "after"})
+    assert code == 1 and summary["status"] == "failed"
+    assert not summary["ok"] and not summary["complete"]
+    assert statuses(summary) == {"good": "ok", "bad": "failed", "after": "ok"}
+    assert summary["steps"][1]["reason"] == "exit status 3"
+    assert summary["steps"][1]["files"] == ["bad.log"]
+    assert {"schema", "commit", "device", "start", "end", "versions"} <= set(summary)
+    printed = capsys.readouterr().out
+    assert "  | the last words of the log" in printed and "fake step: ok" not in printed
+
+
+def test_a_whole_run(run):
+    made = {"name": "made", "command": f"{FAKE} records {{out}}/made.jsonl", "timeout_s": 30}
+    last = {
+        "name": "report",
+        "command": f"{FAKE} ok {{records}}",
+        "timeout_s": 30,
+        "last": True,
+    }
+    code, summary = run(made, last)
+    assert code == 0 and summary["ok"] and summary["complete"]
+    assert summary["steps"][0]["files"] == ["made.log", "made/made.jsonl"]
+    assert summary["steps"][1]["command"].endswith("made/made.jsonl")
+    assert all(step["seconds"] > 0 for step in summary["steps"])
+
+
+def test_a_timeout_ends_what_the_step_started(run, tmp_path):
+    code, summary = run(HANG, OK)
+    assert code == 1 and statuses(summary) == {"hang": "timeout", "good": "ok"}
+    assert summary["steps"][0]["reason"] == "timeout after 2 s"
+    (pid,) = (tmp_path / "out").glob("*/pid")
+    assert gone(int(pid.read_text()))
+
+
+def test_a_run_without_time_is_not_complete(run):
+    last = OK | {"name": "report", "last": True, "timeout_s": 3600}
+    code, summary = run(OK, last, arguments=["--minutes=1"])
+    # What comes last is provided for: nothing is left for the first.
+    assert code == 1 and statuses(summary) == {"good": "skipped", "report": "ok"}
+    assert summary["steps"][0]["reason"] == "the budget of 1 minutes is spent"
+    code, summary = run(HANG | {"timeout_s": 60}, OK, arguments=["--minutes=0.02"])
+    assert code == 1 and statuses(summary) == {"hang": "timeout", "good": "skipped"}
+    assert "the budget of the run ended" in summary["steps"][0]["reason"]
+
+
+def test_steps_can_be_chosen(run):
+    code, summary = run(FAIL, OK, arguments=["--only=good"])
+    assert code == 0 and summary["ok"] and not summary["complete"]
+    assert statuses(summary) == {"bad": "skipped", "good": "ok"}
+    code, summary = run(FAIL, OK, arguments=["--skip=bad"])
+    assert code == 0 and summary["steps"][0]["reason"] == "--skip"
+    with pytest.raises(app.UsageError, match=r"--only must be one of \['good'\], got 'other'"):
+        run(OK, arguments=["--only=other"])
+
+
+def test_a_step_needs_another(run):
+    needy = OK | {"name": "needy", "needs": ["bad"]}
+    code, summary = run(FAIL, needy)
+    assert code == 1 and statuses(summary) == {"bad": "failed", "needy": "skipped"}
+    # Asked for by itself, it is missing all the same.
+    code, summary = run(FAIL, needy, arguments=["--only=needy"])
+    assert code == 1 and "did not end well" in summary["steps"][1]["reason"]
+    code, summary = run(OK | {"command": f"{FAKE} ok {{records}}"})
+    assert code == 1 and summary["steps"][0]["reason"] == "no records were made"
+
+
+def test_a_folder_is_never_used_twice(tmp_path):
+    names = [oneshot.new_folder(tmp_path, "0123456789abcdef", True).name for _ in range(3)]
+    assert names == ["0123456789ab-dirty", "0123456789ab-dirty-2", "0123456789ab-dirty-3"]
+    assert oneshot.new_folder(tmp_path, None, None).name == "unknown"
+
+
+def test_sigterm_ends_the_step_and_writes_the_summary(tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"steps": [OK, HANG | {"timeout_s": 100}, FAIL]}))
+    command = [sys.executable, "-m", "bench.oneshot", f"--plan={plan}", f"--out={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for _ in range(600):
+        if pids := [x for x in tmp_path.glob("*/pid") if x.read_text()]:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM and "interrupted" in printed
+    assert gone(int(pids[0].read_text()))
+    summary = json.loads((pids[0].parent / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and not summary["ok"]
+    assert statuses(summary) == {"good": "ok", "hang": "interrupted", "bad": "skipped"}
+    assert summary["steps"][1]["reason"] == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([OK, OK], "two steps are called 'good'"),
+        ([OK | {"needs": ["none"]}], r"good needs \['none'\]"),
+        ([OK | {"timout": 1}], "unknown key 'timout'"),
+        ("good", "expected a list `steps`"),
+    ],
+)
+def test_bad_plans_are_refused(steps, message, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"steps": steps}))
+    with pytest.raises(ValueError, match=message):
+        oneshot.load(str(path))
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_plans_name_commands_that_exist(name):
+    plan = oneshot.load(name)
+    words = {"root": "root", "out": "out", "commit": "", "save": ""}
+    for step in plan:
+        for template in filter(None, (step.command, step.quick)):
+            command = expand(template, words, ["a.jsonl"])
+            assert importlib.util.find_spec(command[0]), command[0]
+            assert not any("{" in word for word in command)
+            files = [w.partition("::")[0] for w in command if w.startswith("tests/")]
+            assert all((ROOT / file).is_file() for file in files)
+    last = [step.name for step in plan if step.last]
+    assert last == (["thresholds", "report"] if name == "gpu" else ["report"])
+    assert sum(step.timeout_s for step in plan if step.last) <= 60
+
+
+def test_words_of_a_command():
+    words = {"root": "/r", "commit": "", "save": "--save_records"}
+    assert expand("m --out {root}/x {commit} {save}", words, []) == shlex.split(
+        "m --out /r/x --save_records"
+    )
+    assert expand("m {records} --f={records}", words, ["a b", "c"]) == [
+        "m", "a b", "c", "--f=a b", "--f=c",
+    ]  # fmt: skip
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"/>
+<testcase name="c"><failure message="no"/></testcase>
+<testcase name="d"><skipped message="needs two GPUs"/></testcase>
+<testcase name="e"><skipped message="no mood"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_skips_count_against_the_list(tmp_path):
+    path = tmp_path / "junit.xml"
+    path.write_text(JUNIT)
+    allowed = suite.allow_list(configs.FOLDER / "oneshot" / "skips.yaml")
+    found = suite.count(path, allowed)
+    assert (found.passed, found.failed, found.skipped) == (2, 1, 2)
+    assert found.allowed == {"needs two GPUs": 1} and found.unknown == {"no mood": 1}
+    assert not found.ok
+    path.write_text(JUNIT.replace('<failure message="no"/>', ""))
+    assert not suite.count(path, allowed).ok and suite.count(path, [*allowed, "no mood"]).ok
+    assert not suite.count(path, ["needs two", "no mood"]).ok  # the whole reason
+    path.write_text("<testsuites/>")
+    assert not suite.count(path, allowed).ok
+
+
+def test_the_suite_fails_where_a_test_is_skipped_without_leave(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no mood')\n"
+    )
+    command = [sys.executable, "-m", "bench.suite", "--"]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        "--confcutdir",
+        str(tmp_path),
+    ]
+    command += ["-c", os.devnull, str(tmp_path / "test_it.py")]
+    folders = {}
+    for reason in ("no mood", "another"):
+        skips, out = tmp_path / "skips.yaml", tmp_path / reason.replace(" ", "_")
+        skips.write_text(yaml.safe_dump([{"reason": reason, "why": "a test"}]))
+        flags = [f"--out={out}", f"--skips={skips}"]
+        folders[reason] = subprocess.run(
+            [*command[:3], *flags, *command[3:]], cwd=ROOT, capture_output=True, text=True
+        )
+        counts = json.loads((out / "tests.json").read_text())
+        assert (counts["passed"], counts["skipped"], counts["status"]) == (1, 1, 0)
+    assert folders["no mood"].returncode == 0, folders["no mood"].stdout
+    assert folders["another"].returncode == 1
+    assert "1 x 'no mood'" in folders["another"].stdout

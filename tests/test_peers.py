@@ -1,0 +1,119 @@
+"""Other libraries' NSA: refusals that say why, and rows that are judged or marked."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from bench import jobs, measure, peers, problems, render
+from bench.checks import Checker
+from bench.records import Record
+from bench.runners import TorchRunner, problem
+from nsa_torch import functional
+
+SETTINGS = problems.settings("tiny", {"seq_len": 63})
+BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
+
+
+def asked(**changes):
+    known = {"H": 64, "Hkv": 4, "D": 128, "platform": "cuda", **changes}
+    return dataclasses.replace(problem(SETTINGS, "torch", "cuda"), **known)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Says which of the two packages are there."""
+
+    def say(*names):
+        found = {name: object() for name in names}
+        monkeypatch.setattr(peers.importlib.util, "find_spec", found.get)
+
+    return say
+
+
+def test_refusals_say_why(installed):
+    installed("flash_attn")
+    assert "flash-linear-attention is not installed" in peers.why_not(asked(), "selected")
+    installed("fla", "flash_attn")
+    assert peers.why_not(asked(), "selected") is peers.why_not(asked(), "all") is None
+    for changes, reason in (
+        ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
+        ({"Hkv": 8}, "at least 16 heads per group, got 8"),
+        ({"H": 96}, "power of two of at least 16 heads per group, got 24"),
+        ({"D": 320}, "needs D <= 256, got 320"),
+    ):
+        assert reason in peers.why_not(asked(**changes), "selected")
+    installed("fla")
+    assert peers.why_not(asked(), "selected") is None
+    assert "needs flash_attn for its sliding window" in peers.why_not(asked(), "all")
+
+
+def test_rows_that_are_not_ours_say_so(installed):
+    installed("fla", "flash_attn")
+    found = {job.branch: job for job in peers.jobs(asked(), BRANCHES)}
+    assert list(found) == ["selected", "sliding", "all"]
+    assert [job.judged for job in found.values()] == [True, True, False]
+    assert "means of 32 tokens without overlap (ours: of 16, one each 8)" in found["all"].note
+    assert list(peers.jobs(asked(), ["scores"])) == []
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return problems.make(SETTINGS, "random")
+
+
+def row(job, inputs):
+    runner = TorchRunner("cpu")
+    checker = Checker(SETTINGS, inputs, backward=False)
+    return measure.measure(job, runner, SETTINGS, inputs, checker, "forward", seconds=0.0)
+
+
+def stand_in(monkeypatch, shift=0):
+    """`fla.ops.nsa` by our own functions; `shift`: of the blocks that it reads."""
+
+    def parallel_nsa(q, k, v, *, block_indices=None, block_counts, block_size, **options):
+        if block_indices is None:
+            return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        assert (block_counts, block_size) == (SETTINGS.nsa.num_selected, 32)
+        blocks = (block_indices - shift).clamp(min=-1)
+        return functional.selected_attention(q, k, v, blocks, config=SETTINGS.nsa)[0]
+
+    package = types.ModuleType("fla.ops.nsa")
+    package.parallel_nsa = parallel_nsa
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", package)
+    monkeypatch.setattr(peers, "why_not", lambda problem, branch: None)
+    return {job.branch: job for job in peers.jobs(asked(), BRANCHES)}
+
+
+@pytest.mark.parametrize(("shift", "status"), [(0, "ok"), (1, "wrong")])
+def test_given_blocks_are_judged(shift, status, inputs, monkeypatch):
+    found = row(stand_in(monkeypatch, shift)["selected"], inputs)
+    assert found.get("status", "ok") == status
+    assert ("time_ms" in found) == (status == "ok")
+    assert found["reason"] == peers.JUDGED or "max error" in found["reason"]
+
+
+def test_the_whole_is_timed_without_a_speed_up(inputs, monkeypatch):
+    found = row(stand_in(monkeypatch)["all"], inputs)
+    assert found["time_ms"] > 0 and found["extra"] == {"judged": False}
+    assert "not judged, its own semantics" in found["reason"] and "error_max" not in found
+    runner = TorchRunner("cpu")
+    dense = row(jobs.Job("dense", "flash", "flash"), inputs)
+    common = {"bench": "compare", "mode": "forward", "B": 1, "T": 63, "S": 63, "H": 4, "Hkv": 2}
+    common |= {"D": 32, "Dv": 32, "dtype": "float32", "config": {}, "input": "random"}
+    common |= {"framework": runner.framework}
+    lines = [
+        Record(**common, branch=branch, implementation=name, **fields)
+        for branch, name, fields in (("all", "fla", found), ("dense", "flash", dense))
+    ]
+    assert render.speed_ups(lines) == [None, 1.0]
+
+
+def test_a_library_that_breaks_is_a_row(inputs, monkeypatch):
+    job = stand_in(monkeypatch)["sliding"]
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    found = row(job, inputs)
+    assert found["status"] == "unsupported" and "flash_attn" in found["reason"]

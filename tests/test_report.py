@@ -1,0 +1,183 @@
+"""The report: everything in it comes from records, nothing in it is hidden or made up."""
+
+import dataclasses
+import html
+import re
+
+import pytest
+import yaml
+
+from bench import page, plots, records, render, report, sources
+from nsa_jax import policy
+from tests.measured import GPU, pairs, record
+
+EVIL = "<script>alert('x')</script>"
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """Writes the rows and reads them as a report."""
+    monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
+    policy.of.cache_clear()
+
+    def call(rows, name="rows.jsonl"):
+        records.append(tmp_path / name, rows)
+        return sources.read([tmp_path / name])
+
+    yield call
+    policy.of.cache_clear()
+
+
+def rows_of(text):
+    """The cells of each row of the table of measurements, as text."""
+    body = text[text.index('id="rows"') :]
+    body = body[body.index("<tbody>") : body.index("</tbody>")]
+    lines = [re.findall(r"<td.*?</td>", line) for line in body.split("</tr>")[:-1]]
+    names = [name for name, _ in page.COLUMNS]
+    plain = [[html.unescape(re.sub(r"<[^>]*>", " ", cell)) for cell in row] for row in lines]
+    return [dict(zip(names, map(str.strip, row), strict=True)) for row in plain]
+
+
+def test_rows_with_speed_ups_and_errors(build):
+    dense = record("dense", "flash", 4.0, bench="compare")
+    rows = [dense, *pairs("sliding", {512: 2.0}, bench="compare")]
+    _, sdpa, fast = rows_of(page.html(build(rows), []))
+    assert (sdpa["over dense"], sdpa["over portable"]) == ("4x", "1x")
+    assert (fast["over dense"], fast["over portable"]) == ("8x", "2x")
+    assert fast["ms"].split()[0] == "0.5" and fast["error / bound"].split() == [
+        "0.01",
+        "of",
+        "0.1",
+    ]
+
+
+def test_a_speed_up_is_over_the_same_problem_only():
+    slow = record("dense", "flash", 4.0)
+    rows = [slow, record("all", "fa2", 1.0), record("all", "fa2", 1.0, S=1024)]
+    rows += [record("all", "fa2", 1.0, **{key: x}) for key, x in (("device", "b"), ("H", 4))]
+    assert render.speed_ups(rows) == [1.0, 4.0, None, None, None]
+
+
+@pytest.mark.parametrize("status", ["wrong", "oom", "unsupported", "error"])
+def test_a_failed_row_shows_its_reason_and_no_speed(build, status):
+    base = [record("dense", "flash", 4.0), record("sliding", "sdpa", 1.0)]
+    bad = record("sliding", "fa2", 0.5, status=status, reason="it went astray")
+    found = build([*base, bad])
+    row = rows_of(page.html(found, []))[2]
+    assert row["status"] == status and "it went astray" in row["note"]
+    assert [row[name] for name in ("ms", "over dense", "over portable", "TFLOP/s")] == ["-"] * 4
+    text = report.markdown(found)
+    assert f"- {status}: torch sliding fa2, 1 rows: it went astray" in text
+    assert "x2.00" not in text
+    if status in ("wrong", "error"):
+        assert f"| torch sliding fa2 forward | 1 | 0.10 | FAIL: 1 {status} |" in text
+
+
+def test_text_of_records_is_escaped(build):
+    fields = dict(reason=EVIL, device=EVIL, input=EVIL, dtype=EVIL, commit=EVIL)
+    fields |= dict(versions={"python": EVIL}, bench=EVIL, refused={EVIL: EVIL})
+    found = build([record("sliding", EVIL, None, status="error", **fields)])
+    found.title = EVIL
+    text = page.html(found, [])
+    assert EVIL not in text and html.escape(EVIL) in text
+    assert text.count("<script>") == 1
+
+
+def test_the_page_asks_for_nothing(build, tmp_path):
+    found = build(pairs("sliding", {512: 2.0, 1024: 3.0}) + [record("dense", "flash", 4.0)])
+    figures = plots.plots(found.records, tmp_path)
+    text = page.html(found, figures)
+    assert not re.search(r"(src|href)=[\"'](?!#|data:)", text)
+    assert "@import" not in text and '<link rel="icon" href="data:,">' in text
+    assert not re.search(r"url\((?!#)", text)
+    assert "default-src 'none'" in text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+
+
+def test_plots_of_what_was_timed(build, tmp_path):
+    timed = [record("dense", "flash", 4.0), *pairs("sliding", {512: 2.0})]
+    found = plots.plots(timed, tmp_path)
+    titles = [plot.title.partition(":")[0] for plot in found]
+    assert titles == ["Time", "Speed-up over dense attention", "Roofline"]
+    assert all(plot.png.read_bytes().startswith(b"\x89PNG") for plot in found)
+    assert all("currentColor" in plot.svg and plots.INK not in plot.svg for plot in found)
+    wrong = [dataclasses.replace(r, status="wrong", reason="x") for r in timed]
+    assert plots.plots(wrong, tmp_path) == []
+
+
+def test_lines_join_what_differs_in_length_only():
+    from matplotlib import pyplot
+
+    rows = pairs("sliding", {512: 2.0, 1024: 3.0}) + pairs("sliding", {512: 2.0}, H=4)
+    figure = plots._by_length(rows, "ms", lambda r: r.time_ms)
+    lengths = sorted(len(line.get_xdata()) for line in figure.axes[0].lines)
+    pyplot.close(figure)
+    assert lengths == [1, 1, 2, 2]
+
+
+def test_markdown_has_the_seeds_sections(build):
+    rows = pairs("sliding", {512: 2.0}) + pairs("compressed", {1024: 3.0})
+    rows += pairs("selected", {256: 1.5}, "mosaic")
+    rows += [record("all", "mosaic", 1.0, mode="decode", T=1, S=4096)]
+    text = report.markdown(build(rows))
+    assert "- S=512: w=512 x2.00 (torch forward B=1 H=8/2 D=64/64 bfloat16)" in text
+    assert "- S=1024: x3.00 (torch" in text
+    assert "L=256 mosaic x1.50 (torch" in text
+    assert "| 4096 | torch all mosaic | 1 | - |" in text
+    assert "| torch sliding fa2 forward | 1 | 0.10 | PASS |" in text
+    assert "none: no file of this device" in text
+
+
+def test_thresholds_stand_with_their_evidence(build, tmp_path):
+    data = {"schema": policy.SCHEMA, "device": GPU, "runtime": {"fa2_min_len_win": "never"}}
+    about = {"margin": 1.25, "rows": 7, "decided_by": [{"length": 512, "row": "a.jsonl:3"}]}
+    data["evidence"] = {"fa2_min_len_win": about}
+    rule = dict(kernel="triton", steps=["selected"], allowed=False, reason=EVIL, since="2025")
+    data["policy"] = [rule]
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "devices" / "nvidia-test-80gb.yaml").write_text(yaml.safe_dump(data))
+    found = build([record("sliding", "fa2", 1.0)])
+    text = page.html(found, [])
+    for part in ("runtime.fa2_min_len_win", ">never<", "margin 1.25", "7 rows", "a.jsonl:3"):
+        assert part in text
+    assert "triton not allowed for selected since 2025" in text and EVIL not in text
+    assert "- runtime.fa2_min_len_win: never (7 rows, margin 1.25)" in report.markdown(found)
+
+
+def test_damaged_files_are_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(ValueError, match="no records: name their files"):
+        sources.read([])
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"rows.jsonl: holds no records"):
+        sources.read([path])
+    path.unlink()
+    records.append(path, [record("sliding", "fa2", 1.0)] * 2)
+    whole = path.read_text()
+    path.write_text(whole[:-20])
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: not a whole JSON line"):
+        sources.read([path])
+    path.write_text(whole.replace('"status": "ok"', '"status": "fine"', 1))
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: status must be"):
+        sources.read([path])
+
+
+def test_the_committed_records_make_a_report(tmp_path, monkeypatch):
+    """All of them and the training logs, by the command; without plots, which are slow."""
+    monkeypatch.setattr(plots, "plots", lambda rows, folder: [])
+    paths = sorted(records.FOLDER.glob("*/*.jsonl"))
+    report.FLAGS.unparse_flags()
+    rest = report.FLAGS(["report", f"--out={tmp_path}", *map(str, paths)])
+    assert report.main(rest) == 0
+    text = (tmp_path / "report.html").read_text()
+    found = sources.read(paths)
+    assert len(rows_of(text)) == len(found.rows) > 0
+    assert found.training and 'id="training"' in text
+    assert {f"bench/records/{p.parent.name}/{p.name}" for p in paths} <= set(
+        re.findall(r"<code>([^<]*jsonl)</code>", text)
+    )
+    assert (
+        str(records.FOLDER) not in text
+        and str(records.FOLDER) not in (tmp_path / "report.md").read_text()
+    )

@@ -1,0 +1,140 @@
+"""The seed system's environment variables: one table, one line each, the command line wins."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+
+from bench import seed_env
+from bench.process import ROOT
+
+
+@pytest.fixture
+def values():
+    """Flags of a command, parsed from its arguments."""
+
+    def parse(*arguments):
+        own = flags.FlagValues()
+        for name in ("kernels", "compressed_kernel", "selected_kernel", "sliding_kernel"):
+            flags.DEFINE_string(name, "auto", "", flag_values=own)
+        flags.DEFINE_list("log", [], "", flag_values=own)
+        flags.DEFINE_integer("log_limit", 100, "", lower_bound=1, flag_values=own)
+        flags.DEFINE_integer("seq_len", None, "", flag_values=own)
+        own(["compare", *arguments])
+        return own
+
+    return parse
+
+
+def apply(environ, own, command="compare"):
+    return list(seed_env.apply(environ, own, command))
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", " on "])
+def test_an_exact_meaning_sets_the_flags(word, values):
+    own = values()
+    (line,) = apply({"NSA_USE_FA2": word, "HOME": "/"}, own)
+    assert line == (
+        f"NSA_USE_FA2={word}: use --compressed_kernel fa2 --sliding_kernel fa2 "
+        "(--compressed_kernel set; --sliding_kernel set)"
+    )
+    names = own.compressed_kernel, own.selected_kernel, own.sliding_kernel
+    assert names == ("fa2", "auto", "fa2")
+    assert own["sliding_kernel"].present
+
+
+@pytest.mark.parametrize("word", ["", "0", "False", "no", "off"])
+def test_what_is_off_sets_nothing(word, values):
+    own = values()
+    assert apply({"NSA_USE_FA2": word}, own) == [f"NSA_USE_FA2={word}: off, as without it"]
+    assert own.sliding_kernel == "auto"
+
+
+def test_neither_true_nor_false_is_an_error(values):
+    with pytest.raises(ValueError, match=r"NSA_USE_FA2: expected one of .* got '2'"):
+        apply({"NSA_USE_FA2": "2"}, values())
+
+
+def test_the_command_line_wins(values):
+    own = values("--sliding_kernel=sdpa")
+    (line,) = apply({"NSA_USE_FA2_WIN": "1"}, own)
+    assert "--sliding_kernel of the command line wins" in line
+    assert own.sliding_kernel == "sdpa"
+    # Even where it says what is the default.
+    own = values("--sliding_kernel=auto")
+    apply({"NSA_USE_FA2": "1"}, own)
+    assert (own.compressed_kernel, own.sliding_kernel) == ("fa2", "auto")
+
+
+def test_events_of_the_log_add_up(values):
+    own = values()
+    environ = {"NSA_DEBUG_TIMING": "1", "NSA_DEBUG_LOG": "1", "NSA_DEBUG_SHAPES": "0"}
+    assert len(apply(environ | {"NSA_LOG_LIMIT": "7"}, own)) == 4
+    assert own.log == ["routing", "timing"] and own.log_limit == 7
+    with pytest.raises(ValueError, match="NSA_LOG_LIMIT"):
+        apply({"NSA_LOG_LIMIT": "0"}, values())
+
+
+def test_dead_and_unknown_names_are_told(values):
+    lines = apply(
+        {"DDP_SAFE": "1", "NSA_SEL_RANGES_V2_MIN_S": "1024", "NSA_USE_FA3": "1", "DDP": "1"},
+        values(),
+    )
+    assert [line.partition(":")[0] for line in lines] == [
+        "DDP_SAFE=1",
+        "NSA_SEL_RANGES_V2_MIN_S=1024",
+        "NSA_USE_FA3=1",
+    ]
+    assert all("dead in the seed system already" in line for line in lines[:2])
+    assert "unknown, ignored; the nearest known name is NSA_USE_FA2" in lines[2]
+
+
+def test_what_another_command_means_by_it(values):
+    own = values()
+    (line,) = apply({"NSA_SEQ_LEN": "64"}, own)
+    assert "of bench.train; ignored here" in line and own.seq_len is None
+    apply({"NSA_SEQ_LEN": "64"}, own, "train")
+    assert own.seq_len == 64
+    (line,) = apply({"NSA_LR": "1"}, own, "train")
+    assert "no --lr in this command" in line
+
+
+def test_every_entry_says_something(values):
+    for name, meaning in seed_env.TABLE.items():
+        assert bool(meaning.flags) != bool(meaning.reason), name
+    environ = {name.replace("*", "X"): "1" for name in seed_env.TABLE}
+    assert len(apply(environ, values())) == len(seed_env.TABLE)
+    assert not any("unknown" in line for line in apply(environ, values()))
+
+
+def test_flags_of_the_table_are_those_of_the_commands():
+    """Every flag that the table sets is one of a command, which takes the value."""
+    from bench import cli, train
+    from nsa_jax import flags as kernel_flags
+
+    assert cli.LOG.name == "log" and kernel_flags.NAMES
+    for name, meaning in seed_env.TABLE.items():
+        known = train.FLAGS if meaning.command == "train" else flags.FLAGS
+        for flag, value in meaning.flags.items():
+            parser = known[flag].parser
+            assert parser.parse(value or "1"), name
+
+
+def test_a_command_warns_and_obeys():
+    """The kernels that the variable names are planned, but for the one that a flag names."""
+    environ = {"NSA_FORCE_PARITY": "1", "NSA_GATE": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "bench.compare", "--preset=tiny", "--explain"]
+    done = subprocess.run(
+        [*command, "--framework=torch", "--sliding_kernel=sdpa"],
+        env=os.environ | environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels set)" in done.stderr
+    assert "warning: NSA_GATE=1: unknown" in done.stderr
+    assert "torch compressed reference: runs" in done.stdout
+    assert "torch sliding    sdpa: runs" in done.stdout

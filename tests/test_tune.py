@@ -1,0 +1,293 @@
+"""From records to thresholds: what wins, what does not, and what is no evidence at all."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+import yaml
+
+from bench import evidence, records, switch, tune
+from bench.evidence import Evidence
+from nsa_jax import policy
+from nsa_jax.dispatch import Implementation
+from tests.measured import GPU, pairs, record
+
+SLUG = "nvidia-test-80gb"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`bench.tune` with these arguments; its file is `tmp_path/out/<device>.yaml`."""
+    monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
+    policy.of.cache_clear()
+
+    def call(*args):
+        tune.FLAGS.unparse_flags()
+        for name in tune.FLAGS:
+            tune.FLAGS[name].unparse()
+        rest = tune.FLAGS(["tune", f"--out={tmp_path / 'out'}", *map(str, args)])
+        return tune.main(rest)
+
+    yield call
+    policy.of.cache_clear()
+
+
+@pytest.fixture
+def write(tmp_path):
+    def call(rows, name="fa2.jsonl"):
+        records.append(tmp_path / name, rows)
+        return tmp_path / name
+
+    return call
+
+
+def found(*rows):
+    """The thresholds of these rows, margin 1.2."""
+    groups, into = {}, Evidence()
+    for i, row in enumerate(rows, 1):
+        key = [repr(getattr(row, name)) for name in evidence.SAME]
+        groups.setdefault((*key, row.branch), []).append((f"rows:{i}", row))
+    for group in groups.values():
+        evidence._pair(group, into)
+    wanted = [name for name in policy.DECIDES if into.of(name)]
+    return tune.tune(into, wanted, 1.2)["runtime"]
+
+
+@pytest.mark.parametrize(
+    "gains,expected",
+    [
+        ({256: 2.0, 512: 2.0, 1024: 3.0}, 256),
+        ({256: 0.5, 512: 1.3, 1024: 3.0}, 512),
+        ({512: 2.0, 1024: 1.0, 2048: 3.0}, 2048),  # a win below a loss is no threshold
+        ({512: 2.0, 1024: 1.0}, "never"),
+        ({512: 1.25, 1024: 1.19}, "never"),
+        ({512: 2.0, 1024: None, 2048: 2.0}, 2048),  # wrong results win nothing
+    ],
+    ids=str,
+)
+def test_the_smallest_length_from_which_all_rows_win(gains, expected):
+    assert found(*pairs("sliding", gains)) == {"fa2_min_len_win": expected}
+    assert found(*pairs("compressed", gains)) == {"fa2_min_len_cmp": expected}
+    assert found(*pairs("selected", gains, "mosaic")) == {"sel_min_len": expected}
+
+
+def test_one_losing_row_at_a_length_is_enough():
+    good = pairs("sliding", {512: 2.0, 1024: 2.0})
+    assert found(*good) == {"fa2_min_len_win": 512}
+    bad = pairs("sliding", {512: 1.1}, H=4)
+    assert found(*good, *bad) == {"fa2_min_len_win": 1024}
+
+
+def test_the_slowest_of_several_runs_counts():
+    again = record("sliding", "fa2", 0.95, S=512)
+    assert found(*pairs("sliding", {512: 2.0}), again) == {"fa2_min_len_win": "never"}
+
+
+def test_what_was_not_measured_decides_nothing():
+    good = pairs("sliding", {512: 2.0})
+    refused = record("sliding", "fa2", None, S=1024, status="unsupported", reason="no")
+    no_base = record("sliding", "sdpa", None, S=2048, status="oom", reason="memory")
+    alone = record("sliding", "fa2", 9.0, S=2048)
+    assert found(*good, refused, no_base, alone) == {"fa2_min_len_win": 512}
+
+
+def test_the_kernel_that_choice_tries_first_decides_for_the_selection():
+    rows = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
+    slow = pairs("selected", {128: 0.5, 256: 0.5}, "fa2", H=4)
+    assert found(*rows, *slow) == {"sel_min_len": 128}
+    assert found(*slow) == {"sel_min_len": "never"}
+
+
+def all_rows():
+    rows = pairs("sliding", {512: 2.0, 1024: 2.0}) + pairs("compressed", {512: 1.0})
+    return rows + pairs("selected", {256: 1.5}, "mosaic", bench="selection")
+
+
+def test_the_file_says_what_decided(run, write, tmp_path, capsys):
+    path = write(all_rows())
+    assert run("--records", path, "--dry_run") == 0
+    assert not (tmp_path / "out").exists()
+    assert run(path) == 0
+    out = capsys.readouterr().out
+    assert "+  fa2_min_len_win: 512" in out and f"[{path}:2]" in out
+    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    assert device.thresholds == policy.Thresholds(512, "never", 256)
+    about = device.evidence["fa2_min_len_win"]
+    assert (about["margin"], about["rows"], about["kernel"]) == (1.2, 2, "fa2")
+    assert about["decided_by"][-1]["row"] == "fa2.jsonl:2" and about["commits"] == ["c0ffee"]
+    assert device.evidence["fa2_min_len_cmp"]["decided_by"][0]["speed_up"] == 1.0
+    assert run(path) == 0
+    assert "unchanged" in capsys.readouterr().out
+
+
+def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, monkeypatch):
+    assert run(write(all_rows())) == 0
+    path = tmp_path / "out" / f"{SLUG}.yaml"
+    rule = dict(kernel="triton", steps=["selected"], allowed=False, reason="r", since="2025")
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"policy": [rule]}))
+    more = write(pairs("sliding", {512: 1.0, 1024: 3.0}, H=4), "more.jsonl")
+    before = path.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            run(more, "--threshold=fa2_min_len_win")
+    assert path.read_text() == before and len(list(path.parent.iterdir())) == 1
+    assert run(more, "--threshold=fa2_min_len_win") == 0
+    device = policy.read(path)
+    assert device.thresholds == policy.Thresholds(1024, "never", 256)
+    assert [r.kernel for r in device.policy] == ["triton"]
+
+
+def test_no_rows_is_no_threshold(run, write, tmp_path):
+    path = write([record("sliding", "fa2", None, status="unsupported", reason="no")])
+    for args in ([], [path], [path, "--threshold=fa2_min_len_win"]):
+        with pytest.raises(ValueError, match="no rows"):
+            run(*args)
+    failed = write(pairs("sliding", {512: None}), "failed.jsonl")
+    with pytest.raises(ValueError, match="no rows for fa2_min_len_win"):
+        run(failed, "--threshold=fa2_min_len_win")
+    assert not (tmp_path / "out").exists()
+
+
+def damaged(change):
+    """A line of a good record whose text `change` damages."""
+    line = json.dumps(dataclasses.asdict(record("sliding", "fa2", 1.0)))
+    return change(line)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "bad.jsonl: holds no records"),
+        (damaged(lambda line: line[: len(line) // 2]), "bad.jsonl:1: not a whole JSON line"),
+        (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": NaN')), "time_ms"),
+        (damaged(lambda line: line.replace('"time_ms": 1.0', '"time_ms": -1.0')), "positive"),
+        (damaged(lambda line: line.replace('"T": 512', '"T": "x"')), "bad.jsonl:1: T must"),
+        ("\x80\n", "bad.jsonl:1: not a whole JSON line"),
+    ],
+    ids=range(6),
+)
+def test_damaged_records_are_named(run, tmp_path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        run(path)
+
+
+def test_records_of_another_device(run, write, tmp_path):
+    path = write(all_rows() + [dataclasses.replace(r, device="Other") for r in all_rows()])
+    with pytest.raises(ValueError, match="records of several devices"):
+        run(path)
+    assert run(path, "--device", GPU) == 0
+    assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]
+
+
+FA2 = "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
+SELECTION = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae\n"
+
+
+def fa2_row(length, sdpa_ms, fa_ms, branch="sliding", path="varlen", status="ok", device=GPU):
+    times = f"{sdpa_ms},{fa_ms}"
+    return f"64,{length},bfloat16,{times},,90,{device},{branch},{path},{status},why\n"
+
+
+def test_csv_files_say_the_same(run, tmp_path):
+    table, selection = tmp_path / "fa2.csv", tmp_path / "sel.csv"
+    rows = [fa2_row(256, 1, 1), fa2_row(512, 2, 1), fa2_row(1024, 2, 1)]
+    rows += [fa2_row(512, 2, 1, "compressed"), fa2_row(2048, 1, 9, path="dense")]
+    rows += [fa2_row(4096, "", 9, status="oom"), fa2_row(4096, 1, "", status="unsupported")]
+    table.write_text(FA2 + "".join(rows))
+    lines = "dense,256,8,64,64,{},1,{},{},{},,0\n"  # several streams are another question
+    cells = [(128, 1, 1, 1), (256, 1, 1, 2), (512, 2, 9, 1), (512, 1, 1, 2)]
+    selection.write_text(SELECTION + "".join(lines.format(*c) for c in cells))
+    assert run("--csv", table, "--csv", selection, "--device", GPU) == 0
+    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    assert device.thresholds == policy.Thresholds(512, 512, 256)
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("", "holds no rows"),
+        (FA2, "holds no rows"),
+        ("a,b\n1,2\n", "bad.csv:1: columns must have"),
+        (FA2 + fa2_row(512, 2, 1)[:-1], "bad.csv:2: the last line is truncated"),
+        (FA2 + "64,512,bfloat16\n", "bad.csv:2: 12 columns expected, got 3"),
+        (FA2 + fa2_row(512, 2, "nan"), "bad.csv:2: fa_ms must be a time"),
+        (FA2 + fa2_row(512, 2, 0), "bad.csv:2: fa_ms must be a time"),
+        (FA2 + fa2_row(512, 2, ""), "bad.csv:2: fa_ms must be a time"),
+        (FA2 + fa2_row("1k", 2, 1), "bad.csv:2: T must be a length"),
+        (FA2 + fa2_row(512, 2, 1, "dense"), "bad.csv:2: branch must be"),
+        (FA2 + fa2_row(512, 2, 1, status="wrong"), "no rows for fa2_min_len_win"),
+        (SELECTION + "dense,1,8,64,64,128,1,1,1,2,,0\n", "no column device; say --device"),
+    ],
+    ids=range(12),
+)
+def test_damaged_csv_files_are_named(run, tmp_path, text, message):
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        run("--csv", path)
+
+
+def test_check_says_where_choice_switches(run, write, capsys, monkeypatch):
+    assert run(write(all_rows())) == 0
+    capsys.readouterr()
+    assert run("--check", "--device", GPU) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and all(line.startswith("ok   decision") for line in lines)
+    assert "torch fa2_min_len_win at 511: sdpa" in lines[0]
+    assert "torch fa2_min_len_win at 512: fa2" in lines[1]
+    assert {line.split()[2] for line in lines if "sel_min_len" in line} == {"torch", "jax"}
+    below = policy._below
+
+    def mutant(name, value, problem):
+        return below(name, value if value == policy.NEVER else value + 1, problem)
+
+    monkeypatch.setattr(policy, "_below", mutant)
+    assert run("--check", "--device", GPU) == 1
+    assert "FAIL decision: torch fa2_min_len_win at 512: sdpa" in capsys.readouterr().out
+
+
+def test_check_watches_what_attention_runs(run, write, tmp_path, monkeypatch):
+    """On the CPU with a stand-in for the kernel: which functions are called is what counts."""
+    from nsa_torch.dispatch import REGISTRY
+
+    rows = pairs("sliding", {64: 2.0}) + pairs("compressed", {64: 2.0})
+    rows += pairs("selected", {256: 2.0}, "mosaic")
+    assert run(write(rows)) == 0
+    device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
+    stands_in = {"sliding": "fa2", "selected": "triton"}
+    for step, name in stands_in.items():
+        target = f"nsa_torch.reference:{step}_attention"
+        portable = next(e for e in REGISTRY.table[step] if e.name == "sdpa")
+        table = (Implementation(name, target), portable)
+        monkeypatch.setitem(REGISTRY.table, step, table)
+    for name, at in (("fa2_min_len_win", (63, 64)), ("sel_min_len", (192, 256))):
+        for length, expected in zip(at, ("portable path", "kernel"), strict=True):
+            finding = switch._ran(REGISTRY, device, name, length, expected)
+            assert finding.ok, finding
+            assert not dataclasses.replace(finding, got="nothing that was watched").ok
+            assert not dataclasses.replace(
+                finding,
+                expected={"portable path": "kernel", "kernel": "portable path"}[expected],
+            ).ok
+
+
+def test_check_needs_a_device_and_its_file(run, write):
+    with pytest.raises(ValueError, match="give --device"):
+        run("--check")
+    with pytest.raises(ValueError, match="no file"):
+        run("--check", "--device", "Nobody's")
+
+
+@pytest.mark.gpu
+def test_attention_switches_on_this_gpu(tmp_path):
+    import torch
+
+    name = torch.cuda.get_device_name()
+    thresholds = policy.Thresholds(256, "never", 256)
+    findings = switch.check(policy.Device(name, tmp_path / "x.yaml", thresholds))
+    assert {finding.how for finding in findings} == {"decision", "ran"}
+    assert all(finding.ok for finding in findings), "\n".join(map(str, findings))
