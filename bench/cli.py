@@ -8,7 +8,6 @@ Bad input is one line and exit status 2; `--verbosity=1` shows where it was met.
 
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,7 +61,7 @@ def _start(main, arguments, argv):
     if not flags.FLAGS["verbosity"].present:
         absl_logging.set_verbosity(absl_logging.WARNING)  # commands print what they choose
     try:
-        for line in seed_env.apply(os.environ, flags.FLAGS, Path(argv[0]).stem):
+        for line in seed_env.apply(flags.FLAGS, Path(argv[0]).stem):
             print(f"warning: {line}", file=sys.stderr)
         _log_events()
         return main(argv)

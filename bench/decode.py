@@ -79,7 +79,8 @@ class Case:
         self.settings = command.settings(
             FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=DIM.value
         )
-        asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
+        about = runner.framework, runner.platform, runner.capability, runner.device
+        asked = problem(self.settings, *about)
         asked = dataclasses.replace(asked, T=1)
         named, self.refusal = kernel_flags.named(), ""
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}

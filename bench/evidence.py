@@ -37,7 +37,7 @@ SAME = (
 )
 SAME += ("input_sha256", "commit")
 # The columns of a CSV that hold a pair: the length, the portable path's time, the kernel's.
-FA2_COLUMNS = ("T", "sdpa_ms", "fa_ms")
+FA2_COLUMNS = ("T", "library_ms", "fa_ms")
 SELECTION_COLUMNS = ("L", "ref_ms", "tri_ms")
 
 

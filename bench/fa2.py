@@ -6,8 +6,9 @@
 `masked` is one `scaled_dot_product_attention` under the whole boolean mask `[T, S]`, made
 before the clock starts: what the seed system ran. `fa2` is FlashAttention-2 on the same arrays,
 by one of two calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`.
-Both are compared with the reference before they are timed. Exit status: 1 where one is wrong
-or breaks.
+`sdpa` is the library's portable path, which runs where FA-2 does not pay: thresholds compare
+these two. All are compared with the reference before they are timed. Exit status: 1 where one
+is wrong or breaks.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ PATH = flags.DEFINE_enum(
 )
 COLUMNS = ("D", "T", "dtype", "sdpa_ms", "fa_ms", "speedup", "sm", "device")
 COLUMNS += ("branch", "S", "w", "l", "d", "path", "sdpa_p20_ms", "sdpa_p80_ms")
-COLUMNS += ("fa_p20_ms", "fa_p80_ms", "kernel", "commit", "status", "reason")
+COLUMNS += ("fa_p20_ms", "fa_p80_ms", "library_ms", "kernel", "commit", "status", "reason")
 
 
 def masked(branch: str, config: NSAConfig):
@@ -142,8 +143,8 @@ def _dense(query, key, value, window: int = -1):
     return out[..., :value_width]
 
 
-def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job]:
-    """The masked row and the FA-2 row of one problem."""
+def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job, Job]:
+    """The masked row, FA-2's and the portable path's of one problem."""
     config, kv_len = settings.nsa, inputs.num_keys
     asked = problem(settings, "torch", runner.platform, runner.capability)
     asked = dataclasses.replace(asked, branch=branch)
@@ -151,13 +152,14 @@ def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job]:
     call = dense if PATH.value == "dense" else varlen
     mask = masked(branch, config)
     return (
-        Job(branch, "sdpa", function=mask, note="one SDPA under the whole mask"),
+        Job(branch, "masked", function=mask, note="one SDPA under the whole mask"),
         Job(branch, "fa2", function=call(branch, config, kv_len), unsupported=refusal),
+        Job(branch, "sdpa", "sdpa"),
     )
 
 
-def line(base: Record, fast: Record) -> str:
-    """The seed system's line."""
+def line(base: Record, fast: Record, library: Record) -> str:
+    """The seed system's line, and the portable path."""
     config, name = base.config, f"S={base.S}"
     if base.branch == "sliding":
         name += f" w={config['window']}"
@@ -167,14 +169,17 @@ def line(base: Record, fast: Record) -> str:
     text += f"  fa2 {shown(fast.time_ms, ' ms')}"
     gain = speed_up(base, fast)
     text += f"  speedup {'n/a' if gain is None else f'x{gain:.2f}'}"
-    bad = [f"{r.implementation} {r.status}: {r.reason}" for r in (base, fast)]
-    bad = [x for x, r in zip(bad, (base, fast), strict=True) if r.status != "ok"]
+    text += f"  sdpa {shown(library.time_ms, ' ms')}"
+    rows = (base, fast, library)
+    bad = [f"{r.implementation} {r.status}: {r.reason}" for r in rows if r.status != "ok"]
     return text + (f"  ({'; '.join(bad)})" if bad else "")
 
 
-def row(base: Record, fast: Record, capability: tuple[int, int] | None) -> dict[str, Any]:
+def row(
+    base: Record, fast: Record, library: Record, capability: tuple[int, int] | None
+) -> dict[str, Any]:
     """A line of the CSV file."""
-    worst = next((r for r in (fast, base) if r.status != "ok"), fast)
+    worst = next((r for r in (fast, base, library) if r.status != "ok"), fast)
     sliding, config = base.branch == "sliding", base.config
     cells = {
         "D": base.D,
@@ -191,6 +196,7 @@ def row(base: Record, fast: Record, capability: tuple[int, int] | None) -> dict[
         "l": None if sliding else config["compress_block"],
         "d": None if sliding else config["compress_stride"],
         "path": fast.extra["path"],
+        "library_ms": library.time_ms,
         "kernel": fast.extra["kernel"],
         "commit": base.commit,
         "status": worst.status,
@@ -223,20 +229,21 @@ def main(argv: Sequence[str]) -> int:
         at = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
         inputs = problems.make(at, "random", FLAGS.seed)
         checker = Checker(at, inputs, backward=False)
-        pair = []
+        found_rows = []
         for job in jobs(branch, runner, at, inputs):
             found = measure(job, runner, at, inputs, checker, "forward", **how)
             ours = job.label == "fa2"
             kernel = fa2.library() if ours else "scaled_dot_product_attention"
-            found["extra"] = {"kernel": kernel, "path": path if ours else "mask"}
+            found["extra"] = {"kernel": kernel, "path": path if ours else job.label}
             common = command.about(runner, at, inputs)
-            pair.append(
+            found_rows.append(
                 results.add(
                     branch=branch, implementation=job.label, mode="forward", **common | found
                 )
             )
-        print(line(pair[0], pair[1]), flush=True)
-        rows.append(row(pair[0], pair[1], runner.capability))
+        base, fast, library = found_rows
+        print(line(base, fast, library), flush=True)
+        rows.append(row(base, fast, library, runner.capability))
     return results.finish(COLUMNS, rows)
 
 

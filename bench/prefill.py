@@ -70,7 +70,8 @@ def line(cells: dict[str, Any], before: Record | None) -> str:
 
 def job(runner, settings) -> Job:
     """The whole attention by the flags' implementations, or by the first that can."""
-    asked = problem(settings, runner.framework, runner.platform, runner.capability)
+    about = runner.framework, runner.platform, runner.capability, runner.device
+    asked = problem(settings, *about)
     named = kernel_flags.named()
     try:
         plan = runner.registry.plan(asked, named, kernel_flags.on_unsupported())

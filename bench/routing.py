@@ -39,7 +39,8 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:
-            asked = problem(settings, runner.framework, runner.platform, runner.capability)
+            about = runner.framework, runner.platform, runner.capability, runner.device
+            asked = problem(settings, *about)
             plan = runner.registry.plan(asked)
             steps = {
                 choice.branch: {

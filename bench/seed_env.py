@@ -8,6 +8,7 @@ same it is set, unless the command line sets it: that wins.
 import dataclasses
 import difflib
 import fnmatch
+import os
 from collections.abc import Iterator, Mapping
 
 from absl import flags
@@ -123,8 +124,13 @@ def truthy(text: str) -> bool:
     return word in TRUE
 
 
-def apply(environ: Mapping[str, str], values: flags.FlagValues, command: str) -> Iterator[str]:
+def apply(
+    values: flags.FlagValues, command: str, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Sets what the variables say among the parsed flags `values` of `bench.<command>`.
+
+    Args:
+      environ: the variables; None: this process's.
 
     Yields:
       one line a variable.
@@ -132,6 +138,7 @@ def apply(environ: Mapping[str, str], values: flags.FlagValues, command: str) ->
     Raises:
       ValueError: a switch is neither true nor false, or a flag cannot have the value.
     """
+    environ = os.environ if environ is None else environ
     present = {name for name in values if values[name].present}
     for name in sorted(environ):
         if name in TABLE or name.startswith("NSA_"):

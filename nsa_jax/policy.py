@@ -108,8 +108,8 @@ class Device:
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
 
 
-_overridden: contextvars.ContextVar[tuple[Thresholds, str] | None]
-_overridden = contextvars.ContextVar("overridden", default=None)
+_overridden: contextvars.ContextVar[tuple[Thresholds, str]]
+_overridden = contextvars.ContextVar("overridden", default=(Thresholds(), ""))
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
-    given, giver = _overridden.get() or (Thresholds(), "")
+    given, giver = _overridden.get()
     for name, (branch, kernels) in DECIDES.items():
         value, source = getattr(given, name), giver
         if value is None and device:

@@ -17,17 +17,17 @@ SMALL = (*SMALL, "--iters=2", "--device=cpu")
 NUMBER = r"(n/a|\d+\.\d{3} ms)"
 
 
-def test_without_a_gpu_only_the_mask_is_timed(tmp_path, capsys):
+def test_without_a_gpu_only_fa2_is_not_timed(tmp_path, capsys):
     status, found, table = run(fa2, tmp_path, *SMALL)
     printed = capsys.readouterr().out
-    assert status == 0 and len(found) == 8
+    assert status == 0 and len(found) == 12
     assert list(table[0]) == list(fa2.COLUMNS)
     assert fa2.COLUMNS[:8] == tuple("D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device".split(","))
     for record in found:
-        masked = record.implementation == "sdpa"
-        assert record.status == ("ok" if masked else "unsupported")
-        assert masked or ("needs CUDA" in record.reason and record.time_ms is None)
-        assert (record.bench, record.device, record.samples) == ("fa2", "cpu", 2 * masked)
+        portable = record.implementation in ("masked", "sdpa")
+        assert record.status == ("ok" if portable else "unsupported")
+        assert portable or ("needs CUDA" in record.reason and record.time_ms is None)
+        assert (record.bench, record.device, record.samples) == ("fa2", "cpu", 2 * portable)
     assert [(row["branch"], row["S"], row["w"]) for row in table] == [
         ("sliding", "40", "12"),
         ("sliding", "63", "12"),
@@ -37,7 +37,8 @@ def test_without_a_gpu_only_the_mask_is_timed(tmp_path, capsys):
     for row in table:
         assert row["status"] == "unsupported" and "needs CUDA" in row["reason"]
         assert float(row["sdpa_ms"]) > 0 and row["speedup"] == row["fa_ms"] == ""
-    line = rf"S=40 w=12 sliding masked {NUMBER}  fa2 n/a  speedup n/a "
+        assert float(row["library_ms"]) > 0
+    line = rf"S=40 w=12 sliding masked {NUMBER}  fa2 n/a  speedup n/a  sdpa {NUMBER}"
     assert re.search(line, printed), printed
     assert re.search(rf"S=63 l=8 d=4 compressed masked {NUMBER}  fa2 n/a  speedup n/a", printed)
 
@@ -87,7 +88,7 @@ def test_a_wrong_call_prints_no_speed_up(wrong, status, tmp_path, capsys, monkey
     code, found, table = run(fa2, tmp_path, *SMALL, "--path=dense", "--S_list=63")
     sliding = {r.implementation: r for r in found if r.branch == "sliding"}
     assert (code, sliding["fa2"].status) == (int(wrong), status)
-    assert sliding["sdpa"].status == "ok"
+    assert sliding["masked"].status == sliding["sdpa"].status == "ok"
     line = next(x for x in capsys.readouterr().out.splitlines() if "sliding" in x)
     assert bool(re.search(r"speedup x\d", line)) == (not wrong)
     assert bool(table[0]["speedup"]) == bool(table[0]["fa_ms"]) == (not wrong)
@@ -97,20 +98,22 @@ def test_a_wrong_call_prints_no_speed_up(wrong, status, tmp_path, capsys, monkey
 
 
 def test_a_speed_up_needs_two_rows_that_count():
-    pair = [
+    rows = [
         records.Record(
             bench="fa2", framework="torch", branch="sliding", implementation=name,
             mode="forward", B=1, T=8, S=8, H=1, Hkv=1, D=8, Dv=8, dtype="float16",
             config={"window": 4}, input="random", time_ms=ms, p20_ms=ms, p80_ms=ms, samples=1,
             extra={"path": "varlen", "kernel": "FA"},
         )
-        for name, ms in (("sdpa", 3.0), ("fa2", 2.0))
+        for name, ms in (("masked", 3.0), ("fa2", 2.0), ("sdpa", 4.0))
     ]  # fmt: skip
-    assert fa2.line(*pair) == "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50"
-    assert fa2.row(*pair, (9, 0))["sm"] == "90" and fa2.row(*pair, None)["speedup"] == 1.5
-    pair[0] = dataclasses.replace(pair[0], status="oom", reason="no room")
-    assert fa2.line(*pair).endswith("speedup n/a  (sdpa oom: no room)")
-    assert fa2.row(*pair, None)["status"] == "oom"
+    text = "S=8 w=4 sliding masked 3.000 ms  fa2 2.000 ms  speedup x1.50  sdpa 4.000 ms"
+    assert fa2.line(*rows) == text
+    assert fa2.row(*rows, (9, 0))["sm"] == "90" and fa2.row(*rows, None)["speedup"] == 1.5
+    assert fa2.row(*rows, None)["library_ms"] == 4.0
+    rows[0] = dataclasses.replace(rows[0], status="oom", reason="no room")
+    assert fa2.line(*rows).endswith("speedup n/a  sdpa 4.000 ms  (masked oom: no room)")
+    assert fa2.row(*rows, None)["status"] == "oom"
 
 
 @pytest.mark.parametrize(

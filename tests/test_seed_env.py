@@ -29,7 +29,7 @@ def values():
 
 
 def apply(environ, own, command="compare"):
-    return list(seed_env.apply(environ, own, command))
+    return list(seed_env.apply(own, command, environ))
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", " on "])

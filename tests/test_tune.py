@@ -183,12 +183,14 @@ def test_records_of_another_device(run, write, tmp_path):
     assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]
 
 
-FA2 = "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
+FA2 = "D,T,dtype,library_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
 SELECTION = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae\n"
 
 
-def fa2_row(length, sdpa_ms, fa_ms, branch="sliding", path="varlen", status="ok", device=GPU):
-    times = f"{sdpa_ms},{fa_ms}"
+def fa2_row(
+    length, library_ms, fa_ms, branch="sliding", path="varlen", status="ok", device=GPU
+):
+    times = f"{library_ms},{fa_ms}"
     return f"64,{length},bfloat16,{times},,90,{device},{branch},{path},{status},why\n"
 
 
