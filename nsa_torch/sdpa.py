@@ -12,6 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
 from nsa_torch.geometry import geometry
 
+SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
+
 
 def compressed_attention(
     query,
@@ -86,9 +88,11 @@ def sliding_attention(
         seen = (token <= query_index) & (token > query_index - window)
         return Chunk(source, _dense(seen & (token >= start[:, queries]), scale, with_lse))
 
-    # A chunk as long as the window keeps the wasted half of the band small.
-    row_bytes = batch * heads * min(num_keys, 2 * max(window, 64)) * 4
-    return over_queries(plan, query, key, value, row_bytes, most=max(window, 64))
+    # A chunk as long as the window keeps the wasted half of the band small. A GPU is done with
+    # a short chunk long before the host has started the next one.
+    most = max(window, SHORT_CHUNK.get(query.device.type, SHORT_CHUNK["cuda"]))
+    row_bytes = batch * heads * min(num_keys, most + window) * 4
+    return over_queries(plan, query, key, value, row_bytes, most=most)
 
 
 def selected_attention(

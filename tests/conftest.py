@@ -29,6 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import limits
+from nsa_jax import policy
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(config, items):
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+@pytest.fixture(autouse=True)
+def no_thresholds(request):
+    """A test on a GPU is small, and means to run kernels that do not pay at its sizes."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    with policy.overridden(policy.Thresholds(0, 0, 0), "tests/conftest.py"):
+        yield
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import nsa_torch
 from bench.parity import assert_parity
 from nsa_jax import reference
-from nsa_torch import MLPParams, PoolParams, select
+from nsa_torch import MLPParams, PoolParams, sdpa, select
 from nsa_torch import reference as torch_reference
 from tests.inputs import PAPER, SMALL, Case, problem
 from tests.torch_inputs import (
@@ -65,6 +65,14 @@ def _cpu(monkeypatch):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branch_forward_and_backward(case, branch, implementation):
     check_branch(case, branch, implementation)
+
+
+@pytest.mark.parametrize("short", [5, 1024])
+@pytest.mark.parametrize("case", [CASES[1], CASES[6]], ids=str)
+def test_chunks_of_any_length(case, short, monkeypatch):
+    """Shorter than the window of these cases is, or longer than all queries, as on a GPU."""
+    monkeypatch.setitem(sdpa.SHORT_CHUNK, "cpu", short)
+    check_branch(case, "sliding", "sdpa")
 
 
 @by_run
