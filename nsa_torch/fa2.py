@@ -27,6 +27,7 @@ from nsa_torch.packing import (
     residue_classes,
     sliding_bounds,
 )
+from nsa_torch.shared import SHARED
 
 # CUDA counts the sequences of one call in 16 bits.
 MOST_SEQUENCES = 65535
@@ -116,15 +117,22 @@ def compressed_attention(
     count, stride = compressed_key.shape[1], config.compress_stride
     if count == 0:
         return nothing_seen(query, compressed_key, compressed_value)
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
+
+    def classes():
+        where = geometry(
+            batch,
+            length,
+            config=config,
+            kv_len=kv_len,
+            cu_seqlens=cu_seqlens,
+            device=query.device,
+        )
+        return residue_classes(where, count, config)
+
+    sizes = batch, length, count, config
+    row_of, query_of, key_of, *bounds = _once(
+        classes, "compressed", sizes, kv_len, cu_seqlens, query.device
     )
-    row_of, query_of, key_of, *bounds = residue_classes(where, count, config)
     _check_sequences(bounds[0].numel() - 1)
     key, value = (_Repeat.apply(x, key_of) for x in (compressed_key, compressed_value))
     out, lse = _call(
@@ -150,8 +158,15 @@ def sliding_attention(
     if config.window == 0:
         return nothing_seen(query, key, value)
     key, value, kv_len = _band(key, value, length + config.window - 1, kv_len)
-    num_keys = key.shape[1]
-    bounds = sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, query.device)
+    num_keys, device = key.shape[1], query.device
+    bounds = _once(
+        lambda: sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device),
+        "sliding",
+        (batch, length, num_keys),
+        kv_len,
+        cu_seqlens,
+        device,
+    )
     _check_sequences(bounds[0].numel() - 1)
     out, lse = _call(
         query.flatten(0, 1),
@@ -231,6 +246,20 @@ def selected_attention(
     row_bytes = packed_bytes(key, value, slots)
     most = max(1, MOST_SEQUENCES // (batch * kv_heads))
     return over_queries(plan, query, key, value, row_bytes, most=most)
+
+
+def _once(make, branch, sizes, kv_len, cu_seqlens, device):
+    """What `make()` gives, shared by calls on whole sequences of the same `sizes`, whose second
+    is the number of queries.
+
+    It is dozens of small operators, which take the host longer than FA-2 takes a GPU at a few
+    thousand tokens. A step of decoding never comes again.
+    """
+    if torch.compiler.is_compiling() or cu_seqlens is not None:
+        return make()
+    if not isinstance(kv_len, int) or kv_len != sizes[1]:
+        return make()
+    return SHARED.get(("fa2", branch, *sizes, device), device, make)
 
 
 def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=None):

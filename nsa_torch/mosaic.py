@@ -23,7 +23,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework
 from nsa_jax.types import Branches
 from nsa_torch.geometry import geometry
-from nsa_torch.shared import Shared
+from nsa_torch.shared import SHARED
 
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
 
@@ -74,7 +74,6 @@ def _once(where, name, make):
 
 
 STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort, _sort_pairs, _numbers, _once)
-SHARED = Shared()
 
 _config = functools.cache(NSAConfig)
 

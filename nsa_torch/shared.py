@@ -70,5 +70,8 @@ class Shared:
             self.size = 0
 
 
+SHARED = Shared()
+
+
 def _bytes(tensors):
     return sum(x.numel() * x.element_size() for x in tensors)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nsa_torch import fa2
 from nsa_torch.shared import Shared
 
 CPU = torch.device("cpu")
@@ -51,6 +52,24 @@ def test_they_can_be_read_by_kernels_and_in_any_mode():
         (x,) = shared.get("a", CPU, lambda: [torch.ones(1).expand(4)])
     assert x.is_contiguous() and not x.is_inference()
     x.clone().requires_grad_().sum().backward()
+
+
+@pytest.mark.parametrize("branch", ["compressed", "sliding"])
+def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
+    monkeypatch.setattr(fa2, "SHARED", Shared())
+    make, calls = counted([1])
+
+    def get(length, kv_len, packed=None):
+        sizes = 2, length, 64
+        return fa2._once(make, branch, sizes, kv_len, packed, CPU)
+
+    get(64, 64), get(64, 64)
+    assert len(calls) == 1
+    get(32, 32)
+    assert len(calls) == 2
+    for case in ((64, 65), (64, torch.tensor([64, 64])), (64, 64, torch.tensor([0, 64]))):
+        get(*case), get(*case)
+    assert len(calls) == 8
 
 
 def test_clear_forgets():
