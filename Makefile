@@ -41,7 +41,7 @@ oneshot: $(READY)
 	$(RUN) -m bench.oneshot $(FLAGS)
 
 test: $(READY)
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,14 @@ if not torch.cuda.is_available():
     # JAX's CUDA plugin asks cuSPARSE for its version, which crashes without a GPU.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+
+# What was compiled once is read back, in this run and the next. A folder for each worker: an
+# entry is not written at once whole, and a damaged one is a warning, which is an error here.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax" / WORKER
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from jaxtyping import install_import_hook
 
