@@ -32,8 +32,11 @@ SEED_FLAGS = {
 }
 
 
-def flag_values(*, frameworks: bool = False, **seed: int) -> flags.FlagValues:
-    """The flags that every command has, and those of `SEED_FLAGS` with these defaults."""
+def flag_values(
+    *, frameworks: bool = False, text: bool = False, **seed: int
+) -> flags.FlagValues:
+    """The flags that every command has, and those of `SEED_FLAGS` with these defaults; `text`:
+    its inputs may be text."""
     own = flags.FlagValues()
     at = {"flag_values": own}
     flags.DEFINE_string(
@@ -62,6 +65,14 @@ def flag_values(*, frameworks: bool = False, **seed: int) -> flags.FlagValues:
         "Precision; default: bf16, without a GPU f32.",
         **at,
     )
+    flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **at)
+    if text:
+        flags.DEFINE_enum(
+            "input", "text", ["random", "text"], "Where the arrays come from.", **at
+        )
+        flags.DEFINE_integer(
+            "dim", 256, "Width of the model that projects the text.", lower_bound=1, **at
+        )
     if frameworks:
         flags.DEFINE_enum("framework", "torch", ["torch", "jax"], "What runs it.", **at)
     for name, default in seed.items():
@@ -156,11 +167,11 @@ def shown(value: float | None, unit: str = "", digits: int = 3) -> str:
 class Results:
     """The records of one run, written as they come, and the table made from them."""
 
-    def __init__(self, bench: str, own: flags.FlagValues, table: str | None = None):
+    def __init__(self, bench: str, own: flags.FlagValues):
         self.bench, self.save = bench, own.save_records
         self.folder = folder(own.out)
         self.path = self.folder / f"{bench}.jsonl"
-        self.table = Path(table) if table else self.folder / f"{bench}.csv"
+        self.table = Path(own.csv) if own.csv else self.folder / f"{bench}.csv"
         for path in (self.path, self.table):
             if path.exists():
                 raise ValueError(f"{path} exists; --out and --csv must name what is new")

@@ -8,7 +8,6 @@ Parity first, then time: a path that is wrong is not timed. The exit status is 1
 fails, a path breaks, or a path that was named on the command line refuses.
 """
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import cli, command, peers, problems, records, render
 from bench.checks import Checker
 from bench.jobs import Job, explanation, jobs
-from bench.measure import measure, shape_of
+from bench.measure import measure
 from bench.records import Record
-from bench.runners import RUNNERS, problem
+from bench.runners import RUNNERS, asked
 from nsa_jax import flags as kernel_flags
 from nsa_jax import policy
 from nsa_jax.types import Branches
@@ -102,13 +101,7 @@ def explain_or_compare(runners, settings) -> int:
         for runner in runners
         for job in jobs(
             runner,
-            problem(
-                settings,
-                runner.framework,
-                runner.platform,
-                runner.capability,
-                runner.device,
-            ),
+            asked(settings, runner),
             wanted,
             run.on_unsupported,
             branches,
@@ -118,8 +111,7 @@ def explain_or_compare(runners, settings) -> int:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
             raise ValueError(f"peers need --framework torch or both, got {FRAMEWORK.value}")
-        asked = problem(settings, torch.framework, torch.platform, torch.capability)
-        plan += [(torch, job) for job in peers.jobs(asked, branches)]
+        plan += [(torch, job) for job in peers.jobs(asked(settings, torch), branches)]
     if EXPLAIN.value:
         print(explanation(plan))
         return 0
@@ -171,24 +163,15 @@ def compare(plan, settings) -> int:
 
 
 def _record(runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:
-    shape: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs))
-    del shape["itemsize"]
     fields: dict[str, Any] = {
         "bench": "compare",
-        "framework": runner.framework,
         "branch": job.branch,
         "implementation": job.label,
         "mode": MODE.value,
-        "dtype": settings.runtime.dtype.name,
-        "config": dataclasses.asdict(settings.nsa),
-        "input": inputs.name,
-        "input_sha256": inputs.sha256,
-        "overlap": inputs.overlap,
         "refused": job.refused,
-        "device": runner.device,
         "time": records.utc_now(),
     }
-    return Record(**fields, **shape, **found)
+    return Record(**command.about(runner, settings, inputs), **fields, **found)
 
 
 if __name__ == "__main__":

@@ -29,26 +29,29 @@ from bench.checks import Checker
 from bench.command import config_of, integers, shown
 from bench.measure import guarded, judged, shape_of, timed
 from bench.records import Record
-from bench.runners import RUNNERS, problem
+from bench.runners import RUNNERS, asked
 from nsa_jax import flags as kernel_flags
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import STEPS
 
 FLAGS = command.flag_values(
-    frameworks=True, heads=8, groups=2, dk=32, dv=32, l=32, d=16, l_sel=64, n_sel=16, w=512
+    frameworks=True,
+    text=True,
+    heads=8,
+    groups=2,
+    dk=32,
+    dv=32,
+    l=32,
+    d=16,
+    l_sel=64,
+    n_sel=16,
+    w=512,
 )
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
-DIM = flags.DEFINE_integer(
-    "dim", 256, "Width of the model that projects the text.", lower_bound=1, **_own
-)
-INPUT = flags.DEFINE_enum(
-    "input", "text", ["random", "text"], "Where the arrays come from.", **_own
-)
 LENGTHS = flags.DEFINE_list(
     "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
 )
-CSV = flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **_own)
 FORCE = flags.DEFINE_string(
     "branch_force_mode", "run", "Only `run`: each branch runs alone.", **_own
 )
@@ -77,23 +80,21 @@ class Case:
     def __init__(self, runner, length: int, gpu: bool, results: command.Results):
         self.runner, self.config, self.results = runner, config_of(FLAGS), results
         self.settings = command.settings(
-            FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=DIM.value
+            FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=FLAGS.dim
         )
-        about = runner.framework, runner.platform, runner.capability, runner.device
-        asked = problem(self.settings, *about)
-        asked = dataclasses.replace(asked, T=1)
+        wanted = dataclasses.replace(asked(self.settings, runner), T=1)
         named, self.refusal = kernel_flags.named(), ""
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}
         self.labels["scores"] = self.labels["selected"]
         try:
-            plan = runner.registry.plan(asked, named, kernel_flags.on_unsupported())
+            plan = runner.registry.plan(wanted, named, kernel_flags.on_unsupported())
         except NotImplementedError as error:
             self.refusal = str(error)
         else:
             self.plan = plan
             self.labels = {choice.branch: choice.implementation for choice in plan}
         seed = FLAGS.seed
-        self.inputs = problems.make(self.settings, INPUT.value, seed, num_queries=1)
+        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=1)
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
         on_cpu = (runner.framework, gpu) == ("torch", False)
         self.dense_names = ("math",) if on_cpu else runner.dense_names
@@ -142,7 +143,7 @@ class Case:
         return self._timed("dense", step, checker, arguments, how)
 
     def _timed(self, branch, step, checker, arguments, how) -> dict[str, Any]:
-        found = judged(checker.check(self.runner, step, branch, arguments), checker)
+        found = judged(checker.check(self.runner, step, branch, arguments), len(checker.rows))
         if "status" in found:
             return found
         timing, graph = step.timed(how)
@@ -216,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     how = {"warmup": 8} | how
     if gpu:
         how["iters"] = FLAGS.iters or 32
-    results = command.Results("decode", FLAGS, CSV.value)
+    results = command.Results("decode", FLAGS)
     print(f"device: {runner.device}; {runner.framework}\n{HEAD}", flush=True)
     for length in lengths:
         case = Case(runner, length, gpu, results)

@@ -23,6 +23,11 @@ class Job:
     library: bool = False  # others' code, which may refuse in its own ways
     note: str = ""  # of a row that counts
 
+    def named(self, branch: str) -> Any:
+        """The implementation of one branch."""
+        each = self.implementation
+        return getattr(each, branch) if isinstance(each, Branches) else each
+
     @property
     def fails(self) -> bool:
         return bool(self.unsupported) and self.asked

@@ -10,7 +10,6 @@ from bench import cost
 from bench.checks import Checker
 from bench.jobs import Job
 from bench.runners import forward, out_of_memory, problem
-from nsa_jax.types import Branches
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def _measure(job, runner, settings, inputs, checker, mode, how) -> dict[str, Any
             parity = checker.check_whole(runner, step, frozen, arguments, own)
         else:
             parity = checker.check(runner, step, job.branch, arguments)
-        found = judged(parity, checker)
+        found = judged(parity, len(checker.rows))
         if "status" in found:
             return found
     timing = step.time(**how)
@@ -82,8 +81,10 @@ def _measure(job, runner, settings, inputs, checker, mode, how) -> dict[str, Any
     return found
 
 
-def judged(parity, checker: Checker) -> dict[str, Any]:
-    """What a record says of its parity; `status` is among it only where that is broken."""
+def judged(parity, rows: int) -> dict[str, Any]:
+    """What a record says of its parity on so many rows; `status` is among it only where that
+    is broken.
+    """
     values = {
         "error_max": parity.error_max,
         "error_mean": parity.error_mean,
@@ -92,7 +93,7 @@ def judged(parity, checker: Checker) -> dict[str, Any]:
     }
     finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
     found = {
-        "rows_checked": len(checker.rows),
+        "rows_checked": rows,
         "rows_differ": parity.rows_differ,
         "error_of": parity.name,
         **finite,
@@ -114,8 +115,7 @@ def timed(timing, work: cost.Cost, device: str, itemsize: int) -> dict[str, Any]
 
 def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
     """The compressed keys and the blocks that the whole attention of `job` makes on its way."""
-    names = job.implementation
-    name = names.selected if isinstance(names, Branches) else names
+    name = job.named("selected")
     if isinstance(name, str) and name not in runner.registry.names("scores"):
         name = None
 

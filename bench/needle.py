@@ -24,7 +24,7 @@ from absl import flags
 from bench import cli, command, cost, oracle, parity, problems
 from bench.command import config_of
 from bench.jobs import Job
-from bench.measure import guarded, selection, shape_of, timed
+from bench.measure import guarded, judged, selection, shape_of, timed
 from bench.prefill import job
 from bench.runners import RUNNERS, forward
 from nsa_jax.types import Branches
@@ -39,7 +39,6 @@ LENGTH = flags.DEFINE_integer(
 POSITION = flags.DEFINE_integer(
     "pos", None, "Where the needle is; default: S // 3.", lower_bound=0, **_own
 )
-CSV = flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **_own)
 COLUMNS = (
     "S",
     "pos",
@@ -142,11 +141,7 @@ class Search:
         )
         dtype = self.settings.runtime.dtype
         found = parity.check_parity("last row", out, exact, low, dtype=dtype)
-        fields = {"error_max": found.error_max, "error_mean": found.error_mean}
-        fields |= {"error_bound": found.bound_max, "error_mean_bound": found.bound_mean}
-        fields = {name: x if np.isfinite(x) else None for name, x in fields.items()}
-        fields |= {"error_of": "last row", "rows_checked": 1}
-        return fields if found.ok else fields | {"status": "wrong", "reason": found.reason}
+        return judged(found, rows=1)
 
     def _weight(self, indices, last: np.ndarray) -> np.ndarray:
         """`[B, H]`: what selected attention gives to the needle for the last query."""
@@ -154,8 +149,7 @@ class Search:
         value = value.at[:, self.position].set(1)
         given = {"query": self.inputs.query, "key": self.inputs.key.selected, "value": value}
         arguments = runner.load(given) | {"block_indices": indices}
-        names = self.job.implementation
-        name = names.selected if isinstance(names, Branches) else names
+        name = self.job.named("selected")
 
         def attend(given):
             return forward(runner.api, "selected", self.config, name, given)
@@ -173,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"pos must be in 0..{length - 2} for S={length}, got {position}")
     settings = command.settings(FLAGS, config, gpu, seq_len=length)
     inputs = plant(problems.make(settings, "random", FLAGS.seed), position, config)
-    results, what = command.Results("needle", FLAGS, CSV.value), job(runner, settings)
+    results, what = command.Results("needle", FLAGS), job(runner, settings)
     found = {"status": "unsupported", "reason": what.unsupported}
     if not what.unsupported:
         search = Search(runner, settings, inputs, position, what)

@@ -19,23 +19,26 @@ from bench.command import config_of, integers, shown
 from bench.jobs import Job, label, refusals
 from bench.measure import measure
 from bench.records import Record
-from bench.runners import RUNNERS, problem
+from bench.runners import RUNNERS, asked
 from nsa_jax import flags as kernel_flags
 from nsa_jax.types import Branches
 
 FLAGS = command.flag_values(
-    frameworks=True, heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512
+    frameworks=True,
+    text=True,
+    heads=8,
+    groups=2,
+    dk=64,
+    dv=64,
+    l=32,
+    d=16,
+    l_sel=64,
+    n_sel=16,
+    w=512,
 )
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
-DIM = flags.DEFINE_integer(
-    "dim", 256, "Width of the model that projects the text.", lower_bound=1, **_own
-)
-INPUT = flags.DEFINE_enum(
-    "input", "text", ["random", "text"], "Where the arrays come from.", **_own
-)
 LENGTHS = flags.DEFINE_list("S_list", None, "Lengths; default: 256,512,1024.", **_own)
-CSV = flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **_own)
 COLUMNS = ("S", "ms", "p20_ms", "p80_ms", "tokens_per_s", "scaling", "exponent", "B", "H")
 COLUMNS += ("Hkv", "D", "Dv", "dtype", "framework", "kernel", "error_max", "error_bound")
 COLUMNS += ("device", "commit", "status", "reason")
@@ -70,11 +73,11 @@ def line(cells: dict[str, Any], before: Record | None) -> str:
 
 def job(runner, settings) -> Job:
     """The whole attention by the flags' implementations, or by the first that can."""
-    about = runner.framework, runner.platform, runner.capability, runner.device
-    asked = problem(settings, *about)
     named = kernel_flags.named()
     try:
-        plan = runner.registry.plan(asked, named, kernel_flags.on_unsupported())
+        plan = runner.registry.plan(
+            asked(settings, runner), named, kernel_flags.on_unsupported()
+        )
     except NotImplementedError as error:
         return Job("all", "/".join(name or "auto" for name in named), unsupported=str(error))
     names = Branches(*(getattr(plan, branch).implementation for branch in Branches._fields))
@@ -86,13 +89,13 @@ def main(argv: Sequence[str]) -> int:
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu, config = runner.platform != "cpu", config_of(FLAGS)
     how, rows, before = command.sampling(FLAGS, gpu), [], None
-    results = command.Results("prefill", FLAGS, CSV.value)
+    results = command.Results("prefill", FLAGS)
     print(f"device: {runner.device}; {runner.framework}", flush=True)
     for length in lengths:
         at = command.settings(
-            FLAGS, config, gpu, seq_len=length, batch=BATCH.value, dim=DIM.value
+            FLAGS, config, gpu, seq_len=length, batch=BATCH.value, dim=FLAGS.dim
         )
-        inputs = problems.make(at, INPUT.value, FLAGS.seed)
+        inputs = problems.make(at, FLAGS.input, FLAGS.seed)
         checker, what = Checker(at, inputs, backward=False), job(runner, at)
         found = measure(what, runner, at, inputs, checker, "forward", **how)
         common = command.about(runner, at, inputs) | {"implementation": what.label}

@@ -32,7 +32,6 @@ FLAGS = command.flag_values(
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
 LENGTHS = flags.DEFINE_list("S_list", None, "Lengths; default: 64,256,1024,2048.", **_own)
-CSV = flags.DEFINE_string("csv", None, "The table's path; default: in --out.", **_own)
 COLUMNS = ("S", "v1_ms", "v2_ms", "speedup", "equal", "v1_p20_ms", "v1_p80_ms", "v2_p20_ms")
 COLUMNS += ("v2_p80_ms", "B", "Hkv", "n", "l_sel", "device", "commit", "status", "reason")
 
@@ -124,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     runner, config = JaxRunner(FLAGS.device), config_of(FLAGS)
     gpu = runner.platform != "cpu"
     how, pairs = command.sampling(FLAGS, gpu=False), []  # v1 runs on the host
-    results = command.Results("ranges", FLAGS, CSV.value)
+    results = command.Results("ranges", FLAGS)
     print(f"device: {runner.device}; v1 on the host, v2 compiled by JAX", flush=True)
     for length in lengths:
         at = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)

@@ -15,7 +15,7 @@ from absl import app, flags
 import configs
 from bench import cli, problems, records
 from bench.jobs import label
-from bench.runners import RUNNERS, problem
+from bench.runners import RUNNERS, asked
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
@@ -39,9 +39,8 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
     for preset in presets():
         settings = problems.settings(preset)
         for runner in runners:
-            about = runner.framework, runner.platform, runner.capability, runner.device
-            asked = problem(settings, *about)
-            plan = runner.registry.plan(asked)
+            wanted = asked(settings, runner)
+            plan = runner.registry.plan(wanted)
             steps = {
                 choice.branch: {
                     "implementation": choice.implementation,
@@ -49,7 +48,7 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
                 }
                 for choice in plan
             }
-            sizes: dict[str, Any] = dataclasses.asdict(asked)
+            sizes: dict[str, Any] = dataclasses.asdict(wanted)
             del sizes["branch"], sizes["strided"]
             yield plan, {"preset": preset, **sizes, "steps": steps}
 

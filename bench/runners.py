@@ -61,6 +61,12 @@ def problem(
     )
 
 
+def asked(settings: Settings, runner) -> Problem:
+    """`problem` where `runner` runs, with what its device's file says."""
+    where = runner.framework, runner.platform, runner.capability, runner.device
+    return problem(settings, *where)
+
+
 class JaxRunner:
     """Steps compiled ahead of time, timed by the host clock."""
 

@@ -155,7 +155,7 @@ class Step:
         if self.runner.platform != "cuda":
             return timing.time_host(self.at, lambda result: result, **how), "no: cpu"
         try:
-            replay = timing.cuda_graph(self)
+            replay, _ = timing.cuda_graph(self)
         except RuntimeError as error:
             self.runner.torch.cuda.synchronize()
             graph = f"no: {str(error).strip().splitlines()[0]}"

@@ -118,8 +118,9 @@ def time_cuda_events(
     return Timing.of(samples_ms, timer)
 
 
-def cuda_graph(call: Callable[[], Any]) -> Callable[[], None]:
-    """`call`, captured on torch's current device: what comes back replays its kernels.
+def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """`call`, captured on torch's current device: what replays its kernels, and where they
+    write their results.
 
     Raises whatever the capture raises where `call` waits for the device.
     """
@@ -134,5 +135,5 @@ def cuda_graph(call: Callable[[], Any]) -> Callable[[], None]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        found = call()
+    return graph.replay, found

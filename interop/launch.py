@@ -75,7 +75,7 @@ def launch(
     index = tensors[0].get_device() if tensors and torch.is_tensor(tensors[0]) else -1
     _check(kernel, "argument {}", tensors, inputs, index)
     if out:
-        _check(kernel, "out[{}]", out, outputs, index)
+        _check(kernel, "out[{}]", out, outputs, index, optional=True)
     device = tensors[0].device
     if device.type != "cuda":
         raise ValueError(f"argument 0 of {kernel.name} must be on a GPU, got {device}")
@@ -201,14 +201,18 @@ def _check(
     tensors: Sequence[torch.Tensor | None],
     wanted: Sequence[_Argument],
     index: int,
+    optional: bool = False,
 ) -> None:
-    """Refuses a tensor that is not as wanted; `index` is the GPU's, -1 elsewhere."""
+    """Refuses a tensor that is not as wanted; `index` is the GPU's, -1 elsewhere.
+
+    `optional`: None is as good.
+    """
     if len(tensors) != len(wanted):
         names = ", ".join(role.format(i) for i in range(len(wanted)))
         raise ValueError(f"{kernel.name} takes {names}: {len(wanted)}, got {len(tensors)}")
     recording = torch.is_grad_enabled()
     for i, (tensor, argument) in enumerate(zip(tensors, wanted, strict=True)):
-        if tensor is None and role.startswith("out"):
+        if optional and tensor is None:
             continue
         if not (
             isinstance(tensor, torch.Tensor)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
-from nsa_torch.geometry import geometry
+from nsa_torch.geometry import geometry_of
 from nsa_torch.packing import (
     gather,
     pack_selected,
@@ -119,14 +119,7 @@ def compressed_attention(
         return nothing_seen(query, compressed_key, compressed_value)
 
     def classes():
-        where = geometry(
-            batch,
-            length,
-            config=config,
-            kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
-            device=query.device,
-        )
+        where = geometry_of(query, config, kv_len, cu_seqlens)
         return residue_classes(where, count, config)
 
     sizes = batch, length, count, config
@@ -211,16 +204,9 @@ def selected_attention(
     with_lse=True,
 ):
     """One softmax over the keys of the selected blocks with position `<= p`."""
-    batch, length, heads, width = query.shape
+    batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
-    )
+    where = geometry_of(query, config, kv_len, cu_seqlens)
     group = heads // kv_heads
     slots = block_indices.shape[-1] * config.select_block
 

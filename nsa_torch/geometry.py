@@ -77,6 +77,14 @@ def geometry(
     return Geometry(position[None], start[None], slot[None], 0, bounds)
 
 
+def geometry_of(
+    query: Tensor, config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
+) -> Geometry:
+    """That of `query` `[B, T, H, D]`."""
+    where = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
+    return geometry(*query.shape[:2], **where, device=query.device)
+
+
 def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
     """The runs of queries, with `count` compressed slots in a batch row."""
     batch, num_queries = where.position.shape

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
-from nsa_torch.geometry import geometry
+from nsa_torch.geometry import geometry_of
 
 SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
 
@@ -27,18 +27,11 @@ def compressed_attention(
     with_lse=True,
 ):
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
-    batch, length, heads, _ = query.shape
+    batch, _, heads, _ = query.shape
     count = compressed_key.shape[1]
     if count == 0:
         return nothing_seen(query, compressed_key, compressed_value)
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
-    )
+    where = geometry_of(query, config, kv_len, cu_seqlens)
 
     def plan(queries):
         end = count
@@ -57,18 +50,11 @@ def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
     """The last `window` keys of the sequence, the query's own included."""
-    batch, length, heads, _ = query.shape
+    batch, _, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     if window == 0:
         return nothing_seen(query, key, value)
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
-    )
+    where = geometry_of(query, config, kv_len, cu_seqlens)
     index, start = where.key_index[..., None], where.key_start[..., None]
     rows = torch.arange(batch, device=query.device)[:, None] * num_keys
 
@@ -108,16 +94,9 @@ def selected_attention(
     with_lse=True,
 ):
     """One softmax over the keys of the selected blocks with position `<= p`."""
-    batch, length, heads, width = query.shape
+    batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
-    )
+    where = geometry_of(query, config, kv_len, cu_seqlens)
     group = heads // kv_heads
 
     def plan(queries):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_jax.config import NSAConfig
 from nsa_torch.chunks import chunks, wide
-from nsa_torch.geometry import Geometry, geometry
+from nsa_torch.geometry import Geometry, geometry_of
 
 
 @torch.no_grad()
@@ -89,15 +89,7 @@ def map_to_blocks(probs: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
 
 
 def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:
-    batch, length, _, _ = query.shape
-    where = geometry(
-        batch,
-        length,
-        config=config,
-        kv_len=kv_len,
-        cu_seqlens=cu_seqlens,
-        device=query.device,
-    )
+    where = geometry_of(query, config, kv_len, cu_seqlens)
     longest = kv_len
     if where.offset is None:
         stride, block = config.compress_stride, config.compress_block

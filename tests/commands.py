@@ -1,11 +1,14 @@
 """Runs a command of `bench` in this process, as the shell would."""
 
 import csv
+import dataclasses
 
 from absl import flags
 from absl.testing import flagsaver
 
 from bench import records
+from nsa_jax import branches
+from nsa_jax.dispatch import REGISTRY, Implementation
 
 
 def run(module, folder, *arguments, table=None):
@@ -26,3 +29,15 @@ def rows(path):
     """The rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def late(query, key, value, *, config, **options):
+    """Sliding attention that looks one token too far into the past."""
+    wider = dataclasses.replace(config, window=config.window + 1)
+    return branches.sliding_attention(query, key, value, config=wider, **options)
+
+
+def break_sliding(monkeypatch):
+    """From here on JAX's `xla` is wrong in the sliding branch."""
+    entries = (Implementation("xla", f"{__name__}:late"), *REGISTRY.table["sliding"][3:])
+    monkeypatch.setattr(REGISTRY, "table", {**REGISTRY.table, "sliding": entries})

@@ -1,6 +1,5 @@
 """Decoding: what is read is counted, branches are timed alone, and the summary of the table."""
 
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -8,12 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import nsa_jax.dispatch
 from bench import decode, summarize
-from nsa_jax import branches
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
-from tests.commands import run
+from tests.commands import break_sliding, run
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
 SMALL = (*SIZES, "--iters=2", "--warmup=1", "--device=cpu", "--input=random", "--dtype=f32")
@@ -77,16 +73,8 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         assert row["graph"].startswith("no: ") and row["kernel"] == portable
 
 
-def late(query, key, value, *, config, **options):
-    """Sliding attention that looks one token too far into the past."""
-    wider = dataclasses.replace(config, window=config.window + 1)
-    return branches.sliding_attention(query, key, value, config=wider, **options)
-
-
 def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
-    registry = nsa_jax.dispatch.REGISTRY
-    entries = (Implementation("xla", f"{__name__}:late"), *registry.table["sliding"][3:])
-    monkeypatch.setattr(registry, "table", {**registry.table, "sliding": entries})
+    break_sliding(monkeypatch)
     given = ("--framework=jax", "--B=2", "--S_list=61")
     code, found, (row,) = run(decode, tmp_path, *given, *SMALL)
     status = {r.branch: r.status for r in found}

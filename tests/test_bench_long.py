@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import nsa_jax.dispatch
 from bench import needle, prefill, ranges, records
 from nsa_jax import ranges as library
 from nsa_jax import select
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation
-from tests.commands import run
+from tests.commands import break_sliding, run
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
 SMALL = (*SIZES, "--iters=2", "--device=cpu")
@@ -38,18 +36,8 @@ def test_prefill(tmp_path, capsys):
     assert cells["scaling"] is None and "oom: no room" in prefill.line(cells, record)
 
 
-def late(query, key, value, *, config, **options):
-    """Sliding attention that looks one token too far into the past."""
-    from nsa_jax import branches
-
-    wider = dataclasses.replace(config, window=config.window + 1)
-    return branches.sliding_attention(query, key, value, config=wider, **options)
-
-
 def test_a_wrong_prefill_has_no_time(tmp_path, capsys, monkeypatch):
-    registry = nsa_jax.dispatch.REGISTRY
-    entries = (Implementation("xla", f"{__name__}:late"), *registry.table["sliding"][3:])
-    monkeypatch.setattr(registry, "table", {**registry.table, "sliding": entries})
+    break_sliding(monkeypatch)
     given = ("--framework=jax", "--S_list=31", "--B=2", "--input=random")
     status, found, (row,) = run(prefill, tmp_path, *SMALL, *given)
     assert status == 1 and found[0].status == row["status"] == "wrong"

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import timing
 from bench.lm.spec import DivergedError, ModelSpec, Task
 from interop import weights
 from nsa_jax.layer import LayerSpec
@@ -274,16 +275,10 @@ class Learner:
     def _replay(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
         """`_gradients`, captured when a batch of its shape first comes."""
         if batch.shape not in self.captured:
-            static, graph = batch.clone(), torch.cuda.CUDAGraph()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles and loads what a capture cannot
-                self._gradients(static)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                found = self._gradients(static)
-            self.captured[batch.shape] = graph, static, found
-        graph, static, found = self.captured[batch.shape]
+            static = batch.clone()
+            replay, found = timing.cuda_graph(lambda: self._gradients(static))
+            self.captured[batch.shape] = replay, static, found
+        replay, static, found = self.captured[batch.shape]
         static.copy_(batch)
-        graph.replay()
+        replay()
         return found
