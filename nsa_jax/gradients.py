@@ -19,7 +19,8 @@ from nsa_jax.unions import NOTHING
 
 SHARES = 2112  # items that fill a GPU several times over
 SHORTEST = 64  # tiles of queries of an item
-LONGEST = 4096  # entries of a list that one item takes
+LONGEST = 2048  # entries of a list that one item takes at most: each piece has its own sums
+SHORT = 256  # entries that an item may always have
 SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients
 
 
@@ -212,7 +213,8 @@ def chosen(
     base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
     tokens, units, tiles = base.unit.tokens, base.units, base.tiles
     aligned = not packed and (ROWS % size == 0 or size % ROWS == 0)
-    marked = tokens > 1 or not aligned or size < ROWS
+    clipped = not aligned or size < ROWS  # a block does not fill the tiles that it touches
+    marked = tokens > 1 or clipped
     spans = max(size // ROWS, 1) if aligned else (size + ROWS - 2) // ROWS + 1
 
     # An entry for every tile of keys that a chosen block touches.
@@ -263,25 +265,26 @@ def chosen(
 
     # Long lists are several items. They run in the order [head, window, tile, piece]; a tile's
     # sums are [head, tile, window, piece].
-    count = (end - begin + (LONGEST - 1)) // LONGEST
+    longest = min(max(-(-parts * entries // (SHARES // 2)), SHORT), LONGEST)
+    count = (end - begin + (longest - 1)) // longest
     total = xp.cumsum(count.reshape(-1), axis=0, dtype=xp.int32)
     first_item = total - count.reshape(-1)
     by_tile = xp.moveaxis(count, 1, 2).reshape(-1)
     slot = xp.cumsum(by_tile, axis=0, dtype=xp.int32) - by_tile
     slot = xp.moveaxis(slot.reshape(rows_of, tiles, windows), 2, 1)
     # A tile that a window's tokens can see has at most one item there that is not full.
-    items = rows_of * (tiles * min(windows, 2) + windows) + parts * entries // LONGEST
+    items = rows_of * (tiles * min(windows, 2) + windows) + parts * entries // longest
     number = steps.numbers(last, items)
     owner = integers(steps.search(total[None], number, "right"))[0]
     number, exists = number[0], owner < rows_of * windows * tiles
     owner = owner.clip(None, rows_of * windows * tiles - 1)
     piece = number - first_item[owner]
-    lower = begin.reshape(-1)[owner] + piece * LONGEST
+    lower = begin.reshape(-1)[owner] + piece * longest
     lower = xp.where(exists, lower, 0)
-    upper = xp.where(exists, xp.minimum(lower + LONGEST, end.reshape(-1)[owner]), 0)
+    upper = xp.where(exists, xp.minimum(lower + longest, end.reshape(-1)[owner]), 0)
     row, tile = owner // (windows * tiles), owner % tiles
     whole = upper
-    if not marked:  # the first entry whose tokens see the tile to its end
+    if not clipped:  # the first entry whose tokens see the tile to its end
         tile_end = xp.broadcast_to((steps.numbers(last, tiles) + 1) * ROWS, (batch, tiles))
         whole = integers(steps.search(last, tile_end, "left") + (tokens - 1)) // tokens
         whole = xp.broadcast_to(whole[:, None], (batch, base.Hkv, tiles))

@@ -7,34 +7,38 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
+from interop import launch
+
 BYTES = 256 * 2**20  # kept at most, of all devices
 
 
 class Shared:
     """Tensors by key, the least recently used ones dropped first.
 
-    Safe on any stream: a stream that did not make a tensor waits for the one that did. While a
-    CUDA graph is captured nothing is kept or reused, since a graph outlives any cache.
+    Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
+    graph, which outlives any cache, makes its own, once for all calls that it captures.
     """
 
     def __init__(self, limit: int = BYTES):
         self.limit, self.size = limit, 0
         self._kept = collections.OrderedDict()
+        self._captured, self._capture = {}, 0
         self._lock = threading.Lock()
 
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> list[Tensor]:
         """What `make()` gave for `key`."""
-        cuda = device.type == "cuda"
-        if cuda and torch.cuda.is_current_stream_capturing():
-            return list(make())
+        capture = _capture(device)
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
+            if capture != self._capture:
+                self._captured, self._capture = {}, capture
+            found = (self._captured if capture else self._kept).get(key)
+            if found is not None and not capture:
                 self._kept.move_to_end(key)
         if found is None:
-            found = self._make(key, device, make)
+            found = _made(device, make)
+            self._keep(key, found, capture)
         tensors, stream, event = found
         if event is not None:
             current = torch.cuda.current_stream(device)
@@ -44,33 +48,47 @@ class Shared:
                     x.record_stream(current)
         return list(tensors)
 
-    def _make(self, key, device, make):
-        with torch.inference_mode(False), torch.no_grad():
-            # Contiguous, so that a kernel can read them as they are.
-            tensors = [x.contiguous() for x in make()]
-        stream = event = None
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-            event = torch.cuda.Event()
-            event.record(stream)
-        found = tensors, stream, event
+    def _keep(self, key, found, capture):
         with self._lock:
+            if capture:
+                if capture == self._capture:
+                    self._captured[key] = found
+                return
             if key not in self._kept:
                 self._kept[key] = found
-                self.size += _bytes(tensors)
+                self.size += _bytes(found[0])
             while self.size > self.limit:
                 _, (dropped, *_) = self._kept.popitem(last=False)
                 self.size -= _bytes(dropped)
-        return found
 
     def clear(self) -> None:
         """Forgets everything."""
         with self._lock:
             self._kept.clear()
+            self._captured = {}
             self.size = 0
 
 
 SHARED = Shared()
+
+
+def _capture(device):
+    """Which CUDA graph is being captured on the current stream; 0: none."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    return launch.capture_of(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _made(device, make):
+    """What `make()` gives, the stream that makes it and an event at its end."""
+    with torch.inference_mode(False), torch.no_grad():
+        # Contiguous, so that a kernel can read them as they are.
+        tensors = [x.contiguous() for x in make()]
+    if device.type != "cuda":
+        return tensors, None, None
+    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
+    event.record(stream)
+    return tensors, stream, event
 
 
 def _bytes(tensors):

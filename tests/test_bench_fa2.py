@@ -136,4 +136,4 @@ def test_bad_arguments_are_named(arguments, message, tmp_path):
 def test_both_calls_are_right_on_a_gpu(path, tmp_path):
     arguments = ("--S_list=300", "--w_list=64", "--iters=2", f"--path={path}")
     status, found, _ = run(fa2, tmp_path, *arguments)
-    assert status == 0 and [r.status for r in found] == ["ok"] * 4
+    assert status == 0 and [r.status for r in found] == ["ok"] * 6

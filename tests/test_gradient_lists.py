@@ -249,6 +249,9 @@ def visits_of(spec, arrays, item):
         index = more[0][at] if spec.listed else place
         numbers = rows[b, g, index, : unit.used : unit.group]
         seen = np.repeat(np.isfinite(numbers[:, :1]), spec.keys, axis=1)
+        mark = int(more[1][at]) if spec.block else 0
+        if spec.block:
+            seen &= mark >> np.arange(unit.tokens)[:, None] & 1 == 1
         if not left <= step < right:
             seen &= key < numbers[:, 1:2]
             if not spec.listed:
@@ -256,11 +259,8 @@ def visits_of(spec, arrays, item):
             else:
                 seen &= place < item.end
             if spec.block:
-                mark = int(more[1][at])
-                token = np.arange(unit.tokens)[:, None]
                 begins = (mark % 2**32 >> 16) - key_gradient.REACH + item.first_key
-                seen &= (mark >> token & 1 == 1) & (key >= begins)
-                seen &= key < begins + spec.block
+                seen &= (key >= begins) & (key < begins + spec.block)
         here = slice(index * unit.tokens, (index + 1) * unit.tokens)
         found[here] += seen
     assert not found[spec.T :].any()

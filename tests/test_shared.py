@@ -100,14 +100,40 @@ def test_another_stream_waits_for_the_maker():
         assert int(total) == 7 << 20
 
 
+def test_a_graph_makes_its_own_once(monkeypatch):
+    shared, (make, calls), found = Shared(), counted([1, 2]), []
+    (kept,) = shared.get("a", CPU, make)
+    for capture in (7, 7, 8, 0, 8):
+        monkeypatch.setattr("nsa_torch.shared._capture", lambda _, number=capture: number)
+        found += shared.get("a", CPU, make)
+    same = [[x is y for y in found] for x in found]
+    assert same[0] == [True, True, False, False, False]
+    assert found[3] is kept and sum(same[2]) == sum(same[4]) == 1
+    assert len(calls) == 4 and shared.size == 8
+
+
 @pytest.mark.gpu
-def test_a_graph_keeps_its_own():
+def test_graphs_keep_their_own():
     device, shared = torch.device("cuda"), Shared()
-    (kept,) = shared.get("a", device, lambda: [torch.ones(8, device=device)])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (x,) = shared.get("a", device, lambda: [torch.ones(8, device=device)])
-        y = x + 1
-    assert x.data_ptr() != kept.data_ptr()
-    graph.replay()
-    assert y.tolist() == [2.0] * 8
+
+    def get():
+        return shared.get("a", device, lambda: [torch.ones(8, device=device)])[0]
+
+    kept, found = get(), []
+    for _ in range(2):
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            x = get()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                again = get()
+                y = again + 1
+            torch.cuda.current_stream().wait_stream(side)
+        assert again is x
+        found.append((graph, x, y))
+    assert get() is kept
+    assert len({kept.data_ptr(), *(x.data_ptr() for _, x, _ in found)}) == 3
+    for graph, x, y in found:
+        x.zero_()
+        graph.replay()
+        assert y.tolist() == [2.0] * 8

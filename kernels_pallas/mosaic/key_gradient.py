@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.limits import HALF
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_COLUMN, ROWS
 
 ITEM = 8  # integers of an item
@@ -53,7 +54,6 @@ class KeyGradient:
     block: int = 0
     want_key: bool = True
     want_value: bool = True
-    stages: int = 2
     interpret: bool | object = False
 
     @property
@@ -65,6 +65,16 @@ class KeyGradient:
     def keys(self) -> int:
         """Keys of an item."""
         return ROWS * self.consumers
+
+    @property
+    def stages(self) -> int:
+        """Steps in flight: from lists as many as two blocks of threads a multiprocessor have
+        shared memory for, since what they copy lies anywhere.
+        """
+        if not self.listed:
+            return 2
+        keys = ROWS * (self.D + self.Dv) * 2
+        return min(max((HALF - keys) // (keys + ROWS * NUMBERS * 4), 2), 4)
 
     @property
     def unit(self) -> operands.Tile:
@@ -191,9 +201,10 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             changes, scaled = [], []
             for j in range(0, ROWS, 8):
                 columns = slice(j, j + 8)
-                norm, last, gate, offset = map(
-                    down, operands.column_numbers(rows_s.at[slot, pl.ds(j, 8)], interpret)
-                )
+                norm, *rest = operands.column_numbers(rows_s.at[slot, pl.ds(j, 8)], interpret)
+                if spec.block and not under_mask:
+                    norm = jnp.where(chosen(j, found), norm, jnp.inf)
+                norm, last, gate, offset = map(down, (norm, *rest))
                 probs = jnp.exp2(logits[:, columns] * c - norm)
                 if under_mask:
                     seen = mask(wg, j, last.astype(jnp.int32), place, found)
@@ -229,12 +240,16 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             last = jnp.where(place + u < end, last, 0)
             if not spec.block:
                 return key_index < last
-            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 1, layout=MATRIX)
-            token = lax.div(column + j % unit.rows, jnp.int32(group))
-            chosen = lax.shift_right_logical(found[u], token) & 1 == 1
             begins = lax.shift_right_logical(found[u], 16) - REACH + first_key
-            last = jnp.where(chosen, jnp.minimum(last, begins + spec.block), 0)
+            last = jnp.minimum(last, begins + spec.block)
+            last = jnp.where(down(chosen(j, found)), last, 0)
             return (key_index >= begins) & (key_index < last)
+
+        def chosen(j, found):
+            """Of columns `j .. j + 7` of a step, whether their tokens chose the block."""
+            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
+            token = lax.div(column + j % unit.rows, jnp.int32(group))
+            return lax.shift_right_logical(found[j // unit.rows], token) & 1 == 1
 
         def compute(wg):
             for source, ref in ((key, key_s), (value, value_s)):

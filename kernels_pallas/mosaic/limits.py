@@ -9,6 +9,7 @@ HEADS = 64  # of a group: a token's rows fit in one tile
 WIDTH = 256
 LONGEST = 2**24  # keys: the lists hold a first key in 24 bits
 SMEM_BYTES = 224 * 1024
+HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)

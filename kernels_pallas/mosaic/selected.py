@@ -24,11 +24,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.limits import SMEM_BYTES
+from kernels_pallas.mosaic.limits import HALF, SMEM_BYTES
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
 
 CHUNK = 64  # list entries a copy
-HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
 MOST_LISTS = 48 * 1024
 
 
