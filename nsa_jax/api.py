@@ -11,6 +11,7 @@ implementation cannot run the problem.
 
 import importlib
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import branches, debug, validate
@@ -35,6 +36,7 @@ def attention(
     block_indices: Int[Array, "B T Hkv n"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
+    recompute: bool = False,
     implementation: str | Branches[str | None] | None = None,
 ) -> Float[Array, "B T H Dv"]:
     """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
@@ -52,6 +54,8 @@ def attention(
       segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence; negative:
         padding, which sees nothing (output 0) and is not seen.
       scale: of the logits; None: `D**-0.5`.
+      recompute: keep inputs and selection for the backward pass, which then computes the
+        branches again; else three arrays like the output are kept besides.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
@@ -77,6 +81,7 @@ def attention(
         kv_len=key.selected.shape[1],
         segment_ids=segment_ids,
         scale=scale,
+        recompute=recompute,
         implementation=implementation,
     )
 
@@ -94,6 +99,7 @@ def attend(
     segment_ids,
     scale,
     implementation,
+    recompute=False,
 ):
     """`attention` on compressed tokens that are there already (see `cache.py`)."""
     plan = _plan(
@@ -108,16 +114,24 @@ def attend(
         whole = debug.watch(debug.JAX, "all", "mosaic", whole)
         if block_indices is not None:
             validate.indices(block_indices, query, key.selected, config)
-        return whole(query, key, value, gates, compressed, block_indices, **where)
+        tensors = query, key, value, gates, compressed, block_indices
+        return whole(*tensors, **where, recompute=recompute)
     if block_indices is None:
         block_indices = plan.scores.load()(query, compressed_key, **where)
     validate.indices(block_indices, query, key.selected, config)
-    outputs = Branches(
-        plan.compressed.load()(query, compressed_key, compressed_value, **where)[0],
-        plan.selected.load()(query, key.selected, value.selected, block_indices, **where)[0],
-        plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
-    )
-    return debug.watch(debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
+
+    def by_branch(query, key, value, gates, compressed):
+        chosen = key.selected, value.selected, block_indices
+        outputs = Branches(
+            plan.compressed.load()(query, *compressed, **where)[0],
+            plan.selected.load()(query, *chosen, **where)[0],
+            plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+        )
+        return debug.watch(debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
+
+    if recompute:
+        by_branch = jax.checkpoint(by_branch)
+    return by_branch(query, key, value, gates, compressed)
 
 
 def compress(

@@ -6,6 +6,7 @@ it chose blocks. No gradient passes through scores and selection. Every sum has 
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from kernels_pallas.mosaic.operands import LOG2E, ROWS
 from nsa_jax import unions
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, name_of, scale_of
+from nsa_jax.types import Branches
 from nsa_jax.unions import NOTHING
 
 SHARES = 2112  # items that fill a GPU several times over
@@ -63,6 +65,61 @@ def _row_spec(outputs):
     *shape, width = outputs[0].shape
     dtype = name_of(outputs[0].dtype)
     return gates.Rows(math.prod(shape), width, len(outputs), dtype, limits.interpret.get())
+
+
+def whole(
+    steps: Framework,
+    query,
+    key,
+    value,
+    gates,
+    compressed_tokens: tuple[Any, Any],
+    indices,
+    grad,
+    found,
+    where,
+    config,
+    scale,
+    packed: bool,
+):
+    """Gradients of the gated sum of the branches: query, `(key, value)` of each branch as
+    `Branches`, gates (float32).
+
+    `found`: `Branches` of `(out, lse)`, or None: each branch is computed again, when its turn
+    comes. `key`, `value`: the compressed field is not read; `compressed_tokens` stands for it.
+    """
+    rest: dict[str, Any] = {"where": where, "config": config, "scale": scale}
+    first = query, *compressed_tokens
+    second = query, key.sliding, value.sliding
+    third = query, key.selected, value.selected, indices
+    forward: Branches[Any] = Branches(
+        functools.partial(steps.compressed, *first, **rest),
+        functools.partial(steps.selected, *third, **rest),
+        functools.partial(steps.sliding, *second, **rest),
+    )
+    known = None
+    if found is not None:
+        dots = output_dots(steps, grad, *(out for out, _ in found))
+        known = Branches(*zip((lse for _, lse in found), dots, strict=True))
+
+    def saved(branch):
+        if known is not None:
+            lse, dots = getattr(known, branch)
+        else:
+            out, lse = getattr(forward, branch)()
+            (dots,) = output_dots(steps, grad, out)
+        return Saved(lse, dots, getattr(gates, branch))
+
+    kept = saved("compressed")
+    total, *of_compressed = compressed(steps, *first, grad, kept, **rest)
+    dots = [kept.dots]
+    kept = saved("sliding")
+    total, *of_sliding = sliding(steps, *second, grad, kept, **rest, added=total)
+    dots.append(kept.dots)
+    kept = saved("selected")
+    total, *of_selected = chosen(steps, *third, grad, kept, **rest, packed=packed, added=total)
+    pairs = Branches(of_compressed, of_selected, of_sliding)
+    return total, pairs, Branches(dots[0], kept.dots, dots[1])
 
 
 def compressed(

@@ -255,8 +255,13 @@ def attention(
     kv_len=None,
     segment_ids=None,
     scale=None,
+    recompute=False,
 ):
-    """All steps: gates and the sum of the branches are part of the last kernels."""
+    """All steps: gates and the sum of the branches are part of the last kernels.
+
+    Kept for the backward pass are the inputs, the selection, and each branch's output and
+    log-sum-exp, unless it shall `recompute` these.
+    """
     place = _Place(query, key.selected.shape[1], kv_len, segment_ids)
     blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
     packed = segment_ids is not None
@@ -266,7 +271,7 @@ def attention(
             return integers["indices"]
         return STEPS.best_blocks(query, key, lse, where, config, scale, blocks, packed)
 
-    def fast(arrays, integers):
+    def fused(arrays, integers):
         query, key, value, gates, (compressed_key, compressed_value) = arrays
         where = place.where(query, integers, config)
         rest = where, config, scale
@@ -277,7 +282,14 @@ def attention(
         out, _ = STEPS.sliding(query, key.sliding, value.sliding, *rest, gates.sliding, out)
         chosen = place.queries(query, where), key.selected, value.selected, indices
         out, _ = STEPS.selected(*chosen, *rest, gates.selected, out)
-        return out
+        return out, indices
+
+    def fast(arrays, integers):
+        return fused(arrays, integers)[0]
+
+    def again(arrays, integers):
+        out, indices = fused(arrays, integers)
+        return out, (None, indices)
 
     def saving(arrays, integers):
         query, key, value, gates, (compressed_key, compressed_value) = arrays
@@ -295,40 +307,30 @@ def attention(
         return out, (found, indices)
 
     def pull(arrays, integers, saved, grad):
-        query, key, value, gates, (compressed_key, compressed_value) = arrays
+        query, key, value, gates, compressed = arrays
         found, indices = saved
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
-        dots = Branches(*gradients.output_dots(STEPS, grad, *(out for out, _ in found)))
-        kept = Branches(
-            *(
-                gradients.Saved(lse, dot, gate)
-                for (_, lse), dot, gate in zip(found, dots, gates, strict=True)
-            )
-        )
-        rest = where, config, scale
-        query_grad, *compressed_grad = gradients.compressed(
+        query_grad, pairs, dots = gradients.whole(
             STEPS,
             query,
-            compressed_key,
-            compressed_value,
+            key,
+            value,
+            gates,
+            compressed,
+            indices,
             grad,
-            kept.compressed,
-            *rest,
-        )
-        local = query, key.sliding, value.sliding
-        query_grad, *sliding_grad = gradients.sliding(
-            STEPS, *local, grad, kept.sliding, *rest, query_grad
-        )
-        chosen = query, key.selected, value.selected, indices
-        query_grad, *selected_grad = gradients.chosen(
-            STEPS, *chosen, grad, kept.selected, *rest, packed, query_grad
+            found,
+            where,
+            config,
+            scale,
+            packed,
         )
         keys, values = (
-            Branches(None, *pair) for pair in zip(selected_grad, sliding_grad, strict=True)
+            Branches(None, *each) for each in zip(pairs.selected, pairs.sliding, strict=True)
         )
         gates = Branches(*(x.astype(y.dtype) for x, y in zip(dots, gates, strict=True)))
-        return query_grad, keys, values, gates, tuple(compressed_grad)
+        return query_grad, keys, values, gates, tuple(pairs.compressed)
 
     key, value = (
         Branches(None, *(geometry.without_padding(x, kv_len, segment_ids) for x in each[1:]))
@@ -338,4 +340,4 @@ def attention(
     if block_indices is not None:
         integers = integers | {"indices": block_indices}
     arrays = query, key, value, gates, tuple(compressed)
-    return _differentiable(fast, saving, pull, arrays, integers)
+    return _differentiable(fast, again if recompute else saving, pull, arrays, integers)

@@ -34,7 +34,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad):
-        outputs, gates = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        outputs, gates = saved[:3], saved[3:]
         grad_outputs = [torch.empty_like(x) for x in outputs]
         grad_gates = [torch.empty_like(x) for x in gates]
         for part in _combine_parts(grad):

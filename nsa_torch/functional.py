@@ -21,6 +21,7 @@ what a named implementation cannot do raises `NotImplementedError`.
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nsa_jax import debug, validate
 from nsa_jax.compress import CompressParams
@@ -46,6 +47,7 @@ def attention(
     block_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    recompute: bool = False,
     implementation: Names = None,
 ) -> Tensor:
     """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
@@ -62,6 +64,8 @@ def attention(
         from the compressed scores.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
       scale: of the logits; None: `D**-0.5`.
+      recompute: keep inputs and selection for the backward pass, which then computes the
+        branches again; else three tensors like the output are kept besides.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
@@ -89,12 +93,23 @@ def attention(
             block_indices,
             cu_seqlens,
             scale,
+            recompute,
             chosen,
         )
 
 
 def _attention(
-    query, key, value, gates, config, compressed, block_indices, cu_seqlens, scale, chosen
+    query,
+    key,
+    value,
+    gates,
+    config,
+    compressed,
+    block_indices,
+    cu_seqlens,
+    scale,
+    recompute,
+    chosen,
 ):
     kv_len = key.selected.shape[1]
     fused = all(name == "jax" for name in chosen)
@@ -114,10 +129,22 @@ def _attention(
         phi = debug.watch(TORCH, "compress", "torch", compress_windows)
         compressed = phi(key.compressed, **where), phi(value.compressed, **where)
     where |= {"kv_len": kv_len, "scale": scale}
-    return attend(query, key, value, gates, compressed, block_indices, chosen, where)
+    tensors = query, key, value, gates, compressed, block_indices
+    return attend(*tensors, chosen, where, recompute=recompute)
 
 
-def attend(query, key, value, gates, compressed, block_indices, chosen, where, clean=False):
+def attend(
+    query,
+    key,
+    value,
+    gates,
+    compressed,
+    block_indices,
+    chosen,
+    where,
+    clean=False,
+    recompute=False,
+):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
     `clean`: keys and values that no query may look at are finite.
@@ -129,17 +156,25 @@ def attend(query, key, value, gates, compressed, block_indices, chosen, where, c
 
             tensors = query, key, value, gates, compressed, block_indices
             whole = debug.watch(TORCH, "all", "mosaic", mosaic.attention)
-            return whole(*tensors, **where, clean=clean)
+            return whole(*tensors, **where, clean=clean, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **where)
-        selected = key.selected, value.selected, block_indices
-        where = where | {"with_lse": False}
-        outputs = Branches(
-            chosen.load("compressed")(query, *compressed, **where)[0],
-            chosen.load("selected")(query, *selected, **where)[0],
-            chosen.load("sliding")(query, key.sliding, value.sliding, **where)[0],
-        )
-        return debug.watch(TORCH, "combine", "torch", autograd.combine)(outputs, gates)
+        tensors = query, key, value, gates, compressed, block_indices, chosen, where
+        if recompute and torch.is_grad_enabled():
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(_by_branch, *tensors, **options)
+        return _by_branch(*tensors)
+
+
+def _by_branch(query, key, value, gates, compressed, block_indices, chosen, where):
+    where = where | {"with_lse": False}
+    selected = key.selected, value.selected, block_indices
+    outputs = Branches(
+        chosen.load("compressed")(query, *compressed, **where)[0],
+        chosen.load("selected")(query, *selected, **where)[0],
+        chosen.load("sliding")(query, key.sliding, value.sliding, **where)[0],
+    )
+    return debug.watch(TORCH, "combine", "torch", autograd.combine)(outputs, gates)
 
 
 def compress(

@@ -283,8 +283,8 @@ def _branch_backward(step, grad, out, lse, query, key, value, *rest):
     return list(place.gradients(step, *tensors, saved=saved, **options))
 
 
-def _attention_backward(grad, found, *tensors):
-    outputs, norms, (query, *rest) = tensors[:3], tensors[3:6], tensors[6:]
+def _attention_backward(grad, found, query, *rest, outputs=None):
+    """`outputs`: `Branches` of `(out, lse)`, or None, and they are computed again."""
     keys, values, gates, compressed, indices, clean, place = _parts(*rest)
     indices = found if indices is None else indices
     place = _Place(query, *place)
@@ -292,34 +292,26 @@ def _attention_backward(grad, found, *tensors):
         query, grad = place.queries(query), place.queries(grad)
         keys, values = (Branches(None, *map(place.values, x[1:])) for x in (keys, values))
         compressed = tuple(map(place.compressed_values, compressed))
-    dots = gradients.output_dots(STEPS, grad, *outputs)
-    saved = Branches(*(gradients.Saved(*each) for each in zip(norms, dots, gates, strict=True)))
-    total, *compressed = place.gradients(
-        gradients.compressed, query, *compressed, grad, saved=saved.compressed
-    )
-    total, *local = place.gradients(
-        gradients.sliding,
+    total, pairs, dots = place.run(
+        functools.partial(gradients.whole, STEPS),
         query,
-        keys.sliding,
-        values.sliding,
-        grad,
-        saved=saved.sliding,
-        added=total,
-    )
-    total, *chosen = place.gradients(
-        gradients.chosen,
-        query,
-        keys.selected,
-        values.selected,
+        keys,
+        values,
+        gates,
+        compressed,
         indices,
         grad,
-        saved=saved.selected,
+        outputs,
         packed=place.cu_seqlens is not None,
-        added=total,
     )
-    pairs = zip(chosen, local, strict=True)
     gates = [x.to(gate.dtype, copy=True) for x, gate in zip(dots, gates, strict=True)]
-    return [total, *(x for pair in pairs for x in pair), *gates, *compressed]
+    local = zip(pairs.selected, pairs.sliding, strict=True)
+    return [total, *(x for pair in local for x in pair), *gates, *pairs.compressed]
+
+
+def _saving_backward(grad, found, *tensors):
+    outputs = Branches(*zip(tensors[:3], tensors[3:6], strict=True))
+    return _attention_backward(grad, found, *tensors[6:], outputs=outputs)
 
 
 def _define(name, tensors, results, function, shapes):
@@ -387,8 +379,12 @@ _define_branch(
 _define_branch("sliding_attention", THREE, _sliding, gradients.sliding)
 _define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
 _define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
+_define(
+    "attention_recomputing", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes
+)
 _define("attention_saving", ALL, f"(Tensor out, {SAVED})", _saving, _saving_shapes)
-_differentiate("attention_saving", ALL, 10, SAVED, _attention_backward)
+_differentiate("attention_recomputing", ALL, 10, "Tensor found", _attention_backward)
+_differentiate("attention_saving", ALL, 10, SAVED, _saving_backward)
 
 
 # The functions that `dispatch.py` names.
@@ -467,6 +463,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     clean: bool = False,
+    recompute: bool = False,
 ) -> Tensor:
     """All steps: gates and the sum of the branches are part of the last kernels.
 
@@ -475,9 +472,16 @@ def attention(
       compressed: `(k_cmp, v_cmp)`.
       clean: whether keys and values that no query may look at are finite, as in a cache, so
         that they need not be copied to be kept out.
+      recompute: the backward pass computes the branches again. Else it keeps their outputs.
     """
     place = _arguments(config, kv_len, cu_seqlens, scale)
     tensors = query, *key[1:], *value[1:], *gates, *compressed
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    operator = torch.ops.nsa.attention_saving if learns else torch.ops.nsa.attention
+    operator = torch.ops.nsa.attention
+    if learns:
+        saving, recomputing = (
+            torch.ops.nsa.attention_saving,
+            torch.ops.nsa.attention_recomputing,
+        )
+        operator = recomputing if recompute else saving
     return operator(*tensors, block_indices, clean, *place)[0]

@@ -113,8 +113,8 @@ def arrays_of(p):
     return arrays, steps["selected_attention"][3]
 
 
-def whole(p, indices, implementation="mosaic"):
-    options = {"config": p.case.config, "segment_ids": p.segment_ids}
+def whole(p, indices, implementation="mosaic", **options):
+    options |= {"config": p.case.config, "segment_ids": p.segment_ids}
 
     def attend(query, key, sliding_key, value, sliding_value, gates, *compressed):
         return nsa_jax.attention(
@@ -158,6 +158,33 @@ def in_pieces(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_whole(name, interpreted):
     check_whole(problem(CASES[name]))
+
+
+def check_recomputed(implementation):
+    """The same gradients, bit by bit, and no output of a branch is kept."""
+    p = problem(CASES["packed"])
+    arrays, _ = arrays_of(p)
+    cotangent = normal((*p.query.shape[:3], p.case.Dv), p.query.dtype)
+    results = []
+    for recompute in (False, True):
+        attend = whole(p, None, implementation, recompute=recompute)
+        out, pull = jax.vjp(jax.jit(attend), *arrays)
+        kept = [x for x in jax.tree.leaves(pull) if x.shape == out.shape]
+        results.append((out, pull(cotangent), len(kept)))
+    (one, kept, count), (other, again, fewer) = results
+    assert count >= fewer + 3
+    # Kernels round the sum of the branches after each, unless these are kept.
+    np.testing.assert_allclose(*map(jnp.float32, (one, other)), rtol=2e-2, atol=2e-2)
+    for name, x, y in zip(NAMES, kept, again, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def test_recomputed(interpreted):
+    check_recomputed("mosaic")
+
+
+def test_recomputed_without_kernels():
+    check_recomputed("xla")
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -28,6 +28,7 @@ from tests.torch_inputs import (
 )
 
 OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
+WHOLE = ("attention", "attention_saving", "attention_recomputing")
 
 
 @functools.cache
@@ -236,15 +237,38 @@ def operators(device):
         "sliding_attention": (*packed, *mosaic._arguments(FEW, 21, bounds, 0.5)),
         "attention": (*map(torch.Tensor.detach, whole), None, False, *place),
         "attention_saving": (*whole, None, False, *place),
+        "attention_recomputing": (*whole, None, False, *place),
     }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("name", [*OPERATORS, "attention", "attention_saving"])
+@pytest.mark.parametrize("name", [*OPERATORS, *WHOLE])
 @pytest.mark.usefixtures("interpreted")
 def test_operator(name):
     arguments = operators("cpu")[name]
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "sdpa"])
+@pytest.mark.usefixtures("interpreted")
+def test_recomputed(implementation):
+    """The same gradients, bit by bit, and no output of a branch is kept."""
+    *tensors, gates = inputs(21, 40, 4, 2, 16, 32)
+    leaves, results = [*tensors, gates], []
+    for recompute in (False, True):
+        saved = []
+        options = {"implementation": implementation, "recompute": recompute}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x
+        ):
+            out = nsa_torch.attention(*leaves, config=SMALL, **options)
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        results.append((out, found, saved.count(out.shape)))
+    (one, kept, count), (other, again, fewer) = results
+    assert count >= fewer + 3
+    # Kernels round the sum of the branches after each, unless these are kept.
+    torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -377,7 +401,7 @@ def test_compiled_on_gpu():
 
 @gpu
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("name", [*OPERATORS, "attention", "attention_saving"])
+@pytest.mark.parametrize("name", [*OPERATORS, *WHOLE])
 def test_operator_on_gpu(name):
     arguments = operators("cuda")[name]
     operator = getattr(torch.ops.nsa, name).default
@@ -532,15 +556,18 @@ def test_memory_beside_the_output_is_small():
 
 
 @gpu
-def test_memory_of_gradients():
-    """Five tensors like the output: three branches, their sum, and the query's gradient, once.
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_of_gradients(recompute):
+    """Five tensors like the output: three branches, their sum, and the query's gradient, once;
+    where branches are computed again, three: their sum, one of them, and the gradient.
 
     Besides them 0.3 GB of partial sums, whatever the shape: as much as the output here.
     """
+    options = {"implementation": "mosaic", "recompute": recompute}
     *tensors, gates = inputs(65536, 65536, 16, 1, 128, 128, device="cuda")
 
     def call():
-        out = nsa_torch.attention(*tensors, gates, implementation="mosaic")
+        out = nsa_torch.attention(*tensors, gates, **options)
         return out, torch.autograd.grad(out, [*tensors, gates], out.detach())
 
     call()
@@ -548,4 +575,4 @@ def test_memory_of_gradients():
     before = torch.cuda.memory_allocated()
     out, _ = call()
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < 6.4 * out.nbytes, f"{peak / 2**20:.0f} MiB"
+    assert peak < (4.4 if recompute else 6.4) * out.nbytes, f"{peak / 2**20:.0f} MiB"
