@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import cli, command, peers, problems, records, render
 from bench.checks import Checker
-from bench.jobs import Job, explanation, jobs
+from bench.jobs import Job, explanation, jobs, recomputed
 from bench.measure import measure
 from bench.records import Record
 from bench.runners import RUNNERS, asked
@@ -37,6 +37,9 @@ INPUT = flags.DEFINE_enum("input", "text", ["random", "text"], "Where the arrays
 MODE = flags.DEFINE_enum("mode", "forward", ["forward", "fwdbwd"], "What is timed and checked.")
 BRANCHES = flags.DEFINE_multi_enum(
     "branch", list(problems.BRANCHES), problems.BRANCHES, "Only these branches (repeatable)."
+)
+RECOMPUTE = flags.DEFINE_bool(
+    "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
 )
 PEERS = flags.DEFINE_multi_enum(
     "peers", [], list(peers.NAMES), "Other libraries' NSA beside it, in torch (repeatable)."
@@ -107,6 +110,11 @@ def explain_or_compare(runners, settings) -> int:
             branches,
         )
     ]
+    if RECOMPUTE.value:
+        if MODE.value != "fwdbwd":
+            raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")
+        again = ((runner, recomputed(runner, job, settings.nsa)) for runner, job in plan)
+        plan += [(runner, job) for runner, job in again if job is not None]
     if PEERS.value:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:

@@ -87,6 +87,18 @@ def _whole(registry, question, wanted, on_unsupported) -> Iterator[Job]:
         yield Job("all", label(automatic), None, refusals(automatic))
 
 
+def recomputed(runner, job: Job, config) -> Job | None:
+    """The whole of `job`, keeping no branch's output for the backward pass; None of others."""
+    if job.branch != "all" or job.unsupported:
+        return None
+    how = {"config": config, "implementation": job.implementation, "recompute": True}
+
+    def function(arguments):
+        return {"out": runner.api.attention(**arguments, **how)}
+
+    return dataclasses.replace(job, label=f"{job.label} recompute", function=function)
+
+
 def label(plan: Plan) -> str:
     """The name that all steps share, or the four names in their order."""
     names = [choice.implementation for choice in plan]

@@ -12,10 +12,10 @@ from typing import Any
 
 from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
 from kernels_pallas.mosaic.key_gradient import REACH, KeyGradient
-from kernels_pallas.mosaic.operands import LOG2E, ROWS
+from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, ROWS
 from nsa_jax import unions
 from nsa_jax.config import NSAConfig
-from nsa_jax.tiled import Framework, name_of, scale_of
+from nsa_jax.tiled import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
 from nsa_jax.unions import NOTHING
 
@@ -81,20 +81,24 @@ def whole(
     config,
     scale,
     packed: bool,
+    lists=None,
 ):
     """Gradients of the gated sum of the branches: query, `(key, value)` of each branch as
     `Branches`, gates (float32).
 
     `found`: `Branches` of `(out, lse)`, or None: each branch is computed again, when its turn
-    comes. `key`, `value`: the compressed field is not read; `compressed_tokens` stands for it.
+    comes; `lists`: `Framework.selected_lists`, or None. `key`, `value`: the compressed field is
+    not read; `compressed_tokens` stands for it.
     """
     rest: dict[str, Any] = {"where": where, "config": config, "scale": scale}
     first = query, *compressed_tokens
     second = query, key.sliding, value.sliding
     third = query, key.selected, value.selected, indices
+    if lists is None:
+        lists = steps.selected_lists(*third, **rest)
     forward: Branches[Any] = Branches(
         functools.partial(steps.compressed, *first, **rest),
-        functools.partial(steps.selected, *third, **rest),
+        functools.partial(steps.selected, *third, **rest, lists=lists),
         functools.partial(steps.sliding, *second, **rest),
     )
     known = None
@@ -117,7 +121,9 @@ def whole(
     total, *of_sliding = sliding(steps, *second, grad, kept, **rest, added=total)
     dots.append(kept.dots)
     kept = saved("selected")
-    total, *of_selected = chosen(steps, *third, grad, kept, **rest, packed=packed, added=total)
+    total, *of_selected = chosen(
+        steps, *third, grad, kept, **rest, packed=packed, added=total, lists=lists
+    )
     pairs = Branches(of_compressed, of_selected, of_sliding)
     return total, pairs, Branches(dots[0], kept.dots, dots[1])
 
@@ -155,14 +161,14 @@ def sliding(
 def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, long):
     gated = saved.gate is not None
     spec = band.Band(
-        **_shapes(query, key, value, scale),
+        **shapes_of(query, key, value, scale),
         gated=gated,
         added=added is not None,
         longest_first=long,
         gradient=True,
         **band.gradient_blocks(key.shape[-1], value.shape[-1]),
     )
-    numbers = _numbers(steps, saved, steps.bounds(where, bounds)[1])
+    numbers = _numbers(steps, saved, where, bounds, steps.bounds(where, bounds)[1])
     arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
     rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
@@ -170,7 +176,7 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         band.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
-    base = KeyGradient(**_shapes(query, key, value, scale), items=0, gated=gated)
+    base = KeyGradient(**shapes_of(query, key, value, scale), items=0, gated=gated)
     pieces, tiles = 1, base.B * base.Hkv * base.tiles
     if long:
         pieces = max(min(-(-SHARES // tiles), base.units // SHORTEST), 1)
@@ -242,15 +248,18 @@ def chosen(
     scale,
     packed: bool,
     added=None,
+    lists=None,
 ):
-    """As `compressed`, for the selected branch; `packed`: sequences may begin at any key."""
+    """As `compressed`, for the selected branch; `packed`: sequences may begin at any key;
+    `lists`: `Framework.selected_lists`, or None.
+    """
     batch, length, _, width = query.shape
-    n, size = indices.shape[-1], config.select_block
+    size = config.select_block
     gated = saved.gate is not None
-    shapes = _shapes(query, key, value, scale)
+    shapes = shapes_of(query, key, value, scale)
     spec = selected.Selected(
         **shapes,
-        n=n,
+        n=indices.shape[-1],
         block=size,
         gated=gated,
         added=added is not None,
@@ -258,8 +267,9 @@ def chosen(
         **selected.gradient_stages(width, value.shape[-1], size),
     )
     last = steps.end(where)
-    lists = steps.lists(indices, where, config, spec)
-    numbers = _numbers(steps, saved, last)
+    if lists is None:
+        lists = steps.lists(indices, where, config, spec)
+    numbers = _numbers(steps, saved, where, ("end",), last)
     rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     by_row = steps.last_by_row(where, spec.tile, spec.tiles)
@@ -395,21 +405,30 @@ def _merged(steps, spec, arrays, more, places):
     return found
 
 
-def _numbers(steps, saved, last):
-    """The numbers of each query head, float32 `[B, T, H, 4]`: `key_gradient.partial_sums`."""
-    xp, infinite = steps.xp, float("inf")
+def _numbers(steps, saved, where, name, last):
+    """The numbers of each query head, float32 `[B, T, H, 4]`: `key_gradient.partial_sums`.
+
+    `last`: the end of the keys that each query sees, which `where` and `name` decide.
+    """
+    xp = steps.xp
     gate = (
         xp.ones_like(saved.dots) if saved.gate is None else steps.cast(saved.gate, xp.float32)
     )
     offset = gate * saved.dots
     if saved.lse_grad is not None:
         offset = offset - steps.cast(saved.lse_grad, xp.float32)
+
+    def wide():
+        number = steps.numbers(last, NUMBERS)
+        nothing = steps.cast(xp.where(number == 0, float("inf"), 0.0), xp.float32)
+        return steps.cast(last, xp.float32)[..., None], nothing
+
+    last_key, nothing = steps.once(where, (*name, "wide"), wide)
+    last_key = xp.broadcast_to(last_key, offset.shape)
+    columns = saved.lse * LOG2E, last_key, gate, offset
+    found = xp.concatenate([x[..., None] for x in columns], axis=-1)
     # Of padding they may be NaN, and a probability of zero times NaN is NaN.
-    blind = saved.lse == -infinite
-    gate, offset = (xp.where(blind, 0.0, x) for x in (gate, offset))
-    norm = xp.where(blind, infinite, saved.lse * LOG2E)
-    last = xp.broadcast_to(steps.cast(last, xp.float32)[..., None], norm.shape)
-    return xp.concatenate([x[..., None] for x in (norm, last, gate, offset)], axis=-1)
+    return xp.where((saved.lse == -float("inf"))[..., None], nothing, found)
 
 
 def _rows(steps, numbers, kv_heads, tile, tiles):
@@ -437,19 +456,3 @@ def _table(steps, columns):
     columns = [steps.integers(x)[:, None] for x in columns]
     missing = key_gradient.ITEM - len(columns)
     return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=1)
-
-
-def _shapes(query, key, value, scale):
-    batch, length, heads, width = query.shape
-    return {
-        "B": batch,
-        "T": length,
-        "S": key.shape[1],
-        "H": heads,
-        "Hkv": key.shape[2],
-        "D": width,
-        "Dv": value.shape[-1],
-        "dtype": name_of(query.dtype),
-        "scale": scale_of(scale, width),
-        "interpret": limits.interpret.get(),
-    }

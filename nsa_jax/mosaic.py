@@ -259,8 +259,8 @@ def attention(
 ):
     """All steps: gates and the sum of the branches are part of the last kernels.
 
-    Kept for the backward pass are the inputs, the selection, and each branch's output and
-    log-sum-exp, unless it shall `recompute` these.
+    Kept for the backward pass are the inputs, the selection, its lists, and each branch's
+    output and log-sum-exp; inputs and selection alone if it shall `recompute` the rest.
     """
     place = _Place(query, key.selected.shape[1], kv_len, segment_ids)
     blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
@@ -289,7 +289,7 @@ def attention(
 
     def again(arrays, integers):
         out, indices = fused(arrays, integers)
-        return out, (None, indices)
+        return out, (None, indices, None)
 
     def saving(arrays, integers):
         query, key, value, gates, (compressed_key, compressed_value) = arrays
@@ -298,17 +298,18 @@ def attention(
         first = STEPS.compressed(query, compressed_key, compressed_value, *rest)
         indices = best_blocks(query, compressed_key, first[1], where, integers)
         chosen = place.queries(query, where), key.selected, value.selected, indices
+        lists = STEPS.selected_lists(*chosen, *rest)
         found = Branches(
             first,
-            STEPS.selected(*chosen, *rest),
+            STEPS.selected(*chosen, *rest, lists=lists),
             STEPS.sliding(query, key.sliding, value.sliding, *rest),
         )
         out = gradients.gated_sum(STEPS, [out for out, _ in found], gates)
-        return out, (found, indices)
+        return out, (found, indices, lists)
 
     def pull(arrays, integers, saved, grad):
         query, key, value, gates, compressed = arrays
-        found, indices = saved
+        found, indices, lists = saved
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
         query_grad, pairs, dots = gradients.whole(
@@ -325,6 +326,7 @@ def attention(
             config,
             scale,
             packed,
+            lists,
         )
         keys, values = (
             Branches(None, *each) for each in zip(pairs.selected, pairs.sliding, strict=True)

@@ -118,21 +118,11 @@ class Framework:
     def _attention(
         self, query, key, value, bounds, where, scale, gate, added, longest_first, config
     ):
-        batch, length, heads, width = query.shape
         spec = band.Band(
-            B=batch,
-            T=length,
-            S=key.shape[1],
-            H=heads,
-            Hkv=key.shape[2],
-            D=width,
-            Dv=value.shape[-1],
-            dtype=name_of(query.dtype),
-            scale=scale_of(scale, width),
+            **shapes_of(query, key, value, scale),
             gated=gate is not None,
             added=added is not None,
             longest_first=longest_first,
-            interpret=limits.interpret.get(),
             **tiles_of(
                 "compressed" if longest_first else "sliding",
                 query,
@@ -141,14 +131,14 @@ class Framework:
                 keys=key.shape[1],
                 Dv=value.shape[-1],
                 config=config,
-                otherwise=band.blocks_for(width, value.shape[-1], long=longest_first),
+                otherwise=band.blocks_for(query.shape[-1], value.shape[-1], long=longest_first),
             ),
         )
         arrays = [query, key, value]
         arrays += self.bounds_by_row(where, bounds, spec.tile, spec.tiles)
         arrays += self._extra(gate, added, key.shape[2], spec)
         out, lse = self.run(band.attention(spec), *arrays)
-        return out, None if spec.added else self.heads_of_rows(lse, spec.tile, length)
+        return out, None if spec.added else self.heads_of_rows(lse, spec.tile, spec.T)
 
     def _extra(self, gate, added, kv_heads, spec):
         extra = []
@@ -181,54 +171,69 @@ class Framework:
         )
 
     def selected(
-        self, query, key, value, indices, where, config: NSAConfig, scale, gate=None, added=None
+        self,
+        query,
+        key,
+        value,
+        indices,
+        where,
+        config: NSAConfig,
+        scale,
+        gate=None,
+        added=None,
+        lists=None,
     ) -> tuple[Any, Any]:
-        """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`."""
-        batch, length, heads, width = query.shape
-        kv_heads, n, size = key.shape[2], indices.shape[-1], config.select_block
+        """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`; `lists`: `selected_lists`,
+        where they are there already.
+        """
         spec = selected.Selected(
-            B=batch,
-            T=length,
-            S=key.shape[1],
-            H=heads,
-            Hkv=kv_heads,
-            D=width,
-            Dv=value.shape[-1],
-            n=n,
-            block=size,
-            dtype=name_of(query.dtype),
-            scale=scale_of(scale, width),
+            **shapes_of(query, key, value, scale),
+            n=indices.shape[-1],
+            block=config.select_block,
             gated=gate is not None,
             added=added is not None,
-            interpret=limits.interpret.get(),
             **tiles_of(
                 "selected",
                 query,
                 self.xp,
-                kv_heads=kv_heads,
+                kv_heads=key.shape[2],
                 keys=key.shape[1],
                 Dv=value.shape[-1],
                 config=config,
             ),
         )
         tile, tiles = spec.tile, spec.tiles
-        lists = self.lists(indices, where, config, spec)
+        if lists is None:
+            lists = self.lists(indices, where, config, spec)
         last = self.last_by_row(where, tile, tiles)
-        extra = self._extra(gate, added, kv_heads, spec)
+        extra = self._extra(gate, added, spec.Hkv, spec)
         out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
-        return out, None if spec.added else self.heads_of_rows(lse, tile, length)
+        return out, None if spec.added else self.heads_of_rows(lse, tile, spec.T)
+
+    def selected_lists(self, query, key, value, indices, where, config: NSAConfig, scale):
+        """What `selected` and its gradient read of `indices`."""
+        shape = shapes_of(query, key, value, scale)
+        spec = selected.Selected(**shape, n=indices.shape[-1], block=config.select_block)
+        return self.lists(indices, where, config, spec)
 
     def lists(self, indices, where, config: NSAConfig, spec):
         """What `selected.attention` reads: `unions.lists`."""
         batch, _, kv_heads, n = indices.shape
         tile, tiles, size = spec.tile, spec.tiles, config.select_block
-        position, start = where.position[..., None, None], where.key_start[..., None, None]
-        begin = indices * size
-        number = self.numbers(indices, indices.shape[1])
-        token = (number % tile.tokens)[..., None, None]
-        cut = self.integers(begin + size > position + 1)
-        wanted = self.integers(unions.wanted(start + begin, token, cut))
-        there = (indices >= 0) & (begin <= position)
+
+        def places():
+            """What index 0 is in the list, the last index, and the first that is cut."""
+            token = self.numbers(where.position, where.position.shape[1]) % tile.tokens
+            found = (
+                unions.wanted(where.key_start, token, 0),
+                where.position // size,
+                (where.position + 1) // size,
+            )
+            return [self.integers(x)[..., None, None] for x in found]
+
+        first, final, cut = self.once(where, ("places", size, tile), places)
+        wanted = first + indices * unions.wanted(size, 0, 0) + self.integers(indices >= cut)
+        there = (indices >= 0) & (indices <= final)
         wanted = self.xp.where(there, wanted, unions.NOTHING)
         wanted = self.longer(wanted, 1, tiles * tile.tokens, unions.NOTHING)
         wanted = self.xp.moveaxis(wanted.reshape(batch, tiles, tile.tokens, kv_heads, n), 3, 1)
@@ -282,7 +287,6 @@ class Framework:
             ),
         )
         tile, tiles = spec.tile, spec.tiles
-        lse = self.xp.where(lse == -float("inf"), float("inf"), lse)
         lse = self.heads_by_row(lse, kv_heads, tile, tiles, float("inf"))
 
         def candidates():
@@ -329,6 +333,23 @@ class Framework:
         filled = self.rows(place, at) == target
         key = self.xp.where(filled[..., None, None], self.rows(key, at), 0)
         return key, self.rows(before, start)
+
+
+def shapes_of(query, key, value, scale):
+    """The fields that every kernel of attention has."""
+    batch, length, heads, width = query.shape
+    return {
+        "B": batch,
+        "T": length,
+        "S": key.shape[1],
+        "H": heads,
+        "Hkv": key.shape[2],
+        "D": width,
+        "Dv": value.shape[-1],
+        "dtype": name_of(query.dtype),
+        "scale": scale_of(scale, width),
+        "interpret": limits.interpret.get(),
+    }
 
 
 def name_of(dtype) -> str:

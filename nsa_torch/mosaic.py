@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic.operands import slab_width
+from kernels_pallas.mosaic.selected import Selected
 from nsa_jax import gradients
 from nsa_jax.config import NSAConfig
-from nsa_jax.tiled import Framework
+from nsa_jax.tiled import Framework, shapes_of
 from nsa_jax.types import Branches
 from nsa_torch.geometry import geometry
 from nsa_torch.shared import SHARED
@@ -259,17 +260,29 @@ def _saving(query, *tensors_and_place):
     found = query.new_empty(0, dtype=torch.int32)
     if indices is None:
         indices = found = place.best_blocks(query, compressed[0], first[1])
-    chosen = place.run(STEPS.selected, padded, keys.selected, values.selected, indices)
+    selected = padded, keys.selected, values.selected, indices
+    lists = [x.contiguous() for x in place.run(STEPS.selected_lists, *selected)]
+    chosen = place.run(STEPS.selected, *selected, lists=lists)
     local = place.run(STEPS.sliding, query, keys.sliding, values.sliding)
     outputs, norms = zip(first, chosen, local, strict=True)
     out = gradients.gated_sum(STEPS, outputs, gates)
-    return out, found, *outputs, *(lse.contiguous() for lse in norms)
+    return out, found, *outputs, *(lse.contiguous() for lse in norms), *lists
 
 
 def _saving_shapes(query, *tensors_and_place):
     out, found = _attention_shapes(query, *tensors_and_place)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return out, found, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3)
+    keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
+    indices = found if indices is None else indices
+    shape = shapes_of(query, keys.selected, values.selected, None)
+    block = place[3][FIELDS.index("select_block")]
+    spec = Selected(**shape, n=indices.shape[-1], block=block)
+    by_tile = spec.B, spec.Hkv, spec.tiles
+    lists = (
+        query.new_empty(*by_tile, *sizes, dtype=torch.int32)
+        for sizes in ((spec.entries,), (spec.words, spec.entries), (2,))
+    )
+    return out, found, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3), *lists
 
 
 def _branch_backward(step, grad, out, lse, query, key, value, *rest):
@@ -283,8 +296,10 @@ def _branch_backward(step, grad, out, lse, query, key, value, *rest):
     return list(place.gradients(step, *tensors, saved=saved, **options))
 
 
-def _attention_backward(grad, found, query, *rest, outputs=None):
-    """`outputs`: `Branches` of `(out, lse)`, or None, and they are computed again."""
+def _attention_backward(grad, found, query, *rest, outputs=None, lists=None):
+    """`outputs`: `Branches` of `(out, lse)`, `lists`: `selected_lists`; or None, and they are
+    computed again.
+    """
     keys, values, gates, compressed, indices, clean, place = _parts(*rest)
     indices = found if indices is None else indices
     place = _Place(query, *place)
@@ -303,6 +318,7 @@ def _attention_backward(grad, found, query, *rest, outputs=None):
         grad,
         outputs,
         packed=place.cu_seqlens is not None,
+        lists=lists,
     )
     gates = [x.to(gate.dtype, copy=True) for x, gate in zip(dots, gates, strict=True)]
     local = zip(pairs.selected, pairs.sliding, strict=True)
@@ -311,7 +327,7 @@ def _attention_backward(grad, found, query, *rest, outputs=None):
 
 def _saving_backward(grad, found, *tensors):
     outputs = Branches(*zip(tensors[:3], tensors[3:6], strict=True))
-    return _attention_backward(grad, found, *tensors[6:], outputs=outputs)
+    return _attention_backward(grad, found, *tensors[9:], outputs=outputs, lists=tensors[6:9])
 
 
 def _define(name, tensors, results, function, shapes):
@@ -370,7 +386,8 @@ ALL = (
 )
 SAVED = (
     "Tensor found, Tensor compressed_out, Tensor selected_out, Tensor sliding_out, "
-    "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse"
+    "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse, "
+    "Tensor starts, Tensor members, Tensor counts"
 )
 _define_branch("compressed_attention", THREE, _compressed, gradients.compressed)
 _define_branch(

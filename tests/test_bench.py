@@ -369,6 +369,18 @@ def test_gradients_are_compared_too(run, only):
     assert [(r.status, r.mode) for r in found] == [("ok", "fwdbwd")]
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_branches_computed_again(run, framework):
+    name = {"jax": "xla", "torch": "sdpa"}[framework]
+    kernels = [f"--{step}_kernel={name}" for step in Branches._fields]
+    only = (f"--framework={framework}", "--branch=all", "--input=random", *kernels)
+    code, _, (kept, again) = run("--mode=fwdbwd", "--recompute", *only)
+    assert code == 0 and kept.status == again.status == "ok"
+    assert (kept.implementation, again.implementation) == (name, f"{name} recompute")
+    with pytest.raises(ValueError, match="give --mode fwdbwd"):
+        run("--recompute", *only, folder="forward")
+
+
 @jax.custom_vjp
 def scaled_gradient(x):
     return x

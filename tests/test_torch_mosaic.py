@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from interop import dlpack
 from kernels_pallas.mosaic import limits
+from nsa_jax import tiled
 from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic
 from tests.inputs import PAPER, SMALL, Case
 from tests.torch_inputs import (
@@ -251,8 +252,12 @@ def test_operator(name):
 
 @pytest.mark.parametrize("implementation", ["mosaic", "sdpa"])
 @pytest.mark.usefixtures("interpreted")
-def test_recomputed(implementation):
-    """The same gradients, bit by bit, and no output of a branch is kept."""
+def test_recomputed(implementation, monkeypatch):
+    """The same gradients, bit by bit, and no output of a branch is kept; lists of the selection
+    are made once forward, and once backward where they are not kept.
+    """
+    lists, made = tiled.Framework.lists, []
+    monkeypatch.setattr(tiled.Framework, "lists", lambda *a: made.append(1) or lists(*a))
     *tensors, gates = inputs(21, 40, 4, 2, 16, 32)
     leaves, results = [*tensors, gates], []
     for recompute in (False, True):
@@ -264,6 +269,7 @@ def test_recomputed(implementation):
             out = nsa_torch.attention(*leaves, config=SMALL, **options)
         found = torch.autograd.grad(out, leaves, torch.ones_like(out))
         results.append((out, found, saved.count(out.shape)))
+        assert len(made) == (1 + 2 * recompute if implementation == "mosaic" else 0)
     (one, kept, count), (other, again, fewer) = results
     assert count >= fewer + 3
     # Kernels round the sum of the branches after each, unless these are kept.

@@ -109,9 +109,9 @@ def _way(spec: Scores):
 @functools.cache
 def best_blocks(spec: Scores) -> Kernel:
     """Inputs: query `[B, T, H, D]`; key `[B, blocks, ratio, Hkv, D]`, compressed keys, every
-    sequence from a block of its own; `lse` float32 `[B, Hkv, tiles, rows]`, natural, +inf where
-    a row sees nothing or stands for no head; int32 `first`, `last` `[B, tiles, rows]`, the keys
-    `ratio * block + phase` that a row sees, never decreasing; int32 `own` and `base`
+    sequence from a block of its own; `lse` float32 `[B, Hkv, tiles, rows]`, natural, infinite
+    where a row sees nothing or stands for no head; int32 `first`, `last` `[B, tiles, rows]`,
+    the keys `ratio * block + phase` that a row sees, never decreasing; int32 `own` and `base`
     `[B, tiles, lines]`, a token's own block in its sequence (-1: padding) and the block where
     its sequence begins; int32 `span` `[B, tiles]`, blocks from `base` of the tile's first token
     to the end of the last candidate.

@@ -103,7 +103,8 @@ def best_blocks(spec: Scores) -> Kernel:
         def down(row):
             return lax.broadcast_in_dim(row, (ROWS, rows), [1])
 
-        norm_s[...] = columns(lse.at[b, g, mine]) * LOG2E
+        norm = columns(lse.at[b, g, mine]) * LOG2E
+        norm_s[...] = jnp.where(norm == -jnp.inf, jnp.inf, norm)
         plgpu.commit_smem()
 
         def fold(probs):

@@ -114,6 +114,7 @@ def best_blocks(spec: Scores) -> Kernel:
             return plgpu.load(ref.at[b, mine, here], layout=PER_ROW, optimized=False)
 
         norm = plgpu.load(lse.at[b, g, mine, here], layout=PER_ROW, optimized=False) * LOG2E
+        norm = jnp.where(norm == -jnp.inf, jnp.inf, norm)
         last_row = rows_of(last)
         first_row = rows_of(first) if spec.packed else None
         first1, last0 = first[b, mine, row0 + ROWS - 1], last[b, mine, row0]
