@@ -82,20 +82,10 @@ def attention(
         checks.indices(block_indices, query, key.selected, config)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     chosen = choose(*problem, implementation)
+    where = {"config": config, "cu_seqlens": cu_seqlens, "scale": scale}
+    tensors = query, key, value, gates, compressed, block_indices
     with _as_given(query):
-        return _attention(
-            query,
-            key,
-            value,
-            gates,
-            config,
-            compressed,
-            block_indices,
-            cu_seqlens,
-            scale,
-            recompute,
-            chosen,
-        )
+        return _attention(*tensors, chosen, **where, recompute=recompute)
 
 
 def _attention(
@@ -103,13 +93,14 @@ def _attention(
     key,
     value,
     gates,
-    config,
     compressed,
     block_indices,
+    chosen,
+    *,
+    config,
     cu_seqlens,
     scale,
     recompute,
-    chosen,
 ):
     kv_len = key.selected.shape[1]
     fused = all(name == "jax" for name in chosen)
