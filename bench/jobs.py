@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from bench.runners import forward
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 
@@ -91,10 +92,10 @@ def recomputed(runner, job: Job, config) -> Job | None:
     """The whole of `job`, keeping no branch's output for the backward pass; None of others."""
     if job.branch != "all" or job.unsupported:
         return None
-    how = {"config": config, "implementation": job.implementation, "recompute": True}
 
     def function(arguments):
-        return {"out": runner.api.attention(**arguments, **how)}
+        arguments = {**arguments, "recompute": True}
+        return forward(runner.api, "all", config, job.implementation, arguments)
 
     return dataclasses.replace(job, label=f"{job.label} recompute", function=function)
 

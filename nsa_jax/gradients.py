@@ -114,18 +114,16 @@ def whole(
             (dots,) = output_dots(steps, grad, out)
         return Saved(lse, dots, getattr(gates, branch))
 
-    kept = saved("compressed")
-    total, *of_compressed = compressed(steps, *first, grad, kept, **rest)
-    dots = [kept.dots]
-    kept = saved("sliding")
-    total, *of_sliding = sliding(steps, *second, grad, kept, **rest, added=total)
-    dots.append(kept.dots)
-    kept = saved("selected")
-    total, *of_selected = chosen(
-        steps, *third, grad, kept, **rest, packed=packed, added=total, lists=lists
+    far = saved("compressed")
+    total, *far_pair = compressed(steps, *first, grad, far, **rest)
+    near = saved("sliding")
+    total, *near_pair = sliding(steps, *second, grad, near, **rest, added=total)
+    best = saved("selected")
+    total, *best_pair = chosen(
+        steps, *third, grad, best, **rest, packed=packed, added=total, lists=lists
     )
-    pairs = Branches(of_compressed, of_selected, of_sliding)
-    return total, pairs, Branches(dots[0], kept.dots, dots[1])
+    pairs = Branches(far_pair, best_pair, near_pair)
+    return total, pairs, Branches(far.dots, best.dots, near.dots)
 
 
 def compressed(

@@ -494,11 +494,8 @@ def attention(
     place = _arguments(config, kv_len, cu_seqlens, scale)
     tensors = query, *key[1:], *value[1:], *gates, *compressed
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    operator = torch.ops.nsa.attention
+    name = "attention"
     if learns:
-        saving, recomputing = (
-            torch.ops.nsa.attention_saving,
-            torch.ops.nsa.attention_recomputing,
-        )
-        operator = recomputing if recompute else saving
+        name = "attention_recomputing" if recompute else "attention_saving"
+    operator = getattr(torch.ops.nsa, name)
     return operator(*tensors, block_indices, clean, *place)[0]

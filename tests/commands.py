@@ -37,7 +37,9 @@ def late(query, key, value, *, config, **options):
     return branches.sliding_attention(query, key, value, config=wider, **options)
 
 
-def break_sliding(monkeypatch):
-    """From here on JAX's `xla` is wrong in the sliding branch."""
-    entries = (Implementation("xla", f"{__name__}:late"), *REGISTRY.table["sliding"][3:])
+def break_sliding(monkeypatch, place=f"{__name__}:late"):
+    """From here on JAX's `xla` is the function at `place`, which is wrong, in the sliding
+    branch.
+    """
+    entries = (Implementation("xla", place), *REGISTRY.table["sliding"][3:])
     monkeypatch.setattr(REGISTRY, "table", {**REGISTRY.table, "sliding": entries})

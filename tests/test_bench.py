@@ -13,12 +13,15 @@ from absl import app
 from absl.testing import flagsaver
 
 import configs
+import nsa_jax
+import nsa_torch
 from bench import compare, cost, oracle, problems, records, render, text, timing
 from bench.records import Record
 from nsa_jax import branches
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import REGISTRY, Implementation
 from nsa_jax.types import Branches
+from tests.commands import break_sliding
 
 MICRO = """
 model: {dim: 16, n_heads: 2, n_kv_groups: 1, d_k: 8, d_v: 8}
@@ -370,13 +373,22 @@ def test_gradients_are_compared_too(run, only):
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_branches_computed_again(run, framework):
+def test_branches_computed_again(run, framework, monkeypatch):
     name = {"jax": "xla", "torch": "sdpa"}[framework]
+    api = {"jax": nsa_jax, "torch": nsa_torch}[framework]
+    attention, asked = api.attention, []
+
+    def noted(*args, recompute=False, **options):
+        asked.append(recompute)
+        return attention(*args, recompute=recompute, **options)
+
+    monkeypatch.setattr(api, "attention", noted)
     kernels = [f"--{step}_kernel={name}" for step in Branches._fields]
     only = (f"--framework={framework}", "--branch=all", "--input=random", *kernels)
     code, _, (kept, again) = run("--mode=fwdbwd", "--recompute", *only)
     assert code == 0 and kept.status == again.status == "ok"
     assert (kept.implementation, again.implementation) == (name, f"{name} recompute")
+    assert not asked[0] and asked[-1] and asked == sorted(asked)
     with pytest.raises(ValueError, match="give --mode fwdbwd"):
         run("--recompute", *only, folder="forward")
 
@@ -394,13 +406,6 @@ def slope(query, key, value, **options):
     return branches.sliding_attention(query, key, scaled_gradient(value), **options)
 
 
-def late(query, key, value, **options):
-    """Sliding attention that looks one token too far into the past."""
-    config = options.pop("config")
-    wider = dataclasses.replace(config, window=config.window + 1)
-    return branches.sliding_attention(query, key, value, config=wider, **options)
-
-
 def crash(*args, **options):
     raise RuntimeError("the kernel broke")
 
@@ -409,14 +414,8 @@ def exhaust(*args, **options):
     raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
 
-def replace_sliding(monkeypatch, name):
-    table = dict(REGISTRY.table)
-    table["sliding"] = (Implementation("xla", f"{__name__}:{name}"), *table["sliding"][3:])
-    monkeypatch.setattr(REGISTRY, "table", table)
-
-
 def test_a_wrong_gradient_is_wrong(run, monkeypatch):
-    replace_sliding(monkeypatch, "slope")
+    break_sliding(monkeypatch, f"{__name__}:slope")
     only = ("--framework=jax", "--branch=sliding", "--sliding_kernel=xla")
     code, _, (row,) = run(*only)
     assert code == 0 and row.status == "ok", "the output itself is right"
@@ -425,11 +424,15 @@ def test_a_wrong_gradient_is_wrong(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "code"),
-    [("late", "wrong", 1), ("crash", "error", 1), ("exhaust", "oom", 0)],
+    ("place", "status", "code"),
+    [
+        ("tests.commands:late", "wrong", 1),
+        (f"{__name__}:crash", "error", 1),
+        (f"{__name__}:exhaust", "oom", 0),
+    ],
 )
-def test_a_bad_path_gives_no_speed_up(run, monkeypatch, name, status, code):
-    replace_sliding(monkeypatch, name)
+def test_a_bad_path_gives_no_speed_up(run, monkeypatch, place, status, code):
+    break_sliding(monkeypatch, place)
     got, printed, found = run("--framework=jax", "--branch=sliding", "--branch=dense")
     rows = {r.implementation: r for r in found if r.branch == "sliding"}
     assert rows["xla"].status == status and rows["xla"].time_ms is None
@@ -442,7 +445,7 @@ def test_a_bad_path_gives_no_speed_up(run, monkeypatch, name, status, code):
 
 
 def test_the_whole_is_checked_as_well(run, monkeypatch):
-    replace_sliding(monkeypatch, "late")
+    break_sliding(monkeypatch)
     code, _, found = run("--framework=jax", "--branch=all", *XLA)
     assert code == 1
     assert [(r.implementation, r.status) for r in found] == [("xla", "wrong")]
