@@ -36,7 +36,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a step ended; `files` are relative to the folder of the run."""
+    """How a step ended; `command` is relative to the root of the repository, `files` to the
+    folder of the run."""
 
     name: str
     command: str
@@ -119,7 +120,8 @@ def run(
         finally:
             _end(child)
     seconds = round(time.monotonic() - start, 2)
-    return Result(name, shlex.join(["python", "-m", *words]), status, seconds, reason)
+    shown = shlex.join(["python", "-m", *words]).replace(f"{ROOT}{os.sep}", "")
+    return Result(name, shown, status, seconds, reason)
 
 
 def _ended(code: int) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -83,6 +84,12 @@ def test_a_whole_run(run):
     assert summary["steps"][0]["files"] == ["made.log", "made/made.jsonl"]
     assert summary["steps"][1]["command"].endswith("made/made.jsonl")
     assert all(step["seconds"] > 0 for step in summary["steps"])
+
+
+def test_a_summary_has_no_path_of_this_machine(run):
+    made = Path(oneshot.process.ROOT, "artifacts", "nowhere")
+    _, summary = run(OK | {"command": f"{FAKE} ok {made}"})
+    assert summary["steps"][0]["command"] == f"python -m {FAKE} ok artifacts/nowhere"
 
 
 def test_a_timeout_ends_what_the_step_started(run, tmp_path):
