@@ -136,7 +136,8 @@ class Registry:
             reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
             if reason is None:
                 choice = Choice(problem.branch, entry.name, refused, entry.load)
-                _log_once(str(choice))
+                if log.isEnabledFor(logging.INFO):
+                    _log_once(str(choice))
                 return choice
             refused[entry.name] = reason
         raise ExceptionGroup(

@@ -266,7 +266,7 @@ def chosen(
     )
     last = steps.end(where)
     if lists is None:
-        lists = steps.lists(indices, where, config, spec)
+        lists = steps.lists(indices, where, spec)
     numbers = _numbers(steps, saved, where, ("end",), last)
     rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]

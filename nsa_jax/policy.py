@@ -94,7 +94,7 @@ class Device:
     policy: tuple[Rule, ...] = ()
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
-    @property
+    @functools.cached_property
     def source(self) -> str:
         """The file's name, for a reason."""
         inside = self.path.is_relative_to(configs.FOLDER.parent)
@@ -141,13 +141,14 @@ def why_not(implementation: str, problem: Any) -> str | None:
         )
     given, giver = _overridden.get()
     for name, (branch, kernels) in DECIDES.items():
+        if branch != problem.branch:
+            continue
         value, source = getattr(given, name), giver
         if value is None and device:
             value, source = getattr(device.thresholds, name), device.source
             kernels = device.kept_back(name)
-        if branch == problem.branch and implementation in kernels:
-            if reason := _below(name, value, problem):
-                return f"{reason} ({source})"
+        if implementation in kernels and (reason := _below(name, value, problem)):
+            return f"{reason} ({source})"
     return None
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.mosaic import band, limits, scores, selected
+from kernels_pallas.mosaic import band, limits, scores, selected, union
 from kernels_pallas.tiles import tiles_of
 from nsa_jax import unions
 from nsa_jax.config import NSAConfig
@@ -63,11 +63,11 @@ class Framework:
     def heads_by_row(self, x, kv_heads: int, tile, tiles: int, fill: float):
         """`[B, T, H]` as float32 `[B, Hkv, tiles, rows]`."""
         batch, length, heads = x.shape
-        x = self.cast(x, self.xp.float32)
         x = x.reshape(batch, length, kv_heads, heads // kv_heads)
         x = self.longer(self.longer(x, 3, tile.group, fill), 1, tiles * tile.tokens, fill)
-        x = self.xp.moveaxis(x, 2, 1).reshape(batch, kv_heads, tiles, tile.used)
-        return self.longer(x, 3, tile.rows, fill)
+        # The cast is the copy that the new order needs.
+        x = self.cast(self.xp.moveaxis(x, 2, 1), self.xp.float32)
+        return self.longer(x.reshape(batch, kv_heads, tiles, tile.used), 3, tile.rows, fill)
 
     def heads_of_rows(self, x, tile, length: int):
         """`[B, Hkv, tiles, rows]` as `[B, T, H]`."""
@@ -204,7 +204,7 @@ class Framework:
         )
         tile, tiles = spec.tile, spec.tiles
         if lists is None:
-            lists = self.lists(indices, where, config, spec)
+            lists = self.lists(indices, where, spec)
         last = self.last_by_row(where, tile, tiles)
         extra = self._extra(gate, added, spec.Hkv, spec)
         out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
@@ -214,32 +214,14 @@ class Framework:
         """What `selected` and its gradient read of `indices`."""
         shape = shapes_of(query, key, value, scale)
         spec = selected.Selected(**shape, n=indices.shape[-1], block=config.select_block)
-        return self.lists(indices, where, config, spec)
+        return self.lists(indices, where, spec)
 
-    def lists(self, indices, where, config: NSAConfig, spec):
-        """What `selected.attention` reads: `unions.lists`."""
-        batch, _, kv_heads, n = indices.shape
-        tile, tiles, size = spec.tile, spec.tiles, config.select_block
-
-        def places():
-            """What index 0 is in the list, the last index, and the first that is cut."""
-            token = self.numbers(where.position, where.position.shape[1]) % tile.tokens
-            found = (
-                unions.wanted(where.key_start, token, 0),
-                where.position // size,
-                (where.position + 1) // size,
-            )
-            return [self.integers(x)[..., None, None] for x in found]
-
-        first, final, cut = self.once(where, ("places", size, tile), places)
-        wanted = first + indices * unions.wanted(size, 0, 0) + self.integers(indices >= cut)
-        there = (indices >= 0) & (indices <= final)
-        wanted = self.xp.where(there, wanted, unions.NOTHING)
-        wanted = self.longer(wanted, 1, tiles * tile.tokens, unions.NOTHING)
-        wanted = self.xp.moveaxis(wanted.reshape(batch, tiles, tile.tokens, kv_heads, n), 3, 1)
-        wanted = wanted.reshape(batch, kv_heads, tiles, tile.tokens * n)
-        wanted = self.longer(wanted, 3, spec.entries, unions.NOTHING)
-        return unions.lists(self, wanted, spec)
+    def lists(self, indices, where, spec):
+        """What `selected.attention` reads."""
+        arrays = indices, where.position, where.key_start
+        if spec.interpret:
+            return unions.lists(self, *arrays, spec)
+        return self.run(union.lists(spec), *arrays)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
         """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the

@@ -1,37 +1,20 @@
-"""Which blocks a tile of tokens reads, and for which of its tokens: the lists of `selected`.
+"""The lists of `selected` in Pallas' interpreter, which cannot run `mosaic/union.py`.
 
 Sorted, the blocks that several tokens of a tile want stand side by side; sums along the row
 give each its place in the list and one bit a token.
 """
 
-from kernels_pallas.mosaic import union
-from kernels_pallas.mosaic.union import NOTHING
-
+NOTHING = 2**31 - 1  # in place of a wanted block: none
 TOKENS = 64  # of a tile at most
 
 
-def wanted(first_key, token, cut):
-    """One int32 a wanted block, ordered by its first key, then by the token that wants it.
+def lists(steps, indices, position, key_start, spec):
+    """What `union.lists` gives, from the same arrays.
 
-    `cut`: the block ends after the token's last key. First keys up to 2**24.
+    `steps`: `nsa_jax.tiled.Framework`; `spec`: the `selected.Selected` that will read them.
     """
-    return (first_key * TOKENS + token) * 2 + cut
-
-
-def lists(steps, wanted, spec):
-    """The lists of tiles, from `wanted` `[B, Hkv, tiles, entries]`, `NOTHING` in empty places.
-
-    Returns int32 `starts` `[B, Hkv, tiles, entries]`, the first keys of the blocks, ascending;
-    `members` `[B, Hkv, tiles, words, entries]`, bit `token % 32` of word `token // 32`; and
-    `counts` `[B, Hkv, tiles, 2]`: blocks before the first that is cut for a member, all blocks.
-    Entries past the count have no meaning. `steps`: `nsa_jax.tiled.Framework`; `spec`: the
-    `selected.Selected` that will read them.
-    """
-    if spec.entries <= union.LONGEST:
-        starts, members, counts = steps.run(union.lists(spec), wanted)
-        return starts, members, counts[..., 0]
-    xp, shape = steps.xp, wanted.shape
-    entries = shape[-1]
+    xp, wanted = steps.xp, _wanted(steps, indices, position, key_start, spec)
+    *lead, entries = wanted.shape
     key = steps.sort(wanted.reshape(-1, entries))
     there = key < NOTHING
     block = key // (2 * TOKENS)
@@ -48,14 +31,30 @@ def lists(steps, wanted, spec):
     cut = (steps.rows(key, at) % 2 == 1) & (every <= count)
     whole = xp.amin(xp.where(cut, every - 1, count), axis=1)
     counts = xp.concatenate([whole[:, None], count], axis=1)
-    lead = shape[:-1]
+    members = xp.concatenate([word[:, None] for word in members], axis=1)
     return (
-        starts.reshape(shape),
-        xp.concatenate([word[:, None] for word in members], axis=1).reshape(
-            *lead, spec.words, entries
-        ),
+        starts.reshape(*lead, entries),
+        members.reshape(*lead, spec.words, entries),
         counts.reshape(*lead, 2),
     )
+
+
+def _wanted(steps, indices, position, key_start, spec):
+    """One int32 a wanted block, `(first key * TOKENS + token) * 2 + cut`, `NOTHING` in empty
+    places: `[B, Hkv, tiles, entries]`. `cut`: the block ends after the token's last key. First
+    keys up to 2**24.
+    """
+    xp, size, (batch, _, kv_heads, n) = steps.xp, spec.block, indices.shape
+    tokens, tiles = spec.tile.tokens, spec.tiles
+    position, start = (x[..., None, None] for x in (position, key_start))
+    token = steps.numbers(position, indices.shape[1])[..., None, None] % tokens
+    cut = steps.integers(indices >= (position + 1) // size)
+    wanted = ((start + indices * size) * TOKENS + token) * 2 + cut
+    wanted = xp.where((indices >= 0) & (indices <= position // size), wanted, NOTHING)
+    wanted = steps.longer(wanted, 1, tiles * tokens, NOTHING)
+    wanted = xp.moveaxis(wanted.reshape(batch, tiles, tokens, kv_heads, n), 3, 1)
+    wanted = wanted.reshape(batch, kv_heads, tiles, tokens * n)
+    return steps.longer(wanted, 3, spec.entries, NOTHING)
 
 
 def runs(steps, changes, there):

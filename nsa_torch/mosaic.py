@@ -57,6 +57,10 @@ def _search(rows, values, side):
     return torch.searchsorted(rows.contiguous(), values, side=side)
 
 
+def _cast(x, dtype):
+    return x.to(dtype, memory_format=torch.contiguous_format)
+
+
 def _sort(x):
     return torch.sort(x, dim=-1).values
 
@@ -74,7 +78,7 @@ def _once(where, name, make):
     return where.once(name, make)
 
 
-STEPS = Framework(torch, _run, _rows, _search, Tensor.to, _sort, _sort_pairs, _numbers, _once)
+STEPS = Framework(torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once)
 
 _config = functools.cache(NSAConfig)
 

@@ -1,9 +1,6 @@
 """What one warp does with its lines of scores (`kernels_pallas/mosaic/lines.py`), on numpy.
 
-Pallas' interpreter cannot run it. Here `Warp` has the names of `kernels_pallas/mosaic/warp.py`
-for arrays of 32 lanes, so the project's own functions run, a warp at a time, against a plain
-selection. What this cannot tell: races between lanes, and whether the instructions do what
-`warp.py` says (`test_mosaic_gpu.py`).
+Pallas' interpreter cannot run it: `warps.py` does, against a plain selection.
 """
 
 import dataclasses
@@ -14,105 +11,10 @@ import pytest
 from kernels_pallas.mosaic import lines
 from kernels_pallas.mosaic.lines import Lines
 from kernels_pallas.mosaic.scores import Scores
+from tests.warps import LANES, Warp, lanes
 
-LANES = np.arange(32, dtype=np.int32)
 BASE = 3  # the first block of the tile's sequence
 WG = 1
-
-
-def lanes(x):
-    return np.broadcast_to(x if isinstance(x, np.ndarray) else np.int32(x), (32,))
-
-
-class Warp:
-    """`warp.py`: `memory` stands for shared memory, arrays for references to global memory."""
-
-    integer = staticmethod(lambda x: np.float32(x).view(np.int32).item())
-    word = staticmethod(lanes)
-    smaller, larger = staticmethod(np.minimum), staticmethod(np.maximum)
-
-    def __init__(self, bytes_: int):
-        self.memory = np.full(bytes_ // 4, -77, np.int32)
-        self.number_of_warp = 0
-
-    def warp(self):
-        return lanes(self.number_of_warp)
-
-    def lane(self):
-        return LANES
-
-    def same(self, a, b):
-        return lanes(a) == lanes(b)
-
-    def below(self, x, count):
-        return (lanes(x) >= 0) & (lanes(x) < lanes(count))
-
-    def where(self, condition, a, b):
-        return np.where(condition, lanes(a), lanes(b))
-
-    def number(self, condition):
-        return condition.astype(np.int32)
-
-    def bits(self, x):
-        return x.view(np.int32)
-
-    def real(self, x):
-        return np.ascontiguousarray(x).view(np.float32)
-
-    def exchange(self, x, distance):
-        return x[LANES ^ distance]
-
-    def shuffle(self, x, source):
-        return x[lanes(source)]
-
-    def largest(self, x):
-        return lanes(x.max())
-
-    def smallest(self, x):
-        return lanes(x.min())
-
-    def first_equal(self, a, b):
-        return lanes(int(np.argmax(a == b)))
-
-    def sync(self):
-        pass
-
-    def shared(self, ref):
-        return lanes(ref)
-
-    def _words(self, address, step=4):
-        assert not (address % step).any() and (address >= 0).all()
-        return address // 4
-
-    def read(self, address, offset=0):
-        return self.memory[self._words(lanes(address) + offset)]
-
-    def write(self, address, x, offset=0, only=True):
-        only = np.broadcast_to(only, (32,))
-        self.memory[self._words(lanes(address) + offset)[only]] = lanes(x)[only]
-
-    def write_pair(self, address, x, y, offset=0):
-        at = self._words(address + offset, 8)
-        self.memory[at], self.memory[at + 1] = x.view(np.int32), y.view(np.int32)
-
-    def element(self, ref, *places):
-        sizes = [size // 4 for _, size in places]
-        return ref.reshape(-1), sum(
-            lanes(i) * size for (i, _), size in zip(places, sizes, strict=True)
-        )
-
-    def fetch(self, address, offset=0):
-        array, at = address
-        return array[at + offset // 4]
-
-    def put(self, address, x, only):
-        array, at = address
-        array[at[only]] = lanes(x)[only]
-
-    def repeat(self, times, body, state):
-        for i in range(times):
-            state = body(lanes(i), state)
-        return state
 
 
 SPEC = Scores(

@@ -1,4 +1,4 @@
-"""The lists of the selected branch, made in both ways, against plain Python."""
+"""The lists of the selected branch, of a warp and by sorting, against plain Python."""
 
 import dataclasses
 
@@ -11,70 +11,200 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import selected, union
 from nsa_jax import mosaic, unions
+from tests.warps import Warp, lanes
 
 SPEC = selected.Selected(
-    B=1, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=64, dtype="bfloat16", scale=1.0
+    B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
 )
+# Positions and first keys of the two rows of a batch.
+PLACES = {
+    "prompt": lambda spec: [(t, 0) for t in range(spec.T)],
+    "chunk of a long prompt": lambda spec: [(t + 3000, 0) for t in range(spec.T)],
+    "short cache": lambda spec: [(t - 9, 0) for t in range(spec.T)],  # fewer keys than queries
+    "packed": lambda spec: packed(spec, [1, 7, 1, 1, 30, 9]),
+    # Nobody wants what is cut for the first of the second sequence.
+    "packed, second not cut": lambda spec: packed(spec, [1, 50]),
+    "packed, all padding": lambda spec: packed(spec, []),
+}
 
 
-def draw(tokens: int, seed: int):
-    """Per tile and place, what is wanted; blocks overlap between tokens, some places empty."""
+def packed(spec, lengths):
+    found = [(t, sum(lengths[:i])) for i, n in enumerate(lengths) for t in range(n)]
+    return found + [(-1, 500)] * (spec.T - len(found))
+
+
+def draw(tokens: int, place: str, seed: int = 0, **change):
+    """Spec, indices `[B, T, Hkv, n]`, positions and first keys `[B, T]`; neighbours overlap,
+    some want blocks that they cannot see, and some nothing.
+    """
     rng = np.random.default_rng(seed)
-    spec = dataclasses.replace(SPEC, H=128 // tokens, interpret=InterpretGPUParams())
+    spec = dataclasses.replace(SPEC, **{"H": 128 // tokens} | change)
     assert spec.tile.tokens == tokens
-    shape = (1, spec.Hkv, spec.tiles)
-    wanted = np.full((*shape, spec.entries), union.NOTHING, np.int64)
-    for index in np.ndindex(shape):
-        cut_from = int(rng.integers(6))
-        for token in range(tokens):
-            for i, block in enumerate(rng.permutation(8)[: rng.integers(spec.n + 1)]):
-                # Later tokens see further: a block is cut for the first of them only.
-                cut = int(block >= cut_from + token // 2)
-                place = (*index, token * spec.n + i)
-                wanted[place] = unions.wanted(64 * int(block) + 3, token, cut)
-    return spec, wanted.astype(np.int32)
+    row = np.array(PLACES[place](spec), np.int32)
+    position, start = (np.stack([x] * spec.B) for x in row.T)
+    indices = np.full((spec.B, spec.T, spec.Hkv, spec.n), -1, np.int32)
+    for b, t, g in np.ndindex(indices.shape[:3]):
+        own = max(int(position[b, t]), 0) // spec.block
+        some = np.unique(
+            np.concatenate([own - rng.integers(0, 4, 2), rng.integers(0, own + 2, 9)])
+        )
+        some = rng.permutation(some)[: rng.integers(spec.n + 1)]
+        if place == "packed, second not cut":
+            some = np.array([0] if position[b, t] in (0, 20) and t != 1 else [])
+        indices[b, t, g, : len(some)] = some
+    return spec, indices, position, start
 
 
-def expected(spec, row):
+def expected(spec, indices, position, start, b, g, tile):
+    """First keys of the blocks, bits of their tokens, blocks before the first that is cut."""
     members: dict[int, int] = {}
-    cuts = set()
-    for key in sorted(int(k) for k in row if k != union.NOTHING):
-        start, token, cut = key >> 7, (key >> 1) & 63, key & 1
-        cuts |= {start} if cut and start not in members else set()
-        members[start] = members.get(start, 0) | 1 << token
+    cuts = []
+    for token in range(spec.tile.tokens):
+        t = tile * spec.tile.tokens + token
+        if t >= spec.T:
+            break
+        for block in indices[b, t, g].tolist():
+            if not 0 <= block * spec.block <= position[b, t]:
+                continue
+            first = int(start[b, t]) + block * spec.block
+            members[first] = members.get(first, 0) | 1 << token
+            if (block + 1) * spec.block > position[b, t] + 1:
+                cuts.append(first)
     starts = sorted(members)
-    whole = min((starts.index(start) for start in cuts), default=len(starts))
-    return starts, [members[start] for start in starts], whole
+    whole = starts.index(min(cuts)) if cuts else len(starts)
+    return starts, [members[x] for x in starts], whole
 
 
-def check(spec, wanted, starts, members, counts):
+def check(spec, arrays, starts, members, counts):
     starts, members, counts = (np.asarray(x) for x in (starts, members, counts))
-    for index in np.ndindex(wanted.shape[:-1]):
-        want, bits, whole = expected(spec, wanted[index])
-        got = members[index].astype(np.uint32).astype(object)
+    some = 0
+    for place in np.ndindex(spec.B, spec.Hkv, spec.tiles):
+        want, bits, whole = expected(spec, *arrays, *place)
+        got = members[place].astype(np.uint32).astype(object)
         words = sum(word << (32 * w) for w, word in enumerate(got))
-        assert starts[index][: len(want)].tolist() == want
+        assert counts[place].tolist() == [whole, len(want)]
+        assert starts[place][: len(want)].tolist() == want
         assert list(words[: len(want)]) == bits
-        assert counts[index].tolist() == [whole, len(want)]
+        some += len(want)
+    return some
 
 
-@pytest.mark.parametrize("tokens", [8, 32, 64])
-@pytest.mark.parametrize("longest", [0, 256])
-def test_both_ways_make_the_same_lists(tokens, longest, monkeypatch):
-    monkeypatch.setattr(union, "LONGEST", longest)
-    spec, wanted = draw(tokens, seed=tokens)
-    found = jax.jit(lambda x: unions.lists(mosaic.STEPS, x, spec))(jnp.asarray(wanted))
-    check(spec, wanted, *found)
+TOKENS = [1, 8, 32, 64]
 
 
-def test_torch_sorts_alike(monkeypatch):
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_sorting(tokens, place):
+    spec, *arrays = draw(tokens, place, interpret=InterpretGPUParams())
+    found = jax.jit(lambda *x: unions.lists(mosaic.STEPS, *x, spec))(*map(jnp.asarray, arrays))
+    assert bool(check(spec, arrays, *found)) == (place != "packed, all padding")
+
+
+def test_torch_sorts_alike():
     from nsa_torch.mosaic import STEPS
 
-    monkeypatch.setattr(union, "LONGEST", 0)
-    spec, wanted = draw(64, seed=0)
-    found = unions.lists(STEPS, torch.from_numpy(wanted), spec)
+    spec, *arrays = draw(64, "packed")
+    found = unions.lists(STEPS, *map(torch.from_numpy, arrays), spec)
     assert all(x.dtype == torch.int32 for x in found)
-    check(spec, wanted, *found)
+    check(spec, arrays, *found)
+
+
+def by_warps(spec, arrays, monkeypatch):
+    """`union.Lists.make` of every warp, on numpy."""
+    words = union.WARPS * spec.words * union.WINDOW
+    machine = Warp(4 * words)
+    monkeypatch.setattr(union, "warp", machine)
+    shape = spec.B, spec.Hkv, spec.tiles
+    starts, members, counts = (
+        np.full((*shape, *size), -99, np.int32)
+        for size in ((spec.entries,), (spec.words, spec.entries), (2,))
+    )
+    for b, g in np.ndindex(spec.B, spec.Hkv):
+        for group in range(-(-spec.tiles // union.WARPS)):
+            for machine.number_of_warp in range(union.WARPS):
+                given = *arrays, starts, members, counts, 0, *map(lanes, (b, g, group))
+                union.Lists(spec).make(*given)
+    return starts, members, counts
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_warp(monkeypatch, tokens, place):
+    spec, *arrays = draw(tokens, place)
+    check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+def test_a_warp_with_more_blocks_than_bits(monkeypatch):
+    monkeypatch.setattr(union, "WINDOW", 64)
+    for tokens in (8, 64):
+        spec, *arrays = draw(tokens, "chunk of a long prompt", n=5)
+        check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+MUTANTS = {
+    "no bit of an earlier token": (
+        Warp,
+        "join",
+        lambda self, a, x, only: self.write(a, x, 0, only),
+    ),
+    "a block of token 31 alone is not listed": (
+        Warp,
+        "different",
+        lambda self, a, b: lanes(a) > lanes(b),
+    ),
+    "places are counted from each row": (Warp, "ones", lambda self, x: lanes(np.int32(1))),
+    "bits are not cleared": (Warp, "write", lambda self, *arguments, only=True: None),
+    "a cut in a sequence before is forgotten": (Warp, "number", lambda self, x: lanes(0)),
+    "sequences run together": (union.Lists, "_sequences", lambda self, sequence: lanes(1)),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises(AssertionError):
+        for place in ("packed", "packed, second not cut"):
+            spec, *arrays = draw(64, place)
+            check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_the_kernel(tokens):
+    from interop.launch import launch
+
+    for place in PLACES:
+        spec, *arrays = draw(tokens, place)
+        on_gpu = [torch.from_numpy(x).cuda() for x in arrays]
+        for _ in range(3):
+            found = launch(union.lists(spec), *on_gpu)
+            check(spec, arrays, *(x.cpu() for x in found))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("heads", "length"), [(16, 150_000), (4, 32768), (1, 16384)])
+def test_the_kernel_lists_what_sorting_lists(heads, length):
+    """Random blocks in long rows, where several windows of bits are needed."""
+    from interop.launch import launch
+    from nsa_torch.mosaic import STEPS
+
+    sizes = {"B": 1, "T": length, "S": length, "H": heads, "Hkv": 1, "n": 16, "block": 64}
+    spec = dataclasses.replace(SPEC, **sizes)
+    position = torch.arange(length, device="cuda", dtype=torch.int32)[None]
+    generator = torch.Generator("cuda").manual_seed(0)
+    draws = torch.rand(length, spec.n, device="cuda", generator=generator)
+    indices = (draws * (position[0, :, None] // 64 + 1)).int().sort().values
+    again = torch.diff(indices, prepend=torch.full_like(indices[:, :1], -1)) == 0
+    arrays = torch.where(again, -1, indices)[None, :, None], position, 0 * position
+    starts, members, counts = launch(union.lists(spec), *arrays)
+    wanted = unions.lists(STEPS, *arrays, spec)
+    assert torch.equal(counts, wanted[2])
+    there = torch.arange(spec.entries, device="cuda") < counts[..., 1:]
+    pairs = zip(members.unbind(3), wanted[1].unbind(3), strict=True)
+    for got, want in ((starts, wanted[0]), *pairs):
+        assert torch.equal(got * there, want * there)
 
 
 @pytest.mark.parametrize("row", ["abcd", "aabb", "aaab", "abb.", "a...", "...."])

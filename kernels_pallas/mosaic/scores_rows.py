@@ -34,7 +34,6 @@ SMEM_BYTES = 228 * 1024  # of a multiprocessor; the system takes 1 KB a block of
 FOLDED = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
-SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def cut(spec: Scores) -> Cut:
@@ -236,7 +235,7 @@ def _queries(spec: Scores, query, b, g, token):
     dtype = jnp.dtype(spec.dtype)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR),
+        arg_types=(plgpu.RefType(), *[warp.SCALAR] * 3),
         return_type=plgpu.ShapeDtypeStruct((ROWS, spec.D), dtype, layout=MATRIX),
     )
     def read(_, query, *places):
@@ -333,17 +332,12 @@ def _fold(probs):
 def _each_warp(function, refs, numbers, sums=()):
     """Calls `function` of `Lines` with these arguments, as words."""
     layout = FOLDED if sums and sums[0].shape[0] < ROWS else MATRIX
-    types = [plgpu.RefType()] * len(refs), [SCALAR] * len(numbers), [layout] * len(sums)
+    rest = len(refs) + len(numbers)
 
-    @plgpu.inline_mgpu(arg_types=[x for each in types for x in each], return_type=())
-    def call(_, *arguments):
-        rest = arguments[len(refs) :]
-        words = map(_word, rest[: len(numbers)])
-        floats = map(_floats, rest[len(numbers) :])
-        function(*arguments[: len(refs)], *words, *floats)
-        return ()
+    def call(*arguments):
+        function(*arguments[:rest], *map(_floats, arguments[rest:]))
 
-    call(*refs, *numbers, *sums)
+    warp.each(call, refs, numbers, sums, layout)
 
 
 def _matrix(registers, layout):

@@ -1,150 +1,209 @@
 """Which blocks a tile of tokens reads, and for which of its tokens: the lists of `selected`.
 
-All pairs of the tile's wanted blocks are compared in registers, 64 by 64: those that want the
-same block merge into one entry with one bit a token, and an entry's place is the number of
-entries before it. No sort and no scatter; the work grows with the square of the list, so it is
-for short ones (`nsa_jax.unions` has the other way, which sorts).
+A warp makes the list of a tile. In shared memory every block of the tile's sequence has one bit
+a token: those of the wanted blocks are set, and the blocks with a bit are written in their
+order, each at the place that a vote of the lanes gives it. No sort: a tile reads what its
+tokens want once, and passes over the blocks before them once.
+
+Pallas' interpreter has no shuffles and votes: there `nsa_jax.unions` makes the same lists.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import MATRIX, PER_COLUMN, PER_ROW, across
+from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.selected import Selected
 
-NOTHING = 2**31 - 1  # in place of a wanted block: none
-SIDE = 64
-LONGEST = 256  # entries of a list: from there on, sorting is faster
+WARPS = 4  # of a block of threads
+LANES = 32
+WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
+NOWHERE = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """What a warp does, on the words of `warp.py`."""
+
+    spec: Selected
+
+    def make(
+        self, indices, position, key_start, starts, members, counts, bits, b, g, group
+    ) -> None:
+        """The list of tile `WARPS * group + warp`; arrays as in `lists`, `bits` in shared
+        memory `[WARPS, words, WINDOW]`.
+        """
+        spec, lane = self.spec, warp.lane()
+        tokens, size = spec.tile.tokens, spec.block
+        tile = group * WARPS + warp.warp()
+        token0 = tile * tokens
+        mine = warp.shared(bits) + warp.warp() * (4 * spec.words * WINDOW)
+
+        def of_list(array, place, words=1, word=0):
+            row = 4 * spec.entries
+            lead = (b, spec.Hkv * spec.tiles), (g, spec.tiles), (tile, 1)
+            lead = *((i, n * words * row) for i, n in lead), (warp.word(word), row)
+            return warp.element(array, *lead, (place, 4))
+
+        # Of each token, by word and lane: where its sequence begins (-1: it wants nothing), how
+        # many blocks it may want, and the first of them that ends after its last key.
+        sequence, bound, cut = [], [], []
+        for word in range(spec.words):
+            token = lane + LANES * word
+            at = (b, 4 * spec.T), (warp.smaller(token0 + token, spec.T - 1), 4)
+            place = warp.fetch(warp.element(position, *at))
+            there = warp.below(token, tokens) & warp.below(token0 + token, spec.T)
+            there = there & (place >= 0)
+            place = warp.larger(place, 0)
+            first = warp.fetch(warp.element(key_start, *at))
+            sequence.append(warp.where(there, first, -1))
+            bound.append(warp.where(there, place // size + 1, 0))
+            cut.append((place + 1) // size)
+
+        def of_token(values, token):
+            found = warp.shuffle(values[0], token & (LANES - 1))
+            if spec.words == 1:
+                return found
+            other = warp.shuffle(values[1], token & (LANES - 1))
+            return warp.where(token < LANES, found, other)
+
+        def each_sequence(_, state):
+            before, count, whole, ended = state
+            later = [warp.where(x > before, x, NOWHERE) for x in sequence]
+            here = warp.smallest(functools.reduce(warp.smaller, later))
+            own = [
+                warp.where(warp.same(x, here), n, 0)
+                for x, n in zip(sequence, bound, strict=True)
+            ]
+            blocks = warp.largest(functools.reduce(warp.larger, own))
+
+            def want(low, i, state):
+                """Sets the bits of 32 entries, and finds the first block that is cut."""
+                (first_cut,) = state
+                entry = i * LANES + lane
+                token = warp.smaller(entry // spec.n, tokens - 1)
+                address = warp.element(
+                    indices,
+                    (b, 4 * spec.T * spec.Hkv * spec.n),
+                    (warp.smaller(token0 + token, spec.T - 1), 4 * spec.Hkv * spec.n),
+                    (g, 4 * spec.n),
+                    (entry % spec.n, 4),
+                )
+                block = warp.fetch(address)
+                wanted = warp.below(entry, tokens * spec.n)
+                wanted = wanted & warp.below(block, of_token(own, token))
+                is_cut = wanted & (block >= of_token(cut, token))
+                place = block - low
+                warp.join(
+                    mine + (place + token // LANES * WINDOW) * 4,
+                    warp.bit(token & (LANES - 1)),
+                    only=wanted & warp.below(place, WINDOW),
+                )
+                return [warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))]
+
+            def window(i, state):
+                count, whole, _ = state
+                low = i * WINDOW
+                rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
+
+                def clear(row, nothing):
+                    for word in range(spec.words):
+                        warp.write(mine + (row * LANES + lane) * 4, 0, 4 * WINDOW * word)
+                    return nothing
+
+                warp.repeat(rows, clear, [])
+                warp.sync()
+                steps = -(-tokens * spec.n // LANES)
+                state = [warp.word(NOWHERE)]
+                (found,) = warp.repeat(steps, functools.partial(want, low), state)
+                first_cut = warp.smallest(found)
+                warp.sync()
+
+                def list_row(row, state):
+                    count, whole = state
+                    place = row * LANES + lane
+                    found = [
+                        warp.read(mine + place * 4, 4 * WINDOW * word)
+                        for word in range(spec.words)
+                    ]
+                    listed = warp.different(functools.reduce(lambda x, y: x | y, found), 0)
+                    votes = warp.votes(listed)
+                    slot = count + warp.ones(votes & (warp.bit(lane) - 1))
+                    start = here + (low + place) * size
+                    warp.put(of_list(starts, slot), start, listed)
+                    for word, x in enumerate(found):
+                        warp.put(of_list(members, slot, spec.words, word), x, listed)
+                    uncut = listed & (low + place < first_cut) & warp.same(ended, 0)
+                    return [
+                        count + warp.ones(votes),
+                        whole + warp.ones(warp.votes(uncut)),
+                    ]
+
+                count, whole = warp.repeat(rows, list_row, [count, whole])
+                warp.sync()
+                return [count, whole, first_cut]
+
+            windows = (blocks + (WINDOW - 1)) // WINDOW
+            state = [count, whole, warp.word(NOWHERE)]
+            count, whole, first_cut = warp.repeat(windows, window, state)
+            ended = ended | warp.number(first_cut < NOWHERE)
+            return [here, count, whole, ended]
+
+        state = [warp.word(-1), *(warp.word(0) for _ in range(3))]
+        _, count, whole, _ = warp.repeat(self._sequences(sequence), each_sequence, state)
+        address = warp.element(
+            counts,
+            (b, 8 * spec.Hkv * spec.tiles),
+            (g, 8 * spec.tiles),
+            (tile, 8),
+            (lane, 4),
+        )
+        there = warp.below(lane, 2) & (tile < spec.tiles)
+        warp.put(address, warp.where(warp.same(lane, 0), whole, count), there)
+
+    def _sequences(self, sequence):
+        """How many there are in the tile; tokens of one stand beside each other."""
+        count, before = warp.word(0), warp.word(-1)
+        for first in sequence:
+            previous = warp.shuffle(first, warp.larger(warp.lane() - 1, 0))
+            previous = warp.where(warp.same(warp.lane(), 0), before, previous)
+            opens = (first >= 0) & warp.different(first, previous)
+            count = count + warp.ones(warp.votes(opens))
+            before = warp.shuffle(first, LANES - 1)
+        return count
 
 
 @functools.cache
 def lists(spec: Selected) -> Kernel:
-    """Input: int32 `wanted` `[B, Hkv, tiles, entries]`, `(first key * 64 + token) * 2 + cut`,
-    distinct, or `NOTHING`; `cut`: the block ends after the token's last key. Outputs: int32
-    `starts` and `members` of `selected.attention`, and `counts` `[B, Hkv, tiles, 2, 64]`, the
-    same 64 times.
+    """Inputs, int32: `indices` `[B, T, Hkv, n]`, the blocks that each token wants in any order,
+    -1 in empty places, those past the token's own not counted; `position` and `key_start`
+    `[B, T]`: its place in its sequence (negative: it wants nothing), and the sequence's first
+    key, never decreasing where tokens are. Outputs: `starts`, `members` and `counts` of
+    `selected.attention`; what stands past the count of a list is undefined.
     """
     words, entries = spec.words, spec.entries
-    sides = entries // SIDE
 
-    def body(wanted, starts, members, counts, order_s, place_s, start_s, members_s, totals_s):
-        b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        tile = lax.axis_index("tile")
-        mine = wanted.at[b, g, tile]
-        square = (SIDE, SIDE)
+    def body(*refs):
+        bg = lax.axis_index("bg")
+        b, g = (f(bg, jnp.int32(spec.Hkv)) for f in (lax.div, lax.rem))
+        warp.each(Lists(spec).make, refs, [b, g, lax.axis_index("group")])
 
-        def part(ref, i, layout):
-            return plgpu.load(ref.at[pl.ds(i * SIDE, SIDE)], layout=layout, optimized=False)
-
-        def down(row):
-            return lax.broadcast_in_dim(row, square, [1])
-
-        def number(condition):
-            return jnp.where(condition, 1, 0)
-
-        line = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=MATRIX)
-        none = plgpu.layout_cast(jnp.zeros((SIDE,), jnp.int32), PER_ROW)
-
-        # 1. Merge: the first token that wants a block stands for all that do.
-        def merge(i, blocks):
-            own = part(mine, i, PER_ROW)
-            start = lax.shift_right_logical(own, 7)
-
-            def against(j, carry):
-                earlier, *bits = carry
-                other = down(part(mine, j, PER_COLUMN))
-                same = across(start, square) == lax.shift_right_logical(other, 7)
-                earlier += number(same & (other < across(own, square))).sum(axis=1)
-                token = lax.shift_right_logical(other, 1) & 63
-                bit = lax.shift_left(jnp.full(square, 1, jnp.int32), token & 31)
-                bits = [
-                    word + jnp.where(same & (token // 32 == w), bit, 0).sum(axis=1)
-                    for w, word in enumerate(bits)
-                ]
-                return earlier, *bits
-
-            earlier, *bits = lax.fori_loop(0, sides, against, (none,) * (1 + words))
-            stands = (earlier == 0) & (own < NOTHING)
-            here = pl.ds(i * SIDE, SIDE)
-            order_s.at[here][...] = jnp.where(stands, start, NOTHING)
-            start_s.at[here][...] = start
-            for w, word in enumerate(bits):
-                members_s.at[w, here][...] = word
-            return blocks + number(stands)
-
-        blocks = lax.fori_loop(0, sides, merge, none)
-        plgpu.commit_smem()
-
-        # 2. Place: how many entries come before. `cut` is the largest distance of a cut entry
-        # from the end of the list.
-        def place(i, cut):
-            own = part(order_s, i, PER_ROW)
-
-            def against(j, before):
-                other = down(part(order_s, j, PER_COLUMN))
-                return before + number(other < across(own, square)).sum(axis=1)
-
-            before = lax.fori_loop(0, sides, against, none)
-            stands = own < NOTHING
-            place_s.at[pl.ds(i * SIDE, SIDE)][...] = jnp.where(stands, before, -1)
-            is_cut = stands & (part(mine, i, PER_ROW) & 1 == 1)
-            return jnp.maximum(cut, jnp.where(is_cut, entries - before, 0))
-
-        cut = lax.fori_loop(0, sides, place, none)
-        totals_s.at[0][...] = cut
-        totals_s.at[1][...] = blocks
-        plgpu.commit_smem()
-
-        # 3. Compact: the value of place k is the sum of the values whose place is k.
-        def compact(i, _):
-            def against(j, sums):
-                there = down(part(place_s, j, PER_COLUMN)) == line + i * SIDE
-                columns = [start_s, *(members_s.at[w] for w in range(words))]
-                return tuple(
-                    total + jnp.where(there, down(part(ref, j, PER_COLUMN)), 0).sum(axis=1)
-                    for total, ref in zip(sums, columns, strict=True)
-                )
-
-            start, *bits = lax.fori_loop(0, sides, against, (none,) * (1 + words))
-            here = pl.ds(i * SIDE, SIDE)
-            starts.at[b, g, tile, here][...] = start
-            for w, word in enumerate(bits):
-                members.at[b, g, tile, w, here][...] = word
-
-        lax.fori_loop(0, sides, compact, None)
-        blocks = down(part(totals_s.at[1], 0, PER_COLUMN)).sum(axis=1)
-        cut = down(part(totals_s.at[0], 0, PER_COLUMN)).max(axis=1)
-        counts.at[b, g, tile, 0][...] = jnp.minimum(blocks, entries - cut)
-        counts.at[b, g, tile, 1][...] = blocks
-
-    shape = jax.ShapeDtypeStruct
-    places = (spec.B, spec.Hkv, spec.tiles)
-    outputs = (
-        shape((*places, entries), jnp.int32),
-        shape((*places, words, entries), jnp.int32),
-        shape((*places, 2, SIDE), jnp.int32),
-    )
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    places = spec.B, spec.Hkv, spec.tiles
+    by_token = shape((spec.B, spec.T))
+    inputs = shape((spec.B, spec.T, spec.Hkv, spec.n)), by_token, by_token
+    outputs = shape((*places, entries)), shape((*places, words, entries)), shape((*places, 2))
     call = plgpu.kernel(
         body,
         out_type=outputs,
-        grid=(spec.B * spec.Hkv, spec.tiles),
-        grid_names=("bg", "tile"),
-        scratch_types=[
-            plgpu.SMEM((entries,), jnp.int32),
-            plgpu.SMEM((entries,), jnp.int32),
-            plgpu.SMEM((entries,), jnp.int32),
-            plgpu.SMEM((words, entries), jnp.int32),
-            plgpu.SMEM((2, SIDE), jnp.int32),
-        ],
+        grid=(spec.B * spec.Hkv, -(-spec.tiles // WARPS)),
+        grid_names=("bg", "group"),
+        scratch_types=[plgpu.SMEM((WARPS, words, WINDOW), jnp.int32)],
         compiler_params=operands.PARAMS,
-        interpret=spec.interpret,
     )
-    return Kernel("union_lists", call, (shape((*places, entries), jnp.int32),), outputs)
+    return Kernel("union_lists", call, inputs, outputs)

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+SCALAR = plgpu.Layout.WG_SPLAT(())
 type Number = "Word | int"
 
 
@@ -53,6 +55,9 @@ class Word:
     def __and__(self, other: Number) -> "Word":
         return _apply(arith.andi, self, other)
 
+    def __lshift__(self, other: Number) -> "Word":
+        return _apply(arith.shli, self, other)
+
     def __or__(self, other: Number) -> "Word":
         return _apply(arith.ori, self, other)
 
@@ -85,6 +90,10 @@ def same(a: Number, b: Number) -> Word:
     return _compare("eq", a, b)
 
 
+def different(a: Number, b: Number) -> Word:
+    return _compare("ne", a, b)
+
+
 def below(x: Number, count: Number) -> Word:
     """`0 <= x < count`, for `count` from 0."""
     return _compare("ult", x, count)
@@ -105,6 +114,16 @@ def larger(a: Number, b: Number) -> Word:
 def number(condition: Word) -> Word:
     """1 or 0."""
     return Word(arith.extui(_i32(), condition.value))
+
+
+def bit(place: Number) -> Word:
+    """The integer with this bit alone, `place` from 0 to 31."""
+    return word(1) << place
+
+
+def ones(x: Word) -> Word:
+    """How many bits are set."""
+    return _ptx("popc.b32 $0, $1;", x)
 
 
 def bits(x: Word) -> Word:
@@ -155,6 +174,12 @@ def smallest(x: Word) -> Word:
     return _ptx("redux.sync.min.s32 $0, $1, 0xffffffff;", x, together=True, reads=True)
 
 
+def votes(condition: Word) -> Word:
+    """One bit a lane: where it holds."""
+    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return _ptx(vote, number(condition), together=True, reads=True)
+
+
 def first_equal(a: Word, b: Word) -> Word:
     """The lowest lane where both are the same."""
     vote = "{ .reg .pred p; setp.eq.b32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
@@ -182,6 +207,12 @@ def write(address: Word, x: Number, offset: int = 0, only: Word | None = None) -
     text = f"st.shared.b32 [$0+{offset}], $1;"
     condition = None if only is None else only.value
     utils.inline_ptx(text, address.value, word(x).value, predicate=condition)
+
+
+def join(address: Word, x: Word, only: Word) -> None:
+    """Sets the bits of `x` in shared memory, where `only` holds; lanes may meet there."""
+    text = "red.shared.or.b32 [$0], $1;"
+    utils.inline_ptx(text, address.value, x.value, predicate=only.value)
 
 
 def write_pair(address: Word, x: Word, y: Word, offset: int = 0) -> None:
@@ -212,8 +243,11 @@ def put(address: Word, x: Number, only: Word) -> None:
     )
 
 
-def repeat(times: int, body, state):
-    """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words."""
+def repeat(times: Number, body, state):
+    """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
+
+    `times` is the same in all lanes, or they part: what they do together then never ends.
+    """
 
     def values(tree):
         return jax.tree.map(lambda x: x.value, tree)
@@ -223,6 +257,22 @@ def repeat(times: int, body, state):
 
     found = utils.fori(word(times).value, values(state))(step).results
     return jax.tree.map(Word, found)
+
+
+def each(function, refs, numbers, matrices=(), layout=None) -> None:
+    """Calls `function` in every warp of a Pallas kernel: with references, with scalars as
+    words, and with matrices of this layout.
+    """
+    types = [plgpu.RefType()] * len(refs), [SCALAR] * len(numbers), [layout] * len(matrices)
+
+    @plgpu.inline_mgpu(arg_types=[x for each in types for x in each], return_type=())
+    def call(_, *arguments):
+        rest = arguments[len(refs) :]
+        words = (Word(x.registers.flat[0]) for x in rest[: len(numbers)])
+        function(*arguments[: len(refs)], *words, *rest[len(numbers) :])
+        return ()
+
+    call(*refs, *numbers, *matrices)
 
 
 def integer(x: float) -> int:
