@@ -27,6 +27,11 @@ def _sort_pairs(keys, values):
     return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
 
 
+def _pad(x, axis, count, value):
+    widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
 STEPS = Framework(
     jnp,
     _run,
@@ -37,6 +42,7 @@ STEPS = Framework(
     _sort_pairs,
     lambda x, n: jnp.arange(n, dtype=jnp.int32)[None],
     lambda where, name, make: make(),
+    _pad,
 )
 
 

@@ -24,7 +24,8 @@ class Framework:
     every row; `cast(x, dtype)`: `x`, or a copy of another dtype; `sort(x)`: rows ascending;
     `sort_pairs(keys, values)`: rows of both in the order of the keys, stable; `numbers(x, n)`:
     int32 `[[0 .. n - 1]]` on the device of `x`; `once(where, name, make)`: the arrays `make()`,
-    which follow from `where` and `name` alone, so that calls alike may share them.
+    which follow from `where` and `name` alone, so that calls alike may share them;
+    `pad(x, axis, count, value)`: `x` with so many more entries at the end of an axis.
     """
 
     xp: Any
@@ -36,6 +37,7 @@ class Framework:
     sort_pairs: Callable
     numbers: Callable
     once: Callable
+    pad: Callable
 
     def integers(self, x):
         return self.cast(x, self.xp.int32)
@@ -45,12 +47,11 @@ class Framework:
         missing = length - x.shape[axis]
         if missing <= 0:
             return x
+        if fill is not None:
+            return self.pad(x, axis, missing, fill)
         last = x[(slice(None),) * axis + (slice(-1, None),)]
         shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-        tail = self.xp.broadcast_to(last, shape)
-        if fill is not None:
-            tail = self.xp.full_like(tail, fill)
-        return self.xp.concatenate([x, tail], axis=axis)
+        return self.xp.concatenate([x, self.xp.broadcast_to(last, shape)], axis=axis)
 
     def by_row(self, x, tile, tiles: int):
         """`[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""

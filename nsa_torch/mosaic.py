@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -78,7 +79,11 @@ def _once(where, name, make):
     return where.once(name, make)
 
 
-STEPS = Framework(torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once)
+def _pad(x, axis, count, value):
+    return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)
+
+
+STEPS = Framework(torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once, _pad)
 
 _config = functools.cache(NSAConfig)
 

@@ -63,10 +63,10 @@ class Tile:
         return self.tokens * self.group
 
 
-@functools.cache
 def slab_width(*widths: int) -> int:
     """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
-    return next(slab for slab in (64, 32, 16) if not any(width % slab for width in widths))
+    common = math.gcd(*widths)
+    return next(slab for slab in (64, 32, 16) if common % slab == 0)
 
 
 @dataclasses.dataclass(frozen=True)
