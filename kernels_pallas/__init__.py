@@ -8,10 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels_pallas.mosaic import limits as mosaic
+from kernels_pallas.triton import limits as triton
 
 # (implementation, step) -> a function of the problem: a reason, or None.
 KERNELS: dict[tuple[str, str], Callable[[Any], str | None]] = {
-    ("mosaic", step): mosaic.why_not for step in ("compressed", "scores", "selected", "sliding")
+    ("mosaic", "compressed"): mosaic.why_not,
+    ("mosaic", "scores"): mosaic.why_not,
+    ("mosaic", "selected"): mosaic.why_not,
+    ("mosaic", "sliding"): mosaic.why_not,
+    ("triton", "selected"): triton.why_not,
 }
 
 

@@ -24,6 +24,9 @@ FOLDER = configs.FOLDER / "devices"
 NEVER = "never"
 KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
 STEPS = ("compressed", "scores", "selected", "sliding")
+# Automatic choice takes these only where a threshold of the step was measured for them on the
+# device, or given by the user.
+MEASURED_ONLY = ("triton",)
 # Which kernels of which step a threshold keeps back.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fa2_min_len_win": ("sliding", ("fa2",)),
@@ -102,10 +105,13 @@ class Device:
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
         """The kernels that a threshold is about: the measured one and those tried after it."""
-        kernels = DECIDES[threshold][1]
-        evidence = self.evidence.get(threshold)
-        measured = evidence.get("kernel") if isinstance(evidence, Mapping) else None
+        kernels, measured = DECIDES[threshold][1], self.measured(threshold)
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
+
+    def measured(self, threshold: str) -> str | None:
+        """The kernel that a threshold was measured for, where the file says so."""
+        evidence = self.evidence.get(threshold)
+        return evidence.get("kernel") if isinstance(evidence, Mapping) else None
 
 
 _overridden: contextvars.ContextVar[tuple[Thresholds, str]]
@@ -144,6 +150,9 @@ def why_not(implementation: str, problem: Any) -> str | None:
         if branch != problem.branch:
             continue
         value, source = getattr(given, name), giver
+        unknown = value is None and (not device or device.measured(name) != implementation)
+        if unknown and implementation in MEASURED_ONLY:
+            return "not measured on this device: name it, or let bench.tune find its threshold"
         if value is None and device:
             value, source = getattr(device.thresholds, name), device.source
             kernels = device.kept_back(name)

@@ -68,7 +68,7 @@ def _table(step: str) -> tuple[Implementation, ...]:
     scores = step == "scores"
     return (
         Implementation("mosaic", f"nsa_torch.mosaic:{function}", mosaic_why_not),  # Hopper
-        kernel("triton", f"nsa_torch.triton:{function}"),  # any recent NVIDIA GPU
+        kernel("triton", f"nsa_torch.triton:{function}"),  # NVIDIA GPUs from Ampere on
         Implementation(  # tensor cores, but no kernel of its own for blocks
             "fa2", f"nsa_torch.{'select' if scores else 'fa2'}:{function}", fa2.why_not
         ),

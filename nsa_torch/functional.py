@@ -7,7 +7,8 @@ Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implemen
   `sdpa`       torch's scaled_dot_product_attention, any device
   `jax`        `nsa_jax` through DLPack, one call forward and one backward
   `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
-  `triton`     kernels, `reference`  dense, for tests
+  `triton`     a kernel of the selected branch (see `nsa_torch.triton`)
+  `reference`  dense, for tests
 
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
@@ -258,7 +259,8 @@ def compressed_attention(
         "compressed_key": compressed_key,
         "compressed_value": compressed_value,
     }
-    chosen = choose(query, compressed_key, width, config, packed, memory, implementation)
+    names = Branches(implementation, None, None)
+    chosen = choose(query, compressed_key, width, config, packed, memory, names)
     with _as_given(query):
         return chosen.load("compressed")(
             query,
@@ -294,7 +296,8 @@ def selected_attention(
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    chosen = choose(query, key, value.shape[-1], config, packed, memory, implementation)
+    names = Branches(None, implementation, None)
+    chosen = choose(query, key, value.shape[-1], config, packed, memory, names)
     with _as_given(query):
         return chosen.load("selected")(
             query,
@@ -323,7 +326,8 @@ def sliding_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    chosen = choose(query, key, value.shape[-1], config, packed, memory, implementation)
+    names = Branches(None, None, implementation)
+    chosen = choose(query, key, value.shape[-1], config, packed, memory, names)
     with _as_given(query):
         return chosen.load("sliding")(
             query,

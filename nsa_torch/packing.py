@@ -195,7 +195,7 @@ class Ranges:
         ranges = (y.contiguous() for y in (self.start, self.length, self.place))
         sizes = x.shape[1], heads, slots, queries * heads * slots, tiles
         options["WIDTH"] = x.shape[-1]
-        _run(kernel, grid, *arrays, *ranges, *sizes, *strides, **options)
+        run(kernel, grid, *arrays, *ranges, *sizes, *strides, **options)
 
 
 def selected_ranges(
@@ -273,7 +273,7 @@ def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
     sizes = rows.numel(), tokens, batch
     rows = rows.to(torch.int64).contiguous()
     options |= {"HEADS": heads, "WIDTH": width}
-    _run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), **options)
+    run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), **options)
     return packed
 
 
@@ -284,7 +284,8 @@ def _kernels():
     return pack
 
 
-def _run(kernel, grid, x: Tensor, *arguments, **options) -> None:
+def run(kernel, grid, x: Tensor, *arguments, **options) -> None:
+    """Launches a Triton kernel on the device of its first argument."""
     with torch.cuda.device_of(x):  # not the current device, perhaps
         kernel[grid](x, *arguments, **options)
 

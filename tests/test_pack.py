@@ -1,17 +1,13 @@
 """Packing against torch indexing: on a GPU, and without one in Triton's interpreter.
 
-Triton decides when it is imported whether kernels are interpreted. So this file runs once more
-in a process of its own, under TRITON_INTERPRET=1, where the tests of the kernels take tensors
-on the CPU.
+Where the interpreter is not asked for, this file runs once more in a process that asks for it.
 """
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,24 +18,12 @@ from nsa_torch.chunks import Rows
 from nsa_torch.geometry import geometry
 from nsa_torch.packing import Ranges
 from tests.inputs import Case
+from tests.interpreted_triton import DEVICE, INTERPRETED, ROOT, TRITON, kernel, run_again
 from tests.torch_inputs import FEW, check_branch, on_the_cpu
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-GPU = () if INTERPRETED else (pytest.mark.gpu,)
-ROOT = Path(__file__).parents[1]
-TRITON = importlib.util.find_spec("triton") is not None
 
 TINY = NSAConfig(4, 4, 4, num_selected=2, num_initial=1, num_local=1, window=4)
 ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=2, window=4)
 LONG = NSAConfig(8, 8, 128, num_selected=3, num_initial=0, num_local=1, window=4)
-
-
-def kernel(test):
-    """A test of kernels: here where they are interpreted, elsewhere on a GPU."""
-    for mark in GPU:
-        test = mark(test)
-    return test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,15 +387,7 @@ else:
 if TRITON and not INTERPRETED:
 
     def test_the_kernels_in_the_interpreter():
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-            + ["--durations=0", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        run_again(__file__)
 
     @pytest.mark.parametrize(
         "name", ["gather_ranges", "gather_rows", "add_ranges", "sum_ranges"]

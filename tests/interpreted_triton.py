@@ -1,0 +1,66 @@
+"""Tests of Triton kernels without a GPU.
+
+Triton decides when it is imported whether kernels are interpreted. So a file of tests runs once
+more in a process of its own, under TRITON_INTERPRET=1, where the tests of the kernels take
+tensors on the CPU.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TRITON = importlib.util.find_spec("triton") is not None
+ROOT = Path(__file__).parents[1]
+
+
+def kernel(test):
+    """A test of kernels: here where they are interpreted, elsewhere on a GPU."""
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+def run_again(file: str) -> None:
+    """Runs a file of tests under the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+        + ["--durations=0", file],
+        env=os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def right_bfloat16(monkeypatch) -> None:
+    """bfloat16 as on a GPU: the interpreter keeps it as 16 bits, multiplies these as integers,
+    and cuts off where a GPU rounds.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    dot, cast = interpreter_builder.create_dot, interpreter_builder.create_fp_trunc
+
+    def widened(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(a, b, *rest):
+        return dot(widened(a), widened(b), *rest)
+
+    def create_fp_trunc(x, dtype):
+        if (x.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(x, dtype)
+        rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16().view(torch.int16)
+        return TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+    monkeypatch.setattr(interpreter_builder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter_builder, "create_fp_trunc", create_fp_trunc)

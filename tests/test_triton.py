@@ -1,0 +1,163 @@
+"""The Triton kernel of the selected branch: on a GPU, and without one in Triton's interpreter.
+
+Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch
+from kernels_pallas.triton import limits
+from nsa_jax import policy
+from nsa_torch import NSAConfig, dispatch
+from tests import interpreted_triton
+from tests.inputs import CASES, Case
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.torch_inputs import check_branch
+
+pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+
+ODD_BLOCKS = NSAConfig(8, 4, 12, num_selected=5, num_initial=1, num_local=1)
+MORE = (
+    Case(50, 50, B=1, H=4, Hkv=2, D=32, Dv=16, dtype="bfloat16"),
+    Case(33, 33, B=1, H=34, Hkv=2, D=24, Dv=40, config=ODD_BLOCKS),  # nothing a power of two
+    Case(30, 30, B=1, H=2, Hkv=1, segments=(9, 0, 1, 12, -8), config=ODD_BLOCKS),
+)
+# Not the longest, which takes the interpreter most of a minute.
+WANTED = [c for c in (*CASES, *MORE) if c.T < 120 and (c.T == c.S or not c.segments)]
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """The kernel has no reason to refuse, in the interpreter neither."""
+    if INTERPRETED:
+        monkeypatch.setattr(limits, "why_not", lambda problem: None)
+        monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, ("triton", "selected"), no_reason)
+        interpreted_triton.right_bfloat16(monkeypatch)
+
+
+def no_reason(problem):
+    return None
+
+
+@kernel
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("case", WANTED, ids=str)
+def test_the_branch(case):
+    """Output, log-sum-exp and gradients against the reference."""
+    check_branch(case, "selected", "triton", DEVICE)
+
+
+@kernel
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("lengths", [[40, 13], [1, 40]])
+def test_a_cache_with_strides_and_garbage(lengths, rng=np.random.default_rng(0)):
+    """Keys behind the end may be NaN, and a cache is read where it lies."""
+    batch, size, heads, kv_heads, width = 2, 40, 4, 2, 16
+
+    def draw(*shape):
+        return torch.tensor(rng.normal(size=shape), dtype=torch.float32, device=DEVICE)
+
+    query = draw(batch, 1, heads, width)
+    pair = [draw(batch, kv_heads, width, size).permute(0, 3, 1, 2) for _ in range(2)]
+    kv_len = torch.tensor(lengths, device=DEVICE)
+    indices = torch.tensor([0, 2, -1, 4], dtype=torch.int32, device=DEVICE)
+    indices = indices.expand(batch, 1, kv_heads, 4).contiguous()
+    config = dataclasses.replace(ODD_BLOCKS, select_block=12, num_selected=4)
+    options = {"config": config, "kv_len": kv_len}
+    want = nsa_torch.selected_attention(query, *pair, indices, **options, implementation="sdpa")
+    for x in pair:
+        for row, length in enumerate(lengths):
+            x[row, length:] = torch.nan
+    got = nsa_torch.selected_attention(
+        query, *pair, indices, **options, implementation="triton"
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not TRITON, reason="triton is not installed")
+    def test_in_the_interpreter():
+        interpreted_triton.run_again(__file__)
+
+    PROBLEM = {"D": 128, "Dv": 128, "platform": "cuda", "capability": (8, 9)}
+
+    def problem(**change):
+        query, key = torch.empty(1, 64, 4, 64), torch.empty(1, 64, 2, 64)
+        made = dispatch.problem_of(query, key, 64, NSAConfig(), False)
+        return dataclasses.replace(made, branch="selected", **PROBLEM | change)
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"framework": "jax"}, "from torch only"),
+            ({"platform": "cpu"}, "CUDA tensors"),
+            ({"capability": (7, 5)}, "compute capability"),
+            ({"dtype": "float64"}, "computes in"),
+            ({"H": 130}, "65"),
+            ({"Dv": 512}, "Dv=512"),
+            ({"config": NSAConfig(select_block=256)}, "256"),
+        ],
+    )
+    def test_refusals(change, reason):
+        assert dispatch.kernels_pallas.why_not("triton", problem()) is None
+        assert reason in dispatch.kernels_pallas.why_not("triton", problem(**change))
+
+    def test_automatic_choice_wants_a_measurement(monkeypatch):
+        """The kernel runs where it is named, or where the device's file has measured it."""
+        entries = [
+            e for e in dispatch.REGISTRY.table["selected"] if e.name in ("triton", "sdpa")
+        ]
+        monkeypatch.setitem(dispatch.REGISTRY.table, "selected", tuple(entries))
+        at = problem(device="Some GPU")
+        choose = dispatch.REGISTRY.choose
+        assert choose(at, "triton").implementation == "triton"
+        chosen = choose(at)
+        assert chosen.implementation == "sdpa"
+        assert "not measured on this device" in chosen.refused["triton"]
+        for measured, want in (("triton", "triton"), ("mosaic", "sdpa")):
+            evidence = {"sel_min_len": {"kernel": measured}}
+            found = policy.Device("Some GPU", policy.FOLDER / "x.yaml", evidence=evidence)
+            monkeypatch.setattr(policy, "of", lambda name, found=found: found)
+            assert choose(at).implementation == want
+        with policy.overridden(
+            policy.Thresholds(sel_min_len=64), "the seed's sel_triton_min_L"
+        ):
+            assert choose(at).implementation == "triton"
+
+    @pytest.mark.parametrize("capability", [80, 89, 90])
+    @pytest.mark.parametrize(
+        ("width", "value_width"), [(64, 64), (128, 128), (192, 128), (256, 256)]
+    )
+    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+    def test_it_compiles_within_shared_memory(capability, width, value_width, dtype):
+        """For GPUs that need not be there: no more than each of them gives a program."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+
+        from kernels_pallas.triton import selected
+
+        function = selected.selected_attention
+        options = selected.options(16, width, value_width, 64, 4 if dtype == "fp32" else 2)
+        sizes = {"HEADS": 4, "GROUP": 16, "N": 16, "BLOCK": 64, "WIDTH": width}
+        fixed = sizes | {"VALUE_WIDTH": value_width, **options}
+        fixed |= {f"{name}_column": 1 for name in ("query", "key", "value")}
+        launch = {x: fixed.pop(x) for x in ("num_warps", "num_stages", "enable_fp_fusion")}
+        types = dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}")
+        types |= dict.fromkeys(("indices", "position", "key_start"), "*i32")
+        types |= {"lse": "*fp32", "scale": "fp32"} | dict.fromkeys(fixed, "constexpr")
+        signature = {x: types.get(x, "i32") for x in function.arg_names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, x in enumerate(function.arg_names)
+            if x not in fixed and x not in ("scale", "tokens")
+        }
+        source = ASTSource(function, signature, fixed, aligned)
+        made = compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
+        assert made.metadata.shared <= 99 * 1024
+        assert ("mma" in made.asm["ptx"]) == (dtype == "bf16")
