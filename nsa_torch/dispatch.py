@@ -19,6 +19,7 @@ from kernels_pallas import tiles
 from nsa_jax import debug
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Implementation, Problem, Registry, kernel
+from nsa_jax.types import Branches
 from nsa_torch import fa2
 from nsa_torch.debug import TORCH
 
@@ -119,13 +120,15 @@ def choose(
     packed: bool,
     memory: Mapping[str, torch.Tensor],
     implementation,
+    step: str | None = None,
 ) -> Chosen:
-    """What runs for these tensors; `memory`: by name, those that kernels read in place.
+    """What runs for these tensors; `memory`: by name, those that kernels read in place; `step`:
+    the one that `implementation` names, where it does not name all.
 
     Under `torch.compile` the choice is a constant, whatever the number of tokens.
     """
     problem = query, key, value_width, config, packed, memory
-    return Chosen(*_names(implementation, *_description(*problem)))
+    return Chosen(*_names(implementation, step, *_description(*problem)))
 
 
 def problem_of(
@@ -141,8 +144,11 @@ def problem_of(
 
 
 @torch.compiler.assume_constant_result
-def _names(implementation, *description) -> tuple[str, ...]:
+def _names(implementation, step, *description) -> tuple[str, ...]:
     problem = _problem(*description)
+    if step is not None:
+        named = dict.fromkeys(Branches._fields) | {step: implementation}
+        implementation = Branches(**named)
     plan = REGISTRY.plan(problem, implementation)
     if debug.on:
         debug.plan(TORCH, problem, plan)

@@ -259,8 +259,8 @@ def compressed_attention(
         "compressed_key": compressed_key,
         "compressed_value": compressed_value,
     }
-    names = Branches(implementation, None, None)
-    chosen = choose(query, compressed_key, width, config, packed, memory, names)
+    problem = query, compressed_key, width, config, packed, memory
+    chosen = choose(*problem, implementation, "compressed")
     with _as_given(query):
         return chosen.load("compressed")(
             query,
@@ -296,8 +296,8 @@ def selected_attention(
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    names = Branches(None, implementation, None)
-    chosen = choose(query, key, value.shape[-1], config, packed, memory, names)
+    problem = query, key, value.shape[-1], config, packed, memory
+    chosen = choose(*problem, implementation, "selected")
     with _as_given(query):
         return chosen.load("selected")(
             query,
@@ -326,8 +326,8 @@ def sliding_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    names = Branches(None, None, implementation)
-    chosen = choose(query, key, value.shape[-1], config, packed, memory, names)
+    problem = query, key, value.shape[-1], config, packed, memory
+    chosen = choose(*problem, implementation, "sliding")
     with _as_given(query):
         return chosen.load("sliding")(
             query,
