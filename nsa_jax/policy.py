@@ -2,8 +2,9 @@
 
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
 `python -m bench.tune` derives from records, and the kernels that are not allowed there at all.
-It is read once a process; a file that cannot be understood is an error, a missing one says
-nothing. An implementation that is named is not affected.
+It is read once a process; a file that cannot be understood is an error, a missing one leaves
+out only kernels that must have been measured (`MEASURED_ONLY`). An implementation that is
+named is not affected.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     policy: [{kernel: triton, steps: [selected], allowed: false, reason: .., since: 2025-08-20}]
@@ -24,8 +25,8 @@ FOLDER = configs.FOLDER / "devices"
 NEVER = "never"
 KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
 STEPS = ("compressed", "scores", "selected", "sliding")
-# Automatic choice takes these only where a threshold of the step was measured for them on the
-# device, or given by the user.
+# Automatic choice takes these only where the device's file has a threshold of the step that was
+# measured for them, by a commit of this library.
 MEASURED_ONLY = ("triton",)
 # Which kernels of which step a threshold keeps back.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -110,8 +111,17 @@ class Device:
 
     def measured(self, threshold: str) -> str | None:
         """The kernel that a threshold was measured for, where the file says so."""
+        return self._evidence(threshold).get("kernel")
+
+    def has_measured(self, kernel: str, step: str) -> bool:
+        """Whether a threshold of the step comes from records of this kernel of ours."""
+        names = (name for name, (branch, _) in DECIDES.items() if branch == step)
+        found = map(self._evidence, names)
+        return any(x.get("kernel") == kernel and x.get("commits") for x in found)
+
+    def _evidence(self, threshold: str) -> Mapping[str, Any]:
         evidence = self.evidence.get(threshold)
-        return evidence.get("kernel") if isinstance(evidence, Mapping) else None
+        return evidence if isinstance(evidence, Mapping) else {}
 
 
 _overridden: contextvars.ContextVar[tuple[Thresholds, str]]
@@ -145,14 +155,14 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
+    if implementation in MEASURED_ONLY:
+        if device is None or not device.has_measured(implementation, problem.branch):
+            return "not measured on this device: name it, or let bench.tune find its threshold"
     given, giver = _overridden.get()
     for name, (branch, kernels) in DECIDES.items():
         if branch != problem.branch:
             continue
         value, source = getattr(given, name), giver
-        unknown = value is None and (not device or device.measured(name) != implementation)
-        if unknown and implementation in MEASURED_ONLY:
-            return "not measured on this device: name it, or let bench.tune find its threshold"
         if value is None and device:
             value, source = getattr(device.thresholds, name), device.source
             kernels = device.kept_back(name)

@@ -128,7 +128,9 @@ def choose(
     Under `torch.compile` the choice is a constant, whatever the number of tokens.
     """
     problem = query, key, value_width, config, packed, memory
-    return Chosen(*_names(implementation, step, *_description(*problem)))
+    # Plain, as the rest of what torch.compile takes as constant.
+    names = tuple(implementation) if isinstance(implementation, Branches) else implementation
+    return Chosen(*_names(names, step, *_description(*problem)))
 
 
 def problem_of(
@@ -147,8 +149,9 @@ def problem_of(
 def _names(implementation, step, *description) -> tuple[str, ...]:
     problem = _problem(*description)
     if step is not None:
-        named = dict.fromkeys(Branches._fields) | {step: implementation}
-        implementation = Branches(**named)
+        implementation = [implementation if x == step else None for x in Branches._fields]
+    if not isinstance(implementation, str | None):
+        implementation = Branches(*implementation)
     plan = REGISTRY.plan(problem, implementation)
     if debug.on:
         debug.plan(TORCH, problem, plan)

@@ -40,8 +40,8 @@ def _run(kernel, *tensors):
 def _readable(x):
     """`x`, or a copy where kernels cannot read it in place.
 
-    Only bounds, gates, and what torch.compile laid out are ever copied: `dispatch.choose`
-    refuses such tensors of the caller.
+    Only bounds, gates, block indices and what torch.compile laid out are ever copied:
+    `dispatch.choose` refuses other such tensors of the caller.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
         return x

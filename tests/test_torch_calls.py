@@ -200,3 +200,22 @@ def test_importing_starts_no_jax_backend():
         "assert not xla_bridge.backends_are_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_under_torch_compile():
+    """A name for a step, and `Branches` of names made inside what is compiled."""
+    x = bad()
+    given = {"config": SMALL}
+
+    def function(query, key, value, gates):
+        names = Branches(None, "sdpa", "sdpa")
+        out = nsa_torch.attention(query, key, value, gates, **given, implementation=names)
+        local = nsa_torch.sliding_attention(query, key, value, **given, implementation="sdpa")
+        return out + local[0] + nsa_torch.sliding_attention(query, key, value, **given)[0]
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(x[n].shape, generator=generator) for n in ("query", "key", "value", "gates")
+    ]
+    compiled = torch.compile(function, backend="eager")
+    torch.testing.assert_close(compiled(*tensors), function(*tensors))

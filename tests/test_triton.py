@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import nsa_torch
-from kernels_pallas.triton import limits
 from nsa_jax import policy
 from nsa_torch import NSAConfig, dispatch
 from tests import interpreted_triton
@@ -21,7 +20,9 @@ from tests.torch_inputs import check_branch
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
 ODD_BLOCKS = NSAConfig(8, 4, 12, num_selected=5, num_initial=1, num_local=1)
+LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
 MORE = (
+    Case(110, 110, B=1, H=2, Hkv=1, config=LONG_BLOCKS),  # a block is two steps
     Case(50, 50, B=1, H=4, Hkv=2, D=32, Dv=16, dtype="bfloat16"),
     Case(33, 33, B=1, H=34, Hkv=2, D=24, Dv=40, config=ODD_BLOCKS),  # nothing a power of two
     Case(30, 30, B=1, H=2, Hkv=1, segments=(9, 0, 1, 12, -8), config=ODD_BLOCKS),
@@ -34,7 +35,6 @@ WANTED = [c for c in (*CASES, *MORE) if c.T < 120 and (c.T == c.S or not c.segme
 def named(monkeypatch):
     """The kernel has no reason to refuse, in the interpreter neither."""
     if INTERPRETED:
-        monkeypatch.setattr(limits, "why_not", lambda problem: None)
         monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, ("triton", "selected"), no_reason)
         interpreted_triton.right_bfloat16(monkeypatch)
 
@@ -102,6 +102,7 @@ if not INTERPRETED:
             ({"H": 130}, "65"),
             ({"Dv": 512}, "Dv=512"),
             ({"config": NSAConfig(select_block=256)}, "256"),
+            ({"H": 128, "D": 256, "Dv": 256}, "bytes of shared memory"),
         ],
     )
     def test_refusals(change, reason):
@@ -120,32 +121,43 @@ if not INTERPRETED:
         chosen = choose(at)
         assert chosen.implementation == "sdpa"
         assert "not measured on this device" in chosen.refused["triton"]
+        # A user's threshold says at which length, not which kernel can be trusted.
+        with policy.overridden(policy.Thresholds(sel_min_len=64), "a flag"):
+            assert choose(at).implementation == "sdpa"
         for measured, want in (("triton", "triton"), ("mosaic", "sdpa")):
-            evidence = {"sel_min_len": {"kernel": measured}}
+            evidence = {"sel_min_len": {"kernel": measured, "commits": ["abc"]}}
             found = policy.Device("Some GPU", policy.FOLDER / "x.yaml", evidence=evidence)
             monkeypatch.setattr(policy, "of", lambda name, found=found: found)
             assert choose(at).implementation == want
-        with policy.overridden(
-            policy.Thresholds(sel_min_len=64), "the seed's sel_triton_min_L"
-        ):
-            assert choose(at).implementation == "triton"
+        seeds = {"sel_min_len": {"kernel": "triton", "commits": []}}  # of a table of the seed's
+        found = policy.Device("Some GPU", policy.FOLDER / "x.yaml", evidence=seeds)
+        monkeypatch.setattr(policy, "of", lambda name: found)
+        assert choose(at).implementation == "sdpa"
+
+    # The largest of each kind that `limits` lets through; 8.9 gives a program the least memory.
+    EDGES = [(64, 256, 256, 128), (64, 192, 128, 64), (16, 128, 128, 64), (1, 64, 64, 32)]
 
     @pytest.mark.parametrize("capability", [80, 89, 90])
-    @pytest.mark.parametrize(
-        ("width", "value_width"), [(64, 64), (128, 128), (192, 128), (256, 256)]
-    )
+    @pytest.mark.parametrize("sizes", EDGES, ids=str)
     @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-    def test_it_compiles_within_shared_memory(capability, width, value_width, dtype):
+    def test_it_compiles_within_shared_memory(capability, sizes, dtype):
         """For GPUs that need not be there: no more than each of them gives a program."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, compile
 
         from kernels_pallas.triton import selected
 
+        group, width, value_width, block = sizes
+        refused = dtype == "fp32" and group == 64 and width > 128
+        kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+        at = problem(H=2 * group, D=width, Dv=value_width, dtype=kind)
+        assert (dispatch.kernels_pallas.why_not("triton", at) is not None) == refused
+        if refused:
+            return
         function = selected.selected_attention
-        options = selected.options(16, width, value_width, 64, 4 if dtype == "fp32" else 2)
-        sizes = {"HEADS": 4, "GROUP": 16, "N": 16, "BLOCK": 64, "WIDTH": width}
-        fixed = sizes | {"VALUE_WIDTH": value_width, **options}
+        options = selected.options(*sizes, 4 if dtype == "fp32" else 2)
+        fixed = {"HEADS": 4, "GROUP": group, "N": 16, "BLOCK": block, "WIDTH": width}
+        fixed |= {"VALUE_WIDTH": value_width, **options}
         fixed |= {f"{name}_column": 1 for name in ("query", "key", "value")}
         launch = {x: fixed.pop(x) for x in ("num_warps", "num_stages", "enable_fp_fusion")}
         types = dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}")

@@ -261,6 +261,7 @@ def test_check_watches_what_attention_runs(run, write, tmp_path, monkeypatch):
     assert run(write(rows)) == 0
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
     stands_in = {"sliding": "fa2", "selected": "triton"}
+    monkeypatch.setattr(policy, "MEASURED_ONLY", ())
     for step, name in stands_in.items():
         target = f"nsa_torch.reference:{step}_attention"
         portable = next(e for e in REGISTRY.table[step] if e.name == "sdpa")

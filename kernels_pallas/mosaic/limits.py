@@ -7,7 +7,7 @@ from typing import Any
 HOPPER = (9, 0)
 HEADS = 64  # of a group: a token's rows fit in one tile
 WIDTH = 256
-LONGEST = 2**24  # keys: the lists hold a first key in 24 bits
+LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 SMEM_BYTES = 224 * 1024
 HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
 

@@ -9,25 +9,36 @@ keys and values from L2 once a token: at B=1 H=64 Hkv=4 D=128 T=65536 n=16 137 G
 import triton
 import triton.language as tl
 
+from kernels_pallas.triton import limits
+
 LN2 = tl.constexpr(0.6931471805599453)
-SMEM_BYTES = 96 * 1024  # what every GPU from Ampere on gives a program
+KEYS = 64  # of a step, at most
 
 
 def options(group: int, width: int, value_width: int, block: int, itemsize: int) -> dict:
-    """Launch options: sizes of tiles, powers of two from 16 on, and blocks in flight."""
-    rows, keys, columns, value_columns = (
-        max(triton.next_power_of_2(x), 16) for x in (group, block, width, value_width)
-    )
-    bytes_ = keys * (columns + value_columns) * itemsize
+    """Launch options: sizes of tiles, and steps in flight.
+
+    A step has as many keys as leave room for a second one.
+    """
+    rows, columns, value_columns = map(limits.power, (group, width, value_width))
+    keys = min(limits.power(block), KEYS)
+
+    def fit(stages):
+        sizes = itemsize, rows, keys, columns, value_columns
+        return limits.smem_bytes(*sizes, stages) <= limits.SMEM_BYTES
+
+    while keys > limits.LEAST and not fit(2):
+        keys //= 2
     return {
         "ROWS": rows,
         "KEYS": keys,
+        "PARTS": triton.cdiv(block, keys),
         "COLUMNS": columns,
         "VALUE_COLUMNS": value_columns,
         "PRECISION": "ieee" if itemsize == 4 else "tf32",
         "enable_fp_fusion": True,
         "num_warps": 8 if rows * max(columns, value_columns) > 64 * 128 else 4,
-        "num_stages": max(min(SMEM_BYTES // bytes_, 3), 1),
+        "num_stages": 3 if fit(3) else 2,
     }
 
 
@@ -63,6 +74,7 @@ def selected_attention(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -80,7 +92,7 @@ def selected_attention(
       scale: of the logits, times log2(e).
     """
     item = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    group = tl.program_id(1).to(tl.int64)
     batch, token = item // tokens, item % tokens
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     value_columns = tl.arange(0, VALUE_COLUMNS)
@@ -100,9 +112,9 @@ def selected_attention(
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    inside = tl.arange(0, KEYS)
-    for i in range(N):
-        block = tl.load(indices + i)
+    for i in range(N * PARTS):
+        block = tl.load(indices + i // PARTS)
+        inside = (i - i // PARTS * PARTS) * KEYS + tl.arange(0, KEYS)
         at = block * BLOCK + inside
         seen = (inside < BLOCK) & (at >= 0) & (at <= last)
         at = at.to(tl.int64)
