@@ -180,7 +180,9 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
     """
     kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
-    plan = _plan(query, compressed_key, query.shape[-1], config, segment_ids, implementation)
+    plan = _plan(
+        query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
+    )
     return plan.scores.load()(
         query,
         compressed_key,
@@ -218,6 +220,7 @@ def compressed_attention(
         config,
         segment_ids,
         implementation,
+        "compressed",
     )
     return plan.compressed.load()(
         query,
@@ -252,7 +255,7 @@ def selected_attention(
     validate.attention(query, key, value, config, segment_ids, scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation, "selected")
     return plan.selected.load()(
         query,
         key,
@@ -279,7 +282,7 @@ def sliding_attention(
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
     validate.attention(query, key, value, config, segment_ids, scale)
     validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation, "sliding")
     return plan.sliding.load()(
         query,
         key,
@@ -306,11 +309,11 @@ def explain(
     return _plan(query, key, value.shape[-1], config, segment_ids, implementation)
 
 
-def _plan(query, key, value_width, config, segment_ids, implementation) -> Plan:
+def _plan(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )
-    plan = REGISTRY.plan(problem, implementation)
+    plan = REGISTRY.plan(problem, implementation, step=step)
     if debug.on:
         debug.plan(debug.JAX, problem, plan)
         return debug.watched(debug.JAX, REGISTRY, plan)

@@ -150,15 +150,19 @@ class Registry:
         problem: Problem,
         implementation: str | Branches[str | None] | None = None,
         on_unsupported: OnUnsupported = "error",
+        step: str | None = None,
     ) -> Plan:
-        """The choice of every step.
+        """The choice of every step; `step`: the one that is named, the others are not.
 
         Scores belong to no branch that can be named: they run with the implementation of the
         selected branch where that can, otherwise with the first that can. One name for all
         branches is meant for them too, where it has scores at all.
         """
-        names = Branches.each(implementation)._asdict()
         at = {step: dataclasses.replace(problem, branch=step) for step in STEPS}
+        if step is not None:
+            names = dict.fromkeys(STEPS) | {step: implementation}
+            return Plan(*(self.choose(at[x], names[x], on_unsupported) for x in STEPS))
+        names = Branches.each(implementation)._asdict()
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
         strict = isinstance(implementation, str) and own is not None

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from nsa_jax.compress import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
+from nsa_torch.chunks import wide
 from nsa_torch.geometry import geometry, window_starts
 
 __all__ = ["MLPParams", "PoolParams", "compress"]
@@ -33,8 +34,7 @@ def compress(
         shifts = block // stride
         blocks = x[:, : (count + shifts - 1) * stride].unflatten(1, (-1, stride))
         if params is None:  # a block's sum serves all its windows
-            wide = torch.promote_types(x.dtype, torch.float32)
-            blocks = blocks.sum(dim=2, dtype=wide)
+            blocks = blocks.sum(dim=2, dtype=wide(x.dtype))
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         if params is None:
             return (sum(windows[1:], windows[0]) / block).to(x.dtype)
@@ -50,15 +50,14 @@ def compress(
 
 def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
     """`phi` of each window `[B, C, l, Hkv, D]`, accumulated in float32: `[B, C, Hkv, D]`."""
-    dtype = windows.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    dtype, total = windows.dtype, wide(windows.dtype)
     if params is None:
-        return windows.mean(dim=2, dtype=wide).to(dtype)
+        return windows.mean(dim=2, dtype=total).to(dtype)
     if isinstance(params, PoolParams):
-        return (windows * params.weight.to(wide)[:, None]).sum(dim=2).to(dtype)
+        return (windows * params.weight.to(total)[:, None]).sum(dim=2).to(dtype)
     position, w1, b1, w2, b2 = params
-    embedded = (windows + position.to(wide)[:, None]).to(dtype)
+    embedded = (windows + position.to(total)[:, None]).to(dtype)
     flat = embedded.transpose(2, 3).flatten(3)  # [B, C, Hkv, l*D]
-    hidden = (flat @ w1.to(dtype)).to(wide) + b1.to(wide)
+    hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
     hidden = F.gelu(hidden, approximate="tanh").to(dtype)
-    return ((hidden @ w2.to(dtype)).to(wide) + b2.to(wide)).to(dtype)
+    return ((hidden @ w2.to(dtype)).to(total) + b2.to(total)).to(dtype)

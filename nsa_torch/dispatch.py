@@ -123,7 +123,7 @@ def choose(
     step: str | None = None,
 ) -> Chosen:
     """What runs for these tensors; `memory`: by name, those that kernels read in place; `step`:
-    the one that `implementation` names, where it does not name all.
+    as in `Registry.plan`.
 
     Under `torch.compile` the choice is a constant, whatever the number of tokens.
     """
@@ -148,11 +148,9 @@ def problem_of(
 @torch.compiler.assume_constant_result
 def _names(implementation, step, *description) -> tuple[str, ...]:
     problem = _problem(*description)
-    if step is not None:
-        implementation = [implementation if x == step else None for x in Branches._fields]
-    if not isinstance(implementation, str | None):
+    if isinstance(implementation, tuple):
         implementation = Branches(*implementation)
-    plan = REGISTRY.plan(problem, implementation)
+    plan = REGISTRY.plan(problem, implementation, step=step)
     if debug.on:
         debug.plan(TORCH, problem, plan)
     return tuple(choice.implementation for choice in plan)

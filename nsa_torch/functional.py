@@ -220,7 +220,8 @@ def select_blocks(
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     packed, memory = cu_seqlens is not None, {"query": query, "compressed_key": compressed_key}
     width = query.shape[-1]
-    chosen = choose(query, compressed_key, width, config, packed, memory, implementation)
+    problem = query, compressed_key, width, config, packed, memory
+    chosen = choose(*problem, implementation, "scores")
     with _as_given(query):
         return chosen.load("scores")(
             query,

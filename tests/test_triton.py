@@ -135,7 +135,8 @@ if not INTERPRETED:
         assert choose(at).implementation == "sdpa"
 
     # The largest of each kind that `limits` lets through; 8.9 gives a program the least memory.
-    EDGES = [(64, 256, 256, 128), (64, 192, 128, 64), (16, 128, 128, 64), (1, 64, 64, 32)]
+    EDGES = [(64, 256, 256, 128), (64, 192, 128, 64), (64, 128, 128, 128), (16, 256, 256, 64)]
+    EDGES += [(16, 128, 128, 64), (1, 64, 64, 32)]
 
     @pytest.mark.parametrize("capability", [80, 89, 90])
     @pytest.mark.parametrize("sizes", EDGES, ids=str)

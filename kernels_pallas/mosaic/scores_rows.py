@@ -239,7 +239,7 @@ def _queries(spec: Scores, query, b, g, token):
         return_type=plgpu.ShapeDtypeStruct((ROWS, spec.D), dtype, layout=MATRIX),
     )
     def read(_, query, *places):
-        b, g, token = map(_word, places)
+        b, g, token = map(warp.scalar, places)
         lane, heads = warp.lane(), spec.cut.heads
         words = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
@@ -342,10 +342,6 @@ def _each_warp(function, refs, numbers, sums=()):
 
 def _matrix(registers, layout):
     return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
-
-
-def _word(number) -> Word:
-    return Word(number.registers.flat[0])
 
 
 def _floats(matrix):

@@ -176,15 +176,19 @@ def smallest(x: Word) -> Word:
 
 def votes(condition: Word) -> Word:
     """One bit a lane: where it holds."""
-    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-    return _ptx(vote, number(condition), together=True, reads=True)
+    return _ballot("ne", number(condition), 0)
 
 
 def first_equal(a: Word, b: Word) -> Word:
     """The lowest lane where both are the same."""
-    vote = "{ .reg .pred p; setp.eq.b32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-    lanes = _ptx(vote, a, b, together=True, reads=True)
+    lanes = _ballot("eq", a, b)
     return _ptx("{ .reg .b32 t; brev.b32 t, $1; bfind.shiftamt.u32 $0, t; }", lanes)
+
+
+def _ballot(kind: str, a: Number, b: Number) -> Word:
+    compare = f"setp.{kind}.b32 p, $1, $2;"
+    vote = f"{{ .reg .pred p; {compare} vote.sync.ballot.b32 $0, p, 0xffffffff; }}"
+    return _ptx(vote, a, b, together=True, reads=True)
 
 
 def sync() -> None:
@@ -259,6 +263,11 @@ def repeat(times: Number, body, state):
     return jax.tree.map(Word, found)
 
 
+def scalar(number) -> Word:
+    """What `inline_mgpu` gives for an argument of the layout `SCALAR`."""
+    return Word(number.registers.flat[0])
+
+
 def each(function, refs, numbers, matrices=(), layout=None) -> None:
     """Calls `function` in every warp of a Pallas kernel: with references, with scalars as
     words, and with matrices of this layout.
@@ -268,7 +277,7 @@ def each(function, refs, numbers, matrices=(), layout=None) -> None:
     @plgpu.inline_mgpu(arg_types=[x for each in types for x in each], return_type=())
     def call(_, *arguments):
         rest = arguments[len(refs) :]
-        words = (Word(x.registers.flat[0]) for x in rest[: len(numbers)])
+        words = map(scalar, rest[: len(numbers)])
         function(*arguments[: len(refs)], *words, *rest[len(numbers) :])
         return ()
 
