@@ -1,7 +1,7 @@
 """Gradients of the branches on Mosaic kernels, for either framework (`tiled.Framework`).
 
 Of each branch: the query's by the walk of the forward pass, keys' and values' from the queries
-that saw them, found on the device: by search where a query sees an interval, by sorting where
+that saw them, found on the device: by search where a query sees an interval, by counting where
 it chose blocks. No gradient passes through scores and selection. Every sum has a fixed order.
 """
 
@@ -11,13 +11,12 @@ import math
 from typing import Any
 
 from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
-from kernels_pallas.mosaic.key_gradient import REACH, KeyGradient
+from kernels_pallas.mosaic.inverse import Inverse
+from kernels_pallas.mosaic.key_gradient import KeyGradient
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, ROWS
-from nsa_jax import unions
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
-from nsa_jax.unions import NOTHING
 
 SHARES = 2112  # items that fill a GPU several times over
 SHORTEST = 64  # tiles of queries of an item
@@ -251,8 +250,7 @@ def chosen(
     """As `compressed`, for the selected branch; `packed`: sequences may begin at any key;
     `lists`: `Framework.selected_lists`, or None.
     """
-    batch, length, _, width = query.shape
-    size = config.select_block
+    width, size = query.shape[-1], config.select_block
     gated = saved.gate is not None
     shapes = shapes_of(query, key, value, scale)
     spec = selected.Selected(
@@ -276,116 +274,90 @@ def chosen(
     )
 
     base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
-    tokens, units, tiles = base.unit.tokens, base.units, base.tiles
-    aligned = not packed and (ROWS % size == 0 or size % ROWS == 0)
-    clipped = not aligned or size < ROWS  # a block does not fill the tiles that it touches
-    marked = tokens > 1 or clipped
-    spans = max(size // ROWS, 1) if aligned else (size + ROWS - 2) // ROWS + 1
-
-    # An entry for every tile of keys that a chosen block touches.
-    xp, integers = steps.xp, steps.integers
-    token = steps.numbers(last, length).reshape(1, -1, 1, 1, 1)
-    head = steps.numbers(last, base.Hkv).reshape(1, 1, -1, 1, 1)
-    row = steps.numbers(last, batch).reshape(-1, 1, 1, 1, 1) * base.Hkv + head
-    index = indices[..., None]
-    begins = integers(where.key_start[..., None, None, None] + index * size)
-    ends = xp.minimum(begins + size, last[..., None, None, None])
-    tile = begins // ROWS + steps.numbers(last, spans).reshape(1, 1, 1, 1, -1)
-    there = (index >= 0) & (xp.maximum(begins, tile * ROWS) < ends)
-    # The order of entries is that of one integer, unless it would not fit.
-    rows_of = batch * base.Hkv
-    parts = 1 if rows_of * tiles * units < NOTHING else rows_of
-    order = (row % (rows_of // parts) * tiles + tile) * units + token // tokens
-    mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
-    order = xp.where(there, integers(order), NOTHING)
-    order, mark = (
-        xp.moveaxis(xp.broadcast_to(x, order.shape), 2, 1).reshape(parts, -1)
-        for x in (order, integers(mark))
+    inverse = Inverse(
+        base.B, base.T, base.S, base.Hkv, indices.shape[-1], size, base.unit.tokens, packed
     )
-    entries = order.shape[1]
-    if marked:
-        order, mark = steps.sort_pairs(order, mark)
-        if tokens > 1:
-            order, mark = _together(steps, order, mark)
-    else:
-        order = steps.sort(order)
-
-    # Items that run together should read the same queries, while these are in L2: they are a
-    # window of the tokens, each half of what is before the next one, which gives the tiles of
-    # a window lists of like lengths. Where they begin in each tile's entries:
-    windows = 1
-    if not packed and length == key.shape[1]:
-        windows += max((units // SHORTEST_WINDOW).bit_length() - 1, 0)
-    group, places = rows_of // parts * tiles, (rows_of, 1, tiles)
-    part = steps.numbers(last, parts).reshape(-1, 1) * entries
-    tile_key = xp.broadcast_to(steps.numbers(last, group) * units, (parts, group))
-
-    def entry_at(unit):
-        found = integers(steps.search(order, tile_key + unit, "left")) + part
-        return found.reshape(places)
-
-    cuts = [0, *(units >> i for i in range(windows - 1, 0, -1)), units]
-    bounds = xp.concatenate([entry_at(cut) for cut in cuts], axis=1)
-    begin, end = bounds[:, :-1], bounds[:, 1:]
-
-    # Long lists are several items. They run in the order [head, window, tile, piece]; a tile's
-    # sums are [head, tile, window, piece].
-    longest = min(max(-(-parts * entries // (SHARES // 2)), SHORT), LONGEST)
-    count = (end - begin + (longest - 1)) // longest
-    total = xp.cumsum(count.reshape(-1), axis=0, dtype=xp.int32)
-    first_item = total - count.reshape(-1)
-    by_tile = xp.moveaxis(count, 1, 2).reshape(-1)
-    slot = xp.cumsum(by_tile, axis=0, dtype=xp.int32) - by_tile
-    slot = xp.moveaxis(slot.reshape(rows_of, tiles, windows), 2, 1)
-    # A tile that a window's tokens can see has at most one item there that is not full.
-    items = rows_of * (tiles * min(windows, 2) + windows) + parts * entries // longest
-    number = steps.numbers(last, items)
-    owner = integers(steps.search(total[None], number, "right"))[0]
-    number, exists = number[0], owner < rows_of * windows * tiles
-    owner = owner.clip(None, rows_of * windows * tiles - 1)
-    piece = number - first_item[owner]
-    lower = begin.reshape(-1)[owner] + piece * longest
-    lower = xp.where(exists, lower, 0)
-    upper = xp.where(exists, xp.minimum(lower + longest, end.reshape(-1)[owner]), 0)
-    row, tile = owner // (windows * tiles), owner % tiles
-    whole = upper
-    if not clipped:  # the first entry whose tokens see the tile to its end
-        tile_end = xp.broadcast_to((steps.numbers(last, tiles) + 1) * ROWS, (batch, tiles))
-        whole = integers(steps.search(last, tile_end, "left") + (tokens - 1)) // tokens
-        whole = xp.broadcast_to(whole[:, None], (batch, base.Hkv, tiles))
-        whole = entry_at(whole.reshape(parts, group).clip(None, units)).reshape(-1)
-        whole = xp.minimum(xp.maximum(whole[row * tiles + tile], lower), upper)
-    columns = [
-        xp.where(exists, row, -1),
-        tile * ROWS,
-        lower,
-        whole,
-        upper,
-        upper,
-        slot.reshape(-1)[owner] + piece,
-    ]
-    table = _table(steps, columns)
-    block = size if marked else 0
+    edges, *queries = steps.inverse_lists(indices, where, inverse)
+    table, *places = _listed_items(steps, edges, where, inverse)
     rows = _by_unit(steps, rows, numbers, spec, base)
-    spec = dataclasses.replace(base, items=items, listed=parts * entries, block=block)
-    more = [x.reshape(-1) for x in ([order % units, mark] if marked else [order % units])]
-    places = [
-        x.reshape(batch, base.Hkv, tiles) for x in (slot[:, 0], integers(count.sum(axis=1)))
-    ]
+    spec = dataclasses.replace(
+        base,
+        items=table.shape[0],
+        listed=inverse.entries,
+        block=size if inverse.marked else 0,
+    )
     arrays = query, key, value, grad, rows, table
-    return query_grad, *_merged(steps, spec, arrays, more, places)
+    return query_grad, *_merged(steps, spec, arrays, queries, places)
 
 
-def _together(steps, order, mark):
-    """Sorted entries with those of one unit and block put together: their bits added."""
-    xp, entries = steps.xp, order.shape[1]
-    there = order < NOTHING
-    changes = (order[:, 1:] != order[:, :-1]) | (mark[:, 1:] >> 16 != mark[:, :-1] >> 16)
-    begin, end, _ = unions.runs(steps, changes, there)
-    at = begin.clip(0, entries - 1)
-    bits = steps.integers(xp.where(there, mark & (2**16 - 1), 0))
-    mark = (steps.rows(mark, at) >> 16 << 16) + unions.run_sums(steps, bits, begin, end)
-    return xp.where(begin < end, steps.rows(order, at), NOTHING), mark
+def _listed_items(steps, edges, where, inverse):
+    """`items` of `key_gradient.partial_sums`, and `first` and `count` of `merged`.
+
+    Items that run together should read the same queries, while these are in L2: they are a
+    window of the tokens, each half of what is before the next one, which gives the tiles of a
+    window lists of like lengths. Long lists are several items. They run in the order [head,
+    window, tile, piece]; a tile's sums are [head, tile, window, piece].
+    """
+    xp, integers = steps.xp, steps.integers
+    windows, tiles, rows = 1, inverse.tiles, inverse.rows
+    if not inverse.packed and inverse.T == inverse.S:
+        windows += max((inverse.units // SHORTEST_WINDOW).bit_length() - 1, 0)
+    longest = min(max(-(-inverse.entries // (SHARES // 2)), SHORT), LONGEST)
+
+    def bounds():
+        """Of `edges`, where each tile's windows begin, its end, and what sees it wholly."""
+        last = steps.end(where)
+        cuts = [inverse.units >> i for i in range(windows - 1, 0, -1)]
+        cuts = [0, *(cut // inverse.chunk for cut in cuts), inverse.chunks]
+        if inverse.clipped:
+            whole = xp.zeros_like(last[:, :1]) + inverse.chunks
+        else:  # from the first chunk whose tokens see the tile to its end
+            tile_end = (steps.numbers(last, tiles) + 1) * ROWS
+            whole = steps.search(last, xp.broadcast_to(tile_end, (inverse.B, tiles)), "left")
+            tokens = inverse.chunk * inverse.tokens
+            whole = integers(whole + (tokens - 1)) // tokens
+        shape = inverse.B, inverse.Hkv, tiles
+        columns = [steps.numbers(last, 1) + cut for cut in cuts] + [whole[:, None]]
+        found = [xp.broadcast_to(integers(x), shape)[..., None] for x in columns]
+        first = steps.numbers(last, rows * tiles) * inverse.chunks
+        found = xp.concatenate(found, axis=-1) + first.reshape(*shape, 1)
+        return [found.reshape(1, -1)]
+
+    (at,) = steps.once(where, ("inverse", inverse, windows), bounds)
+    found = steps.rows(edges[None], at).reshape(rows, tiles, windows + 2)
+    begin, end, whole = found[..., :windows], found[..., 1:-1], found[..., -1:]
+    count = (end - begin + (longest - 1)) // longest
+    by_tile = xp.cumsum(count.reshape(-1), axis=0, dtype=xp.int32).reshape(count.shape)
+    slot = by_tile - count
+    places = slot[..., 0], by_tile[..., -1]
+    first, past = (x.reshape(inverse.B, inverse.Hkv, tiles) for x in places)
+    total = xp.moveaxis(count, 2, 1).reshape(1, -1)
+    total = xp.cumsum(total, axis=1, dtype=xp.int32)
+    # A tile that a window's tokens can see has at most one item there that is not full.
+    items = rows * (tiles * min(windows, 2) + windows) + inverse.entries // longest
+    number = steps.numbers(edges, items)
+    owner = integers(steps.search(total, number, "right"))[0]
+    number, exists = number[0], owner < total.shape[1]
+    owner = owner.clip(None, total.shape[1] - 1)
+    columns = begin, end, xp.broadcast_to(whole, count.shape), slot, count
+    table = xp.concatenate([x[..., None] for x in columns], axis=-1)
+    table = xp.moveaxis(table, 2, 1).reshape(-1, len(columns))[owner]
+    begin, end, whole, slot, count = (table[:, i] for i in range(len(columns)))
+    piece = number - (total[0, owner] - count)
+    begin = begin + piece * longest
+    end = xp.minimum(begin + longest, end)
+    begin, end = (xp.where(exists, x, 0) for x in (begin, end))
+    whole = xp.minimum(xp.maximum(whole, begin), end)
+    columns = [
+        xp.where(exists, owner // (windows * tiles), -1),
+        owner % tiles * ROWS,
+        begin,
+        whole,
+        end,
+        end,
+        slot + piece,
+    ]
+    return _table(steps, columns), first, past - first
 
 
 def _merged(steps, spec, arrays, more, places):

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.mosaic import band, limits, scores, selected, union
+from kernels_pallas.mosaic import band, inverse, limits, scores, selected, union
 from kernels_pallas.tiles import tiles_of
-from nsa_jax import unions
+from nsa_jax import sorted_lists
 from nsa_jax.config import NSAConfig
 
 
@@ -221,8 +221,19 @@ class Framework:
         """What `selected.attention` reads."""
         arrays = indices, where.position, where.key_start
         if spec.interpret:
-            return unions.lists(self, *arrays, spec)
+            return sorted_lists.unions(self, *arrays, spec)
         return self.run(union.lists(spec), *arrays)
+
+    def inverse_lists(self, indices, where, spec):
+        """`(edges, *lists)`: where the entries of each tile of keys begin and what they are
+        (`kernels_pallas.mosaic.inverse`).
+        """
+        arrays = indices, where.position, where.key_start
+        if limits.interpret.get():
+            return sorted_lists.inverse(self, *arrays, spec)
+        (counts,) = self.run(inverse.counted(spec), *arrays)
+        edges = self.xp.cumsum(counts, axis=0, dtype=self.xp.int32)
+        return edges, *self.run(inverse.filled(spec), *arrays, edges)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
         """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the

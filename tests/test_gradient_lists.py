@@ -19,7 +19,7 @@ import torch
 import nsa_torch.mosaic
 from kernels_pallas.mosaic import band, key_gradient, selected
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, gradients, mosaic
+from nsa_jax import geometry, gradients, mosaic, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework
 from tests.inputs import segment_ids
@@ -151,6 +151,11 @@ def no_kernels(monkeypatch):
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
     monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
+    monkeypatch.setattr(Framework, "inverse_lists", by_sorting)
+
+
+def by_sorting(steps, indices, where, spec):
+    return sorted_lists.inverse(steps, indices, where.position, where.key_start, spec)
 
 
 def told(steps, shape, branch, indices=None, **options):
@@ -318,14 +323,6 @@ def test_torch_makes_the_same(shape, branch, short):
             for x, y in zip(one.arrays, other.arrays, strict=True):
                 assert x.dtype == y.dtype
                 np.testing.assert_array_equal(x, y)
-
-
-@by_shape
-def test_orders_that_do_not_fit_an_integer(shape, short, monkeypatch):
-    """Then each row of `[B, Hkv]` is sorted by itself."""
-    ((sums, _), *_) = told(mosaic.STEPS, shape, "chosen")
-    monkeypatch.setattr(gradients, "NOTHING", sums.spec.tiles * sums.spec.units + 1)
-    check(mosaic.STEPS, shape, "chosen")
 
 
 def test_whole_tiles_are_seen_without_a_mask():

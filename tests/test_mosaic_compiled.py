@@ -54,6 +54,8 @@ GRADIENTS = {
     "band_query_gradient",
     "dots",
     "gated_sum",
+    "inverse_counts",
+    "inverse_lists",
     "key_gradient",
     "merged_key_gradient",
     "selected_query_gradient",

@@ -15,7 +15,7 @@ import pytest
 import nsa_jax
 from bench.parity import assert_parity
 from kernels_pallas.mosaic import key_gradient
-from nsa_jax import gradients, reference
+from nsa_jax import gradients, reference, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import Case, call, problem
@@ -358,7 +358,7 @@ def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
         bits = mark & (2**16 - 1)
         return order, mark - bits + (bits & -bits)
 
-    changed(monkeypatch, gradients, "_together", first_token_only)
+    changed(monkeypatch, sorted_lists, "_together", first_token_only)
     caught("selected_attention", "key")
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import selected, union
-from nsa_jax import mosaic, unions
+from kernels_pallas.mosaic import selected, union, wanted
+from kernels_pallas.mosaic.wanted import Wanted
+from nsa_jax import mosaic, sorted_lists
 from tests.warps import Warp, lanes
 
 SPEC = selected.Selected(
@@ -96,7 +97,9 @@ TOKENS = [1, 8, 32, 64]
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_sorting(tokens, place):
     spec, *arrays = draw(tokens, place, interpret=InterpretGPUParams())
-    found = jax.jit(lambda *x: unions.lists(mosaic.STEPS, *x, spec))(*map(jnp.asarray, arrays))
+    found = jax.jit(lambda *x: sorted_lists.unions(mosaic.STEPS, *x, spec))(
+        *map(jnp.asarray, arrays)
+    )
     assert bool(check(spec, arrays, *found)) == (place != "packed, all padding")
 
 
@@ -104,7 +107,7 @@ def test_torch_sorts_alike():
     from nsa_torch.mosaic import STEPS
 
     spec, *arrays = draw(64, "packed")
-    found = unions.lists(STEPS, *map(torch.from_numpy, arrays), spec)
+    found = sorted_lists.unions(STEPS, *map(torch.from_numpy, arrays), spec)
     assert all(x.dtype == torch.int32 for x in found)
     check(spec, arrays, *found)
 
@@ -113,7 +116,8 @@ def by_warps(spec, arrays, monkeypatch):
     """`union.Lists.make` of every warp, on numpy."""
     words = union.WARPS * spec.words * union.WINDOW
     machine = Warp(4 * words)
-    monkeypatch.setattr(union, "warp", machine)
+    for module in (union, wanted):
+        monkeypatch.setattr(module, "warp", machine)
     shape = spec.B, spec.Hkv, spec.tiles
     starts, members, counts = (
         np.full((*shape, *size), -99, np.int32)
@@ -155,7 +159,7 @@ MUTANTS = {
     "places are counted from each row": (Warp, "ones", lambda self, x: lanes(np.int32(1))),
     "bits are not cleared": (Warp, "write", lambda self, *arguments, only=True: None),
     "a cut in a sequence before is forgotten": (Warp, "number", lambda self, x: lanes(0)),
-    "sequences run together": (union.Lists, "_sequences", lambda self, sequence: lanes(1)),
+    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
 }
 
 
@@ -199,7 +203,7 @@ def test_the_kernel_lists_what_sorting_lists(heads, length):
     again = torch.diff(indices, prepend=torch.full_like(indices[:, :1], -1)) == 0
     arrays = torch.where(again, -1, indices)[None, :, None], position, 0 * position
     starts, members, counts = launch(union.lists(spec), *arrays)
-    wanted = unions.lists(STEPS, *arrays, spec)
+    wanted = sorted_lists.unions(STEPS, *arrays, spec)
     assert torch.equal(counts, wanted[2])
     there = torch.arange(spec.entries, device="cuda") < counts[..., 1:]
     pairs = zip(members.unbind(3), wanted[1].unbind(3), strict=True)
@@ -213,11 +217,13 @@ def test_runs(row):
     letters = jnp.asarray([[ord(c) for c in row]], jnp.int32)
     there = letters != ord(".")
     changes = letters[:, 1:] != letters[:, :-1]
-    begin, end, count = unions.runs(mosaic.STEPS, changes, there)
+    begin, end, count = sorted_lists.runs(mosaic.STEPS, changes, there)
     runs = [sum(c == letter for c in row) for letter in dict.fromkeys(row.replace(".", ""))]
     assert count.tolist() == [[len(runs)]]
     assert (end - begin).tolist() == [runs + [0] * (len(row) - len(runs))]
-    sums = unions.run_sums(mosaic.STEPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end)
+    sums = sorted_lists.run_sums(
+        mosaic.STEPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end
+    )
     bits = iter(range(4))
     assert sums[0, : len(runs)].tolist() == [
         sum(2 ** next(bits) for _ in range(n)) for n in runs

@@ -5,7 +5,7 @@ a token: those of the wanted blocks are set, and the blocks with a bit are writt
 order, each at the place that a vote of the lanes gives it. No sort: a tile reads what its
 tokens want once, and passes over the blocks before them once.
 
-Pallas' interpreter has no shuffles and votes: there `nsa_jax.unions` makes the same lists.
+Pallas' interpreter has no shuffles and votes: there `nsa_jax.sorted_lists` makes the same.
 """
 
 import dataclasses
@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.selected import Selected
+from kernels_pallas.mosaic.wanted import LANES, NOWHERE, Wanted
 
 WARPS = 4  # of a block of threads
-LANES = 32
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
-NOWHERE = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,14 @@ class Lists:
         memory `[WARPS, words, WINDOW]`.
         """
         spec, lane = self.spec, warp.lane()
-        tokens, size = spec.tile.tokens, spec.block
+        size, words = spec.block, spec.words
+        wanted = Wanted(spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
         tile = group * WARPS + warp.warp()
-        token0 = tile * tokens
-        mine = warp.shared(bits) + warp.warp() * (4 * spec.words * WINDOW)
+        token0 = tile * spec.tile.tokens
+        mine = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
+        tokens = wanted.load(position, key_start, b, token0)
+        # The first block that ends after the token's last key.
+        cut = [(place + 1) // size for place in tokens.position]
 
         def of_list(array, place, words=1, word=0):
             row = 4 * spec.entries
@@ -50,86 +53,25 @@ class Lists:
             lead = *((i, n * words * row) for i, n in lead), (warp.word(word), row)
             return warp.element(array, *lead, (place, 4))
 
-        # Of each token, by word and lane: where its sequence begins (-1: it wants nothing), how
-        # many blocks it may want, and the first of them that ends after its last key.
-        sequence, bound, cut = [], [], []
-        for word in range(spec.words):
-            token = lane + LANES * word
-            at = (b, 4 * spec.T), (warp.smaller(token0 + token, spec.T - 1), 4)
-            place = warp.fetch(warp.element(position, *at))
-            there = warp.below(token, tokens) & warp.below(token0 + token, spec.T)
-            there = there & (place >= 0)
-            place = warp.larger(place, 0)
-            first = warp.fetch(warp.element(key_start, *at))
-            sequence.append(warp.where(there, first, -1))
-            bound.append(warp.where(there, place // size + 1, 0))
-            cut.append((place + 1) // size)
-
-        def of_token(values, token):
-            found = warp.shuffle(values[0], token & (LANES - 1))
-            if spec.words == 1:
-                return found
-            other = warp.shuffle(values[1], token & (LANES - 1))
-            return warp.where(token < LANES, found, other)
-
         def each_sequence(_, state):
             before, count, whole, ended = state
-            later = [warp.where(x > before, x, NOWHERE) for x in sequence]
-            here = warp.smallest(functools.reduce(warp.smaller, later))
-            own = [
-                warp.where(warp.same(x, here), n, 0)
-                for x, n in zip(sequence, bound, strict=True)
-            ]
-            blocks = warp.largest(functools.reduce(warp.larger, own))
-
-            def want(low, i, state):
-                """Sets the bits of 32 entries, and finds the first block that is cut."""
-                (first_cut,) = state
-                entry = i * LANES + lane
-                token = warp.smaller(entry // spec.n, tokens - 1)
-                address = warp.element(
-                    indices,
-                    (b, 4 * spec.T * spec.Hkv * spec.n),
-                    (warp.smaller(token0 + token, spec.T - 1), 4 * spec.Hkv * spec.n),
-                    (g, 4 * spec.n),
-                    (entry % spec.n, 4),
-                )
-                block = warp.fetch(address)
-                wanted = warp.below(entry, tokens * spec.n)
-                wanted = wanted & warp.below(block, of_token(own, token))
-                is_cut = wanted & (block >= of_token(cut, token))
-                place = block - low
-                warp.join(
-                    mine + (place + token // LANES * WINDOW) * 4,
-                    warp.bit(token & (LANES - 1)),
-                    only=wanted & warp.below(place, WINDOW),
-                )
-                return [warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))]
+            here, own, blocks = wanted.next_sequence(tokens, before)
 
             def window(i, state):
                 count, whole, _ = state
                 low = i * WINDOW
                 rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
-
-                def clear(row, nothing):
-                    for word in range(spec.words):
-                        warp.write(mine + (row * LANES + lane) * 4, 0, 4 * WINDOW * word)
-                    return nothing
-
-                warp.repeat(rows, clear, [])
+                wanted.clear(mine, WINDOW, rows)
                 warp.sync()
-                steps = -(-tokens * spec.n // LANES)
-                state = [warp.word(NOWHERE)]
-                (found,) = warp.repeat(steps, functools.partial(want, low), state)
-                first_cut = warp.smallest(found)
+                first_cut = wanted.join(mine, WINDOW, low, indices, b, g, token0, own, cut)
+                first_cut = warp.smallest(first_cut)
                 warp.sync()
 
                 def list_row(row, state):
                     count, whole = state
                     place = row * LANES + lane
                     found = [
-                        warp.read(mine + place * 4, 4 * WINDOW * word)
-                        for word in range(spec.words)
+                        warp.read(mine + place * 4, 4 * WINDOW * word) for word in range(words)
                     ]
                     listed = warp.different(functools.reduce(lambda x, y: x | y, found), 0)
                     votes = warp.votes(listed)
@@ -137,7 +79,7 @@ class Lists:
                     start = here + (low + place) * size
                     warp.put(of_list(starts, slot), start, listed)
                     for word, x in enumerate(found):
-                        warp.put(of_list(members, slot, spec.words, word), x, listed)
+                        warp.put(of_list(members, slot, words, word), x, listed)
                     uncut = listed & (low + place < first_cut) & warp.same(ended, 0)
                     return [
                         count + warp.ones(votes),
@@ -155,7 +97,7 @@ class Lists:
             return [here, count, whole, ended]
 
         state = [warp.word(-1), *(warp.word(0) for _ in range(3))]
-        _, count, whole, _ = warp.repeat(self._sequences(sequence), each_sequence, state)
+        _, count, whole, _ = warp.repeat(wanted.sequences(tokens), each_sequence, state)
         address = warp.element(
             counts,
             (b, 8 * spec.Hkv * spec.tiles),
@@ -165,17 +107,6 @@ class Lists:
         )
         there = warp.below(lane, 2) & (tile < spec.tiles)
         warp.put(address, warp.where(warp.same(lane, 0), whole, count), there)
-
-    def _sequences(self, sequence):
-        """How many there are in the tile; tokens of one stand beside each other."""
-        count, before = warp.word(0), warp.word(-1)
-        for first in sequence:
-            previous = warp.shuffle(first, warp.larger(warp.lane() - 1, 0))
-            previous = warp.where(warp.same(warp.lane(), 0), before, previous)
-            opens = (first >= 0) & warp.different(first, previous)
-            count = count + warp.ones(warp.votes(opens))
-            before = warp.shuffle(first, LANES - 1)
-        return count
 
 
 @functools.cache

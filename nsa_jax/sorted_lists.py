@@ -1,14 +1,18 @@
-"""The lists of `selected` in Pallas' interpreter, which cannot run `mosaic/union.py`.
+"""The lists of `selected` and `key_gradient` in Pallas' interpreter, which can run neither
+`mosaic/union.py` nor `mosaic/inverse.py`.
 
-Sorted, the blocks that several tokens of a tile want stand side by side; sums along the row
-give each its place in the list and one bit a token.
+Sorted, the blocks that several tokens of a tile or unit want stand side by side; sums along
+the row give each its place in the list and one bit a token.
 """
+
+from kernels_pallas.mosaic.key_gradient import REACH
+from kernels_pallas.mosaic.operands import ROWS
 
 NOTHING = 2**31 - 1  # in place of a wanted block: none
 TOKENS = 64  # of a tile at most
 
 
-def lists(steps, indices, position, key_start, spec):
+def unions(steps, indices, position, key_start, spec):
     """What `union.lists` gives, from the same arrays.
 
     `steps`: `nsa_jax.tiled.Framework`; `spec`: the `selected.Selected` that will read them.
@@ -55,6 +59,50 @@ def _wanted(steps, indices, position, key_start, spec):
     wanted = xp.moveaxis(wanted.reshape(batch, tiles, tokens, kv_heads, n), 3, 1)
     wanted = wanted.reshape(batch, kv_heads, tiles, tokens * n)
     return steps.longer(wanted, 3, spec.entries, NOTHING)
+
+
+def inverse(steps, indices, position, key_start, spec):
+    """What the `inverse` kernels give, from the same arrays: the running sum of the counts, and
+    the lists.
+
+    `spec`: `kernels_pallas.mosaic.inverse.Inverse`.
+    """
+    xp, integers, size = steps.xp, steps.integers, spec.block
+    tiles, units, tokens = spec.tiles, spec.units, spec.tokens
+    begins, last = (x[..., None, None, None] for x in (key_start, key_start + position + 1))
+    index = indices[..., None]
+    begins = integers(begins + index * size)
+    token, head, row, part = (
+        steps.numbers(indices, n).reshape([-1 if i == axis else 1 for i in range(5)])
+        for n, axis in ((spec.T, 1), (spec.Hkv, 2), (spec.B, 0), (spec.tiles_of_block, 4))
+    )
+    tile = begins // ROWS + part
+    there = (index >= 0) & (xp.maximum(begins, tile * ROWS) < xp.minimum(begins + size, last))
+    order = ((row * spec.Hkv + head) * tiles + tile) * units + token // tokens
+    mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
+    order = xp.where(there, order, NOTHING)
+    order, mark = (
+        integers(xp.broadcast_to(x, order.shape)).reshape(1, -1) for x in (order, mark)
+    )
+    order, mark = _together(steps, *steps.sort_pairs(order, mark))
+    tile, chunk = (steps.numbers(indices, n) for n in (spec.rows * tiles, spec.chunks))
+    edges = (tile.reshape(-1, 1) * units + chunk * spec.chunk).reshape(1, -1)
+    edges = integers(steps.search(order, edges, "left"))
+    edges = xp.concatenate([edges[0], integers(xp.sum(order < NOTHING)).reshape(1)], axis=0)
+    lists = [order % units, mark] if spec.marked else [order % units]
+    return edges, *(x.reshape(-1) for x in lists)
+
+
+def _together(steps, order, mark):
+    """Sorted entries with those of one unit and block put together: their bits added."""
+    xp, entries = steps.xp, order.shape[1]
+    there = order < NOTHING
+    changes = (order[:, 1:] != order[:, :-1]) | (mark[:, 1:] >> 16 != mark[:, :-1] >> 16)
+    begin, end, _ = runs(steps, changes, there)
+    at = begin.clip(0, entries - 1)
+    bits = steps.integers(xp.where(there, mark & (2**16 - 1), 0))
+    mark = (steps.rows(mark, at) >> 16 << 16) + run_sums(steps, bits, begin, end)
+    return xp.where(begin < end, steps.rows(order, at), NOTHING), mark
 
 
 def runs(steps, changes, there):

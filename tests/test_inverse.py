@@ -1,0 +1,238 @@
+"""Lists of the queries that chose a tile of keys, by warps and by sorting; the oracle is plain
+Python.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch.mosaic
+from kernels_pallas.mosaic import inverse, wanted
+from kernels_pallas.mosaic.inverse import Inverse
+from kernels_pallas.mosaic.key_gradient import REACH
+from kernels_pallas.mosaic.wanted import Wanted
+from nsa_jax import mosaic, sorted_lists
+from tests.warps import Warp, lanes
+
+KEYS = 64  # of a tile
+# First keys and positions of the tokens of both rows of a batch.
+SPECS = {
+    "a token a unit": Inverse(2, 70, 70, 2, 4, 64, 1, False),
+    "chunk of a long prompt": Inverse(2, 50, 700, 2, 4, 64, 1, False),
+    "small blocks": Inverse(2, 90, 150, 2, 4, 16, 2, False),
+    "long blocks": Inverse(2, 90, 300, 1, 2, 128, 4, False),
+    "blocks across borders": Inverse(1, 90, 300, 2, 3, 48, 5, False),
+    "sixteen tokens a unit": Inverse(1, 150, 200, 2, 3, 64, 16, False),
+    "packed": Inverse(2, 90, 90, 2, 3, 16, 3, True),
+    "packed, longer blocks": Inverse(1, 300, 300, 1, 3, 64, 8, True),
+    "packed, long blocks": Inverse(1, 300, 300, 1, 2, 128, 1, True),
+    "long": Inverse(1, 60, 9000, 1, 6, 64, 1, False),
+}
+LENGTHS = (1, 7, 1, 1, 30, 9, 120)
+
+
+def draw(spec, seed=0):
+    """Indices `[B, T, Hkv, n]`, positions and first keys `[B, T]`; neighbours overlap, some
+    want what they cannot see, and some nothing.
+    """
+    rng = np.random.default_rng(seed)
+    row = [(t + spec.S - spec.T, 0) for t in range(spec.T)]
+    if spec.packed:
+        row = [(t, sum(LENGTHS[:i])) for i, n in enumerate(LENGTHS) for t in range(n)]
+        row = (row + [(-1, sum(LENGTHS))] * spec.T)[: spec.T]
+    position, start = (np.stack([x] * spec.B) for x in np.array(row, np.int32).T)
+    indices = np.full((spec.B, spec.T, spec.Hkv, spec.n), -1, np.int32)
+    for b, t, g in np.ndindex(indices.shape[:3]):
+        own = max(int(position[b, t]), 0) // spec.block
+        near, far = own - rng.integers(0, 3, 2), rng.integers(0, own + 2, 5)
+        some = np.unique(np.concatenate([[0], near, far]))
+        some = rng.permutation(some)[: rng.integers(spec.n + 1)]
+        indices[b, t, g, : len(some)] = some
+    return indices, position, start
+
+
+def expected(spec, indices, position, start):
+    """By row, tile of keys and chunk of tokens: the entries `(unit, first key of the block)`
+    and the bits of their tokens.
+    """
+    found: dict = {}
+    for b, t, g in np.ndindex(spec.B, spec.T, spec.Hkv):
+        for block in indices[b, t, g].tolist():
+            if not 0 <= block * spec.block <= position[b, t]:
+                continue
+            first = int(start[b, t]) + block * spec.block
+            end = min(first + spec.block, int(start[b, t] + position[b, t]) + 1)
+            for tile in range(first // KEYS, (end - 1) // KEYS + 1):
+                unit = t // spec.tokens
+                here = found.setdefault((b * spec.Hkv + g, tile, unit // spec.chunk), {})
+                entry = unit, first
+                here[entry] = here.get(entry, 0) | 1 << t % spec.tokens
+    return found
+
+
+def check(spec, arrays, edges, units, marks=None, merged=True):
+    edges, units = np.asarray(edges), np.asarray(units)
+    want = expected(spec, *arrays)
+    assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.tiles * spec.chunks
+    place = 0
+    for row, tile, chunk in np.ndindex(spec.rows, spec.tiles, spec.chunks):
+        here = dict(want.get((row, tile, chunk), {}))
+        assert edges[place] <= edges[place + 1]
+        before = -1
+        for i in range(edges[place], edges[place + 1]):
+            unit = int(units[i])
+            if marks is None:
+                (entry,) = (x for x in here if x[0] == unit)
+                assert here.pop(entry) == 1
+            else:
+                mark = int(marks[i]) % 2**32
+                entry = unit, (mark >> 16) - REACH + tile * KEYS
+                here[entry] -= mark % 2**16
+                if merged or not here[entry]:
+                    assert here.pop(entry) == 0
+            if not spec.clipped:
+                assert unit > before
+            before = unit
+        assert not here
+        place += 1
+    assert edges[-1] == sum(map(len, want.values())) or not merged
+    return len(want)
+
+
+by_spec = pytest.mark.parametrize("name", SPECS)
+
+
+@by_spec
+def test_sorting(name):
+    spec = SPECS[name]
+    arrays = draw(spec)
+    found = jax.jit(lambda *x: sorted_lists.inverse(mosaic.STEPS, *x, spec))(
+        *map(jnp.asarray, arrays)
+    )
+    assert check(spec, arrays, *found, merged=False)
+    tensors = map(torch.from_numpy, arrays)
+    other = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *tensors, spec)
+    for x, y in zip(found, other, strict=True):
+        assert y.dtype == torch.int32
+        np.testing.assert_array_equal(x, y)
+
+
+def by_warps(spec, arrays, monkeypatch):
+    """`inverse.Walk.make` of every warp, on numpy."""
+    bits = inverse.WARPS * spec.bits
+    machine = Warp(4 * (bits + inverse.WARPS * spec.window))
+    for module in (inverse, wanted):
+        monkeypatch.setattr(module, "warp", machine)
+
+    def walk(fill, *outputs):
+        for row in range(spec.rows):
+            for group in range(-(-spec.chunks // inverse.WARPS)):
+                for machine.number_of_warp in range(inverse.WARPS):
+                    shared = 0, 4 * bits
+                    given = *arrays, *outputs, *shared, *map(lanes, (row, group))
+                    inverse.Walk(spec, fill).make(*given)
+
+    counts = np.full(1 + spec.rows * spec.tiles * spec.chunks, -99, np.int32)
+    walk(False, counts)
+    edges = np.cumsum(counts, dtype=np.int32)
+    lists = [np.full(spec.entries, -99, np.int32) for _ in range(1 + spec.marked)]
+    walk(True, edges, *lists)
+    return edges, *lists
+
+
+@by_spec
+def test_warps(monkeypatch, name):
+    spec = SPECS[name]
+    arrays = draw(spec)
+    assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+@by_spec
+def test_warps_with_several_words_and_windows(monkeypatch, name):
+    """Chunks are longer than a word, sequences longer than what has bits at a time."""
+    monkeypatch.setattr(inverse, "CHUNKS", 1)
+    monkeypatch.setattr(inverse, "BITS", 32)
+    spec = SPECS[name]
+    assert spec.words_of_chunk > 1
+    arrays = draw(spec, seed=1)
+    assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+MUTANTS = {
+    "no bit of an earlier token": (
+        Warp,
+        "join",
+        lambda self, a, x, only: self.write(a, x, 0, only),
+    ),
+    "a word whose last bit is set is empty": (
+        Warp,
+        "different",
+        lambda self, a, b: lanes(a) > lanes(b),
+    ),
+    "bits are not cleared": (Wanted, "clear", lambda self, *arguments: None),
+    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
+    "tokens before the tile count": (
+        inverse.Walk,
+        "_ends",
+        lambda self, tokens, first: (
+            lanes((first + tokens.position[0] + 1).max()),
+            lanes(2**20),
+        ),
+    ),
+    "units of one token": (inverse.Walk, "_first_bits", -1),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        for spec in SPECS.values():
+            arrays = draw(spec)
+            check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+
+
+def by_kernels(spec, arrays):
+    from interop.launch import launch
+
+    (counts,) = launch(inverse.counted(spec), *arrays)
+    edges = torch.cumsum(counts, 0, dtype=torch.int32)
+    return edges, *launch(inverse.filled(spec), *arrays, edges)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@by_spec
+def test_the_kernels(name):
+    spec = SPECS[name]
+    arrays = draw(spec)
+    found = by_kernels(spec, [torch.from_numpy(x).cuda() for x in arrays])
+    assert check(spec, arrays, *(x.cpu() for x in found))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("tokens", "heads", "length"),
+    [(1, 4, 65536), (1, 1, 150_000), (4, 8, 32768), (16, 2, 16384)],
+)
+def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
+    """Random blocks of long rows, where several windows of bits are needed."""
+    spec = Inverse(1, length, length, heads, 16, 64, tokens, False)
+    position = torch.arange(length, device="cuda", dtype=torch.int32)[None]
+    generator = torch.Generator("cuda").manual_seed(0)
+    draws = torch.rand(length, heads, spec.n, device="cuda", generator=generator)
+    indices = (draws * (position[0, :, None, None] // 64 + 1)).int().sort().values
+    again = torch.diff(indices, prepend=torch.full_like(indices[..., :1], -1)) == 0
+    arrays = torch.where(again, -1, indices)[None], position, 0 * position
+    found = by_kernels(spec, arrays)
+    wanted = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *arrays, spec)
+    total = int(found[0][-1])
+    assert torch.equal(found[0], wanted[0])
+    for one, other in zip(found[1:], wanted[1:], strict=True):
+        assert torch.equal(one[:total], other[:total])
