@@ -110,13 +110,14 @@ def tiles_of(
     given = (_forced.get() or {}).get(kernel)
     if given is None:
         given, device = {}, device_of(query, xp)
-        if device is not None:
+        measured = {} if device is None else table(configs.slug(device))
+        if measured:
             _, queries, heads, width = query.shape
             dtype = str(query.dtype).removeprefix("torch.")
             group = heads // kv_heads
             sizes = {"G": group, "D": width, "Dv": Dv, "queries": queries, "keys": keys}
             shape = Shape.of(kernel, dtype=dtype, config=config, **sizes)
-            given = table(configs.slug(device)).get(shape, {})
+            given = measured.get(shape, {})
     return {**(otherwise or {}), **given}
 
 

@@ -40,12 +40,11 @@ class Shared:
             found = _made(device, make)
             self._keep(key, found, capture)
         tensors, stream, event = found
-        if event is not None:
+        if event is not None and stream != _stream(device):
             current = torch.cuda.current_stream(device)
-            if current != stream:
-                current.wait_event(event)
-                for x in tensors:
-                    x.record_stream(current)
+            current.wait_event(event)
+            for x in tensors:
+                x.record_stream(current)
         return list(tensors)
 
     def _keep(self, key, found, capture):
@@ -76,19 +75,25 @@ def _capture(device):
     """Which CUDA graph is being captured on the current stream; 0: none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    return launch.capture_of(torch.cuda.current_stream(device).cuda_stream)
+    return launch.capture_of(_stream(device))
 
 
 def _made(device, make):
-    """What `make()` gives, the stream that makes it and an event at its end."""
+    """What `make()` gives, the address of the stream that makes it, and an event at its end."""
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them as they are.
         tensors = [x.contiguous() for x in make()]
     if device.type != "cuda":
         return tensors, None, None
-    stream, event = torch.cuda.current_stream(device), torch.cuda.Event()
-    event.record(stream)
-    return tensors, stream, event
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return tensors, _stream(device), event
+
+
+def _stream(device):
+    """The address of the current stream."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def _bytes(tensors):

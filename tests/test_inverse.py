@@ -28,9 +28,14 @@ SPECS = {
     "packed": Inverse(2, 90, 90, 2, 3, 16, 3, True),
     "packed, longer blocks": Inverse(1, 300, 300, 1, 3, 64, 8, True),
     "packed, long blocks": Inverse(1, 300, 300, 1, 2, 128, 1, True),
+    "packed, a chunk": Inverse(1, 80, 260, 2, 3, 64, 4, True),
     "long": Inverse(1, 60, 9000, 1, 6, 64, 1, False),
 }
-LENGTHS = (1, 7, 1, 1, 30, 9, 120)
+LENGTHS = {
+    90: (1, 7, 1, 1, 30, 9),
+    300: (1, 7, 1, 1, 30, 9, 120),
+    260: (199, 1, 48, 5),
+}  # packed
 
 
 def draw(spec, seed=0):
@@ -40,8 +45,9 @@ def draw(spec, seed=0):
     rng = np.random.default_rng(seed)
     row = [(t + spec.S - spec.T, 0) for t in range(spec.T)]
     if spec.packed:
-        row = [(t, sum(LENGTHS[:i])) for i, n in enumerate(LENGTHS) for t in range(n)]
-        row = (row + [(-1, sum(LENGTHS))] * spec.T)[: spec.T]
+        lengths = LENGTHS[spec.S]
+        row = [(t, sum(lengths[:i])) for i, n in enumerate(lengths) for t in range(n)]
+        row = (row + [(-1, sum(lengths))] * spec.S)[spec.S - spec.T : spec.S]
     position, start = (np.stack([x] * spec.B) for x in np.array(row, np.int32).T)
     indices = np.full((spec.B, spec.T, spec.Hkv, spec.n), -1, np.int32)
     for b, t, g in np.ndindex(indices.shape[:3]):
