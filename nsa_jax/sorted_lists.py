@@ -24,7 +24,7 @@ def unions(steps, indices, position, key_start, spec):
     block = key // (2 * TOKENS)
     begin, end, count = runs(steps, block[:, 1:] != block[:, :-1], there)
     at = begin.clip(0, entries - 1)
-    starts = steps.rows(block, at)
+    starts = xp.where(begin < end, steps.rows(block, at), 0)
     token = key // 2 % TOKENS
     members = []
     for word in range(spec.words):

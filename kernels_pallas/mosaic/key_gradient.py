@@ -147,7 +147,9 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         def entries(array, i):
             """Of the lists, what belongs to step `i`."""
             places = [begin + i * per_step + u for u in range(per_step)]
-            return [array[jnp.clip(place, begin, end - 1)] + 0 for place in places]
+            # An item without entries, which must not look before the first place of all.
+            places = [jnp.maximum(jnp.minimum(place, end - 1), begin) for place in places]
+            return [array[place] + 0 for place in places]
 
         def load_unit(i, u, index):
             """Starts the copies of the `u`-th unit of step `i`."""

@@ -98,6 +98,16 @@ class Lists:
 
         state = [warp.word(-1), *(warp.word(0) for _ in range(3))]
         _, count, whole, _ = warp.repeat(wanted.sequences(tokens), each_sequence, state)
+
+        def clear_row(row, nothing):
+            slot = row * LANES + lane
+            rest = (slot >= count) & (slot < spec.entries) & (tile < spec.tiles)
+            warp.put(of_list(starts, slot), 0, rest)
+            for word in range(words):
+                warp.put(of_list(members, slot, words, word), 0, rest)
+            return nothing
+
+        warp.repeat(-(-spec.entries // LANES), clear_row, [])
         address = warp.element(
             counts,
             (b, 8 * spec.Hkv * spec.tiles),
@@ -115,7 +125,7 @@ def lists(spec: Selected) -> Kernel:
     -1 in empty places, those past the token's own not counted; `position` and `key_start`
     `[B, T]`: its place in its sequence (negative: it wants nothing), and the sequence's first
     key, never decreasing where tokens are. Outputs: `starts`, `members` and `counts` of
-    `selected.attention`; what stands past the count of a list is undefined.
+    `selected.attention`, zeros past the count of a list.
     """
     words, entries = spec.words, spec.entries
 
