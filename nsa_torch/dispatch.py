@@ -96,11 +96,15 @@ class Chosen(NamedTuple):
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
         name = getattr(self, step)
+        # In place of importlib: torch.compile follows import statements only.
         if name == "mosaic":
-            # In place of importlib: torch.compile follows import statements only.
             from nsa_torch import mosaic
 
             function = getattr(mosaic, FUNCTIONS[step])
+        elif name == "triton":
+            from nsa_torch import triton
+
+            function = getattr(triton, FUNCTIONS[step])
         else:
             function = _entry(step, name).load()
         if not debug.on:

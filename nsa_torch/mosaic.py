@@ -1,9 +1,8 @@
 """The steps on Mosaic kernels on torch tensors (implementation `mosaic`): Hopper GPUs.
 
-Every function is one operator `nsa::*`, bounds and launches included, on the current stream:
-`torch.compile` keeps it as it is, the host never waits for the device, and after one call of
-the same shape, which compiles the kernels, a CUDA graph can capture it. Arguments are those of
-`functional.py`, with `kv_len` never None.
+Every function is one operator (`operators.py`) on the current stream: the host never waits for
+the device, and after one call of the same shape, which compiles the kernels, a CUDA graph can
+capture it. Arguments are those of `functional.py`, with `kv_len` never None.
 
 Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
 backward pass, and the selection. It cannot be differentiated once more.
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic.operands import slab_width
@@ -24,10 +22,9 @@ from nsa_jax import gradients
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, shapes_of
 from nsa_jax.types import Branches
+from nsa_torch import operators
 from nsa_torch.geometry import geometry
 from nsa_torch.shared import SHARED
-
-FIELDS = tuple(NSAConfig.__dataclass_fields__)
 
 
 def _run(kernel, *tensors):
@@ -85,14 +82,12 @@ def _pad(x, axis, count, value):
 
 STEPS = Framework(torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once, _pad)
 
-_config = functools.cache(NSAConfig)
-
 
 class _Place:
     """Where the queries of one call stand, int32 `[B, T]`, as `Framework` asks for it."""
 
     def __init__(self, query, kv_len, lengths, cu_seqlens, config, scale):
-        self.config, self.scale = _config(*config), scale
+        self.config, self.scale = operators.config_of(*config), scale
         self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
         self.shape, self.device = tuple(query.shape[:2]), query.device
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
@@ -175,12 +170,6 @@ def _cut(x, end):
     return torch.where(there.reshape(-1, length, 1, 1), x, 0)
 
 
-# The operators. Each takes its tensors, then `PLACE`; backward ones the gradient first.
-
-PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
-DEVICES = ("cpu", "cuda")
-
-
 def _compressed(query, key, value, *place):
     place = _Place(query, *place)
     value = place.compressed_values(value)
@@ -238,19 +227,14 @@ def _parts(*tensors_and_place):
     return keys, values, Branches(*tensors[4:7]), tuple(tensors[7:9]), indices, clean, place
 
 
-def _branch_shapes(query, key, value, *rest):
-    out = query.new_empty(*query.shape[:3], value.shape[-1])
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
 def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
-    shape = *query.shape[:2], key.shape[2], config[FIELDS.index("num_selected")]
+    shape = *query.shape[:2], key.shape[2], config[operators.FIELDS.index("num_selected")]
     return query.new_empty(shape, dtype=torch.int32)
 
 
 def _attention_shapes(query, *tensors_and_place):
     keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
-    out, _ = _branch_shapes(query, keys.selected, values.selected)
+    out, _ = operators.branch_shapes(query, keys.selected, values.selected)
     if indices is None:
         return out, _select_shapes(query, keys.selected, *place)
     return out, query.new_empty(0, dtype=torch.int32)
@@ -284,7 +268,7 @@ def _saving_shapes(query, *tensors_and_place):
     keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
     indices = found if indices is None else indices
     shape = shapes_of(query, keys.selected, values.selected, None)
-    block = place[3][FIELDS.index("select_block")]
+    block = place[3][operators.FIELDS.index("select_block")]
     spec = Selected(**shape, n=indices.shape[-1], block=block)
     by_tile = spec.B, spec.Hkv, spec.tiles
     lists = (
@@ -339,54 +323,14 @@ def _saving_backward(grad, found, *tensors):
     return _attention_backward(grad, found, *tensors[9:], outputs=outputs, lists=tensors[6:9])
 
 
-def _define(name, tensors, results, function, shapes):
-    """Registers `nsa::name`; `shapes` gives outputs like those of `function`, unwritten."""
-    torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
-    torch.library.impl(f"nsa::{name}", DEVICES, function)
-    torch.library.register_fake(f"nsa::{name}", shapes)
-
-
-def _differentiate(name, tensors, floats, kept, backward):
-    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`.
-
-    `backward` takes the gradient of the first output, the other outputs (`kept`: as the schema
-    has them, the first output before them if `Tensor out` is among them), then the inputs.
-    """
-    first = 0 if kept.startswith("Tensor out,") else 1
-    count = kept.count("Tensor")
-
-    def shapes(grad, *arguments):
-        return [x.new_empty(x.shape) for x in arguments[count : count + floats]]
-
-    # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
-    # and one of torch.library.custom_op would keep autograd from working inside.
-    schema = f"Tensor grad, {kept}, {tensors}"
-    _define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    pull_back = getattr(torch.ops.nsa, f"{name}_backward")
-
-    def keep(ctx, inputs, output):
-        arguments = *output[first:], *inputs
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.set_materialize_grads(False)
-
-    @once_differentiable
-    def pull(ctx, grad, *_):
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        arguments = [other if x is None else x for x, other in pairs]
-        nothing = (None for _ in arguments[count + floats :])
-        return *pull_back(grad, *arguments), *nothing
-
-    torch.library.register_autograd(f"nsa::{name}", pull, setup_context=keep)
-
-
 def _define_branch(name, tensors, function, step):
-    _define(name, tensors, "(Tensor out, Tensor lse)", function, _branch_shapes)
+    operators.define(
+        name, tensors, "(Tensor out, Tensor lse)", function, operators.branch_shapes
+    )
     backward = functools.partial(_branch_backward, step)
-    _differentiate(name, tensors, 3, "Tensor out, Tensor lse", backward)
+    operators.differentiate(name, tensors, 3, "Tensor out, Tensor lse", backward)
 
 
-THREE = "Tensor query, Tensor key, Tensor value"
 PAIR = "Tensor query, Tensor compressed_key"
 ALL = (
     "Tensor query, Tensor selected_key, Tensor sliding_key, Tensor selected_value, "
@@ -398,30 +342,25 @@ SAVED = (
     "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse, "
     "Tensor starts, Tensor members, Tensor counts"
 )
-_define_branch("compressed_attention", THREE, _compressed, gradients.compressed)
+_define_branch("compressed_attention", operators.THREE, _compressed, gradients.compressed)
 _define_branch(
-    "selected_attention", f"{THREE}, Tensor block_indices", _selected, gradients.chosen
+    "selected_attention",
+    f"{operators.THREE}, Tensor block_indices",
+    _selected,
+    gradients.chosen,
 )
-_define_branch("sliding_attention", THREE, _sliding, gradients.sliding)
-_define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
-_define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
-_define(
+_define_branch("sliding_attention", operators.THREE, _sliding, gradients.sliding)
+operators.define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
+operators.define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
+operators.define(
     "attention_recomputing", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes
 )
-_define("attention_saving", ALL, f"(Tensor out, {SAVED})", _saving, _saving_shapes)
-_differentiate("attention_recomputing", ALL, 10, "Tensor found", _attention_backward)
-_differentiate("attention_saving", ALL, 10, SAVED, _saving_backward)
+operators.define("attention_saving", ALL, f"(Tensor out, {SAVED})", _saving, _saving_shapes)
+operators.differentiate("attention_recomputing", ALL, 10, "Tensor found", _attention_backward)
+operators.differentiate("attention_saving", ALL, 10, SAVED, _saving_backward)
 
 
 # The functions that `dispatch.py` names.
-
-
-def _arguments(config, kv_len, cu_seqlens, scale):
-    """What `PLACE` describes."""
-    lengths = kv_len if isinstance(kv_len, Tensor) else None
-    kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
-    numbers = [getattr(config, name) for name in FIELDS]
-    return kv_len, lengths, cu_seqlens, numbers, None if scale is None else float(scale)
 
 
 def compressed_attention(
@@ -436,7 +375,7 @@ def compressed_attention(
     with_lse=True,
 ):
     """`functional.compressed_attention`."""
-    place = _arguments(config, kv_len, cu_seqlens, scale)
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
     operator = torch.ops.nsa.compressed_attention
     out, lse = operator(query, compressed_key, compressed_value, *place)
     return out, lse.detach()
@@ -444,7 +383,7 @@ def compressed_attention(
 
 def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
     """`functional.select_blocks`; the normalisation is a pass of its own here."""
-    place = _arguments(config, kv_len, cu_seqlens, scale)
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
     return torch.ops.nsa.select_blocks(query.detach(), compressed_key.detach(), *place)
 
 
@@ -461,7 +400,7 @@ def selected_attention(
     with_lse=True,
 ):
     """`functional.selected_attention`."""
-    place = _arguments(config, kv_len, cu_seqlens, scale)
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
     operator = torch.ops.nsa.selected_attention
     out, lse = operator(query, key, value, block_indices, *place)
     return out, lse.detach()
@@ -471,7 +410,7 @@ def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
     """`functional.sliding_attention`."""
-    place = _arguments(config, kv_len, cu_seqlens, scale)
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
     out, lse = torch.ops.nsa.sliding_attention(query, key, value, *place)
     return out, lse.detach()
 
@@ -500,7 +439,7 @@ def attention(
         that they need not be copied to be kept out.
       recompute: the backward pass computes the branches again. Else it keeps their outputs.
     """
-    place = _arguments(config, kv_len, cu_seqlens, scale)
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
     tensors = query, *key[1:], *value[1:], *gates, *compressed
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     name = "attention"

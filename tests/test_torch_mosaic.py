@@ -16,6 +16,7 @@ from interop import dlpack
 from kernels_pallas.mosaic import limits
 from nsa_jax import tiled
 from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic
+from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
 from tests.torch_inputs import (
     BRANCHES,
@@ -221,7 +222,7 @@ def check_compiled(device, backend):
 def operators(device):
     """The operators with arguments of one small problem."""
     query, key, value, gates = inputs(5, 21, 2, 1, 16, 16, device=device)
-    place = mosaic._arguments(FEW, 21, None, None)
+    place = arguments(FEW, 21, None, None)
     pair = [nsa_torch.compress(x, config=FEW).detach().requires_grad_() for x in (key, value)]
     indices = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
     indices = indices.expand(1, 5, 1, 3).contiguous()
@@ -235,7 +236,7 @@ def operators(device):
         "compressed_attention": (query, *pair, *place),
         "select_blocks": (query.detach(), pair[0].detach(), *place),
         "selected_attention": (query, key, value, indices, 21, lengths, *place[2:]),
-        "sliding_attention": (*packed, *mosaic._arguments(FEW, 21, bounds, 0.5)),
+        "sliding_attention": (*packed, *arguments(FEW, 21, bounds, 0.5)),
         "attention": (*map(torch.Tensor.detach, whole), None, False, *place),
         "attention_saving": (*whole, None, False, *place),
         "attention_recomputing": (*whole, None, False, *place),

@@ -79,6 +79,48 @@ def test_a_cache_with_strides_and_garbage(lengths, rng=np.random.default_rng(0))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def leaves(length=40):
+    """Query, key, value, and a selection."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, length, heads, 16) for heads in (4, 2, 2)]
+    made = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
+    indices = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=DEVICE)
+    return [x.requires_grad_() for x in made], indices.expand(1, length, 2, 4).contiguous()
+
+
+SOME = dataclasses.replace(ODD_BLOCKS, num_selected=4)
+
+
+@kernel
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_operator():
+    from nsa_torch import operators, triton
+
+    floats, indices = leaves()
+    place = operators.arguments(SOME, 40, None, None)
+    operator = getattr(torch.ops.nsa, triton.NAME).default
+    torch.library.opcheck(operator, (*floats, indices, *place))
+
+
+@kernel
+@pytest.mark.usefixtures("named")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_compiled_without_a_graph_break():
+    floats, indices = leaves()
+
+    def function(query, key, value):
+        options = {"config": SOME, "implementation": "triton"}
+        return nsa_torch.selected_attention(query, key, value, indices, **options)[0] * 2
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (function, compiled):
+        out = call(*floats)
+        results.append((out, *torch.autograd.grad(out.square().sum(), floats)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 if not INTERPRETED:
 
     @pytest.mark.skipif(not TRITON, reason="triton is not installed")

@@ -1,0 +1,76 @@
+"""Kernels as operators `nsa::*`, bounds and launches included: `torch.compile` keeps each as it
+is, and a gradient is an operator of its own.
+
+An operator takes its tensors, then `PLACE`; a backward one the gradient first.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nsa_jax.config import NSAConfig
+
+PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
+DEVICES = ("cpu", "cuda")
+FIELDS = tuple(NSAConfig.__dataclass_fields__)
+THREE = "Tensor query, Tensor key, Tensor value"
+CHOSEN = f"{THREE}, Tensor block_indices"
+
+config_of = functools.cache(NSAConfig)
+
+
+def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
+    """What `PLACE` describes."""
+    lengths = kv_len if isinstance(kv_len, Tensor) else None
+    kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
+    numbers = [getattr(config, name) for name in FIELDS]
+    return kv_len, lengths, cu_seqlens, numbers, None if scale is None else float(scale)
+
+
+def branch_shapes(query, key, value, *rest):
+    """Output and log-sum-exp of a branch, unwritten."""
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    return out, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def define(name, tensors, results, function, shapes) -> None:
+    """Registers `nsa::name`; `shapes` gives outputs like those of `function`, unwritten."""
+    torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
+    torch.library.impl(f"nsa::{name}", DEVICES, function)
+    torch.library.register_fake(f"nsa::{name}", shapes)
+
+
+def differentiate(name, tensors, floats, kept, backward) -> None:
+    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`.
+
+    `backward` takes the gradient of the first output, the other outputs (`kept`: as the schema
+    has them, the first output before them if `Tensor out` is among them), then the inputs.
+    """
+    first = 0 if kept.startswith("Tensor out,") else 1
+    count = kept.count("Tensor")
+
+    def shapes(grad, *arguments):
+        return [x.new_empty(x.shape) for x in arguments[count : count + floats]]
+
+    # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
+    # and one of torch.library.custom_op would keep autograd from working inside.
+    schema = f"Tensor grad, {kept}, {tensors}"
+    define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
+    pull_back = getattr(torch.ops.nsa, f"{name}_backward")
+
+    def keep(ctx, inputs, output):
+        arguments = *output[first:], *inputs
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.set_materialize_grads(False)
+
+    @once_differentiable
+    def pull(ctx, grad, *_):
+        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+        arguments = [other if x is None else x for x, other in pairs]
+        nothing = (None for _ in arguments[count + floats :])
+        return *pull_back(grad, *arguments), *nothing
+
+    torch.library.register_autograd(f"nsa::{name}", pull, setup_context=keep)
