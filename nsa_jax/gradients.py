@@ -333,8 +333,10 @@ def _listed_items(steps, edges, where, inverse):
     first, past = (x.reshape(inverse.B, inverse.Hkv, tiles) for x in places)
     total = xp.moveaxis(count, 2, 1).reshape(1, -1)
     total = xp.cumsum(total, axis=1, dtype=xp.int32)
-    # A tile that a window's tokens can see has at most one item there that is not full.
+    # A tile that a window's tokens can see has at most one item there that is not full, and
+    # no item is empty.
     items = rows * (tiles * min(windows, 2) + windows) + inverse.entries // longest
+    items = min(items, inverse.entries)
     number = steps.numbers(edges, items)
     owner = integers(steps.search(total, number, "right"))[0]
     number, exists = number[0], owner < total.shape[1]

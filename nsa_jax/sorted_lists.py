@@ -63,9 +63,9 @@ def _wanted(steps, indices, position, key_start, spec):
 
 def inverse(steps, indices, position, key_start, spec):
     """What the `inverse` kernels give, from the same arrays: the running sum of the counts, and
-    the lists.
+    the lists. Where blocks end within tiles, a unit and a block may have several entries here.
 
-    `spec`: `kernels_pallas.mosaic.inverse.Inverse`.
+    `spec`: `kernels_pallas.mosaic.inverse.Inverse`, `rows * tiles * units` below 2**31.
     """
     xp, integers, size = steps.xp, steps.integers, spec.block
     tiles, units, tokens = spec.tiles, spec.units, spec.tokens

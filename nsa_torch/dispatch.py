@@ -96,15 +96,12 @@ class Chosen(NamedTuple):
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
         name = getattr(self, step)
-        # In place of importlib: torch.compile follows import statements only.
-        if name == "mosaic":
-            from nsa_torch import mosaic
+        if torch.compiler.is_compiling() and name in ("mosaic", "triton"):
+            # In place of importlib: torch.compile follows import statements only.
+            from nsa_torch import mosaic, triton
 
-            function = getattr(mosaic, FUNCTIONS[step])
-        elif name == "triton":
-            from nsa_torch import triton
-
-            function = getattr(triton, FUNCTIONS[step])
+            module = mosaic if name == "mosaic" else triton
+            function = getattr(module, FUNCTIONS[step])
         else:
             function = _entry(step, name).load()
         if not debug.on:

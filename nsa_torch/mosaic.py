@@ -345,7 +345,7 @@ SAVED = (
 _define_branch("compressed_attention", operators.THREE, _compressed, gradients.compressed)
 _define_branch(
     "selected_attention",
-    f"{operators.THREE}, Tensor block_indices",
+    operators.CHOSEN,
     _selected,
     gradients.chosen,
 )

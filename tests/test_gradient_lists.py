@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import band, key_gradient, selected
+from kernels_pallas.mosaic import band, inverse, key_gradient, selected
 from kernels_pallas.mosaic.operands import ROWS
 from nsa_jax import geometry, gradients, mosaic, sorted_lists
 from nsa_jax.config import NSAConfig
@@ -123,6 +123,8 @@ SHAPES = (
     Shape(45, 300, 16, block=128),
     Shape(45, 300, 2, block=96),
     Shape(40, 150, 16, block=16),
+    Shape(300, 300, 4, block=64),
+    Shape(300, 300, 1, block=48),
     Shape(30, 100, 64, block=48),
     Shape(90, 90, 1, segments=(20, 1, 43, 8, -18)),
     Shape(200, 200, 4, block=64, segments=(70, 1, 100, -29)),
@@ -283,7 +285,9 @@ def check(steps, shape, branch, indices=None):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Items are many and short."""
+    """Items are many and short, and there are several windows of tokens."""
+    monkeypatch.setattr(gradients, "SHORTEST_WINDOW", 2)
+    monkeypatch.setattr(inverse, "CHUNKS", 8)
     monkeypatch.setattr(gradients, "SHORTEST", 2)
     monkeypatch.setattr(gradients, "LONGEST", 3)
 

@@ -29,13 +29,17 @@ SPECS = {
     "packed, longer blocks": Inverse(1, 300, 300, 1, 3, 64, 8, True),
     "packed, long blocks": Inverse(1, 300, 300, 1, 2, 128, 1, True),
     "packed, a chunk": Inverse(1, 80, 260, 2, 3, 64, 4, True),
+    "packed, long": Inverse(1, 80, 4500, 1, 3, 64, 3, True),
+    "packed, odd blocks, long": Inverse(1, 80, 4500, 1, 3, 48, 2, True),
     "long": Inverse(1, 60, 9000, 1, 6, 64, 1, False),
 }
+# Of packed rows by their number of keys.
 LENGTHS = {
     90: (1, 7, 1, 1, 30, 9),
     300: (1, 7, 1, 1, 30, 9, 120),
     260: (199, 1, 48, 5),
-}  # packed
+    4500: (37, 4463),
+}
 
 
 def draw(spec, seed=0):
@@ -82,11 +86,11 @@ def check(spec, arrays, edges, units, marks=None, merged=True):
     edges, units = np.asarray(edges), np.asarray(units)
     want = expected(spec, *arrays)
     assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.tiles * spec.chunks
-    place = 0
+    place, words = 0, spec.words_of_chunk
     for row, tile, chunk in np.ndindex(spec.rows, spec.tiles, spec.chunks):
         here = dict(want.get((row, tile, chunk), {}))
         assert edges[place] <= edges[place + 1]
-        before = -1
+        before = ()
         for i in range(edges[place], edges[place + 1]):
             unit = int(units[i])
             if marks is None:
@@ -98,9 +102,9 @@ def check(spec, arrays, edges, units, marks=None, merged=True):
                 here[entry] -= mark % 2**16
                 if merged or not here[entry]:
                     assert here.pop(entry) == 0
-            if not spec.clipped:
-                assert unit > before
-            before = unit
+            order = unit // spec.units_of_word % words, entry[1], unit
+            assert order > before or not merged
+            before = order
         assert not here
         place += 1
     assert edges[-1] == sum(map(len, want.values())) or not merged
@@ -162,6 +166,7 @@ def test_warps_with_several_words_and_windows(monkeypatch, name):
     monkeypatch.setattr(inverse, "BITS", 32)
     spec = SPECS[name]
     assert spec.words_of_chunk > 1
+    assert (spec.tiles > spec.window) == name.endswith("long")
     arrays = draw(spec, seed=1)
     assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
 
@@ -217,18 +222,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Ho
 def test_the_kernels(name):
     spec = SPECS[name]
     arrays = draw(spec)
-    found = by_kernels(spec, [torch.from_numpy(x).cuda() for x in arrays])
-    assert check(spec, arrays, *(x.cpu() for x in found))
+    on_gpu = [torch.from_numpy(x).cuda() for x in arrays]
+    for _ in range(3):
+        found = by_kernels(spec, on_gpu)
+        assert check(spec, arrays, *(x.cpu() for x in found))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(
     ("tokens", "heads", "length"),
-    [(1, 4, 65536), (1, 1, 150_000), (4, 8, 32768), (16, 2, 16384)],
+    [(1, 4, 65536), (1, 1, 150_000), (4, 2, 150_000), (4, 8, 32768), (16, 2, 16384)],
 )
 def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
-    """Random blocks of long rows, where several windows of bits are needed."""
+    """Random blocks of long rows; the longest need several windows of bits."""
     spec = Inverse(1, length, length, heads, 16, 64, tokens, False)
     position = torch.arange(length, device="cuda", dtype=torch.int32)[None]
     generator = torch.Generator("cuda").manual_seed(0)

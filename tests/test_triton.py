@@ -79,9 +79,9 @@ def test_a_cache_with_strides_and_garbage(lengths, rng=np.random.default_rng(0))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def leaves(length=40):
+def leaves():
     """Query, key, value, and a selection."""
-    generator = torch.Generator().manual_seed(0)
+    generator, length = torch.Generator().manual_seed(0), 40
     shapes = [(1, length, heads, 16) for heads in (4, 2, 2)]
     made = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
     indices = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=DEVICE)

@@ -192,7 +192,7 @@ def test_the_kernel(tokens):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("heads", "length"), [(16, 150_000), (4, 32768), (1, 16384)])
 def test_the_kernel_lists_what_sorting_lists(heads, length):
-    """Random blocks in long rows, where several windows of bits are needed."""
+    """Random blocks in long rows; the longest needs several windows of bits."""
     from interop.launch import launch
     from nsa_torch.mosaic import STEPS
 

@@ -1,8 +1,8 @@
 """One warp on numpy: the names of `kernels_pallas/mosaic/warp.py` for arrays of 32 lanes.
 
 Pallas' interpreter cannot run what is written for a warp. Here the project's own functions run,
-a warp at a time. What this cannot tell: races between lanes, and whether the instructions do
-what `warp.py` says (the tests marked `gpu`).
+a warp at a time. `>>` fills with the sign here. What this cannot tell: races between lanes, and
+whether the instructions do what `warp.py` says (the tests marked `gpu`).
 """
 
 import numpy as np

@@ -1,11 +1,14 @@
-"""Which queries chose a tile of keys: the lists of `key_gradient`, in the order of the queries.
+"""Which queries chose a tile of keys: the lists of `key_gradient`.
 
 Counting, no sort. The tokens are cut into chunks. `counted` has the number of entries of every
 tile of keys from every chunk; their running sum is where these entries begin; `filled` writes
 them there. Both are one walk: a warp a chunk sets the bits of some tokens in shared memory, and
 then a lane a tile of keys passes over the bits of the blocks that touch it.
 
-Pallas' interpreter has no shuffles and votes: there `nsa_jax.sorted_lists` makes the same.
+A list is the same in every run: chunk after chunk, and within one in the order of the queries
+unless blocks end within tiles.
+
+Pallas' interpreter has no shuffles and votes: there `nsa_jax.sorted_lists` makes such lists.
 """
 
 import dataclasses
@@ -223,10 +226,8 @@ class Walk:
             tile = low + place
             key = tile * ROWS
             there = (tile >= tile_from) & (tile < tile_to)
-            # Tokens whose last key lies before the tile.
-            early = warp.larger(key + 1 - end_of_bit0, 0)
-            there = there & (early < LANES)
-            early = early & (LANES - 1)
+            # Tokens whose last key lies before the tile: not all, in a tile that one sees.
+            early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first, 0) // spec.block
 
             def block(j, state):

@@ -24,7 +24,8 @@ def _i32():
 class Word:
     """An integer, a float32 or a truth value of each lane; a Python integer is a constant.
 
-    Comparisons are of signed integers; `//`, `%` and `>>` are for integers from 0.
+    Comparisons are of signed integers; `//` and `%` are for integers from 0; `>>` fills with
+    zeros.
     """
 
     def __init__(self, value: Any):
