@@ -29,6 +29,7 @@ SPECS = {
     "packed, longer blocks": Inverse(1, 300, 300, 1, 3, 64, 8, True),
     "packed, long blocks": Inverse(1, 300, 300, 1, 2, 128, 1, True),
     "packed, a chunk": Inverse(1, 80, 260, 2, 3, 64, 4, True),
+    "packed, 32 blocks and no more": Inverse(1, 40, 517, 1, 3, 16, 1, True),
     "packed, long": Inverse(1, 80, 4500, 1, 3, 64, 3, True),
     "packed, odd blocks, long": Inverse(1, 80, 4500, 1, 3, 48, 2, True),
     "long": Inverse(1, 60, 9000, 1, 6, 64, 1, False),
@@ -39,6 +40,7 @@ LENGTHS = {
     300: (1, 7, 1, 1, 30, 9, 120),
     260: (199, 1, 48, 5),
     4500: (37, 4463),
+    517: (5, 512),
 }
 
 
