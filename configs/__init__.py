@@ -7,6 +7,7 @@ into a dataclass. An unknown key is an error, and numbers are read by the type o
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import re
@@ -25,6 +26,7 @@ FOLDER = Path(__file__).parent
 ALIASES = {"runtime": {"sel_triton_min_L": "sel_min_len"}}
 
 
+@functools.cache
 def slug(device: str) -> str:
     """A device's name, as the driver gives it, as part of a path."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")

@@ -324,11 +324,8 @@ def _saving_backward(grad, found, *tensors):
 
 
 def _define_branch(name, tensors, function, step):
-    operators.define(
-        name, tensors, "(Tensor out, Tensor lse)", function, operators.branch_shapes
-    )
     backward = functools.partial(_branch_backward, step)
-    operators.differentiate(name, tensors, 3, "Tensor out, Tensor lse", backward)
+    operators.define_branch(name, tensors, function, "Tensor out, Tensor lse", backward)
 
 
 PAIR = "Tensor query, Tensor compressed_key"
@@ -343,12 +340,7 @@ SAVED = (
     "Tensor starts, Tensor members, Tensor counts"
 )
 _define_branch("compressed_attention", operators.THREE, _compressed, gradients.compressed)
-_define_branch(
-    "selected_attention",
-    operators.CHOSEN,
-    _selected,
-    gradients.chosen,
-)
+_define_branch("selected_attention", operators.CHOSEN, _selected, gradients.chosen)
 _define_branch("sliding_attention", operators.THREE, _sliding, gradients.sliding)
 operators.define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
 operators.define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)

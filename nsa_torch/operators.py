@@ -35,6 +35,12 @@ def branch_shapes(query, key, value, *rest):
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+def define_branch(name, tensors, function, kept, backward) -> None:
+    """Registers `nsa::name`, a branch, with the gradients of query, key and value."""
+    define(name, tensors, "(Tensor out, Tensor lse)", function, branch_shapes)
+    differentiate(name, tensors, 3, kept, backward)
+
+
 def define(name, tensors, results, function, shapes) -> None:
     """Registers `nsa::name`; `shapes` gives outputs like those of `function`, unwritten."""
     torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")

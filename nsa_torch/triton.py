@@ -57,8 +57,7 @@ def _forward(query, key, value, indices, kv_len, lengths, cu_seqlens, config, sc
     batch, length, heads, width = query.shape
     kv_heads, value_width = value.shape[2:]
     group = heads // kv_heads
-    out = query.new_empty(batch, length, heads, value_width)
-    lse = query.new_empty(batch, length, heads, dtype=torch.float32)
+    out, lse = operators.branch_shapes(query, key, value)
     where = geometry_of(query, config, kv_len if lengths is None else lengths, cu_seqlens)
     places = (x.to(torch.int32).contiguous() for x in (where.position, where.key_start))
     scale = width**-0.5 if scale is None else scale
@@ -79,6 +78,5 @@ def _forward(query, key, value, indices, kv_len, lengths, cu_seqlens, config, sc
     return out, lse
 
 
-NAME, TENSORS = "triton_selected_attention", operators.CHOSEN
-operators.define(NAME, TENSORS, "(Tensor out, Tensor lse)", _forward, operators.branch_shapes)
-operators.differentiate(NAME, TENSORS, 3, "Tensor lse", _backward)
+NAME = "triton_selected_attention"
+operators.define_branch(NAME, operators.CHOSEN, _forward, "Tensor lse", _backward)

@@ -329,6 +329,12 @@ def test_torch_makes_the_same(shape, branch, short):
                 np.testing.assert_array_equal(x, y)
 
 
+def test_no_more_items_than_entries():
+    """Few queries over many keys: no list of most tiles has an entry."""
+    ((sums, _),) = check(mosaic.STEPS, Shape(2, 900, 4, block=64), "chosen")
+    assert sums.spec.items <= sums.spec.listed < sums.spec.tiles * sums.spec.B * sums.spec.Hkv
+
+
 def test_whole_tiles_are_seen_without_a_mask():
     """Most of a long problem needs none."""
     shape = Shape(512, 2048, 16, block=64, n=8)

@@ -12,9 +12,9 @@ import nsa_torch.mosaic
 from kernels_pallas.mosaic import inverse, wanted
 from kernels_pallas.mosaic.inverse import Inverse
 from kernels_pallas.mosaic.key_gradient import REACH
-from kernels_pallas.mosaic.wanted import Wanted
 from nsa_jax import mosaic, sorted_lists
-from tests.warps import Warp, lanes
+from tests import warps
+from tests.warps import WANTED_MUTANTS, lanes
 
 KEYS = 64  # of a tile
 # First keys and positions of the tokens of both rows of a batch.
@@ -134,9 +134,8 @@ def test_sorting(name):
 def by_warps(spec, arrays, monkeypatch):
     """`inverse.Walk.make` of every warp, on numpy."""
     bits = inverse.WARPS * spec.bits
-    machine = Warp(4 * (bits + inverse.WARPS * spec.window))
-    for module in (inverse, wanted):
-        monkeypatch.setattr(module, "warp", machine)
+    shared = 4 * (bits + inverse.WARPS * spec.window)
+    machine = warps.machine(monkeypatch, shared, inverse, wanted)
 
     def walk(fill, *outputs):
         for row in range(spec.rows):
@@ -173,19 +172,7 @@ def test_warps_with_several_words_and_windows(monkeypatch, name):
     assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
 
 
-MUTANTS = {
-    "no bit of an earlier token": (
-        Warp,
-        "join",
-        lambda self, a, x, only: self.write(a, x, 0, only),
-    ),
-    "a word whose last bit is set is empty": (
-        Warp,
-        "different",
-        lambda self, a, b: lanes(a) > lanes(b),
-    ),
-    "bits are not cleared": (Wanted, "clear", lambda self, *arguments: None),
-    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
+MUTANTS = WANTED_MUTANTS | {
     "tokens before the tile count": (
         inverse.Walk,
         "_ends",

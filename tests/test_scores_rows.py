@@ -11,6 +11,7 @@ import pytest
 from kernels_pallas.mosaic import lines
 from kernels_pallas.mosaic.lines import Lines
 from kernels_pallas.mosaic.scores import Scores
+from tests import warps
 from tests.warps import LANES, Warp, lanes
 
 BASE = 3  # the first block of the tile's sequence
@@ -78,8 +79,7 @@ def check(monkeypatch, change, seed=0):
     line, heads, chunk = Lines(spec), spec.cut.heads, spec.cut.chunk
     assert spec.chunks > 1 or not spec.held < spec.candidates
     places = 4 * spec.lines * line.words
-    machine = Warp(places + 4 * spec.lines * line.kept)
-    monkeypatch.setattr(lines, "warp", machine)
+    machine = warps.machine(monkeypatch, places + 4 * spec.lines * line.kept, lines)
     rng = np.random.default_rng(seed)
     steps = -(-spec.candidates // 64)
     # Few values, so that there are ties; sums of them are exact.

@@ -10,9 +10,9 @@ import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import selected, union, wanted
-from kernels_pallas.mosaic.wanted import Wanted
 from nsa_jax import mosaic, sorted_lists
-from tests.warps import Warp, lanes
+from tests import warps
+from tests.warps import WANTED_MUTANTS, Warp, lanes
 
 SPEC = selected.Selected(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
@@ -117,9 +117,7 @@ def test_torch_sorts_alike():
 def by_warps(spec, arrays, monkeypatch):
     """`union.Lists.make` of every warp, on numpy."""
     words = union.WARPS * spec.words * union.WINDOW
-    machine = Warp(4 * words)
-    for module in (union, wanted):
-        monkeypatch.setattr(module, "warp", machine)
+    machine = warps.machine(monkeypatch, 4 * words, union, wanted)
     shape = spec.B, spec.Hkv, spec.tiles
     starts, members, counts = (
         np.full((*shape, *size), -99, np.int32)
@@ -147,21 +145,9 @@ def test_a_warp_with_more_blocks_than_bits(monkeypatch):
         check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
 
 
-MUTANTS = {
-    "no bit of an earlier token": (
-        Warp,
-        "join",
-        lambda self, a, x, only: self.write(a, x, 0, only),
-    ),
-    "a block of token 31 alone is not listed": (
-        Warp,
-        "different",
-        lambda self, a, b: lanes(a) > lanes(b),
-    ),
+MUTANTS = WANTED_MUTANTS | {
     "places are counted from each row": (Warp, "ones", lambda self, x: lanes(np.int32(1))),
-    "bits are not cleared": (Warp, "write", lambda self, *arguments, only=True: None),
     "a cut in a sequence before is forgotten": (Warp, "number", lambda self, x: lanes(0)),
-    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
 }
 
 

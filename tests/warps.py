@@ -7,6 +7,8 @@ whether the instructions do what `warp.py` says (the tests marked `gpu`).
 
 import numpy as np
 
+from kernels_pallas.mosaic.wanted import Wanted
+
 LANES = np.arange(32, dtype=np.int32)
 
 
@@ -124,3 +126,28 @@ class Warp:
         for i in range(times[0]):
             state = body(lanes(i), state)
         return state
+
+
+def machine(monkeypatch, bytes_: int, *modules) -> Warp:
+    """A warp with so much shared memory, on which these modules' functions run."""
+    made = Warp(bytes_)
+    for module in modules:
+        monkeypatch.setattr(module, "warp", made)
+    return made
+
+
+# Of what lists are made from (`wanted.py`): class, name, and what is wrong.
+WANTED_MUTANTS = {
+    "no bit of an earlier token": (
+        Warp,
+        "join",
+        lambda self, a, x, only: self.write(a, x, 0, only),
+    ),
+    "a word whose last bit is set is empty": (
+        Warp,
+        "different",
+        lambda self, a, b: lanes(a) > lanes(b),
+    ),
+    "bits are not cleared": (Wanted, "clear", lambda self, *arguments: None),
+    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
+}
