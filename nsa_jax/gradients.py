@@ -14,15 +14,13 @@ from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
 from kernels_pallas.mosaic.inverse import Inverse
 from kernels_pallas.mosaic.key_gradient import KeyGradient
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, ROWS
+from nsa_jax import gathered, items
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
 
-SHARES = 2112  # items that fill a GPU several times over
+SINGLE = (1, 2, 4, 8)  # heads of a group: their rows fill a step of the keys' gradient
 SHORTEST = 64  # tiles of queries of an item
-LONGEST = 2048  # entries of a list that one item takes at most: each piece has its own sums
-SHORT = 256  # entries that an item may always have
-SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +95,7 @@ def whole(
         lists = steps.selected_lists(*third, **rest)
     forward: Branches[Any] = Branches(
         functools.partial(steps.compressed, *first, **rest),
-        functools.partial(steps.selected, *third, **rest, lists=lists),
+        functools.partial(steps.selected, *third, **rest, lists=lists, packed=packed),
         functools.partial(steps.sliding, *second, **rest),
     )
     known = None
@@ -176,60 +174,17 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
     base = KeyGradient(**shapes_of(query, key, value, scale), items=0, gated=gated)
     pieces, tiles = 1, base.B * base.Hkv * base.tiles
     if long:
-        pieces = max(min(-(-SHARES // tiles), base.units // SHORTEST), 1)
+        pieces = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
     base = dataclasses.replace(base, items=pieces * tiles)
-    items, *places = steps.once(
+    table, *places = steps.once(
         where,
         ("items", bounds, base),
-        lambda: _interval_items(steps, steps.bounds(where, bounds), base, pieces),
+        lambda: items.interval(steps, steps.bounds(where, bounds), base, pieces),
     )
     rows = _by_unit(steps, rows, numbers, spec, base)
     first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
-    arrays = query, key, value, grad, rows, items
+    arrays = query, key, value, grad, rows, table
     return query_grad, *_merged(steps, base, arrays, [first], places)
-
-
-def _interval_items(steps, bounds, base, pieces):
-    """`items` of `key_gradient.partial_sums`, and `first` and `count` of `merged`."""
-    first, last = bounds
-    tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
-    span = -(-base.units // pieces)
-    xp, integers = steps.xp, steps.integers
-    start = xp.broadcast_to(steps.numbers(first, tiles) * base.keys, (base.B, tiles))
-
-    def token_after(bound, key, side):
-        return integers(steps.search(bound, key, side))
-
-    begin = token_after(last, start, "right") // tokens
-    end = (token_after(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
-    end = xp.maximum(begin, end)
-    whole_from = (token_after(last, start + base.keys, "left") + (tokens - 1)) // tokens
-    whole_to = token_after(first, start, "right") // tokens
-
-    # Items in the order [piece, head, tile], so that those which run together read the same
-    # queries; their sums in the order [head, tile, piece].
-    shape = (pieces, base.B, base.Hkv, tiles)
-    piece = steps.numbers(first, pieces).reshape(-1, 1, 1, 1)
-    row = steps.numbers(first, heads).reshape(1, base.B, base.Hkv, 1)
-    tile = steps.numbers(first, tiles).reshape(1, 1, 1, -1)
-    begin, end, whole_from, whole_to = (
-        x.reshape(1, base.B, 1, tiles) for x in (begin, end, whole_from, whole_to)
-    )
-    lower, upper = xp.maximum(begin, piece * span), xp.minimum(end, (piece + 1) * span)
-    columns = [
-        xp.where(lower < upper, row, -1),
-        tile * base.keys,
-        lower,
-        whole_from,
-        whole_to,
-        xp.maximum(lower, upper),
-        (row * tiles + tile) * pieces + piece,
-    ]
-    items = _table(steps, [xp.broadcast_to(x, shape).reshape(-1) for x in columns])
-    least = begin // span
-    first_item = (row * tiles + tile) * pieces + least
-    count = xp.where(begin < end, (end + (span - 1)) // span - least, 0)
-    return items, *(xp.broadcast_to(x[0], shape[1:]) for x in (first_item, count))
 
 
 def chosen(
@@ -260,6 +215,7 @@ def chosen(
         gated=gated,
         added=added is not None,
         gradient=True,
+        limit=gathered.limit(query, key, value, indices, config, packed),
         **selected.gradient_stages(width, value.shape[-1], size),
     )
     last = steps.end(where)
@@ -269,17 +225,27 @@ def chosen(
     rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     by_row = steps.last_by_row(where, spec.tile, spec.tiles)
+    arrays = query, key, value
     (query_grad,) = steps.run(
-        selected.attention(spec), query, key, value, *lists, by_row, grad, rows, *extra
+        selected.attention(spec), *arrays, *lists, by_row, grad, rows, *extra
     )
+    if spec.limit:
+        selection = indices, lists[-1], where
+        found = grad, numbers, query_grad
+        query_grad = gathered.query_gradient(steps, spec, arrays, selection, *found)
 
     base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
-    inverse = Inverse(
-        base.B, base.T, base.S, base.Hkv, indices.shape[-1], size, base.unit.tokens, packed
-    )
+    sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
+    alone = spec.tile.group in SINGLE and spec.tile.slab == ROWS
+    if alone and not Inverse(*sizes, 1, packed).marked:
+        base = dataclasses.replace(base, single=True)
+    inverse = Inverse(*sizes, base.unit.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
-    table, *places = _listed_items(steps, edges, where, inverse)
-    rows = _by_unit(steps, rows, numbers, spec, base)
+    table, *places = items.listed(steps, edges, where, inverse)
+    if base.single:
+        rows = _by_token(steps, numbers, base)
+    else:
+        rows = _by_unit(steps, rows, numbers, spec, base)
     spec = dataclasses.replace(
         base,
         items=table.shape[0],
@@ -288,78 +254,6 @@ def chosen(
     )
     arrays = query, key, value, grad, rows, table
     return query_grad, *_merged(steps, spec, arrays, queries, places)
-
-
-def _listed_items(steps, edges, where, inverse):
-    """`items` of `key_gradient.partial_sums`, and `first` and `count` of `merged`.
-
-    Items that run together should read the same queries, while these are in L2: they are a
-    window of the tokens, each half of what is before the next one, which gives the tiles of a
-    window lists of like lengths. Long lists are several items. They run in the order [head,
-    window, tile, piece]; a tile's sums are [head, tile, window, piece].
-    """
-    xp, integers = steps.xp, steps.integers
-    windows, tiles, rows = 1, inverse.tiles, inverse.rows
-    if not inverse.packed and inverse.T == inverse.S:
-        windows += max((inverse.units // SHORTEST_WINDOW).bit_length() - 1, 0)
-    longest = min(max(-(-inverse.entries // (SHARES // 2)), SHORT), LONGEST)
-
-    def bounds():
-        """Of `edges`, where each tile's windows begin, its end, and what sees it wholly."""
-        last = steps.end(where)
-        cuts = [inverse.units >> i for i in range(windows - 1, 0, -1)]
-        cuts = [0, *(cut // inverse.chunk for cut in cuts), inverse.chunks]
-        if inverse.clipped:
-            whole = xp.zeros_like(last[:, :1]) + inverse.chunks
-        else:  # from the first chunk whose tokens see the tile to its end
-            tile_end = (steps.numbers(last, tiles) + 1) * ROWS
-            whole = steps.search(last, xp.broadcast_to(tile_end, (inverse.B, tiles)), "left")
-            tokens = inverse.chunk * inverse.tokens
-            whole = integers(whole + (tokens - 1)) // tokens
-        shape = inverse.B, inverse.Hkv, tiles
-        columns = [steps.numbers(last, 1) + cut for cut in cuts] + [whole[:, None]]
-        found = [xp.broadcast_to(integers(x), shape)[..., None] for x in columns]
-        first = steps.numbers(last, rows * tiles) * inverse.chunks
-        found = xp.concatenate(found, axis=-1) + first.reshape(*shape, 1)
-        return [found.reshape(1, -1)]
-
-    (at,) = steps.once(where, ("inverse", inverse, windows), bounds)
-    found = steps.rows(edges[None], at).reshape(rows, tiles, windows + 2)
-    begin, end, whole = found[..., :windows], found[..., 1:-1], found[..., -1:]
-    count = (end - begin + (longest - 1)) // longest
-    by_tile = xp.cumsum(count.reshape(-1), axis=0, dtype=xp.int32).reshape(count.shape)
-    slot = by_tile - count
-    places = slot[..., 0], by_tile[..., -1]
-    first, past = (x.reshape(inverse.B, inverse.Hkv, tiles) for x in places)
-    total = xp.moveaxis(count, 2, 1).reshape(1, -1)
-    total = xp.cumsum(total, axis=1, dtype=xp.int32)
-    # A tile that a window's tokens can see has at most one item there that is not full, and
-    # no item is empty.
-    items = rows * (tiles * min(windows, 2) + windows) + inverse.entries // longest
-    items = min(items, inverse.entries)
-    number = steps.numbers(edges, items)
-    owner = integers(steps.search(total, number, "right"))[0]
-    number, exists = number[0], owner < total.shape[1]
-    owner = owner.clip(None, total.shape[1] - 1)
-    columns = begin, end, xp.broadcast_to(whole, count.shape), slot, count
-    table = xp.concatenate([x[..., None] for x in columns], axis=-1)
-    table = xp.moveaxis(table, 2, 1).reshape(-1, len(columns))[owner]
-    begin, end, whole, slot, count = (table[:, i] for i in range(len(columns)))
-    piece = number - (total[0, owner] - count)
-    begin = begin + piece * longest
-    end = xp.minimum(begin + longest, end)
-    begin, end = (xp.where(exists, x, 0) for x in (begin, end))
-    whole = xp.minimum(xp.maximum(whole, begin), end)
-    columns = [
-        xp.where(exists, owner // (windows * tiles), -1),
-        owner % tiles * ROWS,
-        begin,
-        whole,
-        end,
-        end,
-        slot + piece,
-    ]
-    return _table(steps, columns), first, past - first
 
 
 def _merged(steps, spec, arrays, more, places):
@@ -414,6 +308,12 @@ def _rows(steps, numbers, kv_heads, tile, tiles):
     return steps.longer(x, 3, tile.rows, 0.0)
 
 
+def _by_token(steps, numbers, base):
+    """`[B, T, H, 4]` as `[B, Hkv, T, 8, 4]`, zeros after the heads of a group."""
+    x = numbers.reshape(base.B, base.T, base.Hkv, -1, NUMBERS)
+    return steps.longer(steps.xp.moveaxis(x, 2, 1), 3, base.rows_of_unit, 0.0)
+
+
 def _by_unit(steps, rows, numbers, spec, base):
     """`_rows` for the units of `base`: those for the tiles of `spec` if they are alike."""
     tile, unit = spec.tile, base.unit
@@ -421,10 +321,3 @@ def _by_unit(steps, rows, numbers, spec, base):
     if alike and spec.tiles * tile.tokens == base.units * unit.tokens:
         return rows.reshape(base.B, base.Hkv, base.units, unit.rows, -1)
     return _rows(steps, numbers, base.Hkv, unit, base.units)
-
-
-def _table(steps, columns):
-    """`items` of `key_gradient.partial_sums`."""
-    columns = [steps.integers(x)[:, None] for x in columns]
-    missing = key_gradient.ITEM - len(columns)
-    return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=1)

@@ -43,6 +43,7 @@ STEPS = Framework(
     lambda x, n: jnp.arange(n, dtype=jnp.int32)[None],
     lambda where, name, make: make(),
     _pad,
+    lambda x, index, part: x.at[index].set(part),
 )
 
 
@@ -190,7 +191,8 @@ def selected_attention(
     def attend(query, key, value, integers):
         where = place.where(query, integers, config)
         query = place.queries(query, where)
-        return STEPS.selected(query, key, value, integers["indices"], where, config, scale)
+        rest = integers["indices"], where, config, scale
+        return STEPS.selected(query, key, value, *rest, packed=packed)
 
     def differentiate(query, key, value, integers, grad, saved):
         where = place.where(query, integers, config)
@@ -287,7 +289,7 @@ def attention(
         indices = best_blocks(query, compressed_key, lse, where, integers)
         out, _ = STEPS.sliding(query, key.sliding, value.sliding, *rest, gates.sliding, out)
         chosen = place.queries(query, where), key.selected, value.selected, indices
-        out, _ = STEPS.selected(*chosen, *rest, gates.selected, out)
+        out, _ = STEPS.selected(*chosen, *rest, gates.selected, out, packed=packed)
         return out, indices
 
     def fast(arrays, integers):
@@ -307,7 +309,7 @@ def attention(
         lists = STEPS.selected_lists(*chosen, *rest)
         found = Branches(
             first,
-            STEPS.selected(*chosen, *rest, lists=lists),
+            STEPS.selected(*chosen, *rest, lists=lists, packed=packed),
             STEPS.sliding(query, key.sliding, value.sliding, *rest),
         )
         out = gradients.gated_sum(STEPS, [out for out, _ in found], gates)

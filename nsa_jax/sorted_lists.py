@@ -5,7 +5,7 @@ Sorted, the blocks that several tokens of a tile or unit want stand side by side
 the row give each its place in the list and one bit a token.
 """
 
-from kernels_pallas.mosaic.key_gradient import REACH
+from kernels_pallas.mosaic.key_gradient import ITEM, REACH
 from kernels_pallas.mosaic.operands import ROWS
 
 NOTHING = 2**31 - 1  # in place of a wanted block: none
@@ -61,9 +61,10 @@ def _wanted(steps, indices, position, key_start, spec):
     return steps.longer(wanted, 3, spec.entries, NOTHING)
 
 
-def inverse(steps, indices, position, key_start, spec):
+def inverse(steps, indices, position, key_start, spec, slots=False, counts=None):
     """What the `inverse` kernels give, from the same arrays: the running sum of the counts, and
     the lists. Where blocks end within tiles, a unit and a block may have several entries here.
+    `slots`: the list of `inverse.slots`; `counts`: of `unions`, if there is a limit.
 
     `spec`: `kernels_pallas.mosaic.inverse.Inverse`, `rows * tiles * units` below 2**31.
     """
@@ -78,19 +79,70 @@ def inverse(steps, indices, position, key_start, spec):
     )
     tile = begins // ROWS + part
     there = (index >= 0) & (xp.maximum(begins, tile * ROWS) < xp.minimum(begins + size, last))
+    if counts is not None:
+        long = (counts[..., 1:] > spec.limit)[..., None]
+        long = xp.broadcast_to(long, (*long.shape[:3], spec.tile, 1))
+        long = xp.moveaxis(long.reshape(spec.B, spec.Hkv, -1), 1, 2)[:, : spec.T]
+        there = there & long[..., None, None]
     order = ((row * spec.Hkv + head) * tiles + tile) * units + token // tokens
     mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
     order = xp.where(there, order, NOTHING)
+    if slots:
+        slot = steps.numbers(indices, spec.n).reshape(1, 1, 1, -1, 1)
+        mark = (token * spec.Hkv + head) * spec.n + slot
     order, mark = (
         integers(xp.broadcast_to(x, order.shape)).reshape(1, -1) for x in (order, mark)
     )
-    order, mark = _together(steps, *steps.sort_pairs(order, mark))
+    order, mark = steps.sort_pairs(order, mark)
+    if not slots:
+        order, mark = _together(steps, order, mark)
     tile, chunk = (steps.numbers(indices, n) for n in (spec.rows * tiles, spec.chunks))
     edges = (tile.reshape(-1, 1) * units + chunk * spec.chunk).reshape(1, -1)
     edges = integers(steps.search(order, edges, "left"))
     edges = xp.concatenate([edges[0], integers(xp.sum(order < NOTHING)).reshape(1)], axis=0)
     lists = [order % units, mark] if spec.marked else [order % units]
+    lists = [mark] if slots else lists
     return edges, *(x.reshape(-1) for x in lists)
+
+
+def items(steps, edges, position, spec):
+    """What `pieces.items` gives, from the same arrays; `spec`: its `Pieces`."""
+    xp, inverse = steps.xp, spec.inverse
+    rows, tiles, chunks = inverse.rows, inverse.tiles, inverse.chunks
+    part, row, tile = (
+        steps.numbers(edges, n).reshape([-1 if i == axis else 1 for i in range(3)])
+        for axis, n in enumerate((spec.parts, rows, tiles))
+    )
+    low = (part * spec.chunks).clip(None, chunks)
+    high = (low + spec.chunks).clip(None, chunks)
+    first = steps.rows(position[:, :1].reshape(1, -1), row.reshape(1, -1) // inverse.Hkv)
+    token = (tile * ROWS + (ROWS - 1) - first.reshape(1, -1, 1)).clip(0, None)
+    chunk = (token + (inverse.chunk - 1)) // inverse.chunk
+    chunk = xp.minimum(xp.maximum(chunk, low), high)
+    shape = spec.parts, rows, tiles
+
+    def edge(chunk):
+        at = xp.broadcast_to((row * tiles + tile) * chunks + chunk, shape)
+        return edges[at]
+
+    begin, whole, end = map(edge, (low, chunk, high))
+    pieces = (end - begin + (spec.longest - 1)) // spec.longest
+    total = xp.cumsum(pieces, axis=2, dtype=xp.int32).reshape(-1, tiles)
+    slot = xp.broadcast_to(steps.numbers(edges, spec.items), (spec.parts * rows, spec.items))
+    owner = steps.integers(steps.search(total, slot, "right"))
+    exists, owner = owner < tiles, owner.clip(None, tiles - 1)
+    begin, whole, end, count = (
+        steps.rows(x.reshape(-1, tiles), owner) for x in (begin, whole, end, pieces)
+    )
+    piece = slot - (steps.rows(total, owner) - count)
+    start = begin + piece * spec.longest
+    stop = xp.minimum(start + spec.longest, end)
+    masked = xp.minimum(xp.maximum(whole, start), stop)
+    row = xp.broadcast_to(row.reshape(1, -1, 1), (spec.parts, rows, spec.items))
+    columns = row.reshape(owner.shape), owner * ROWS, start, masked, stop
+    columns = [xp.where(exists, steps.integers(x), -1)[..., None] for x in columns]
+    table = xp.concatenate([*columns, *columns[:1] * (ITEM - len(columns))], axis=-1)
+    return table.reshape(spec.parts, rows, spec.items, ITEM)
 
 
 def _together(steps, order, mark):

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.mosaic import band, inverse, limits, scores, selected, union
+from kernels_pallas.mosaic import band, inverse, limits, pieces, scores, selected, union
 from kernels_pallas.tiles import tiles_of
-from nsa_jax import sorted_lists
+from nsa_jax import gathered, sorted_lists
 from nsa_jax.config import NSAConfig
 
 
@@ -25,7 +25,8 @@ class Framework:
     `sort_pairs(keys, values)`: rows of both in the order of the keys, stable; `numbers(x, n)`:
     int32 `[[0 .. n - 1]]` on the device of `x`; `once(where, name, make)`: the arrays `make()`,
     which follow from `where` and `name` alone, so that calls alike may share them;
-    `pad(x, axis, count, value)`: `x` with so many more entries at the end of an axis.
+    `pad(x, axis, count, value)`: `x` with so many more entries at the end of an axis;
+    `put(x, index, part)`: `x` with `part` at `index`, perhaps in the memory of `x`.
     """
 
     xp: Any
@@ -38,6 +39,7 @@ class Framework:
     numbers: Callable
     once: Callable
     pad: Callable
+    put: Callable
 
     def integers(self, x):
         return self.cast(x, self.xp.int32)
@@ -183,9 +185,11 @@ class Framework:
         gate=None,
         added=None,
         lists=None,
+        *,
+        packed: bool,
     ) -> tuple[Any, Any]:
         """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`; `lists`: `selected_lists`,
-        where they are there already.
+        where they are there already; `packed`: sequences may begin at any key.
         """
         spec = selected.Selected(
             **shapes_of(query, key, value, scale),
@@ -193,6 +197,7 @@ class Framework:
             block=config.select_block,
             gated=gate is not None,
             added=added is not None,
+            limit=gathered.limit(query, key, value, indices, config, packed),
             **tiles_of(
                 "selected",
                 query,
@@ -208,7 +213,12 @@ class Framework:
             lists = self.lists(indices, where, spec)
         last = self.last_by_row(where, tile, tiles)
         extra = self._extra(gate, added, spec.Hkv, spec)
-        out, lse = self.run(selected.attention(spec), query, key, value, *lists, last, *extra)
+        arrays = query, key, value
+        out, lse = self.run(selected.attention(spec), *arrays, *lists, last, *extra)
+        if spec.limit:
+            selection = indices, lists[-1], where
+            found = out, lse, extra[0] if spec.gated else None
+            out, lse = gathered.attention(self, spec, arrays, selection, *found)
         return out, None if spec.added else self.heads_of_rows(lse, tile, spec.T)
 
     def selected_lists(self, query, key, value, indices, where, config: NSAConfig, scale):
@@ -231,9 +241,26 @@ class Framework:
         arrays = indices, where.position, where.key_start
         if limits.interpret.get():
             return sorted_lists.inverse(self, *arrays, spec)
-        (counts,) = self.run(inverse.counted(spec), *arrays)
-        edges = self.xp.cumsum(counts, axis=0, dtype=self.xp.int32)
+        edges = self._edges(arrays, spec)
         return edges, *self.run(inverse.filled(spec), *arrays, edges)
+
+    def slot_lists(self, indices, counts, where, spec):
+        """`(items, entries)` that `gathered.partial_outputs` reads; `spec`: a `pieces.Pieces`,
+        `counts` of `lists`.
+        """
+        arrays = indices, where.position, where.key_start
+        if limits.interpret.get():
+            edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, True, counts)
+            return sorted_lists.items(self, edges, where.position, spec), entries
+        arrays = *arrays, counts
+        edges = self._edges(arrays, spec.inverse)
+        (entries,) = self.run(inverse.slots(spec.inverse), *arrays, edges)
+        (items,) = self.run(pieces.items(spec), edges, where.position)
+        return items, entries
+
+    def _edges(self, arrays, spec):
+        (counts,) = self.run(inverse.counted(spec), *arrays)
+        return self.xp.cumsum(counts, axis=0, dtype=self.xp.int32)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
         """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the

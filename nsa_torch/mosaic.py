@@ -80,7 +80,15 @@ def _pad(x, axis, count, value):
     return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)
 
 
-STEPS = Framework(torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once, _pad)
+def _put(x, index, part):
+    if x[index].data_ptr() != part.data_ptr():  # else the kernel has written it there
+        x[index] = part
+    return x
+
+
+STEPS = Framework(
+    torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once, _pad, _put
+)
 
 
 class _Place:
@@ -114,6 +122,7 @@ class _Place:
         start = where.key_start if self.cu_seqlens is None else where.compressed_start
         return [x.to(torch.int32) for x in (where.position, where.key_start, start)]
 
+    packed = property(lambda self: self.cu_seqlens is not None)
     position = property(lambda self: self._where[0])
     key_start = property(lambda self: self._where[1])
     compressed_start = property(lambda self: self._where[2])
@@ -155,7 +164,7 @@ class _Place:
         return self.config.num_blocks(longest)
 
     def best_blocks(self, query, compressed_key, lse):
-        blocks, packed = self.num_blocks(compressed_key), self.cu_seqlens is not None
+        blocks, packed = self.num_blocks(compressed_key), self.packed
         options = {"num_blocks": blocks, "packed": packed}
         return self.run(STEPS.best_blocks, query, compressed_key, lse, **options).contiguous()
 
@@ -188,7 +197,7 @@ def _select(query, key, *place):
 def _selected(query, key, value, indices, *place):
     place = _Place(query, *place)
     query, value = place.queries(query), place.values(value)
-    out, lse = place.run(STEPS.selected, query, key, value, indices)
+    out, lse = place.run(STEPS.selected, query, key, value, indices, packed=place.packed)
     return out, lse.contiguous()
 
 
@@ -216,7 +225,9 @@ def _attention(query, *tensors_and_place):
     local = query, keys.sliding, values.sliding
     out, _ = place.run(STEPS.sliding, *local, gate=gates.sliding, added=out)
     chosen = padded, keys.selected, values.selected, indices
-    out, _ = place.run(STEPS.selected, *chosen, gate=gates.selected, added=out)
+    out, _ = place.run(
+        STEPS.selected, *chosen, gate=gates.selected, added=out, packed=place.packed
+    )
     return out, found
 
 
@@ -255,7 +266,7 @@ def _saving(query, *tensors_and_place):
         indices = found = place.best_blocks(query, compressed[0], first[1])
     selected = padded, keys.selected, values.selected, indices
     lists = [x.contiguous() for x in place.run(STEPS.selected_lists, *selected)]
-    chosen = place.run(STEPS.selected, *selected, lists=lists)
+    chosen = place.run(STEPS.selected, *selected, lists=lists, packed=place.packed)
     local = place.run(STEPS.sliding, query, keys.sliding, values.sliding)
     outputs, norms = zip(first, chosen, local, strict=True)
     out = gradients.gated_sum(STEPS, outputs, gates)
@@ -284,7 +295,7 @@ def _branch_backward(step, grad, out, lse, query, key, value, *rest):
     query, grad = place.queries(query), place.queries(grad)
     (dots,) = gradients.output_dots(STEPS, grad, out)
     saved = gradients.Saved(lse, dots)
-    options = {"packed": place.cu_seqlens is not None} if indices else {}
+    options = {"packed": place.packed} if indices else {}
     tensors = query, clean(key), clean(value), *indices, grad
     return list(place.gradients(step, *tensors, saved=saved, **options))
 
@@ -310,7 +321,7 @@ def _attention_backward(grad, found, query, *rest, outputs=None, lists=None):
         indices,
         grad,
         outputs,
-        packed=place.cu_seqlens is not None,
+        packed=place.packed,
         lists=lists,
     )
     gates = [x.to(gate.dtype, copy=True) for x, gate in zip(dots, gates, strict=True)]

@@ -19,7 +19,7 @@ import torch
 import nsa_torch.mosaic
 from kernels_pallas.mosaic import band, inverse, key_gradient, selected
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, gradients, mosaic, sorted_lists
+from nsa_jax import geometry, gradients, items, mosaic, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework
 from tests.inputs import segment_ids
@@ -286,10 +286,10 @@ def check(steps, shape, branch, indices=None):
 @pytest.fixture
 def short(monkeypatch):
     """Items are many and short, and there are several windows of tokens."""
-    monkeypatch.setattr(gradients, "SHORTEST_WINDOW", 2)
+    monkeypatch.setattr(items, "SHORTEST_WINDOW", 2)
     monkeypatch.setattr(inverse, "CHUNKS", 8)
     monkeypatch.setattr(gradients, "SHORTEST", 2)
-    monkeypatch.setattr(gradients, "LONGEST", 3)
+    monkeypatch.setattr(items, "LONGEST", 3)
 
 
 @pytest.fixture(params=["long", "short"])

@@ -47,6 +47,7 @@ ALLOWED = {
     "band_attention": REGISTERS // (3 * 128) // 8 * 8,
     "band_query_gradient": REGISTERS // (3 * 128) // 8 * 8,
     "selected_attention": REGISTERS // (3 * 128) // 8 * 8,
+    "merged_gathered": REGISTERS // (2 * 128) // 8 * 8,
     "best_blocks": REGISTERS // (4 * 128),
 }
 # Of backward passes only.
@@ -60,6 +61,11 @@ GRADIENTS = {
     "merged_key_gradient",
     "selected_query_gradient",
 }
+# Of tokens that leave the union of their tile, where one can be too long.
+LEAVING = {"inverse_slots", "pieces", "merged_gathered"}
+FORWARD = LEAVING | {"inverse_counts", "gathered_attention"}
+BACKWARD = LEAVING | {"gathered_query_gradient"}
+LEFT = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
 # `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most
 # at D=192). At D=192 a few of the query's gradient do not fit either.
@@ -100,7 +106,7 @@ def kernels(name, backward=False):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)
-    wanted = [kernel for kernel in found if not backward or kernel.name in GRADIENTS]
+    wanted = [k for k in found if not backward or k.name in GRADIENTS | BACKWARD]
     return tuple(dict.fromkeys(wanted))
 
 
@@ -140,7 +146,9 @@ def excess(report):
 
 def test_kernels_fit_the_chip():
     reports = compiled(SHAPES)
-    assert {report["name"] for report in reports} >= set(ALLOWED) - GRADIENTS
+    names = {report["name"] for report in reports}
+    assert names >= set(ALLOWED) - GRADIENTS | FORWARD
+    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(LEFT)
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 
@@ -148,7 +156,8 @@ def test_kernels_fit_the_chip():
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_fit_the_chip(name):
     reports = compiled([name], backward=True)
-    assert {report["name"] for report in reports} == GRADIENTS
+    leaving = BACKWARD if name in LEFT else set()
+    assert {report["name"] for report in reports} == GRADIENTS | leaving
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 

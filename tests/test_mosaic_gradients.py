@@ -15,7 +15,7 @@ import pytest
 import nsa_jax
 from bench.parity import assert_parity
 from kernels_pallas.mosaic import key_gradient
-from nsa_jax import gradients, reference, sorted_lists
+from nsa_jax import gradients, items, reference, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import Case, call, problem
@@ -156,7 +156,7 @@ def check_whole(p):
 def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
     monkeypatch.setattr(gradients, "SHORTEST", 1)
-    monkeypatch.setattr(gradients, "LONGEST", 4)
+    monkeypatch.setattr(items, "LONGEST", 4)
 
 
 @pytest.mark.parametrize("name", CASES)

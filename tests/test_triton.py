@@ -117,8 +117,11 @@ def test_compiled_without_a_graph_break():
     for call in (function, compiled):
         out = call(*floats)
         results.append((out, *torch.autograd.grad(out.square().sum(), floats)))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    (out, *one), (same, *other) = results
+    assert torch.equal(out, same)
+    # A GPU adds up the gradients, which are those of `sdpa`, in any order.
+    for x, y in zip(one, other, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 if not INTERPRETED:

@@ -36,7 +36,8 @@ class Inverse:
 
     An entry is a unit of `tokens` neighbours (`KeyGradient.unit`) and a block that some of them
     chose, in the list of every tile of keys that the block touches. `packed`: sequences may
-    begin at any key.
+    begin at any key. With `limit` there are entries of those tokens alone whose tile of `tile`
+    tokens wants more blocks than that (`selected.Selected.limit`).
     """
 
     B: int
@@ -47,6 +48,8 @@ class Inverse:
     block: int
     tokens: int
     packed: bool
+    tile: int = 0
+    limit: int = 0
 
     @property
     def aligned(self) -> bool:
@@ -126,23 +129,36 @@ class Inverse:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What a warp does, on the words of `warp.py`: it counts entries, or writes them."""
+    """What a warp does, on the words of `warp.py`: it counts entries, or writes them (`fill`);
+    with `slots` as `slots` says.
+    """
 
     spec: Inverse
     fill: bool
+    slots: bool = False
 
-    def make(self, indices, position, key_start, edges, *rest) -> None:
+    def make(self, indices, position, key_start, *rest) -> None:
         """Goes through chunk `WARPS * group + warp` of row `row`; arrays as in `counted` or
         `filled`, then in shared memory `bits` `[WARPS, spec.bits]` and `done` `[WARPS,
         spec.window]`.
         """
-        *outputs, bits, done, row, group = rest
         spec, lane = self.spec, warp.lane()
+        counts, rest = (rest[0], rest[1:]) if spec.limit else (None, rest)
+        edges, *outputs, bits, done, row, group = rest
         b, g = row // spec.Hkv, row % spec.Hkv
         chunk = group * WARPS + warp.warp()
         bits = warp.shared(bits) + warp.warp() * (4 * spec.bits)
         done = warp.shared(done) + warp.warp() * (4 * spec.window)
         wanted = Wanted(spec.T, spec.Hkv, spec.n, spec.block, spec.units_of_word * spec.tokens)
+
+        def long_only(token):
+            """Whether the union of its tile is too long."""
+            tiles = -(-spec.T // spec.tile)
+            lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (token // spec.tile, 8)
+            return warp.fetch(warp.element(counts, *lead), 4) > spec.limit
+
+        if not spec.limit:
+            long_only = None
 
         def edge(tile, after=0):
             """What is said of the tile's entries from this chunk, or those after them."""
@@ -171,7 +187,7 @@ class Walk:
             def some_tokens(k, nothing):
                 unit0 = chunk * spec.chunk + k * spec.units_of_word
                 token0 = unit0 * spec.tokens
-                tokens = wanted.load(position, key_start, b, token0)
+                tokens = wanted.load(position, key_start, b, token0, long_only)
 
                 def sequence(_, state):
                     first, own, blocks = wanted.next_sequence(tokens, state[0])
@@ -181,8 +197,12 @@ class Walk:
                     warp.sync()
                     wanted.join(bits, spec.bits, low_block, indices, b, g, token0, own)
                     warp.sync()
-                    seen = first, blocks, *self._ends(tokens, first)
-                    self._visit(low, high, seen, low_block, bits, done, unit0, outputs)
+                    if self.slots:
+                        selection = indices, b, g, token0
+                        self._slots(wanted, selection, own, low, count, bits, done, outputs[0])
+                    else:
+                        seen = first, blocks, *self._ends(tokens, first)
+                        self._visit(low, high, seen, low_block, bits, done, unit0, outputs)
                     warp.sync()
                     return [first]
 
@@ -253,6 +273,33 @@ class Walk:
 
         warp.repeat(warp.larger(row_to - row_from, 0), row, [])
 
+    def _slots(self, wanted, selection, own, low, count, bits, done, output):
+        """Writes the places in the selection of what the tokens want from block `low` on, where
+        `bits` has `count` blocks and every block is a tile of keys.
+        """
+        spec = self.spec
+        _, _, g, token0 = selection
+
+        def write(entry, token, block, there, nothing):
+            at = warp.smaller(warp.larger(block - low, 0), spec.window - 1) * 4
+            there = there & warp.below(block, wanted.bound(own, token))
+            there = there & warp.below(block - low, spec.window)
+            before = warp.read(bits + at) & (warp.bit(token) - 1)
+            place = warp.read(done + at) + warp.ones(before)
+            slot = ((token0 + token) * spec.Hkv + g) * spec.n + entry % spec.n
+            warp.put(warp.element(output, (warp.where(there, place, 0), 4)), slot, there)
+            return nothing
+
+        def advance(r, nothing):
+            at = (r * LANES + warp.lane()) * 4
+            warp.write(done + at, warp.read(done + at) + warp.ones(warp.read(bits + at)))
+            return nothing
+
+        wanted.each(*selection, write, [])
+        warp.sync()
+        rows = warp.smaller((count + (LANES - 1)) // LANES, spec.window // LANES)
+        warp.repeat(rows, advance, [])
+
     @property
     def _first_bits(self) -> int:
         """The bits of the first token of every unit, as an int32."""
@@ -284,7 +331,7 @@ def counted(spec: Inverse) -> Kernel:
     """Inputs, int32: `indices` `[B, T, Hkv, n]`, -1 in empty places, blocks past the token's
     own not counted; `position` and `key_start` `[B, T]` as in `union.lists`. Output: int32
     `[1 + B * Hkv * tiles * chunks]`, zero and the number of entries of each row, tile of keys
-    and chunk of tokens.
+    and chunk of tokens. With `limit` there is one more input, the `counts` of `union.lists`.
     """
     return _kernel("inverse_counts", Walk(spec, fill=False), (), (_edges(spec),))
 
@@ -300,6 +347,17 @@ def filled(spec: Inverse) -> Kernel:
     return _kernel("inverse_lists", Walk(spec, fill=True), (_edges(spec),), outputs)
 
 
+@functools.cache
+def slots(spec: Inverse) -> Kernel:
+    """As `filled`, of a spec of single tokens whose blocks are tiles of keys. Output: int32
+    `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
+    """
+    if spec.tokens != 1 or spec.packed or spec.block != ROWS:
+        raise ValueError(f"slots are of single tokens and tiles of keys, got {spec}")
+    lists = jax.ShapeDtypeStruct((spec.entries,), jnp.int32)
+    return _kernel("inverse_slots", Walk(spec, True, slots=True), (_edges(spec),), (lists,))
+
+
 def _edges(spec):
     return jax.ShapeDtypeStruct((1 + spec.rows * spec.tiles * spec.chunks,), jnp.int32)
 
@@ -312,7 +370,9 @@ def _kernel(name, walk, more, outputs):
 
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     by_token = shape((spec.B, spec.T))
-    inputs = shape((spec.B, spec.T, spec.Hkv, spec.n)), by_token, by_token, *more
+    inputs = [shape((spec.B, spec.T, spec.Hkv, spec.n)), by_token, by_token]
+    if spec.limit:
+        inputs += [shape((spec.B, spec.Hkv, -(-spec.T // spec.tile), 2))]
     call = plgpu.kernel(
         body,
         out_type=outputs,
@@ -324,4 +384,4 @@ def _kernel(name, walk, more, outputs):
         ],
         compiler_params=operands.PARAMS,
     )
-    return Kernel(name, call, inputs, outputs)
+    return Kernel(name, call, (*inputs, *more), outputs)

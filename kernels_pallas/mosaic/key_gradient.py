@@ -24,8 +24,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.by_row import ByRow
 from kernels_pallas.mosaic.limits import HALF
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_COLUMN, ROWS
+from kernels_pallas.mosaic.operands import (
+    LOG2E,
+    MATRIX,
+    NUMBERS,
+    NUMBERS_ROWS,
+    PER_COLUMN,
+    ROWS,
+)
 
 ITEM = 8  # integers of an item
 REACH = 128  # what is added to the place of a block in a tile of keys, so that it is positive
@@ -35,8 +43,9 @@ REACH = 128  # what is added to the place of a block in a tile of keys, so that 
 class KeyGradient:
     """The static part of a problem; shapes as in `partial_sums`.
 
-    `listed`: queries come from lists, in units of a few tokens of 16 rows or more; `block`:
-    each entry says which of its tokens chose which `block` keys, else all of them all keys.
+    `listed`: queries come from lists, in units of a few tokens of 16 rows or more, or, if
+    `single`, of one token (groups of 1, 2, 4 or 8 heads); `block`: each entry says which of its
+    tokens chose which `block` keys, else all of them all keys.
     """
 
     B: int
@@ -52,6 +61,7 @@ class KeyGradient:
     gated: bool = False
     listed: int = 0
     block: int = 0
+    single: bool = False
     want_key: bool = True
     want_value: bool = True
     interpret: bool | object = False
@@ -74,13 +84,19 @@ class KeyGradient:
         if not self.listed:
             return 2
         keys = ROWS * (self.D + self.Dv) * 2
-        return min(max((HALF - keys) // (keys + ROWS * NUMBERS * 4), 2), 4)
+        numbers = ROWS // self.unit.rows * self.rows_of_unit * NUMBERS * 4
+        return min(max((HALF - keys) // (keys + numbers), 2), 4)
 
     @property
     def unit(self) -> operands.Tile:
         """What is copied at a time."""
         group = self.H // self.Hkv
         return operands.Tile(group, operands.slab_width(self.D, self.Dv), unit_rows(self))
+
+    @property
+    def rows_of_unit(self) -> int:
+        """Rows of numbers that are copied with a unit."""
+        return NUMBERS_ROWS if self.single else self.unit.rows
 
     @property
     def units(self) -> int:
@@ -94,13 +110,16 @@ class KeyGradient:
 
 def unit_rows(spec) -> int:
     group = spec.H // spec.Hkv
+    if spec.single:
+        return group
     return next(rows for rows in (16, 32, ROWS) if group <= rows) if spec.listed else ROWS
 
 
 @functools.cache
 def partial_sums(spec: KeyGradient) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, gradient of
-    the output `[B, T, H, Dv]`; `rows` float32 `[B, Hkv, units, rows, 4]`: log-sum-exp in bits
+    the output `[B, T, H, Dv]`; `rows` float32 `[B, Hkv, units, rows, 4]` (8 rows of which G
+    count for a single token): log-sum-exp in bits
     (+inf where a row sees nothing or stands for no head), last key + 1, gate, and gate times
     the product of the output and its gradient; int32 `items` `[items, 8]`: row of `[B, Hkv]`,
     first key; begin, begin and end of what sees all keys, and end, in units; place in the
@@ -135,7 +154,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         first_key, begin, whole_from, whole_to, end, place_out = (
             items[item, i] + 0 for i in range(1, 7)
         )
-        per = jnp.int32(per_step)
+        per, single = jnp.int32(per_step), group if spec.single else 0
         steps = lax.div(end - begin + (per_step - 1), per)
         left = jnp.clip(lax.div(whole_from - begin + (per_step - 1), per), 0, steps)
         right = jnp.clip(lax.div(whole_to - begin, per), left, steps)
@@ -157,7 +176,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             here = rows_in.at[slot]
             buffers.load_rows(heads(query, index), query_s, slot, spec.D, here, u)
             buffers.load_rows(heads(grad, index), grad_s, slot, spec.Dv, here, u)
-            numbers = rows_s.at[slot, pl.ds(u * unit.rows, unit.rows)]
+            numbers = rows_s.at[slot, pl.ds(u * spec.rows_of_unit, spec.rows_of_unit)]
             plgpu.copy_gmem_to_smem(rows.at[b, g, index], numbers, here)
 
         def of_warp(warp, units):
@@ -167,20 +186,23 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             return index
 
         def load_listed(i, units):
-            """Starts the copies of step `i`, a warp a unit."""
+            """Starts the copies of step `i`, a warp a unit; `units`: of them, if few."""
 
-            @pl.when(i < steps)
-            def _():
-                if varies:
-                    for u, index in enumerate(units):
-                        load_unit(i, u, index)
+            def load(u):
+                if units:
+                    load_unit(i, u, of_warp(u, units))
                     return
+                place = jnp.minimum(begin + i * per_step + u, end - 1)
+                load_unit(i, u, lists[place] + 0)
 
-                @plgpu.warp_map
-                def _(warp):
-                    @pl.when(warp < per_step)
-                    def _():
-                        load_unit(i, warp, of_warp(warp, units))
+            pl.when(i < steps)(lambda: operands.by_warps(per_step, load, varies))
+
+        def ask(i):
+            """The units of step `i`, or where these are many the cache is asked for them."""
+            if not single:
+                return entries(lists, i)
+            ByRow(single, interpret).ask(lists, begin + i * per_step, end)
+            return ()
 
         def clear():
             buffers.clear_rows(query_s)
@@ -193,7 +215,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         def step(wg, under_mask, i, carry):
             slot = lax.rem(i, jnp.int32(stages))
             place = begin + i * per_step
-            following = entries(lists, i + stages) if spec.listed else ()
+            following = ask(i + stages) if spec.listed else ()
             found = entries(marks, i) if spec.block else ()
             plgpu.barrier_wait(rows_in.at[slot])
             logits, weights, _ = buffers.products(
@@ -203,7 +225,9 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             changes, scaled = [], []
             for j in range(0, ROWS, 8):
                 columns = slice(j, j + 8)
-                norm, *rest = operands.column_numbers(rows_s.at[slot, pl.ds(j, 8)], interpret)
+                place_, count = (j // single * 8, 64 // single) if single else (j, 8)
+                numbers = rows_s.at[slot, pl.ds(place_, count)]
+                norm, *rest = operands.column_numbers(numbers, interpret, single)
                 if spec.block and not under_mask:
                     norm = jnp.where(chosen(j, found), norm, jnp.inf)
                 norm, last, gate, offset = map(down, (norm, *rest))
@@ -238,6 +262,10 @@ def partial_sums(spec: KeyGradient) -> Kernel:
                 row = first.at[b, place, pl.ds(j, 8)]
                 row = plgpu.load(row, layout=PER_COLUMN, optimized=False)
                 return (key_index >= down(row)) & (key_index < last)
+            if single:
+                column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
+                there = place + lax.div(column + j, jnp.int32(group)) < end
+                return key_index < jnp.where(down(there), last, 0)
             u = j // unit.rows
             last = jnp.where(place + u < end, last, 0)
             if not spec.block:
@@ -281,7 +309,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         if spec.listed:
             clear()
             for i in range(stages):
-                load_listed(jnp.int32(i), entries(lists, i))
+                load_listed(jnp.int32(i), ask(jnp.int32(i)))
             compute(0)
             return
         wg = lax.axis_index("wg")
@@ -322,7 +350,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         shape((spec.B, spec.S, spec.Hkv, spec.D), dtype),
         shape((spec.B, spec.S, spec.Hkv, spec.Dv), dtype),
         shape((spec.B, spec.T, spec.H, spec.Dv), dtype),
-        shape((spec.B, spec.Hkv, spec.units, unit.rows, NUMBERS), jnp.float32),
+        shape((spec.B, spec.Hkv, spec.units, spec.rows_of_unit, NUMBERS), jnp.float32),
         shape((spec.items, ITEM), jnp.int32),
     ]
     if spec.listed:
@@ -346,7 +374,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             buffers.ring(spec.consumers, ROWS, spec.Dv),
             buffers.rows(stages, spec.D, per_step),
             buffers.rows(stages, spec.Dv, per_step),
-            plgpu.SMEM((stages, ROWS, NUMBERS), jnp.float32),
+            plgpu.SMEM((stages, per_step * spec.rows_of_unit, NUMBERS), jnp.float32),
             plgpu.Barrier(num_arrivals=slabs + value_slabs, num_barriers=spec.consumers),
             plgpu.Barrier(
                 num_arrivals=(slabs + value_slabs + 1) * per_step, num_barriers=stages

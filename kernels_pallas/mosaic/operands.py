@@ -29,6 +29,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
 NUMBERS = 4  # that come with a row for gradients
+NUMBERS_ROWS = 8  # whose numbers are as short as a copy can be
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -94,12 +95,15 @@ class Buffers:
         )
 
     def rows(self, copies: int, width: int, tiles: int = 1):
-        """Scratch of `copies` operands of query rows: `tiles` tiles, one under the other."""
+        """Scratch of `copies` operands of query rows: `tiles` tiles, one under the other, and
+        rows that stand for nothing up to a multiple of 64.
+        """
         slabs = width // self.slab
         if self.interpret:
             shape = (copies, slabs, tiles, self.tile.tokens, self.tile.group, self.slab)
             return plgpu.SMEM(shape, self.dtype)
-        return self._two_views((copies, slabs, tiles * self.tile.rows, self.slab))
+        rows = -(-tiles * self.tile.rows // ROWS) * ROWS
+        return self._two_views((copies, slabs, rows, self.slab))
 
     def ring(self, stages: int, keys: int, width: int):
         """Scratch of `stages` blocks of `keys` keys, `[keys, width]` each."""
@@ -132,11 +136,11 @@ class Buffers:
             for i in range(slabs):
                 ref[0].at[copy, i][...] = zeros
 
-    def store_rows(self, ref, copy, width, target):
+    def store_rows(self, ref, copy, width, target, tile=0):
         """Starts copies to `target(columns)`, one a slab."""
         for i in range(width // self.slab):
             columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_smem_to_gmem(self._row_box(ref, copy, i), target(columns))
+            plgpu.copy_smem_to_gmem(self._row_box(ref, copy, i, tile), target(columns))
 
     def load_keys(self, source, ring, slot, barrier):
         """Starts copies of `source(columns)`, a `[keys, slab]` slice, one a slab."""
@@ -171,7 +175,9 @@ class Buffers:
             return [plgpu.load(ref[0].at[copy, i], layout=MATRIX) for i in slabs]
         padding = ((0, 0), (0, self.tile.rows - self.tile.used), (0, 0))
         boxes = [ref[copy, i].reshape(-1, self.tile.used, self.slab) for i in slabs]
-        return [jnp.pad(box, padding).reshape(-1, self.slab) for box in boxes]
+        boxes = [jnp.pad(box, padding).reshape(-1, self.slab) for box in boxes]
+        missing = -boxes[0].shape[0] % ROWS
+        return [jnp.pad(box, ((0, missing), (0, 0))) for box in boxes]
 
     def write_rows(self, ref, copy, value, added=None):
         """Puts float32 registers `[64, width]`, plus slabs if given, where copies read them."""
@@ -179,12 +185,18 @@ class Buffers:
             part = value[:, i * self.slab : (i + 1) * self.slab]
             if added is not None:
                 part += added[i].astype(jnp.float32)
-            part = part.astype(self.dtype)
-            if self.interpret:
-                box = part[: self.tile.used]
-                ref[copy, i, 0] = box.reshape(self.tile.tokens, self.tile.group, self.slab)
-            else:
-                ref[0].at[copy, i][...] = part
+            self.write_slab(ref, copy, i, part)
+
+    def write_slab(self, ref, copy, i, part):
+        """Puts float32 registers `[64, slab]` where copies of slab `i` read them."""
+        part = part.astype(self.dtype)
+        if not self.interpret:
+            ref[0].at[copy, i][...] = part
+            return
+        tile = self.tile
+        for t in range(ref.shape[2]):
+            box = part[t * tile.rows : t * tile.rows + tile.used]
+            ref[copy, i, t] = box.reshape(tile.tokens, tile.group, self.slab)
 
     def _matrix(self, ref, copy):
         """An operand as one float32 array (interpret mode)."""
@@ -260,11 +272,17 @@ def row_numbers(ref, gated: bool):
     return norm, gate if gated else None, offset
 
 
-def column_numbers(ref, interpret: bool):
-    """Four values per column from float32 rows `[columns, 4]` (`NUMBERS`)."""
+def column_numbers(ref, interpret: bool, group: int = 0):
+    """Four values per column from float32 rows `[columns, 4]` (`NUMBERS`); with `group`, a
+    power of two, from `[columns / group * NUMBERS_ROWS, 4]`: so many of `NUMBERS_ROWS` count.
+    """
+    count = ref.shape[0]
+    columns = count // NUMBERS_ROWS * group if group else count
     if interpret:
-        return [ref[:, i] for i in range(NUMBERS)]
-    columns = ref.shape[0]
+        found = ref[...]
+        if group:
+            found = found.reshape(-1, NUMBERS_ROWS, NUMBERS)[:, :group].reshape(columns, -1)
+        return [found[:, i] for i in range(NUMBERS)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * NUMBERS)
@@ -277,7 +295,11 @@ def column_numbers(ref, interpret: bool):
             # A register holds two neighbours; one load has all numbers of one of them.
             rows = []
             for i in range(2):
-                at = arith.addi(first, arith.constant(ir.IndexType.get(), i))
+                at = arith.addi(first, _index(i))
+                if group:
+                    unit = arith.divui(at, _index(group))
+                    more = arith.muli(unit, _index(NUMBERS_ROWS - group))
+                    at = arith.addi(at, more)
                 pointer = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, at))
                 rows.append(llvm.load(row_type, pointer))
             for k in range(NUMBERS):
@@ -311,8 +333,30 @@ def side_by_side(parts, interpret: bool):
     return join(*parts)
 
 
+def _index(number: int):
+    return arith.constant(ir.IndexType.get(), number)
+
+
 def _constant(number: int):
     return arith.constant(ir.IntegerType.get_signless(32), number)
+
+
+def by_warps(count: int, function, varies: bool) -> None:
+    """`function(i)` for each `i` below `count`, one by one of four warps; `varies`: by all, as
+    `shard_map` lets nothing that varies along its mesh into `warp_map`.
+    """
+    if varies:
+        for i in range(count):
+            function(jnp.int32(i))
+        return
+
+    @plgpu.warp_map
+    def _(warp):
+        for i in range(0, count, 4):
+            if i + 4 <= count:
+                function(i + warp)
+            else:
+                pl.when(i + warp < count)(functools.partial(function, i + warp))
 
 
 def across(row, shape):

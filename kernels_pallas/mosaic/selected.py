@@ -5,7 +5,8 @@ The gradient of the query is the same walk over the same lists (`gradient`).
 One warpgroup and one list a block of threads: the tokens of a tile of 64 rows share every block
 that one of them selected, and rows of tokens without it are masked. Small independent blocks of
 threads, three on a multiprocessor, hide each other's latency; the key/value head is the slowest
-grid axis, so that the keys of one head stay in L2.
+grid axis, so that the keys of one head stay in L2. A tile whose union is long may leave its
+tokens to `gathered.py`.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output
 once 0.64 ms; what bounds it is L2 to shared memory, the union of the tile's tokens once:
@@ -49,6 +50,7 @@ class Selected:
     gated: bool = False
     added: bool = False
     gradient: bool = False  # of the query
+    limit: int = 0  # blocks of a list beyond which it is left to `gathered`; 0: none is
     key_stages: int = 2
     value_stages: int = 1
     interpret: bool | object = False
@@ -95,9 +97,10 @@ def attention(spec: Selected) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`; int32 lists
     of each tile: `starts` `[B, Hkv, tiles, entries]`, first keys of blocks; `members` `[B, Hkv,
     tiles, words, entries]`, bit `token % 32` of word `token // 32`; `counts` `[B, Hkv, tiles,
-    2]`, blocks in front that every member sees to their end, all blocks; `last` `[B, tiles,
-    64]`, by row the end of the keys that it may see. Then `gate`, `added` and outputs as in
-    `kernels_pallas.mosaic.band.attention`; with `gradient`, what it takes and returns then.
+    2]`, blocks in front that every member sees to their end, all blocks: a list of more than
+    `limit` counts as empty; `last` `[B, tiles, 64]`, by row the end of the keys that it may
+    see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.band.attention`; with
+    `gradient`, what it takes and returns then.
     """
     tile, dtype, size = spec.tile, jnp.dtype(spec.dtype), spec.block
     buffers = operands.Buffers(dtype, tile, bool(spec.interpret))
@@ -136,6 +139,8 @@ def attention(spec: Selected) -> Kernel:
             buffers.load_rows(at(grad), grad_s, 0, spec.Dv, query_in)
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         whole, blocks = counts[b, g, mine, 0] + 0, counts[b, g, mine, 1] + 0
+        if spec.limit:
+            whole, blocks = (jnp.where(blocks > spec.limit, 0, x) for x in (whole, blocks))
         last_row = plgpu.load(last.at[b, mine], layout=PER_ROW, optimized=False)
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
         token = lax.div(row, jnp.int32(group))

@@ -20,7 +20,8 @@ def nothing(width: int):
 
 
 def probabilities(state, logits, scale, seen=None, member=None):
-    """Probabilities of a block relative to the new maximum, and the state rescaled to it.
+    """Probabilities of a block relative to the new maximum, and the state rescaled to it; its
+    output may be None, for nothing.
 
     `scale`: of logits to bits; `seen` `[64, keys]`: or all of them; `member` `[64]`: rows that
     have this block at all, or every row.
@@ -36,7 +37,9 @@ def probabilities(state, logits, scale, seen=None, member=None):
     probs = jnp.exp2(logits * scale - across(base, logits.shape))
     decay = jnp.exp2(top - new)
     total = total * decay + probs.sum(axis=1)
-    return probs, (acc * across(decay, acc.shape), new, total)
+    if acc is not None:
+        acc *= across(decay, acc.shape)
+    return probs, (acc, new, total)
 
 
 def result(state):

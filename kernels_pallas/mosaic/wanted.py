@@ -38,16 +38,21 @@ class Wanted:
         """Words a block."""
         return -(-self.tokens // LANES)
 
-    def load(self, position, key_start, b: Word, token0: Word) -> Tokens:
-        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`."""
+    def load(self, position, key_start, b: Word, token0: Word, only=None) -> Tokens:
+        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `only`: of a
+        token, whether it may want anything.
+        """
         found = Tokens([], [], [])
         for word in range(self.words):
             token = warp.lane() + LANES * word
-            at = (b, 4 * self.T), (warp.smaller(token0 + token, self.T - 1), 4)
+            exists = warp.smaller(token0 + token, self.T - 1)
+            at = (b, 4 * self.T), (exists, 4)
             place = warp.fetch(warp.element(position, *at))
             first = warp.fetch(warp.element(key_start, *at))
             there = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
             there = there & (place >= 0)
+            if only is not None:
+                there = there & only(exists)
             place = warp.larger(place, 0)
             found.sequence.append(warp.where(there, first, -1))
             found.position.append(place)
@@ -93,29 +98,38 @@ class Wanted:
         window, or `NOWHERE`.
         """
 
-        def set_bits(step, state):
+        def visit(_, token, block, there, state):
+            wanted = there & warp.below(block, self.bound(own, token))
+            place = block - low
+            warp.join(
+                bits + (place + token // LANES * window) * 4,
+                warp.bit(token & (LANES - 1)),
+                only=wanted & warp.below(place, window),
+            )
+            if cut:
+                is_cut = wanted & (block >= self.bound(cut, token))
+                state = [warp.smaller(state[0], warp.where(is_cut, block, NOWHERE))]
+            return state
+
+        (first_cut,) = self.each(indices, b, g, token0, visit, [warp.word(NOWHERE)])
+        return first_cut
+
+    def each(self, indices, b, g, token0, visit, state):
+        """`state = visit(entry, token, block, there, state)` for all entries of the tokens'
+        selections, an entry a lane, some at a time; `there`: whether the lane has one.
+        """
+
+        def some(step, state):
             entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
             blocks = [self._fetch(indices, b, g, token0, entry) for entry in entries]
             for entry, block in zip(entries, blocks, strict=True):
-                token = self._token(entry)
-                wanted = warp.below(entry, self.tokens * self.n)
-                wanted = wanted & warp.below(block, self._of(own, token))
-                place = block - low
-                warp.join(
-                    bits + (place + token // LANES * window) * 4,
-                    warp.bit(token & (LANES - 1)),
-                    only=wanted & warp.below(place, window),
-                )
-                if cut:
-                    is_cut = wanted & (block >= self._of(cut, token))
-                    state = [warp.smaller(state[0], warp.where(is_cut, block, NOWHERE))]
+                there = warp.below(entry, self.tokens * self.n)
+                state = visit(entry, self._token(entry), block, there, state)
             return state
 
         steps = -(-self.tokens * self.n // LANES)
         fetches = min(steps, FETCHES)
-        state = [warp.word(NOWHERE)]
-        (first_cut,) = warp.repeat(-(-steps // fetches), set_bits, state)
-        return first_cut
+        return warp.repeat(-(-steps // fetches), some, state)
 
     def _token(self, entry: Word) -> Word:
         return warp.smaller(entry // self.n, self.tokens - 1)
@@ -129,8 +143,8 @@ class Wanted:
         )
         return warp.fetch(warp.element(indices, *places))
 
-    def _of(self, values: list[Word], token: Word) -> Word:
-        """The value of a token."""
+    def bound(self, values: list[Word], token: Word) -> Word:
+        """The value of a token, of `Tokens.bound` or alike."""
         found = warp.shuffle(values[0], token & (LANES - 1))
         if self.words == 1:
             return found

@@ -241,6 +241,11 @@ def fetch(address: Word, offset: int = 0) -> Word:
     return _ptx(f"ld.global.nc.b32 $0, [$1+{offset}];", address)
 
 
+def prefetch(address: Word) -> None:
+    """Asks for the line of global memory with this address, into the cache next to the warp."""
+    utils.inline_ptx("prefetch.global.L1 [$0];", address.value, has_side_effects=True)
+
+
 def put(address: Word, x: Number, only: Word) -> None:
     """Puts an integer in global memory, where `only` holds."""
     utils.inline_ptx(

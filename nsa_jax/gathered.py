@@ -1,0 +1,121 @@
+"""Selected attention of tokens whose neighbours chose other blocks, for either framework.
+
+Each tile of `kernels_pallas.mosaic.selected` knows how long the union of its tokens' blocks is:
+where that is too long, it leaves its tokens to `kernels_pallas.mosaic.gathered`. The device
+decides, so the host never waits, and either kernel passes over what is the other's.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from kernels_pallas.mosaic import gathered, operands
+from kernels_pallas.mosaic.gathered import Gathered
+from kernels_pallas.mosaic.inverse import Inverse
+from kernels_pallas.mosaic.operands import ROWS
+from kernels_pallas.mosaic.pieces import Pieces
+from nsa_jax import items
+
+# Blocks of a union, for each that a token selects, beyond which gathering takes less time.
+LONG_UNION = 4
+MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
+MOST_BYTES = 2**30  # of partial outputs at a time
+MOST_SLOTS = 31  # of a token: each has a bit
+
+
+def limit(query, key, value, indices, config, packed: bool) -> int:
+    """How many blocks the union of a tile may have (`selected.Selected.limit`); 0: any number,
+    where none is too long, or the other kernels cannot run.
+    """
+    group, n = query.shape[2] // key.shape[2], indices.shape[-1]
+    widths = query.shape[-1], value.shape[-1]
+    found = int(LONG_UNION * n)
+    if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
+        return 0
+    tile = operands.Tile(group, operands.slab_width(*widths))
+    longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
+    if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= found:
+        return 0
+    return found
+
+
+def attention(steps, spec, arrays, selection, out, lse, gate):
+    """`out` and `lse` (`[B, Hkv, tiles, 64]`) of `spec`, a `selected.Selected`, with the tokens
+    that it left.
+
+    `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
+    where the queries stand; `gate`: by row, or None.
+    """
+    indices, counts, where = selection
+    lists, parts = _parts(steps, spec, *selection)
+    extra = [lse] if gate is None else [lse, gate]
+    for part in parts:
+        partial = gathered.partial_outputs(part.kernel)
+        partial = steps.run(partial, *arrays, *lists, steps.end(where), part.place)
+        rest = counts, indices, where.position, *extra, part.place, out[part.tokens]
+        mine = steps.run(gathered.merged(part.kernel), *partial, *rest)
+        out = steps.put(out, part.tokens, mine[0])
+        if not spec.added:
+            lse = steps.put(lse, part.tiles, mine[1])
+    return out, lse
+
+
+def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
+    """`total`, the gradient of `spec`'s query, with the tokens that it left.
+
+    `grad`: of the output; `numbers` `[B, T, H, 4]` as in
+    `kernels_pallas.mosaic.key_gradient.partial_sums`; the rest as in `attention`.
+    """
+    indices, counts, where = selection
+    lists, parts = _parts(steps, spec, *selection)
+    for part in parts:
+        rest = steps.end(where), part.place, grad, numbers
+        partial = steps.run(gathered.partial_outputs(part.kernel), *arrays, *lists, *rest)
+        rest = counts, indices, where.position, part.place, total[part.tokens]
+        (mine,) = steps.run(gathered.merged(part.kernel), *partial, *rest)
+        total = steps.put(total, part.tokens, mine)
+    return total
+
+
+class _Part(NamedTuple):
+    """Some tokens, whose partial outputs there are at a time."""
+
+    kernel: Gathered
+    place: Any
+    tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
+    tiles: tuple[slice, ...]  # of arrays `[B, Hkv, tiles, ...]`
+
+
+def _parts(steps, spec, indices, counts, where):
+    """Items and entries of `gathered.partial_outputs`, and the parts."""
+    tokens = spec.tile.tokens
+    sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
+    inverse = Inverse(*sizes, tile=tokens, limit=spec.limit)
+    step = math.lcm(inverse.chunk, tokens)
+    bytes_ = spec.B * spec.H * step * spec.n * spec.width * 2
+    size = min(max(MOST_BYTES // bytes_, 1) * step, -(-spec.T // step) * step)
+    longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
+    pieces = Pieces(inverse, size, longest)
+    lists = steps.slot_lists(indices, counts, where, pieces)
+
+    def places():
+        part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
+        columns = part, part * size, part * (size // tokens)
+        return [steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered.PLACE, 0)]
+
+    (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
+    fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
+    parts = []
+    for i, first in enumerate(range(0, spec.T, size)):
+        last = min(first + size, spec.T)
+        kernel = Gathered(
+            **{name: getattr(spec, name) for name in fields},
+            limit=spec.limit,
+            tokens=last - first,
+            parts=pieces.parts,
+            items=inverse.rows * pieces.items,
+            interpret=spec.interpret,
+        )
+        everything, begin = slice(None), first // tokens
+        tiles = everything, everything, slice(begin, begin + kernel.tiles)
+        parts.append(_Part(kernel, places_[i : i + 1], (everything, slice(first, last)), tiles))
+    return lists, parts

@@ -1,0 +1,225 @@
+"""Tokens that leave the union of their tile, and the kernels that gather them: in Pallas' GPU
+interpreter, which reports races, and on a GPU, against the float64 oracle.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+import nsa_jax
+from kernels_pallas.mosaic import gathered as kernels
+from kernels_pallas.mosaic import key_gradient
+from nsa_jax import gathered, mosaic
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+from tests.inputs import PAPER, Case, problem
+from tests.test_inverse import needs_gpu
+from tests.test_mosaic import check_any_blocks, check_steps
+from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
+
+FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
+G4 = Case(34, 400, H=4, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+G3 = Case(22, 330, H=6, Hkv=2, D=128, Dv=64, B=1, config=FEW, dtype="float16")
+G2 = Case(32, 200, H=2, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+G8 = Case(10, 200, H=8, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+G1 = Case(66, 140, H=1, Hkv=1, D=64, Dv=128, B=1, config=FEW, dtype="bfloat16")
+
+
+@pytest.fixture
+def leaving(monkeypatch):
+    """Every tile with more than two blocks leaves, in parts of few tokens; some must. What is
+    built, and whether it is of several parts.
+    """
+    monkeypatch.setattr(gathered, "LONG_UNION", 0.7)
+    monkeypatch.setattr(gathered, "MOST_BYTES", 1)
+    built, build = [], kernels.partial_outputs
+
+    def remembered(spec):
+        built.append(spec)
+        return build(spec)
+
+    monkeypatch.setattr(kernels, "partial_outputs", remembered)
+    yield built
+    assert built
+
+
+@pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1), (G1, 2)], ids=str)
+def test_forward(case, parts, interpreted, leaving):
+    check_steps(problem(case), ("selected_attention",))
+    assert {spec.parts for spec in leaving} == {parts}
+
+
+def test_gates_and_other_branches(interpreted, leaving):
+    check_steps(problem(dataclasses.replace(G4, T=16)), ("whole",))
+
+
+@pytest.mark.parametrize("case", [G4, G3, G2, G8], ids=str)
+def test_gradients_of_the_branch(case, interpreted, leaving, monkeypatch):
+    """Those of keys and values too, whose queries come one by one where G is a power of 2."""
+    built, build = [], key_gradient.partial_sums
+    monkeypatch.setattr(key_gradient, "partial_sums", lambda x: built.append(x) or build(x))
+    check_step(problem(dataclasses.replace(case, S=130)), "selected_attention")
+    assert any(spec.gradient for spec in leaving)
+    assert {spec.single for spec in built} == {case != G3}
+
+
+def test_gradients(interpreted, leaving):
+    check_whole(problem(dataclasses.replace(G4, T=16, S=200, B=2)))
+
+
+def test_any_blocks_in_any_order(interpreted, leaving):
+    check_any_blocks(problem(dataclasses.replace(G3, S=200)))
+
+
+def test_tiles_that_stay(interpreted, leaving, monkeypatch):
+    """Some do and some do not: the first tokens have few blocks."""
+    monkeypatch.setattr(gathered, "LONG_UNION", 1.4)  # 4 blocks
+    monkeypatch.setattr(gathered, "MOST_BYTES", 2**30)
+    p = problem(dataclasses.replace(G4, T=300, S=300))
+    indices = np.asarray(arrays_of(p)[1])[0, :, 0]
+    unions = [len(set(indices[t : t + 16].ravel()) - {-1}) for t in range(0, 300, 16)]
+    assert min(unions) <= 4 < max(unions)
+    check_steps(p, ("selected_attention",))
+
+
+def test_shard_map(leaving):
+    """Traced and lowered for GPUs, over batch and heads."""
+    p = problem(Case(256, 256, H=8, Hkv=4, D=64, Dv=64, config=FEW, dtype="bfloat16"))
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
+    whole = functools.partial(mosaic.attention, config=FEW, kv_len=256)
+
+    def attend(query, key, value, gates):
+        compressed = [nsa_jax.compress(x, config=FEW) for x in (key, value)]
+        gates = Branches(*(gates[..., i] for i in range(3)))
+        return whole(query, Branches.each(key), Branches.each(value), gates, compressed, None)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+    loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert {spec.gradient for spec in leaving} == {False, True}
+
+
+PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}
+
+
+@pytest.mark.parametrize(
+    ("change", "packed", "limit"),
+    [
+        ({}, False, 64),
+        ({}, True, 0),  # blocks may begin anywhere
+        ({"key": (2, 64 * 64, 2, 64)}, False, 0),  # no union of more blocks
+        ({"key": (2, 6400, 8, 64), "indices": (2, 64, 8, 16)}, False, 64),  # G=1
+        ({"key": (2, 6400, 1, 64), "indices": (2, 64, 1, 16)}, False, 64),  # G=8
+        ({"query": (2, 64, 32, 64)}, False, 0),  # G=16
+        ({"query": (2, 15, 8, 64)}, False, 0),  # no whole tile
+        ({"query": (2, 64, 8, 32)}, False, 0),  # narrower than what is copied at a time
+        ({"indices": (2, 64, 2, 32)}, False, 0),  # more slots than bits
+    ],
+)
+def test_where_tokens_may_leave(change, packed, limit):
+    arrays = {name: np.empty(shape) for name, shape in (PROBLEM | change).items()}
+    value, config = arrays["key"], NSAConfig()
+    given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
+    assert gathered.limit(*given) == limit
+    other = dataclasses.replace(config, select_block=128)
+    assert gathered.limit(*given[:4], other, packed) == 0
+
+
+@pytest.fixture
+def long_parts(leaving, monkeypatch):
+    """Parts of a thousand tokens or so: each kernel of each is compiled into the call."""
+    monkeypatch.setattr(gathered, "MOST_BYTES", 2**24)
+    return leaving
+
+
+# On a GPU, shapes that the interpreter would take minutes for.
+CASES = [
+    *(
+        Case(1700, 1700, 2 * G, 2, 64, 64, 1, PAPER, dtype="bfloat16")
+        for G in (1, 2, 3, 4, 5, 6, 7, 8)
+    ),
+    Case(333, 3000, 16, 4, 192, 128, 2, PAPER, dtype="float16"),
+    Case(500, 1500, 8, 1, 128, 256, 1, PAPER, dtype="bfloat16"),
+]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_gpu(case, long_parts):
+    p = problem(case)
+    check_steps(p, ("selected_attention", "whole"))
+    check_any_blocks(p)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], *CASES[-2:]], ids=str)
+def test_gradients_on_gpu(case, long_parts):
+    check_whole(problem(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_repeated_calls_are_bitwise_equal(long_parts):
+    p = problem(dataclasses.replace(CASES[3], T=4096, S=4096))
+    arrays, indices = arrays_of(p)
+    cotangent = problem(p.case, 1).query[..., : p.case.Dv]
+    attend = whole(p, indices)
+    pull = puller(attend)
+    runs = [[np.asarray(attend(*arrays)), *pull(arrays, cotangent)] for _ in range(3)]
+    for one, other in itertools.pairwise(runs):
+        for got, want in zip(one, other, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_torch_on_gpu(long_parts, monkeypatch):
+    """Outputs and gradients of torch beside those of tiles that all stay: in parts, in place, on
+    a side stream and in a CUDA graph.
+    """
+    import nsa_torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        made = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        return made.requires_grad_()
+
+    batch, length = 2, 3000
+    shapes = [(batch, length, heads, 128) for heads in (8, 2, 2)]
+    arrays = [*(draw(*shape) for shape in shapes), draw(batch, length, 8, 3)]
+    cotangent = draw(batch, length, 8, 128).detach()
+
+    def step():
+        out = nsa_torch.attention(*arrays, implementation="mosaic")
+        return out.detach(), *torch.autograd.grad(out, arrays, cotangent)
+
+    found = step()
+    assert len({spec.tokens for spec in long_parts}) > 1
+    with monkeypatch.context() as patch:
+        patch.setattr(gathered, "MOST_HEADS", 0)
+        wanted = step()
+    for got, want in zip(found, wanted, strict=True):
+        error = (got.float() - want.float()).norm() / want.float().norm()
+        assert 0 < error < 4e-3
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):  # which the host could not wait in
+        again = step()
+    graph.replay()
+    for got, want in zip(again, found, strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,201 @@
+"""What `gathered` reads, slots and pieces of their lists: by warps and by sorting; the oracle
+is plain Python.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch.mosaic
+from kernels_pallas.mosaic import inverse, pieces, wanted
+from kernels_pallas.mosaic.inverse import Inverse, Walk
+from kernels_pallas.mosaic.pieces import Pieces, Table
+from nsa_jax import mosaic, sorted_lists
+from tests import warps
+from tests.test_inverse import draw, needs_gpu
+from tests.warps import WANTED_MUTANTS, lanes
+
+KEYS = 64  # of a block
+# Tokens in tiles of some, whose union may have so many blocks.
+SPECS = {
+    "one part": Pieces(Inverse(2, 70, 700, 2, 4, KEYS, 1, False, tile=16, limit=7), 96, 20),
+    "parts": Pieces(Inverse(1, 200, 900, 2, 5, KEYS, 1, False, tile=21, limit=10), 64, 3),
+    "all": Pieces(Inverse(2, 90, 90, 1, 3, KEYS, 1, False, tile=8, limit=1), 32, 4),
+    "nothing": Pieces(Inverse(1, 60, 300, 2, 4, KEYS, 1, False, tile=16, limit=60), 32, 4),
+    "long": Pieces(Inverse(1, 150, 9000, 1, 31, KEYS, 1, False, tile=64, limit=100), 96, 2),
+}
+by_spec = pytest.mark.parametrize("name", SPECS)
+
+
+def arrays_of(spec, seed=0):
+    """Indices, positions, first keys; and of the tiles' unions `[B, Hkv, tiles, 2]` the second
+    number, how many blocks they have.
+    """
+    inverse = spec.inverse
+    indices, position, start = draw(inverse, seed)
+    tiles = -(-inverse.T // inverse.tile)
+    counts = np.full((inverse.B, inverse.Hkv, tiles, 2), -5, np.int32)
+    for b, g, tile in np.ndindex(counts.shape[:3]):
+        here = slice(tile * inverse.tile, (tile + 1) * inverse.tile)
+        own = position[b, here, None] // KEYS
+        blocks = indices[b, here, g]
+        counts[b, g, tile, 1] = len(np.unique(blocks[(blocks >= 0) & (blocks <= own)]))
+    return indices, position, start, counts
+
+
+def expected(spec, indices, position, start, counts):
+    """By row, tile of keys and chunk of tokens: the slots of the tokens that leave."""
+    inverse, found = spec.inverse, {}
+    for b, t, g, j in np.ndindex(indices.shape):
+        block = int(indices[b, t, g, j])
+        leaves = counts[b, g, t // inverse.tile, 1] > inverse.limit
+        if leaves and 0 <= block * KEYS <= position[b, t]:
+            place = b * inverse.Hkv + g, block, t // inverse.chunk
+            found.setdefault(place, []).append((t * inverse.Hkv + g) * inverse.n + j)
+    return found
+
+
+def check_lists(spec, arrays, edges, entries):
+    inverse, (edges, entries) = spec.inverse, (np.asarray(x) for x in (edges, entries))
+    want = expected(spec, *arrays)
+    places = np.ndindex(inverse.rows, inverse.tiles, inverse.chunks)
+    for i, place in enumerate(places):
+        assert entries[edges[i] : edges[i + 1]].tolist() == sorted(want.get(place, []))
+    assert edges[0] == 0 and edges[-1] == sum(map(len, want.values()))
+    return len(want)
+
+
+def check_items(spec, edges, position, table):
+    """Items have each part's entries once, in order, and say from where on blocks are whole."""
+    inverse, (edges, table) = spec.inverse, (np.asarray(x) for x in (edges, table))
+    assert table.shape[:3] == (spec.parts, inverse.rows, spec.items)
+    for part, row in np.ndindex(spec.parts, inverse.rows):
+        items = table[part, row, :, :5].tolist()
+        count = sum(item[0] >= 0 for item in items)
+        assert all(item[0] < 0 for item in items[count:])
+        items = items[:count]
+        for tile in range(inverse.tiles):
+            first = (row * inverse.tiles + tile) * inverse.chunks
+            chunks = [first + min((part + i) * spec.chunks, inverse.chunks) for i in (0, 1)]
+            begin, end = edges[chunks]
+            chunk = np.arange(inverse.chunks) * inverse.chunk
+            sees = position[row // inverse.Hkv, chunk] + 1 >= (tile + 1) * KEYS
+            whole = edges[first + np.append(np.flatnonzero(sees), inverse.chunks)[0]]
+            while begin < end:
+                stop = min(begin + spec.longest, end)
+                masked = min(max(whole, begin), stop)
+                assert items.pop(0) == [row, tile * KEYS, begin, masked, stop]
+                begin = stop
+        assert not items
+
+
+@by_spec
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_sorting(name, framework):
+    spec = SPECS[name]
+    arrays = arrays_of(spec)
+    steps, load = mosaic.STEPS, jnp.asarray
+    if framework == "torch":
+        steps, load = nsa_torch.mosaic.STEPS, torch.from_numpy
+
+    def make(*arrays):
+        found = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, True, arrays[3])
+        return *found, sorted_lists.items(steps, found[0], arrays[1], spec)
+
+    make = jax.jit(make) if framework == "jax" else make
+    edges, entries, table = make(*map(load, arrays))
+    assert check_lists(spec, arrays, edges, entries) or name == "nothing"
+    check_items(spec, edges, arrays[1], table)
+
+
+def by_warps(spec, arrays, monkeypatch):
+    """`inverse.Walk.make` and `pieces.Table.make` of every warp, on numpy."""
+    made = spec.inverse
+    bits = inverse.WARPS * made.bits
+    shared = 4 * (bits + inverse.WARPS * made.window)
+    machine = warps.machine(monkeypatch, shared, inverse, pieces, wanted)
+
+    def each(function, groups, *given):
+        for row in range(made.rows):
+            for group in range(-(-groups // inverse.WARPS)):
+                for machine.number_of_warp in range(inverse.WARPS):
+                    function(*given, *map(lanes, (row, group)))
+
+    counts = np.full(1 + made.rows * made.tiles * made.chunks, -99, np.int32)
+    each(Walk(made, False).make, made.chunks, *arrays, counts, 0, 4 * bits)
+    edges = np.cumsum(counts, dtype=np.int32)
+    entries = np.full(made.B * made.Hkv * made.T * made.n, -99, np.int32)
+    slots = Walk(made, True, slots=True)
+    each(slots.make, made.chunks, *arrays, edges, entries, 0, 4 * bits)
+    table = np.full(spec.table.shape, -99, np.int32)
+    each(Table(spec).make, spec.parts, edges, arrays[1], table)
+    return edges, entries, table
+
+
+@by_spec
+@pytest.mark.parametrize("few", [False, True])
+def test_warps(monkeypatch, name, few):
+    """`few`: chunks of several words, and few blocks that have bits at a time."""
+    spec = SPECS[name]
+    if few:
+        monkeypatch.setattr(inverse, "CHUNKS", 1)
+        monkeypatch.setattr(inverse, "BITS", 32)
+        spec = dataclasses.replace(spec, size=spec.inverse.chunk)
+        assert spec.inverse.words_of_chunk > 1
+    arrays = arrays_of(spec, seed=few)
+    edges, entries, table = by_warps(spec, arrays, monkeypatch)
+    assert check_lists(spec, arrays, edges, entries) or name == "nothing"
+    check_items(spec, edges, arrays[1], table)
+
+
+def sum_of_all(self, x):
+    return lanes(x.sum()) - x
+
+
+MUTANTS = {
+    name: WANTED_MUTANTS[name]
+    for name in ("no bit of an earlier token", "bits are not cleared")
+} | {
+    "no sum of the lanes before": (Table, "_before", sum_of_all),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        for spec in SPECS.values():
+            arrays = arrays_of(spec)
+            edges, entries, table = by_warps(spec, arrays, monkeypatch)
+            check_lists(spec, arrays, edges, entries)
+            check_items(spec, edges, arrays[1], table)
+
+
+def test_slots_are_of_single_tokens():
+    with pytest.raises(ValueError, match="single tokens"):
+        inverse.slots(Inverse(1, 64, 64, 1, 4, KEYS, 2, False))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", [*SPECS, "paper"])
+def test_the_kernels(name):
+    made = Inverse(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
+    spec = SPECS.get(name) or Pieces(made, 8192, 1024)
+    arrays = [torch.from_numpy(x).cuda() for x in arrays_of(spec)]
+    steps = nsa_torch.mosaic.STEPS
+    edges = steps._edges(arrays, spec.inverse)
+    (entries,) = steps.run(inverse.slots(spec.inverse), *arrays, edges)
+    (table,) = steps.run(pieces.items(spec), edges, arrays[1])
+    want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, True, arrays[3])
+    assert torch.equal(edges, want[0])
+    total = int(edges[-1])
+    assert torch.equal(entries[:total], want[1][:total]) and (total or name == "nothing")
+    items = sorted_lists.items(steps, edges, arrays[1], spec)
+    there = items[..., 0] >= 0
+    assert torch.equal(table[..., 0], items[..., 0])
+    assert torch.equal(table[..., :5][there], items[..., :5][there])
