@@ -25,6 +25,8 @@ PER_QUERY = ("query", "gates", "block_indices")
 EDGE_ROWS, MIDDLE_ROWS, MIDDLES = 256, 64, 4
 # Up to so many elements of all logits every row is checked.
 ELEMENTS_ON_CPU, ELEMENTS_ON_GPU = 2**27, 2**32
+# Else of the chosen rows no more than so many: fewer rows are checked of the longest problems.
+CHOSEN_ELEMENTS = 2**32
 # Elements of the logits of one slab; gradients keep several such arrays.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2**26, 2**24
 
@@ -54,12 +56,14 @@ class Slabs(NamedTuple):
             size = min(size, num_queries)
             starts = [*range(0, num_queries - size, size), num_queries - size]
             return cls(tuple(starts), size, num_queries, offset)
-        size = 2 ** min(size.bit_length() - 1, MIDDLE_ROWS.bit_length() - 1)
-        inside = (num_queries - 2 * EDGE_ROWS) // MIDDLE_ROWS
+        edge, middle = EDGE_ROWS, MIDDLE_ROWS
+        while middle > 1 and (2 * edge + MIDDLES * middle) * row_elements > CHOSEN_ELEMENTS:
+            edge, middle = edge // 2, middle // 2
+        size = 2 ** min(size.bit_length() - 1, middle.bit_length() - 1)
+        inside = (num_queries - 2 * edge) // middle
         picked = np.random.default_rng(0).choice(inside, MIDDLES, replace=False)
-        middles = [EDGE_ROWS + int(at) * MIDDLE_ROWS for at in sorted(picked)]
-        runs = [(0, EDGE_ROWS), *((at, MIDDLE_ROWS) for at in middles)]
-        runs.append((num_queries - EDGE_ROWS, EDGE_ROWS))
+        middles = [edge + int(at) * middle for at in sorted(picked)]
+        runs = [(0, edge), *((at, middle) for at in middles), (num_queries - edge, edge)]
         starts = [start for at, rows in runs for start in range(at, at + rows, size)]
         return cls(tuple(starts), size, num_queries, offset)
 

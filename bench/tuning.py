@@ -233,7 +233,7 @@ class Kernels:
             key, lse = rest["compressed_key"], rest["lse"]
             return STEPS.best_blocks(query, key, lse, **how, num_blocks=blocks, packed=False)
         if kernel == "selected":
-            rest["indices"] = rest.pop("block_indices")
+            rest |= {"indices": rest.pop("block_indices"), "packed": False}
         return getattr(STEPS, kernel)(query, **rest, **how)
 
 

@@ -1,8 +1,9 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Each tile of `kernels_pallas.mosaic.selected` knows how long the union of its tokens' blocks is:
-where that is too long, it leaves its tokens to `kernels_pallas.mosaic.gathered`. The device
-decides, so the host never waits, and either kernel passes over what is the other's.
+Where the union of the blocks of a tile's tokens is too long for
+`kernels_pallas.mosaic.selected`, the next tile leaves its tokens to
+`kernels_pallas.mosaic.gathered`: neighbours are alike, and no output depends on later tokens.
+The device decides, so the host never waits, and either kernel passes over what is the other's.
 """
 
 import math
@@ -18,7 +19,7 @@ from nsa_jax import items
 # Blocks of a union, for each that a token selects, beyond which gathering takes less time.
 LONG_UNION = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
-MOST_BYTES = 2**30  # of partial outputs at a time
+MOST_BYTES = 2**30  # of partial outputs at a time; or an output's, or of one run of chunks
 MOST_SLOTS = 31  # of a token: each has a bit
 
 
@@ -30,6 +31,8 @@ def limit(query, key, value, indices, config, packed: bool) -> int:
     widths = query.shape[-1], value.shape[-1]
     found = int(LONG_UNION * n)
     if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
+        return 0
+    if math.prod(indices.shape) >= 2**31:  # the place of an entry is an int32
         return 0
     tile = operands.Tile(group, operands.slab_width(*widths))
     longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
@@ -91,8 +94,9 @@ def _parts(steps, spec, indices, counts, where):
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
     inverse = Inverse(*sizes, tile=tokens, limit=spec.limit)
     step = math.lcm(inverse.chunk, tokens)
-    bytes_ = spec.B * spec.H * step * spec.n * spec.width * 2
-    size = min(max(MOST_BYTES // bytes_, 1) * step, -(-spec.T // step) * step)
+    output = spec.B * spec.H * spec.width * 2  # bytes a token
+    size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
+    size = min(max(size, 1), -(-spec.T // step)) * step
     longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
     pieces = Pieces(inverse, size, longest)
     lists = steps.slot_lists(indices, counts, where, pieces)

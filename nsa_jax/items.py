@@ -6,7 +6,7 @@ from kernels_pallas.mosaic.operands import ROWS
 SHARES = 2112  # items that fill a GPU several times over
 LONGEST = 2048  # entries of a list that one item takes at most: each piece has its own sums
 SHORT = 256  # entries that an item may always have
-SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients
+SHORTEST_WINDOW = 4096  # units: some 30 MB of queries and their gradients at 16 rows each
 
 
 def longest_item(entries: int) -> int:

@@ -125,8 +125,8 @@ class _Place:
 
     def queries(self, query, where):
         """`query` with zeros for padding, whose rows `selected` does not mask."""
-        if "segment_ids" not in self.integers:
-            return query
+        if "segment_ids" not in self.integers and (self.static or 0) >= self.length:
+            return query  # no padding
         zero = jnp.zeros((), query.dtype)
         return jnp.where((where.position >= 0)[..., None, None], query, zero)
 

@@ -1,5 +1,5 @@
-"""The lists of `selected` and `key_gradient` in Pallas' interpreter, which can run neither
-`mosaic/union.py` nor `mosaic/inverse.py`.
+"""The lists of `selected`, `key_gradient` and `gathered` in Pallas' interpreter, which can run
+none of `mosaic/union.py`, `mosaic/inverse.py` and `mosaic/pieces.py`.
 
 Sorted, the blocks that several tokens of a tile or unit want stand side by side; sums along
 the row give each its place in the list and one bit a token.
@@ -80,10 +80,11 @@ def inverse(steps, indices, position, key_start, spec, slots=False, counts=None)
     tile = begins // ROWS + part
     there = (index >= 0) & (xp.maximum(begins, tile * ROWS) < xp.minimum(begins + size, last))
     if counts is not None:
-        long = (counts[..., 1:] > spec.limit)[..., None]
-        long = xp.broadcast_to(long, (*long.shape[:3], spec.tile, 1))
-        long = xp.moveaxis(long.reshape(spec.B, spec.Hkv, -1), 1, 2)[:, : spec.T]
-        there = there & long[..., None, None]
+        long = counts[..., :-1, 1:] > spec.limit
+        leaves = xp.concatenate([xp.zeros_like(counts[..., :1, 1:]) > 0, long], axis=2)
+        leaves = xp.broadcast_to(leaves, (*leaves.shape[:3], spec.tile))
+        leaves = xp.moveaxis(leaves.reshape(spec.B, spec.Hkv, -1), 1, 2)[:, : spec.T]
+        there = there & leaves[..., None, None]
     order = ((row * spec.Hkv + head) * tiles + tile) * units + token // tokens
     mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
     order = xp.where(there, order, NOTHING)

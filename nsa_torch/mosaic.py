@@ -132,8 +132,8 @@ class _Place:
 
     def queries(self, query):
         """`query` with zeros for padding, whose rows `selected` does not mask."""
-        if self.cu_seqlens is None:
-            return query
+        if self.fixed and self.kv_len >= self.shape[1]:
+            return query  # no padding
         return torch.where((self.position >= 0)[..., None, None], query, 0)
 
     def gradients(self, step, *tensors, saved, **options):

@@ -256,15 +256,22 @@ class TestInputs:
 
 class TestSlabs:
     @pytest.mark.parametrize(
-        ("length", "row_elements"),
-        [(63, 1), (63, 2**22), (1024, 2**20), (5000, 1), (65536, 2**22)],
+        ("length", "row_elements", "count"),
+        [
+            (63, 1, 63),
+            (63, 2**22, 63),
+            (1024, 2**20, 768),
+            (5000, 1, 5000),
+            (65536, 2**22, 768),
+            (131072, 2**23, 384),
+            (262144, 2**24, 192),
+        ],
     )
-    def test_rows_are_counted_once(self, length, row_elements):
+    def test_rows_are_counted_once(self, length, row_elements, count):
         slabs = oracle.Slabs.of(length, row_elements)
         rows = slabs.rows
         assert (np.diff(rows) > 0).all() and rows[0] == 0 and rows[-1] == length - 1
-        everything = length <= 768 or length * row_elements <= oracle.ELEMENTS_ON_CPU
-        assert len(rows) == (length if everything else 768)
+        assert len(rows) == count
         assert slabs.size * row_elements <= oracle.FORWARD_ELEMENTS
         assert len(slabs.starts) == len(slabs.skips)
 

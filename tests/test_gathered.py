@@ -21,21 +21,20 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import PAPER, Case, problem
 from tests.test_inverse import needs_gpu
-from tests.test_mosaic import check_any_blocks, check_steps
+from tests.test_mosaic import check_any_blocks, check_steps, run
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
 
 FEW = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 G4 = Case(34, 400, H=4, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
-G3 = Case(22, 330, H=6, Hkv=2, D=128, Dv=64, B=1, config=FEW, dtype="float16")
-G2 = Case(32, 200, H=2, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
-G8 = Case(10, 200, H=8, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
-G1 = Case(66, 140, H=1, Hkv=1, D=64, Dv=128, B=1, config=FEW, dtype="bfloat16")
+G3 = Case(30, 330, H=6, Hkv=2, D=128, Dv=64, B=1, config=FEW, dtype="float16")
+G8 = Case(14, 200, H=8, Hkv=1, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+G1 = Case(70, 140, H=1, Hkv=1, D=64, Dv=128, B=1, config=FEW, dtype="bfloat16")
 
 
 @pytest.fixture
 def leaving(monkeypatch):
-    """Every tile with more than two blocks leaves, in parts of few tokens; some must. What is
-    built, and whether it is of several parts.
+    """Every tile after one with more than two blocks leaves, in parts of few tokens; what is
+    built.
     """
     monkeypatch.setattr(gathered, "LONG_UNION", 0.7)
     monkeypatch.setattr(gathered, "MOST_BYTES", 1)
@@ -57,10 +56,10 @@ def test_forward(case, parts, interpreted, leaving):
 
 
 def test_gates_and_other_branches(interpreted, leaving):
-    check_steps(problem(dataclasses.replace(G4, T=16)), ("whole",))
+    check_steps(problem(dataclasses.replace(G4, T=24)), ("whole",))
 
 
-@pytest.mark.parametrize("case", [G4, G3, G2, G8], ids=str)
+@pytest.mark.parametrize("case", [G4, G3, G8], ids=str)
 def test_gradients_of_the_branch(case, interpreted, leaving, monkeypatch):
     """Those of keys and values too, whose queries come one by one where G is a power of 2."""
     built, build = [], key_gradient.partial_sums
@@ -71,7 +70,7 @@ def test_gradients_of_the_branch(case, interpreted, leaving, monkeypatch):
 
 
 def test_gradients(interpreted, leaving):
-    check_whole(problem(dataclasses.replace(G4, T=16, S=200, B=2)))
+    check_whole(problem(dataclasses.replace(G4, T=20, S=200, B=2)))
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):
@@ -87,6 +86,21 @@ def test_tiles_that_stay(interpreted, leaving, monkeypatch):
     unions = [len(set(indices[t : t + 16].ravel()) - {-1}) for t in range(0, 300, 16)]
     assert min(unions) <= 4 < max(unions)
     check_steps(p, ("selected_attention",))
+
+
+def test_later_tokens_change_nothing(interpreted, leaving):
+    """Not a bit, though with one block more the tiles after theirs leave."""
+    p = problem(dataclasses.replace(G4, T=50, S=306))
+    own = np.arange(256, 306) // 64
+    indices = np.stack([0 * own, own, 0 * own - 1], axis=-1)[None, :, None].astype(np.int32)
+    first = run("selected_attention", p.query, p.key, p.value, jnp.asarray(indices), **p.where)
+    for token in (15, 31):
+        changed = indices.copy()
+        changed[0, token, 0] = 0, 1, own[token]
+        given = p.query, p.key, p.value, jnp.asarray(changed)
+        for x, y in zip(run("selected_attention", *given, **p.where), first, strict=True):
+            np.testing.assert_array_equal(x[:, :token], y[:, :token])
+            assert (np.asarray(x[:, token + 1 : 48]) != np.asarray(y[:, token + 1 : 48])).any()
 
 
 def test_shard_map(leaving):
@@ -123,10 +137,12 @@ PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 
         ({"query": (2, 15, 8, 64)}, False, 0),  # no whole tile
         ({"query": (2, 64, 8, 32)}, False, 0),  # narrower than what is copied at a time
         ({"indices": (2, 64, 2, 32)}, False, 0),  # more slots than bits
+        ({"indices": (2**10, 2**17, 2, 16)}, False, 0),  # more entries than an int32 counts
     ],
 )
 def test_where_tokens_may_leave(change, packed, limit):
-    arrays = {name: np.empty(shape) for name, shape in (PROBLEM | change).items()}
+    empty = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}
     value, config = arrays["key"], NSAConfig()
     given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
     assert gathered.limit(*given) == limit
@@ -184,9 +200,10 @@ def test_repeated_calls_are_bitwise_equal(long_parts):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_torch_on_gpu(long_parts, monkeypatch):
-    """Outputs and gradients of torch beside those of tiles that all stay: in parts, in place, on
-    a side stream and in a CUDA graph.
+@pytest.mark.parametrize("batch", [1, 2])
+def test_torch_on_gpu(batch, long_parts, monkeypatch):
+    """Outputs and gradients of torch beside those of tiles that all stay: in parts, in place
+    where the batch is one row, on a side stream and in a CUDA graph.
     """
     import nsa_torch
 
@@ -196,7 +213,7 @@ def test_torch_on_gpu(long_parts, monkeypatch):
         made = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
         return made.requires_grad_()
 
-    batch, length = 2, 3000
+    length = 3000
     shapes = [(batch, length, heads, 128) for heads in (8, 2, 2)]
     arrays = [*(draw(*shape) for shape in shapes), draw(batch, length, 8, 3)]
     cotangent = draw(batch, length, 8, 128).detach()
@@ -216,10 +233,10 @@ def test_torch_on_gpu(long_parts, monkeypatch):
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        beside = step()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):  # which the host could not wait in
         again = step()
     graph.replay()
-    for got, want in zip(again, found, strict=True):
-        assert torch.equal(got, want)
+    for got, other, want in zip(again, beside, found, strict=True):
+        assert torch.equal(got, want) and torch.equal(other, want)

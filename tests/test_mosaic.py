@@ -341,6 +341,34 @@ def test_lengths_of_a_buffer(interpreted):
     np.testing.assert_array_equal(np.asarray(got), np.asarray(indices))
 
 
+@pytest.mark.parametrize("name", ["compressed", "selected", "sliding"])
+def test_a_row_shorter_than_its_queries(name, interpreted):
+    """The queries in front of it are padding: NaN there gives zeros and gradients of zero."""
+    p = problem(Case(9, 40, H=2, Hkv=1, dtype="bfloat16"))
+    there = (np.arange(9) >= np.array([[0], [5]]))[..., None, None]
+    query, cotangent = (jnp.where(there, x, jnp.nan) for x in (p.query, p.query[..., :16]))
+    rest = [compressed_of(p)] if name == "compressed" else [(p.key, p.value)]
+    rest += [(jnp.zeros((2, 9, 1, 4), jnp.int32).at[..., 1:].set(-1),)] * (name == "selected")
+    step = functools.partial(
+        getattr(nsa_jax, f"{name}_attention"),
+        config=SMALL,
+        kv_len=jnp.array([40, 4], jnp.int32),
+        implementation="mosaic",
+    )
+
+    @jax.jit
+    def both(query, key, value, *more):
+        out, pull = jax.vjp(lambda *x: step(*x, *more)[0], query, key, value)
+        return out, *pull(cotangent)
+
+    out, grad, *others = both(query, *(x for each in rest for x in each))
+    for x in (out, grad):
+        x = np.asarray(x, np.float32)
+        assert not x[1, :5].any() and np.isfinite(x).all()
+        assert x[0].any() and (name == "compressed" or x[1, 5:].any())
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in others)
+
+
 def test_padding_may_be_nan(interpreted):
     """What no query may see is not read, and queries that see nothing give zeros."""
     p = problem(Case(30, 50, H=2, Hkv=1, B=1, dtype="bfloat16", segments=(20, 20, -10)))

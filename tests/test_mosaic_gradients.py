@@ -338,7 +338,7 @@ def test_a_lost_entry_is_caught(mutant, monkeypatch):
         begin, end = table[:, 2], table[:, 5]
         return table.at[:, 5].set(jnp.maximum(begin, end - 1))
 
-    changed(monkeypatch, gradients, "_table", shorter)
+    changed(monkeypatch, items, "_table", shorter)
     caught("selected_attention", "key")
 
 

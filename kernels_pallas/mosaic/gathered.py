@@ -26,6 +26,7 @@ from kernels_pallas.mosaic import operands, softmax
 from kernels_pallas.mosaic.by_row import ByRow
 from kernels_pallas.mosaic.key_gradient import ITEM
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.selected import tile_leaves
 
 STAGES = 4  # of `merged`
 PLACE = 64  # integers that say where a part is: its number, first token and first tile
@@ -54,7 +55,6 @@ class Gathered:
     items: int  # of a part
     gated: bool = False
     gradient: bool = False  # of the query
-    stages: int = 1
     interpret: bool | object = False
 
     @property
@@ -119,7 +119,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
     """
     unit, tile, dtype = spec.unit, spec.tile, jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, unit, bool(spec.interpret))
-    group, stages = spec.group, spec.stages
+    group = spec.group
     by_row = ByRow(group, bool(spec.interpret))
     per_step = by_row.count
     c = spec.scale * LOG2E
@@ -144,15 +144,13 @@ def partial_outputs(spec: Gathered) -> Kernel:
         left = lax.div(whole - begin + (per_step - 1), per)
 
         def load(i):
-            slot = lax.rem(i, jnp.int32(stages))
-
             def load_unit(u):
                 place = jnp.minimum(begin + i * per_step + u, end - 1)
                 token = lax.div(entries[place] + 0, jnp.int32(spec.Hkv * spec.n))
                 for source, ref, width in ((query, query_s, spec.D), (grad, grad_s, spec.Dv)):
                     if ref is not None:
                         heads = functools.partial(_heads, source, b, token, g * group, group)
-                        buffers.load_rows(heads, ref, slot, width, rows_in.at[slot], u)
+                        buffers.load_rows(heads, ref, 0, width, rows_in, u)
 
             pl.when(i < steps)(lambda: operands.by_warps(per_step, load_unit, varies))
 
@@ -172,7 +170,6 @@ def partial_outputs(spec: Gathered) -> Kernel:
             return by_row.entries(entries, begin + i * per_step, end)
 
         def step(under_mask, i, mine):
-            slot = lax.rem(i, jnp.int32(stages))
             place = begin + i * per_step
             following = entries_of(i + 1)  # so that the next copies find them in the cache
             token = lax.div(mine, jnp.int32(spec.Hkv * spec.n))
@@ -185,13 +182,13 @@ def partial_outputs(spec: Gathered) -> Kernel:
             numbers: Any = None
             if spec.gradient:
                 numbers = by_row.numbers(rows, b, token, g * group)
-            plgpu.barrier_wait(rows_in.at[slot])
-            pairs = [((query_s, slot), (key_s, 0))]
-            pairs += [((grad_s, slot), (value_s, 0))] * spec.gradient
+            plgpu.barrier_wait(rows_in)
+            pairs = [((query_s, 0), (key_s, 0))]
+            pairs += [((grad_s, 0), (value_s, 0))] * spec.gradient
             logits, *rest = buffers.products(*pairs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # all four warps are done with this slot and the last output
-            load(i + stages)
+            plgpu.commit_smem()  # all four warps are done with these rows and the last output
+            load(i + 1)
             nothing, *state = softmax.nothing(spec.width)
             if spec.gradient:
                 norm, _, gate, offset = numbers
@@ -221,8 +218,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
             buffers.load_keys(
                 lambda columns: value.at[b, keys, g, columns], value_s, 0, keys_in
             )
-            for i in range(stages):
-                load(jnp.int32(i))
+            load(jnp.int32(0))
             plgpu.barrier_wait(keys_in)
             mine = lax.fori_loop(0, left, functools.partial(step, True), entries_of(0))
             lax.fori_loop(left, steps, functools.partial(step, False), mine)
@@ -243,7 +239,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
         inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
         inputs += [shape((spec.B, spec.T, spec.H, NUMBERS), jnp.float32)]
     outputs = (spec.partial,) if spec.gradient else (spec.partial, spec.norms)
-    gradients = [buffers.rows(stages, spec.Dv, per_step)] * spec.gradient
+    gradients = [buffers.rows(1, spec.Dv, per_step)] * spec.gradient
     arrivals = per_step * (slabs + value_slabs * spec.gradient)
     call = plgpu.kernel(
         body,
@@ -253,11 +249,11 @@ def partial_outputs(spec: Gathered) -> Kernel:
         scratch_types=[
             buffers.ring(1, ROWS, spec.D),
             buffers.ring(1, ROWS, spec.Dv),
-            buffers.rows(stages, spec.D, per_step),
+            buffers.rows(1, spec.D, per_step),
             *gradients,
             buffers.rows(1, spec.width, per_step),
             plgpu.Barrier(num_arrivals=slabs + value_slabs),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=arrivals),
         ],
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
@@ -274,7 +270,7 @@ def _heads(array, b, index, head, group, columns):
 def merged(spec: Gathered) -> Kernel:
     """Inputs: the outputs of `partial_outputs`; int32 `counts` of `selected.attention`, the
     selection `[B, T, Hkv, n]`, `position` `[B, T]`; of attention `lse` float32 `[B, Hkv,
-    all_tiles, 64]`, the natural log-sum-exp of tiles within `limit`, and with `gated` the gate,
+    all_tiles, 64]`, the natural log-sum-exp of tiles that stay, and with `gated` the gate,
     alike; `place`; `added` `[B, tokens, H, .]`. Outputs: the sum of what is added and the gated
     output, or the gradient; of attention the log-sum-exp `[B, Hkv, tiles, 64]`.
     """
@@ -359,7 +355,7 @@ def merged(spec: Gathered) -> Kernel:
             for i, (x, y) in enumerate(zip(acc, added, strict=True)):
                 buffers.write_slab(added_s, 0, i, x + y.astype(jnp.float32))
 
-        merges = counts[b, g, all_mine, 1] > spec.limit
+        merges = tile_leaves(counts, b, g, all_mine, spec.limit)
         buffers.load_rows(heads(added), added_s, 0, spec.width, added_in)
         plgpu.barrier_wait(added_in)
         pl.when(merges)(merge)
@@ -376,11 +372,8 @@ def merged(spec: Gathered) -> Kernel:
     shape = jax.ShapeDtypeStruct
     tiles, mine = ((spec.B, spec.Hkv, x) for x in (spec.all_tiles, spec.tiles))
     by_rows = shape((*tiles, ROWS), jnp.float32)
-    selection = (
-        shape((*tiles, 2), jnp.int32),
-        shape((spec.B, spec.T, spec.Hkv, spec.n), jnp.int32),
-    )
-    selection = *selection, shape((spec.B, spec.T), jnp.int32)
+    by_token = (spec.B, spec.T, spec.Hkv, spec.n), (spec.B, spec.T)
+    selection = [shape(x, jnp.int32) for x in ((*tiles, 2), *by_token)]
     output = shape((spec.B, spec.tokens, spec.H, spec.width), dtype)
     slots = spec.B, spec.tokens, spec.Hkv * spec.n, group, spec.width
     inputs = [shape(slots, dtype), *[spec.norms] * weighted, *selection]

@@ -1,4 +1,4 @@
-"""Which queries chose a tile of keys: the lists of `key_gradient`.
+"""Which queries chose a tile of keys: the lists of `key_gradient` and of `gathered`.
 
 Counting, no sort. The tokens are cut into chunks. `counted` has the number of entries of every
 tile of keys from every chunk; their running sum is where these entries begin; `filled` writes
@@ -36,8 +36,8 @@ class Inverse:
 
     An entry is a unit of `tokens` neighbours (`KeyGradient.unit`) and a block that some of them
     chose, in the list of every tile of keys that the block touches. `packed`: sequences may
-    begin at any key. With `limit` there are entries of those tokens alone whose tile of `tile`
-    tokens wants more blocks than that (`selected.Selected.limit`).
+    begin at any key. With `limit` there are entries of those tokens alone that leave their tile
+    of `tile` tokens (`selected.tile_leaves`).
     """
 
     B: int
@@ -151,14 +151,15 @@ class Walk:
         done = warp.shared(done) + warp.warp() * (4 * spec.window)
         wanted = Wanted(spec.T, spec.Hkv, spec.n, spec.block, spec.units_of_word * spec.tokens)
 
-        def long_only(token):
-            """Whether the union of its tile is too long."""
-            tiles = -(-spec.T // spec.tile)
-            lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (token // spec.tile, 8)
-            return warp.fetch(warp.element(counts, *lead), 4) > spec.limit
+        def leaves(token):
+            """As `selected.tile_leaves`."""
+            tiles, tile = -(-spec.T // spec.tile), token // spec.tile
+            before = warp.larger(tile - 1, 0)
+            lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (before, 8)
+            long = warp.fetch(warp.element(counts, *lead), 4) > spec.limit
+            return long & (tile > 0)
 
-        if not spec.limit:
-            long_only = None
+        only = leaves if spec.limit else None
 
         def edge(tile, after=0):
             """What is said of the tile's entries from this chunk, or those after them."""
@@ -187,7 +188,7 @@ class Walk:
             def some_tokens(k, nothing):
                 unit0 = chunk * spec.chunk + k * spec.units_of_word
                 token0 = unit0 * spec.tokens
-                tokens = wanted.load(position, key_start, b, token0, long_only)
+                tokens = wanted.load(position, key_start, b, token0, only)
 
                 def sequence(_, state):
                     first, own, blocks = wanted.next_sequence(tokens, state[0])

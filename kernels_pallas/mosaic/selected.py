@@ -5,8 +5,8 @@ The gradient of the query is the same walk over the same lists (`gradient`).
 One warpgroup and one list a block of threads: the tokens of a tile of 64 rows share every block
 that one of them selected, and rows of tokens without it are masked. Small independent blocks of
 threads, three on a multiprocessor, hide each other's latency; the key/value head is the slowest
-grid axis, so that the keys of one head stay in L2. A tile whose union is long may leave its
-tokens to `gathered.py`.
+grid axis, so that the keys of one head stay in L2. A tile after one whose union is long may
+leave its tokens to `gathered.py`.
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output
 once 0.64 ms; what bounds it is L2 to shared memory, the union of the tile's tokens once:
@@ -50,7 +50,7 @@ class Selected:
     gated: bool = False
     added: bool = False
     gradient: bool = False  # of the query
-    limit: int = 0  # blocks of a list beyond which it is left to `gathered`; 0: none is
+    limit: int = 0  # blocks of a list beyond which the next tile leaves; 0: none does
     key_stages: int = 2
     value_stages: int = 1
     interpret: bool | object = False
@@ -92,14 +92,22 @@ def gradient_stages(key_width: int, value_width: int, block: int) -> dict[str, i
     return {"key_stages": stages, "value_stages": 1}
 
 
+def tile_leaves(counts, b, g, tile, limit: int):
+    """Whether the tokens of a tile leave its union, to `gathered`: where the union before is
+    longer than `limit`, since no output may depend on tokens after its own.
+    """
+    before = counts[b, g, jnp.maximum(tile - 1, 0), 1]
+    return (tile > 0) & (before > limit)
+
+
 @functools.cache
 def attention(spec: Selected) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`; int32 lists
     of each tile: `starts` `[B, Hkv, tiles, entries]`, first keys of blocks; `members` `[B, Hkv,
     tiles, words, entries]`, bit `token % 32` of word `token // 32`; `counts` `[B, Hkv, tiles,
-    2]`, blocks in front that every member sees to their end, all blocks: a list of more than
-    `limit` counts as empty; `last` `[B, tiles, 64]`, by row the end of the keys that it may
-    see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.band.attention`; with
+    2]`, blocks in front that every member sees to their end, all blocks (`tile_leaves` says
+    where a list counts as empty); `last` `[B, tiles, 64]`, by row the end of the keys that it
+    may see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.band.attention`; with
     `gradient`, what it takes and returns then.
     """
     tile, dtype, size = spec.tile, jnp.dtype(spec.dtype), spec.block
@@ -140,7 +148,8 @@ def attention(spec: Selected) -> Kernel:
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         whole, blocks = counts[b, g, mine, 0] + 0, counts[b, g, mine, 1] + 0
         if spec.limit:
-            whole, blocks = (jnp.where(blocks > spec.limit, 0, x) for x in (whole, blocks))
+            leaves = tile_leaves(counts, b, g, mine, spec.limit)
+            whole, blocks = (jnp.where(leaves, 0, x) for x in (whole, blocks))
         last_row = plgpu.load(last.at[b, mine], layout=PER_ROW, optimized=False)
         row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
         token = lax.div(row, jnp.int32(group))
