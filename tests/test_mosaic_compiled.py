@@ -20,9 +20,8 @@ SHAPES = {
     "paper": PAPER_SHAPE,
     "wide": dataclasses.replace(PAPER_SHAPE, D=192),
     "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
-    "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="bfloat16"),
+    "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="float16"),
     "small": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="bfloat16"),
-    "float16": Case(8192, 8192, 64, 4, 128, 128, 1, PAPER, dtype="float16"),
     # More blocks than scores are held at a time.
     "long": Case(131072, 131072, 16, 1, 128, 128, 1, PAPER, dtype="bfloat16"),
 }
