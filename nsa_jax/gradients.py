@@ -242,10 +242,7 @@ def chosen(
     inverse = Inverse(*sizes, base.unit.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
     table, *places = items.listed(steps, edges, where, inverse)
-    if base.single:
-        rows = _by_token(steps, numbers, base)
-    else:
-        rows = _by_unit(steps, rows, numbers, spec, base)
+    rows = _by_unit(steps, rows, numbers, spec, base)
     spec = dataclasses.replace(
         base,
         items=table.shape[0],
@@ -308,16 +305,12 @@ def _rows(steps, numbers, kv_heads, tile, tiles):
     return steps.longer(x, 3, tile.rows, 0.0)
 
 
-def _by_token(steps, numbers, base):
-    """`[B, T, H, 4]` as `[B, Hkv, T, 8, 4]`, zeros after the heads of a group."""
-    x = numbers.reshape(base.B, base.T, base.Hkv, -1, NUMBERS)
-    return steps.longer(steps.xp.moveaxis(x, 2, 1), 3, base.rows_of_unit, 0.0)
-
-
 def _by_unit(steps, rows, numbers, spec, base):
     """`_rows` for the units of `base`: those for the tiles of `spec` if they are alike."""
     tile, unit = spec.tile, base.unit
     alike = tile == unit or (tile.used == tile.rows and unit.used == unit.rows)
     if alike and spec.tiles * tile.tokens == base.units * unit.tokens:
-        return rows.reshape(base.B, base.Hkv, base.units, unit.rows, -1)
-    return _rows(steps, numbers, base.Hkv, unit, base.units)
+        rows = rows.reshape(base.B, base.Hkv, base.units, unit.rows, -1)
+    else:
+        rows = _rows(steps, numbers, base.Hkv, unit, base.units)
+    return steps.longer(rows, 3, base.rows_of_unit, 0.0)

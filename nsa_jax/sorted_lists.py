@@ -61,10 +61,11 @@ def _wanted(steps, indices, position, key_start, spec):
     return steps.longer(wanted, 3, spec.entries, NOTHING)
 
 
-def inverse(steps, indices, position, key_start, spec, slots=False, counts=None):
+def inverse(steps, indices, position, key_start, spec, counts=None):
     """What the `inverse` kernels give, from the same arrays: the running sum of the counts, and
     the lists. Where blocks end within tiles, a unit and a block may have several entries here.
-    `slots`: the list of `inverse.slots`; `counts`: of `unions`, if there is a limit.
+    With `counts`, of `unions`: of those tokens alone that leave their tiles, and the list of
+    `inverse.slots`.
 
     `spec`: `kernels_pallas.mosaic.inverse.Inverse`, `rows * tiles * units` below 2**31.
     """
@@ -88,21 +89,21 @@ def inverse(steps, indices, position, key_start, spec, slots=False, counts=None)
     order = ((row * spec.Hkv + head) * tiles + tile) * units + token // tokens
     mark = (tile * 0 + 1 << token % tokens) + (begins - tile * ROWS + REACH) * 2**16
     order = xp.where(there, order, NOTHING)
-    if slots:
+    if counts is not None:
         slot = steps.numbers(indices, spec.n).reshape(1, 1, 1, -1, 1)
         mark = (token * spec.Hkv + head) * spec.n + slot
     order, mark = (
         integers(xp.broadcast_to(x, order.shape)).reshape(1, -1) for x in (order, mark)
     )
     order, mark = steps.sort_pairs(order, mark)
-    if not slots:
+    if counts is None:
         order, mark = _together(steps, order, mark)
     tile, chunk = (steps.numbers(indices, n) for n in (spec.rows * tiles, spec.chunks))
     edges = (tile.reshape(-1, 1) * units + chunk * spec.chunk).reshape(1, -1)
     edges = integers(steps.search(order, edges, "left"))
     edges = xp.concatenate([edges[0], integers(xp.sum(order < NOTHING)).reshape(1)], axis=0)
     lists = [order % units, mark] if spec.marked else [order % units]
-    lists = [mark] if slots else lists
+    lists = lists if counts is None else [mark]
     return edges, *(x.reshape(-1) for x in lists)
 
 

@@ -250,7 +250,7 @@ class Framework:
         """
         arrays = indices, where.position, where.key_start
         if limits.interpret.get():
-            edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, True, counts)
+            edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, counts)
             return sorted_lists.items(self, edges, where.position, spec), entries
         arrays = *arrays, counts
         edges = self._edges(arrays, spec.inverse)

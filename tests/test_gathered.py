@@ -47,18 +47,29 @@ def leaving(monkeypatch):
     assert built
 
 
+def left(case, **change):
+    """The problem, in which some tile leaves."""
+    p = problem(dataclasses.replace(case, **change))
+    tokens = 64 * p.case.Hkv // p.case.H
+    indices = np.asarray(arrays_of(p)[1])[:, : (p.case.T - 1) // tokens * tokens]
+    tiles = indices.reshape(p.case.B, -1, tokens, *indices.shape[2:])
+    unions = [set(x.ravel()) - {-1} for x in np.moveaxis(tiles, 3, 2).reshape(-1, tokens * 3)]
+    assert max(map(len, unions)) > int(gathered.LONG_UNION * 3)
+    return p
+
+
 @pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1)], ids=str)
 def test_forward(case, parts, interpreted, leaving):
-    check_steps(problem(case), ("selected_attention",))
+    check_steps(left(case), ("selected_attention",))
     assert {spec.parts for spec in leaving} == {parts}
 
 
 def test_gates_and_other_branches(interpreted, leaving):
-    check_steps(problem(dataclasses.replace(G4, T=24)), ("whole",))
+    check_steps(left(G4, T=24), ("whole",))
 
 
 def test_gradients_of_the_branch(interpreted, leaving):
-    check_step(problem(dataclasses.replace(G3, S=130)), "selected_attention")
+    check_step(left(G3, S=200), "selected_attention")
     assert any(spec.gradient for spec in leaving)
 
 
@@ -66,12 +77,13 @@ def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
     built, build = [], key_gradient.partial_sums
     monkeypatch.setattr(key_gradient, "partial_sums", lambda x: built.append(x) or build(x))
-    check_whole(problem(dataclasses.replace(G4, T=20, S=130)))
+    check_whole(left(G4, T=20, S=200))
     assert {spec.single for spec in built if spec.listed} == {True}
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):
-    check_any_blocks(problem(dataclasses.replace(G3, S=200)))
+    """Half the tokens of the second tile do not see the last block."""
+    check_any_blocks(problem(dataclasses.replace(G3, T=45, S=205)))
 
 
 def test_later_tokens_change_nothing(interpreted, leaving):

@@ -138,12 +138,9 @@ def by_warps(spec, arrays, monkeypatch):
     machine = warps.machine(monkeypatch, shared, inverse, wanted)
 
     def walk(fill, *outputs):
-        for row in range(spec.rows):
-            for group in range(-(-spec.chunks // inverse.WARPS)):
-                for machine.number_of_warp in range(inverse.WARPS):
-                    shared = 0, 4 * bits
-                    given = *arrays, *outputs, *shared, *map(lanes, (row, group))
-                    inverse.Walk(spec, fill).make(*given)
+        given = *arrays, *outputs, 0, 4 * bits
+        function = inverse.Walk(spec, fill).make
+        machine.each(function, spec.rows, spec.chunks, inverse.WARPS, *given)
 
     counts = np.full(1 + spec.rows * spec.tiles * spec.chunks, -99, np.int32)
     walk(False, counts)

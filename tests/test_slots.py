@@ -105,7 +105,7 @@ def test_sorting(name, framework):
         steps, load = nsa_torch.mosaic.STEPS, torch.from_numpy
 
     def make(*arrays):
-        found = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, True, arrays[3])
+        found = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
         return *found, sorted_lists.items(steps, found[0], arrays[1], spec)
 
     make = jax.jit(make) if framework == "jax" else make
@@ -121,11 +121,8 @@ def by_warps(spec, arrays, monkeypatch):
     shared = 4 * (bits + inverse.WARPS * made.window)
     machine = warps.machine(monkeypatch, shared, inverse, pieces, wanted)
 
-    def each(function, groups, *given):
-        for row in range(made.rows):
-            for group in range(-(-groups // inverse.WARPS)):
-                for machine.number_of_warp in range(inverse.WARPS):
-                    function(*given, *map(lanes, (row, group)))
+    def each(function, warps_of_row, *given):
+        machine.each(function, made.rows, warps_of_row, inverse.WARPS, *given)
 
     counts = np.full(1 + made.rows * made.tiles * made.chunks, -99, np.int32)
     each(Walk(made, False).make, made.chunks, *arrays, counts, 0, 4 * bits)
@@ -193,7 +190,7 @@ def test_the_kernels(name):
     edges = steps._edges(arrays, spec.inverse)
     (entries,) = steps.run(inverse.slots(spec.inverse), *arrays, edges)
     (table,) = steps.run(pieces.items(spec), edges, arrays[1])
-    want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, True, arrays[3])
+    want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
     assert torch.equal(edges, want[0])
     total = int(edges[-1])
     assert torch.equal(entries[:total], want[1][:total]) and (total or name == "nothing")

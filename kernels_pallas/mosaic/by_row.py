@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from kernels_pallas.mosaic import warp
-from kernels_pallas.mosaic.operands import NUMBERS, PER_ROW, ROWS
+from kernels_pallas.mosaic.operands import NUMBERS, PER_ROW, ROWS, row_index
 from kernels_pallas.mosaic.warp import Word
 
 LANES = 4  # that hold the same row
@@ -153,14 +153,12 @@ class ByRow:
 
     def of_step(self, place, end):
         """Of each row, whether it stands for an entry before `end`."""
-        row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
-        unit = lax.div(row, jnp.int32(self.group))
+        unit = lax.div(row_index(), jnp.int32(self.group))
         return (unit < self.count) & (place + unit < end)
 
     def head(self):
         """Of each row, which head of the group it is."""
-        row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
-        return lax.rem(row, jnp.int32(self.group))
+        return lax.rem(row_index(), jnp.int32(self.group))
 
     def _unit(self, row):
         return warp.smaller(row // self.group, self.count - 1)

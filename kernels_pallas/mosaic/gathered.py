@@ -29,7 +29,7 @@ from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS
 from kernels_pallas.mosaic.selected import tile_leaves
 
 STAGES = 4  # of `merged`
-PLACE = 64  # integers that say where a part is: its number, first token and first tile
+PLACE = 64  # integers of a part, 256 bytes as launches want them; the first three count
 
 
 @dataclasses.dataclass(frozen=True)

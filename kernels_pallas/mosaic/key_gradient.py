@@ -118,14 +118,13 @@ def unit_rows(spec) -> int:
 @functools.cache
 def partial_sums(spec: KeyGradient) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, gradient of
-    the output `[B, T, H, Dv]`; `rows` float32 `[B, Hkv, units, rows, 4]` (8 rows of which G
-    count for a single token): log-sum-exp in bits
-    (+inf where a row sees nothing or stands for no head), last key + 1, gate, and gate times
-    the product of the output and its gradient; int32 `items` `[items, 8]`: row of `[B, Hkv]`,
-    first key; begin, begin and end of what sees all keys, and end, in units; place in the
-    outputs. Then `first`, the first key by row, int32 `[B, units, rows]`; or, if `listed`, the
-    lists, int32 `[listed]`: units, and if `block` `marks`, `(128 + first key of the block -
-    first key of the tile) * 2**16 + one bit a token`.
+    the output `[B, T, H, Dv]`; `rows` float32 `[B, Hkv, units, rows, 4]` (of a single token 8
+    rows, of which G count): log-sum-exp in bits (+inf where a row sees nothing or stands for no
+    head), last key + 1, gate, and gate times the product of the output and its gradient; int32
+    `items` `[items, 8]`: row of `[B, Hkv]`, first key; begin, begin and end of what sees all
+    keys, and end, in units; place in the outputs. Then `first`, the first key by row, int32
+    `[B, units, rows]`; or, if `listed`, the lists, int32 `[listed]`: units, and if `block`
+    `marks`, `(128 + first key of the block - first key of the tile) * 2**16 + one bit a token`.
     Outputs: float32 `[items, keys, D]` if `want_key` and `[items, keys, Dv]` if `want_value`;
     an item with a negative row writes none.
     """
@@ -225,8 +224,11 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             changes, scaled = [], []
             for j in range(0, ROWS, 8):
                 columns = slice(j, j + 8)
-                place_, count = (j // single * 8, 64 // single) if single else (j, 8)
-                numbers = rows_s.at[slot, pl.ds(place_, count)]
+                numbers = pl.ds(j, 8)
+                if single:
+                    units = 8 // single
+                    numbers = pl.ds(j // single * NUMBERS_ROWS, units * NUMBERS_ROWS)
+                numbers = rows_s.at[slot, numbers]
                 norm, *rest = operands.column_numbers(numbers, interpret, single)
                 if spec.block and not under_mask:
                     norm = jnp.where(chosen(j, found), norm, jnp.inf)
@@ -263,8 +265,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
                 row = plgpu.load(row, layout=PER_COLUMN, optimized=False)
                 return (key_index >= down(row)) & (key_index < last)
             if single:
-                column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
-                there = place + lax.div(column + j, jnp.int32(group)) < end
+                there = place + tokens_from(j) < end
                 return key_index < jnp.where(down(there), last, 0)
             u = j // unit.rows
             last = jnp.where(place + u < end, last, 0)
@@ -277,9 +278,13 @@ def partial_sums(spec: KeyGradient) -> Kernel:
 
         def chosen(j, found):
             """Of columns `j .. j + 7` of a step, whether their tokens chose the block."""
-            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
-            token = lax.div(column + j % unit.rows, jnp.int32(group))
+            token = tokens_from(j % unit.rows)
             return lax.shift_right_logical(found[j // unit.rows], token) & 1 == 1
+
+        def tokens_from(row):
+            """Of eight columns, whose first one is row `row`, the tokens."""
+            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
+            return lax.div(column + row, jnp.int32(group))
 
         def compute(wg):
             for source, ref in ((key, key_s), (value, value_s)):

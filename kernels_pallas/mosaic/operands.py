@@ -359,6 +359,11 @@ def by_warps(count: int, function, varies: bool) -> None:
                 pl.when(i + warp < count)(functools.partial(function, i + warp))
 
 
+def row_index():
+    """Of each row, its number."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
+
+
 def across(row, shape):
     """A value per row, repeated along the columns."""
     return lax.broadcast_in_dim(row, shape, [0])

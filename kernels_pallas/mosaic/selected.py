@@ -151,8 +151,7 @@ def attention(spec: Selected) -> Kernel:
             leaves = tile_leaves(counts, b, g, mine, spec.limit)
             whole, blocks = (jnp.where(leaves, 0, x) for x in (whole, blocks))
         last_row = plgpu.load(last.at[b, mine], layout=PER_ROW, optimized=False)
-        row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
-        token = lax.div(row, jnp.int32(group))
+        token = lax.div(operands.row_index(), jnp.int32(group))
 
         def load(source, ring, here, stages, i):
             @pl.when(i < blocks)
