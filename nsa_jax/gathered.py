@@ -42,11 +42,11 @@ def limit(query, key, value, indices, config, packed: bool) -> int:
 
 
 def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, Hkv, tiles, 64]`) of `spec`, a `selected.Selected`, with the tokens
+    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected.Selected`, with the tokens
     that it left.
 
     `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
-    where the queries stand; `gate`: by row, or None.
+    where the queries stand; `gate`: float32 `[B, T, H]`, or None.
     """
     indices, counts, where = selection
     lists, parts = _parts(steps, spec, *selection)
@@ -58,15 +58,15 @@ def attention(steps, spec, arrays, selection, out, lse, gate):
         mine = steps.run(gathered.merged(part.kernel), *partial, *rest)
         out = steps.put(out, part.tokens, mine[0])
         if not spec.added:
-            lse = steps.put(lse, part.tiles, mine[1])
+            lse = steps.put(lse, part.tokens, mine[1])
     return out, lse
 
 
 def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
     """`total`, the gradient of `spec`'s query, with the tokens that it left.
 
-    `grad`: of the output; `numbers` `[B, T, H, 4]` as in
-    `kernels_pallas.mosaic.key_gradient.partial_sums`; the rest as in `attention`.
+    `grad`: of the output; `numbers`: as `kernels_pallas.mosaic.selected` takes them; the rest
+    as in `attention`.
     """
     indices, counts, where = selection
     lists, parts = _parts(steps, spec, *selection)
@@ -85,7 +85,6 @@ class _Part(NamedTuple):
     kernel: Gathered
     place: Any
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
-    tiles: tuple[slice, ...]  # of arrays `[B, Hkv, tiles, ...]`
 
 
 def _parts(steps, spec, indices, counts, where):
@@ -108,18 +107,15 @@ def _parts(steps, spec, indices, counts, where):
 
     (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
     fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
+    fields += ("limit", "numbers_unit", "interpret")
     parts = []
     for i, first in enumerate(range(0, spec.T, size)):
         last = min(first + size, spec.T)
         kernel = Gathered(
             **{name: getattr(spec, name) for name in fields},
-            limit=spec.limit,
             tokens=last - first,
             parts=pieces.parts,
             items=inverse.rows * pieces.items,
-            interpret=spec.interpret,
         )
-        everything, begin = slice(None), first // tokens
-        tiles = everything, everything, slice(begin, begin + kernel.tiles)
-        parts.append(_Part(kernel, places_[i : i + 1], (everything, slice(first, last)), tiles))
+        parts.append(_Part(kernel, places_[i : i + 1], (slice(None), slice(first, last))))
     return lists, parts

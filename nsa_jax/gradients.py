@@ -10,16 +10,16 @@ import functools
 import math
 from typing import Any
 
-from kernels_pallas.mosaic import band, gates, key_gradient, limits, selected
+from kernels_pallas.mosaic import band, gates, key_gradient, limits, numbers, selected
 from kernels_pallas.mosaic.inverse import Inverse
 from kernels_pallas.mosaic.key_gradient import KeyGradient
-from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, ROWS
+from kernels_pallas.mosaic.numbers import Numbers
+from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
 from nsa_jax import gathered, items
 from nsa_jax.config import NSAConfig
 from nsa_jax.tiled import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
 
-SINGLE = (1, 2, 4, 8)  # heads of a group: their rows fill a step of the keys' gradient
 SHORTEST = 64  # tiles of queries of an item
 
 
@@ -40,22 +40,15 @@ class Saved:
 
 def gated_sum(steps: Framework, outputs, weights):
     """`[B, T, H, Dv]`: the sum of the outputs, each times its gate `[B, T, H]`."""
-    spec = _row_spec(outputs)
-    columns = []
-    for weight in weights:
-        weight = steps.cast(weight, steps.xp.float32).reshape(1, -1)
-        columns.append(steps.longer(weight, 1, spec.tiles * ROWS, 0.0))
-    weight = steps.xp.concatenate(columns, axis=0)
-    (total,) = steps.run(gates.gated_sum(spec), weight, *outputs)
+    weights = [steps.cast(weight, steps.xp.float32) for weight in weights]
+    (total,) = steps.run(gates.gated_sum(_row_spec(outputs)), *weights, *outputs)
     return total.reshape(outputs[0].shape)
 
 
 def output_dots(steps: Framework, grad, *outputs):
     """float32 `[B, T, H]` for each output `[B, T, H, Dv]`: its product with `grad`."""
-    spec = _row_spec(outputs)
-    (found,) = steps.run(gates.dots(spec), grad, *outputs)
-    found = found.reshape(len(outputs), -1)[:, : spec.rows]
-    return [found[i].reshape(grad.shape[:-1]) for i in range(len(outputs))]
+    found = steps.run(gates.dots(_row_spec(outputs)), grad, *outputs)
+    return [x.reshape(grad.shape[:-1]) for x in found]
 
 
 def _row_spec(outputs):
@@ -163,15 +156,14 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         gradient=True,
         **band.gradient_blocks(key.shape[-1], value.shape[-1]),
     )
-    numbers = _numbers(steps, saved, where, bounds, steps.bounds(where, bounds)[1])
+    base = KeyGradient(**shapes_of(query, key, value, scale), items=0, gated=gated)
+    rows = _numbers(steps, saved, steps.bounds(where, bounds)[1], base)
     arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
-    rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     (query_grad,) = steps.run(
         band.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
-    base = KeyGradient(**shapes_of(query, key, value, scale), items=0, gated=gated)
     pieces, tiles = 1, base.B * base.Hkv * base.tiles
     if long:
         pieces = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
@@ -181,7 +173,6 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         ("items", bounds, base),
         lambda: items.interval(steps, steps.bounds(where, bounds), base, pieces),
     )
-    rows = _by_unit(steps, rows, numbers, spec, base)
     first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
     arrays = query, key, value, grad, rows, table
     return query_grad, *_merged(steps, base, arrays, [first], places)
@@ -208,6 +199,11 @@ def chosen(
     width, size = query.shape[-1], config.select_block
     gated = saved.gate is not None
     shapes = shapes_of(query, key, value, scale)
+    base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
+    sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
+    alone = base.unit.group <= NUMBERS_ROWS and base.unit.slab == ROWS
+    if alone and not Inverse(*sizes, 1, packed).marked:
+        base = dataclasses.replace(base, single=True)
     spec = selected.Selected(
         **shapes,
         n=indices.shape[-1],
@@ -215,14 +211,14 @@ def chosen(
         gated=gated,
         added=added is not None,
         gradient=True,
+        numbers_unit=(base.unit.tokens, base.rows_of_unit),
         limit=gathered.limit(query, key, value, indices, config, packed),
         **selected.gradient_stages(width, value.shape[-1], size),
     )
     last = steps.end(where)
     if lists is None:
         lists = steps.lists(indices, where, spec)
-    numbers = _numbers(steps, saved, where, ("end",), last)
-    rows = _rows(steps, numbers, key.shape[2], spec.tile, spec.tiles)
+    rows = _numbers(steps, saved, last, base)
     extra = [] if added is None else [added]
     by_row = steps.last_by_row(where, spec.tile, spec.tiles)
     arrays = query, key, value
@@ -231,18 +227,13 @@ def chosen(
     )
     if spec.limit:
         selection = indices, lists[-1], where
-        found = grad, numbers, query_grad
-        query_grad = gathered.query_gradient(steps, spec, arrays, selection, *found)
+        query_grad = gathered.query_gradient(
+            steps, spec, arrays, selection, grad, rows, query_grad
+        )
 
-    base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
-    sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
-    alone = spec.tile.group in SINGLE and spec.tile.slab == ROWS
-    if alone and not Inverse(*sizes, 1, packed).marked:
-        base = dataclasses.replace(base, single=True)
     inverse = Inverse(*sizes, base.unit.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
     table, *places = items.listed(steps, edges, where, inverse)
-    rows = _by_unit(steps, rows, numbers, spec, base)
     spec = dataclasses.replace(
         base,
         items=table.shape[0],
@@ -268,49 +259,39 @@ def _merged(steps, spec, arrays, more, places):
     return found
 
 
-def _numbers(steps, saved, where, name, last):
-    """The numbers of each query head, float32 `[B, T, H, 4]`: `key_gradient.partial_sums`.
-
-    `last`: the end of the keys that each query sees, which `where` and `name` decide.
+def _numbers(steps, saved, last, base):
+    """What `numbers.of_units` gives for the units of `base`, a `KeyGradient`; `last`: the end
+    of the keys that each query sees.
     """
-    xp = steps.xp
-    gate = (
-        xp.ones_like(saved.dots) if saved.gate is None else steps.cast(saved.gate, xp.float32)
+    extra = [
+        steps.cast(x, steps.xp.float32) for x in (saved.gate, saved.lse_grad) if x is not None
+    ]
+    arrays = saved.lse, saved.dots, steps.integers(last), *extra
+    spec = Numbers(
+        *(base.B, base.T, base.H, base.Hkv, base.unit.tokens, base.rows_of_unit),
+        gated=saved.gate is not None,
+        lse_grad=saved.lse_grad is not None,
     )
-    offset = gate * saved.dots
-    if saved.lse_grad is not None:
-        offset = offset - steps.cast(saved.lse_grad, xp.float32)
+    if base.interpret:
+        return _interpreted_numbers(steps, spec, *arrays)
+    return steps.run(numbers.of_units(spec), *arrays)[0]
 
-    def wide():
-        number = steps.numbers(last, NUMBERS)
-        nothing = steps.cast(xp.where(number == 0, float("inf"), 0.0), xp.float32)
-        return steps.cast(last, xp.float32)[..., None], nothing
 
-    last_key, nothing = steps.once(where, (*name, "wide"), wide)
-    last_key = xp.broadcast_to(last_key, offset.shape)
-    columns = saved.lse * LOG2E, last_key, gate, offset
-    found = xp.concatenate([x[..., None] for x in columns], axis=-1)
+def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
+    """`numbers.of_units`, from the same arrays."""
+    xp, extra = steps.xp, list(extra)
+    gate = extra.pop(0) if spec.gated else xp.ones_like(dots)
+    offset = gate * dots
+    if spec.lse_grad:
+        offset = offset - extra.pop(0)
+    last = xp.broadcast_to(steps.cast(last, xp.float32)[..., None], offset.shape)
+    columns = [x[..., None] for x in (lse * LOG2E, last, gate, offset)]
+    found = xp.concatenate(columns, axis=-1)
+    nothing = xp.where(steps.numbers(last, NUMBERS) == 0, float("inf"), 0.0)
     # Of padding they may be NaN, and a probability of zero times NaN is NaN.
-    return xp.where((saved.lse == -float("inf"))[..., None], nothing, found)
-
-
-def _rows(steps, numbers, kv_heads, tile, tiles):
-    """`[B, T, H, 4]` as `[B, Hkv, tiles, rows, 4]`. What stands for no query is zero: as its
-    query and its gradient are zero there too, it adds nothing.
-    """
-    batch, length, heads, count = numbers.shape
-    x = numbers.reshape(batch, length, kv_heads, heads // kv_heads, count)
-    x = steps.longer(x, 1, tiles * tile.tokens, 0.0)
-    x = steps.xp.moveaxis(x, 2, 1).reshape(batch, kv_heads, tiles, tile.used, count)
-    return steps.longer(x, 3, tile.rows, 0.0)
-
-
-def _by_unit(steps, rows, numbers, spec, base):
-    """`_rows` for the units of `base`: those for the tiles of `spec` if they are alike."""
-    tile, unit = spec.tile, base.unit
-    alike = tile == unit or (tile.used == tile.rows and unit.used == unit.rows)
-    if alike and spec.tiles * tile.tokens == base.units * unit.tokens:
-        rows = rows.reshape(base.B, base.Hkv, base.units, unit.rows, -1)
-    else:
-        rows = _rows(steps, numbers, base.Hkv, unit, base.units)
-    return steps.longer(rows, 3, base.rows_of_unit, 0.0)
+    sees_nothing = (lse == -float("inf"))[..., None]
+    found = xp.where(sees_nothing, steps.cast(nothing, xp.float32), found)
+    found = found.reshape(spec.B, spec.T, spec.Hkv, spec.group, NUMBERS)
+    found = xp.moveaxis(steps.longer(found, 1, spec.units * spec.tokens, 0.0), 2, 1)
+    found = found.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, NUMBERS)
+    return steps.longer(found, 3, spec.rows, 0.0)

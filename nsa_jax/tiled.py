@@ -63,22 +63,6 @@ class Framework:
         x = self.xp.broadcast_to(x, (batch, tiles, tile.tokens, tile.group))
         return self.longer(x.reshape(batch, tiles, tile.used), 2, tile.rows)
 
-    def heads_by_row(self, x, kv_heads: int, tile, tiles: int, fill: float):
-        """`[B, T, H]` as float32 `[B, Hkv, tiles, rows]`."""
-        batch, length, heads = x.shape
-        x = x.reshape(batch, length, kv_heads, heads // kv_heads)
-        x = self.longer(self.longer(x, 3, tile.group, fill), 1, tiles * tile.tokens, fill)
-        # The cast is the copy that the new order needs.
-        x = self.cast(self.xp.moveaxis(x, 2, 1), self.xp.float32)
-        return self.longer(x.reshape(batch, kv_heads, tiles, tile.used), 3, tile.rows, fill)
-
-    def heads_of_rows(self, x, tile, length: int):
-        """`[B, Hkv, tiles, rows]` as `[B, T, H]`."""
-        batch, kv_heads, tiles, _ = x.shape
-        x = x[..., : tile.used].reshape(batch, kv_heads, tiles * tile.tokens, tile.group)
-        x = self.xp.moveaxis(x[:, :, :length], 1, 2)
-        return x.reshape(batch, length, kv_heads * tile.group)
-
     # Bounds of the keys that queries see, by name: `("visible", config)` or `("window", config,
     # number of keys)`.
 
@@ -139,14 +123,12 @@ class Framework:
         )
         arrays = [query, key, value]
         arrays += self.bounds_by_row(where, bounds, spec.tile, spec.tiles)
-        arrays += self._extra(gate, added, key.shape[2], spec)
+        arrays += self._extra(gate, added)
         out, lse = self.run(band.attention(spec), *arrays)
-        return out, None if spec.added else self.heads_of_rows(lse, spec.tile, spec.T)
+        return out, None if spec.added else lse
 
-    def _extra(self, gate, added, kv_heads, spec):
-        extra = []
-        if gate is not None:
-            extra.append(self.heads_by_row(gate, kv_heads, spec.tile, spec.tiles, 0.0))
+    def _extra(self, gate, added):
+        extra = [] if gate is None else [self.cast(gate, self.xp.float32)]
         return extra if added is None else [*extra, added]
 
     def compressed(
@@ -208,18 +190,17 @@ class Framework:
                 config=config,
             ),
         )
-        tile, tiles = spec.tile, spec.tiles
         if lists is None:
             lists = self.lists(indices, where, spec)
-        last = self.last_by_row(where, tile, tiles)
-        extra = self._extra(gate, added, spec.Hkv, spec)
+        last = self.last_by_row(where, spec.tile, spec.tiles)
+        extra = self._extra(gate, added)
         arrays = query, key, value
         out, lse = self.run(selected.attention(spec), *arrays, *lists, last, *extra)
         if spec.limit:
             selection = indices, lists[-1], where
             found = out, lse, extra[0] if spec.gated else None
             out, lse = gathered.attention(self, spec, arrays, selection, *found)
-        return out, None if spec.added else self.heads_of_rows(lse, tile, spec.T)
+        return out, None if spec.added else lse
 
     def selected_lists(self, query, key, value, indices, where, config: NSAConfig, scale):
         """What `selected` and its gradient read of `indices`."""
@@ -308,7 +289,6 @@ class Framework:
             ),
         )
         tile, tiles = spec.tile, spec.tiles
-        lse = self.heads_by_row(lse, kv_heads, tile, tiles, float("inf"))
 
         def candidates():
             own, start = where.position // config.select_block, base

@@ -58,6 +58,7 @@ GRADIENTS = {
     "inverse_lists",
     "key_gradient",
     "merged_key_gradient",
+    "numbers",
     "selected_query_gradient",
 }
 # Of tokens that leave the union of their tile, where one can be too long.
@@ -67,10 +68,12 @@ BACKWARD = LEAVING | {"gathered_query_gradient"}
 LEFT = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
 # `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most
-# at D=192). At D=192 a few of the query's gradient do not fit either.
+# at D=192). At D=192 a few of the query's gradient do not fit either. Four warpgroups that make
+# scores have 128 registers a thread; at G=4 one of these is not enough.
 SPILLS = {
     "key_gradient": {"spill_store_bytes": 256, "spill_load_bytes": 320},
     "band_query_gradient": {"spill_store_bytes": 48, "spill_load_bytes": 48},
+    "best_blocks": {"spill_store_bytes": 4, "spill_load_bytes": 4},
 }
 
 

@@ -318,7 +318,7 @@ def test_a_missing_scale_is_caught(mutant, monkeypatch):
 
 def test_a_missing_offset_is_caught(mutant, monkeypatch):
     """The gate times the product of the output and its gradient."""
-    changed(monkeypatch, gradients, "_rows", lambda rows: rows.at[..., 3].set(0.0))
+    changed(monkeypatch, gradients, "_numbers", lambda found: found.at[..., 3].set(0.0))
     caught("compressed_attention", "query")
 
 

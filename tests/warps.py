@@ -70,6 +70,9 @@ class Warp:
     def real(self, x):
         return np.ascontiguousarray(x).view(np.float32)
 
+    def floating(self, x):
+        return x.astype(np.float32)
+
     def exchange(self, x, distance):
         return x[LANES ^ distance]
 

@@ -23,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
+from kernels_pallas.mosaic import numbers, operands, softmax
+from kernels_pallas.mosaic.by_row import ByRow, OfTile
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 
 CONSUMERS = 2
 PROGRAMS = 132  # multiprocessors of an H100 SXM; on fewer, some of them take turns
@@ -84,17 +85,19 @@ def gradient_blocks(key_width: int, value_width: int) -> dict[str, int]:
 @functools.cache
 def attention(band: Band) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, int32 bounds
-    `first`, `last` `[B, tiles, 64]` by row, then `gate` float32 `[B, Hkv, tiles, 64]` if
-    `gated` and `[B, T, H, Dv]` if `added`. Outputs: `[B, T, H, Dv]` and the natural
-    log-sum-exp by row, float32 `[B, Hkv, tiles, 64]`.
+    `first`, `last` `[B, tiles, 64]` by row, then `gate` float32 `[B, T, H]` if `gated` and `[B,
+    T, H, Dv]` if `added`. Outputs: `[B, T, H, Dv]` and the natural log-sum-exp, float32 `[B, T,
+    H]`.
 
-    With `gradient`, after the bounds: the gradient of the output `[B, T, H, Dv]`, `rows` as in
-    `kernels_pallas.mosaic.key_gradient.partial_sums`, and `[B, T, H, D]` if `added`. Output:
-    the gradient of the query.
+    With `gradient`, after the bounds: the gradient of the output `[B, T, H, Dv]`, `numbers` as
+    in `kernels_pallas.mosaic.numbers`, in units of a tile's tokens, and `[B, T, H, D]` if
+    `added`. Output: the gradient of the query.
     """
     tile, dtype = band.tile, jnp.dtype(band.dtype)
-    buffers = operands.Buffers(dtype, tile, bool(band.interpret))
+    interpret = bool(band.interpret)
+    buffers = operands.Buffers(dtype, tile, interpret)
     stages, block, group = band.stages, band.block, tile.group
+    of_tile = OfTile(tile.tokens, group, group, interpret)
     c = band.scale * LOG2E
     wide = band.gradient and band.D + band.Dv > 256
     computing, copying = (240, 24) if wide else (232, 40)
@@ -160,7 +163,7 @@ def attention(band: Band) -> Kernel:
 
         @pl.when(wg < CONSUMERS)
         def _():
-            if not band.interpret:
+            if not interpret:
                 plgpu.set_max_registers(computing, action="increase")
 
             def load_query(placed):
@@ -226,17 +229,20 @@ def attention(band: Band) -> Kernel:
                 step = attend
                 if band.gradient:
                     step, state = differentiate, state[0]
-                    norm, gate, offset = operands.row_numbers(rows.at[b, g, mine], band.gated)
+                    token = of_tile.token(mine * tile.tokens, band.T)
+                    found = ByRow(group, interpret).numbers(rows, b, g, token, tile.tokens)
+                    norm, _, gate, offset = found
+                    gate = gate if band.gated else None
                 state = lax.fori_loop(0, masked, functools.partial(step, True), state)
                 state = lax.fori_loop(masked, blocks, functools.partial(step, False), state)
                 if band.gradient:
                     acc = state * band.scale
                 else:
-                    weight, lse.at[b, g, mine][...] = softmax.result(state)
+                    weight, norm = softmax.result(state)
+                    at_rows = b, mine * tile.tokens, g * group
+                    of_tile.put(lse, norm, *at_rows)
                     if gates is not None:
-                        weight *= plgpu.load(
-                            gates.at[b, g, mine], layout=PER_ROW, optimized=False
-                        )
+                        weight *= of_tile.values(gates, *at_rows)
                     acc = state[0] * across(weight, state[0].shape)
 
                 def load_next_query():
@@ -271,7 +277,7 @@ def attention(band: Band) -> Kernel:
 
         @pl.when(wg == CONSUMERS)
         def _():
-            if not band.interpret:
+            if not interpret:
                 plgpu.set_max_registers(copying, action="decrease")
 
             def pair(turn_number, carry):
@@ -302,7 +308,7 @@ def attention(band: Band) -> Kernel:
                 return done + blocks, *following
 
             done, *_ = lax.fori_loop(0, rounds, pair, (jnp.int32(0), *place(0)))
-            if band.interpret:  # which wants every completed phase waited for
+            if interpret:  # which wants every completed phase waited for
 
                 def drain(i, _):
                     slot = lax.rem(i, jnp.int32(stages))
@@ -314,7 +320,7 @@ def attention(band: Band) -> Kernel:
     slabs, value_slabs = band.D // tile.slab, band.Dv // tile.slab
     shape = jax.ShapeDtypeStruct
     rows = (band.B, band.tiles, ROWS)
-    by_head = (band.B, band.Hkv, band.tiles, ROWS)
+    by_head = shape((band.B, band.T, band.H), jnp.float32)
     output = shape((band.B, band.T, band.H, band.width), dtype)
     inputs = [
         shape((band.B, band.T, band.H, band.D), dtype),
@@ -325,11 +331,11 @@ def attention(band: Band) -> Kernel:
     ]
     if band.gradient:
         inputs += [shape((band.B, band.T, band.H, band.Dv), dtype)]
-        inputs += [shape((*by_head, NUMBERS), jnp.float32)]
+        inputs += [numbers.array(band, tile.tokens, ROWS)]
     elif band.gated:
-        inputs += [shape(by_head, jnp.float32)]
+        inputs += [by_head]
     inputs += [output] * band.added
-    outputs = (output,) if band.gradient else (output, shape(by_head, jnp.float32))
+    outputs = (output,) if band.gradient else (output, by_head)
     rows_s = [buffers.rows(CONSUMERS, band.D)]
     if band.gradient:
         rows_s += [buffers.rows(CONSUMERS, band.Dv)]

@@ -1,6 +1,7 @@
-"""Numbers of 64 rows that stand for tokens from a list, wherever these lie in memory.
+"""Numbers of 64 rows that stand for heads of tokens: of neighbours (`OfTile`), or of tokens
+from a list, wherever these lie in memory (`ByRow`).
 
-Row `r` is head `r % G` of the token of entry `r // G`. In registers there is a value a row,
+Row `r` is head `r % G` of token or entry `r // G`. In registers there is a value a row,
 laid out as `operands.PER_ROW`. Pallas' interpreter has the same by plain indexing.
 """
 
@@ -70,27 +71,32 @@ class ByRow:
 
         return _each(element, [array], [b], [index], [jnp.int32])[0]
 
-    def numbers(self, array, b, token, head):
-        """Those of head `head + row % group` in float32 `[B, T, H, 4]`, `token` by row."""
+    def numbers(self, array, b, g, token, unit: int):
+        """Those of `token`, by row, in `numbers.of_units`, of units of `unit` tokens."""
         if self.interpret:
-            found = [
-                array.at[b, token[u * self.group], pl.ds(head, self.group)][...]
-                for u in range(self.count)
-            ]
+            found = []
+            for u in range(self.count):
+                mine = token[u * self.group]
+                place = lax.rem(mine, jnp.int32(unit)) * self.group
+                rows = pl.ds(place, self.group)
+                found.append(array.at[b, g, lax.div(mine, jnp.int32(unit)), rows][...])
             found = jnp.concatenate(found)
             found = jnp.pad(found, ((0, ROWS - found.shape[0]), (0, 0)))
             return [found[:, i] for i in range(NUMBERS)]
 
         def number(row, refs, words, token):
-            _, length, heads, count = refs[0].type.shape
-            head = words[1] + row % self.group
-            size = 4 * count
+            _, heads, units, rows, _ = refs[0].type.shape
+            size = 4 * NUMBERS
             address = warp.element(
-                refs[0], (words[0], length * heads * size), (token, heads * size), (head, size)
+                refs[0],
+                (words[0], heads * units * rows * size),
+                (words[1], units * rows * size),
+                (token // unit, rows * size),
+                (token % unit * self.group + row % self.group, size),
             )
             return [warp.real(warp.fetch(address, 4 * i)) for i in range(NUMBERS)]
 
-        return _each(number, [array], [b, head], [token], [jnp.float32] * NUMBERS)
+        return _each(number, [array], [b, g], [token], [jnp.float32] * NUMBERS)
 
     def put(self, array, value, b, g, index, only):
         """`array[b, g, index] = value` where `only`, both by row; float32 `[B, Hkv, .]`, in
@@ -166,6 +172,74 @@ class ByRow:
     def _repeated(self, found):
         found = jnp.repeat(jnp.stack(found), self.group)
         return jnp.pad(found, (0, ROWS - found.shape[0]), mode="edge")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTile:
+    """`tokens` neighbours in float32 arrays `[B, T, H]`: `heads` rows each, of which `group`
+    stand for a head.
+    """
+
+    tokens: int
+    group: int
+    heads: int
+    interpret: bool
+
+    def values(self, array, b, first, head, otherwise: float = 0.0):
+        """By row, from token `first` and head `head` on; `otherwise` in rows of no head. Those
+        past the end are of the last token.
+        """
+        if self.interpret:
+            row, (length, heads) = jnp.arange(ROWS), array.shape[1:]
+            token, member = jnp.minimum(first + row // self.heads, length - 1), row % self.heads
+            found = array.at[b][...][token, jnp.minimum(head + member, heads - 1)]
+            return jnp.where(member < self.group, found, otherwise)
+
+        def value(row, refs, words):
+            found = warp.fetch(self._address(row, refs[0], words))
+            if self.heads > self.group:
+                member = row % self.heads
+                found = warp.where(member < self.group, found, warp.integer(otherwise))
+            return [warp.real(found)]
+
+        return _each(value, [array], [b, first, head], [], [jnp.float32])[0]
+
+    def put(self, array, value, b, first, head):
+        """Writes what is given by row where `values` reads it; nothing past the end."""
+        if self.interpret:
+            length, heads = array.shape[1], pl.ds(head, self.group)
+            value = value[: self.tokens * self.heads].reshape(self.tokens, self.heads)
+
+            def write(tokens):
+                mine = array.at[b, pl.ds(first, tokens), heads]
+                mine[...] = value[:tokens, : self.group]
+
+            pl.when(first + self.tokens <= length)(lambda: write(self.tokens))
+            if rest := length % self.tokens:
+                pl.when(first + rest == length)(lambda: write(rest))
+            return
+
+        def put(row, refs, words, value):
+            _, length, _ = refs[0].type.shape
+            token, member = row // self.heads, row % self.heads
+            there = (token < self.tokens) & (words[1] + token < length) & (member < self.group)
+            first_lane = warp.same(warp.lane() % LANES, 0)
+            warp.put(self._address(row, refs[0], words), value, there & first_lane)
+
+        _each(put, [array], [b, first, head], [value], [])
+
+    def _address(self, row, array, words):
+        """Of a row's number; past the last token or head, of those."""
+        _, length, heads = array.type.shape
+        b, first, head = words
+        token = warp.smaller(first + row // self.heads, length - 1)
+        member = warp.smaller(row % self.heads, self.group - 1)
+        at = (b, length * heads * 4), (token, heads * 4), (head + member, 4)
+        return warp.element(array, *at)
+
+    def token(self, first, length: int):
+        """By row; past the end the last one."""
+        return jnp.minimum(first + lax.div(row_index(), jnp.int32(self.heads)), length - 1)
 
 
 def _each(function, refs, numbers, rows, dtypes):

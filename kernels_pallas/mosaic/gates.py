@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.operands import PER_ROW, ROWS
 
 
@@ -36,13 +37,14 @@ class Rows:
 def dots(spec: Rows) -> Kernel:
     """Products of the output's gradient with each output, row by row.
 
-    Inputs: the gradient, then `count` outputs, all `[rows, width]`. Output: float32 `[count,
-    tiles, 64]`; rows past the end are zero.
+    Inputs: the gradient, then `count` outputs, all `[rows, width]`. Outputs: `count` times
+    float32 `[1, rows, 1]`.
     """
     buffers, slabs = _buffers(spec)
+    of_tile = OfTile(ROWS, 1, 1, bool(spec.interpret))
 
     def body(*refs):
-        arrays, (found, rows_s, rows_in) = refs[: spec.count + 1], refs[spec.count + 1 :]
+        arrays, (*found, rows_s, rows_in) = refs[: spec.count + 1], refs[spec.count + 1 :]
         mine = lax.axis_index("tile")
         for i, array in enumerate(arrays):
             _load(buffers, array, mine, rows_s, i, rows_in)
@@ -53,30 +55,28 @@ def dots(spec: Rows) -> Kernel:
             for slab in range(slabs):
                 grad, out = (buffers.read_keys(rows_s, copy, slab) for copy in (0, i + 1))
                 total += (grad * out).sum(axis=1)
-            found.at[i, mine][...] = total
+            of_tile.put(found[i], total, 0, mine * ROWS, 0)
 
-    output = jax.ShapeDtypeStruct((spec.count, spec.tiles, ROWS), jnp.float32)
-    inputs = (_array(spec),) * (spec.count + 1)
-    return _kernel("dots", spec, body, inputs, output, spec.count + 1)
+    inputs, outputs = (_array(spec),) * (spec.count + 1), (_numbers(spec),) * spec.count
+    return _kernel("dots", spec, body, inputs, outputs, spec.count + 1)
 
 
 @functools.cache
 def gated_sum(spec: Rows) -> Kernel:
-    """Inputs: gates float32 `[count, tiles, 64]`, then `count` outputs `[rows, width]`. Output:
-    their sum, each times its gate, `[rows, width]`.
+    """Inputs: `count` gates, float32 `[1, rows, 1]`, then as many outputs `[rows, width]`.
+    Output: their sum, each times its gate, `[rows, width]`.
     """
     buffers, slabs = _buffers(spec)
     interpret = bool(spec.interpret)
+    of_tile = OfTile(ROWS, 1, 1, interpret)
 
-    def body(gates, *refs):
-        arrays, (out, rows_s, rows_in) = refs[: spec.count], refs[spec.count :]
+    def body(*refs):
+        gates, arrays = refs[: spec.count], refs[spec.count : -3]
+        out, rows_s, rows_in = refs[-3:]
         mine = lax.axis_index("tile")
         for i, array in enumerate(arrays):
             _load(buffers, array, mine, rows_s, i, rows_in)
-        weights = [
-            plgpu.load(gates.at[i, mine], layout=PER_ROW, optimized=False)
-            for i in range(spec.count)
-        ]
+        weights = [of_tile.values(gate, 0, mine * ROWS, 0) for gate in gates]
         for i in range(spec.count):
             plgpu.barrier_wait(rows_in.at[i])
         for slab in range(slabs):
@@ -91,9 +91,8 @@ def gated_sum(spec: Rows) -> Kernel:
         buffers.store_keys(rows_s, 0, lambda columns: out.at[here, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    gates = jax.ShapeDtypeStruct((spec.count, spec.tiles, ROWS), jnp.float32)
-    inputs = (gates,) + (_array(spec),) * spec.count
-    return _kernel("gated_sum", spec, body, inputs, _array(spec), spec.count)
+    inputs = (_numbers(spec),) * spec.count + (_array(spec),) * spec.count
+    return _kernel("gated_sum", spec, body, inputs, (_array(spec),), spec.count)
 
 
 def _buffers(spec):
@@ -111,11 +110,15 @@ def _array(spec):
     return jax.ShapeDtypeStruct((spec.rows, spec.width), jnp.dtype(spec.dtype))
 
 
-def _kernel(name, spec, body, inputs, output, slots):
+def _numbers(spec):
+    return jax.ShapeDtypeStruct((1, spec.rows, 1), jnp.float32)
+
+
+def _kernel(name, spec, body, inputs, outputs, slots):
     buffers, slabs = _buffers(spec)
     call = plgpu.kernel(
         body,
-        out_type=(output,),
+        out_type=outputs,
         grid=(spec.tiles,),
         grid_names=("tile",),
         scratch_types=[
@@ -125,4 +128,4 @@ def _kernel(name, spec, body, inputs, output, slots):
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel(name, call, inputs, (output,))
+    return Kernel(name, call, inputs, outputs)

@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.by_row import ByRow
+from kernels_pallas.mosaic import numbers, operands, softmax
+from kernels_pallas.mosaic.by_row import ByRow, OfTile
 from kernels_pallas.mosaic.key_gradient import ITEM
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.selected import tile_leaves
 
 STAGES = 4  # of `merged`
@@ -55,6 +55,7 @@ class Gathered:
     items: int  # of a part
     gated: bool = False
     gradient: bool = False  # of the query
+    numbers_unit: tuple[int, int] = (0, 0)  # `selected.Selected.numbers_unit`
     interpret: bool | object = False
 
     @property
@@ -113,9 +114,8 @@ def partial_outputs(spec: Gathered) -> Kernel:
     `[B, Hkv, n * tiles * 64]`, the log-sum-exp in bits by slot and row of `tile`; what no entry
     is about is left undefined.
 
-    With `gradient`: at the end the gradient of the output `[B, T, H, Dv]` and `rows` float32
-    `[B, T, H, 4]`, numbers as in `key_gradient.partial_sums`. Output: `[B, tokens * Hkv * n, G,
-    D]`.
+    With `gradient`: at the end the gradient of the output `[B, T, H, Dv]` and the numbers that
+    `selected.attention` takes. Output: `[B, tokens * Hkv * n, G, D]`.
     """
     unit, tile, dtype = spec.unit, spec.tile, jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, unit, bool(spec.interpret))
@@ -179,9 +179,9 @@ def partial_outputs(spec: Gathered) -> Kernel:
                 index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
                 ends = by_row.element(last, b, token)
                 seen = index < across(ends - first_key, shape)
-            numbers: Any = None
+            found: Any = None
             if spec.gradient:
-                numbers = by_row.numbers(rows, b, token, g * group)
+                found = by_row.numbers(rows, b, g, token, spec.numbers_unit[0])
             plgpu.barrier_wait(rows_in)
             pairs = [((query_s, 0), (key_s, 0))]
             pairs += [((grad_s, 0), (value_s, 0))] * spec.gradient
@@ -191,7 +191,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
             load(i + 1)
             nothing, *state = softmax.nothing(spec.width)
             if spec.gradient:
-                norm, _, gate, offset = numbers
+                norm, _, gate, offset = found
                 gate = gate if spec.gated else None
                 found = softmax.change(logits, rest[0], c, norm, gate, offset, seen)
                 (acc,) = buffers.add_weighted((nothing, found.astype(dtype), (key_s, 0)))
@@ -237,7 +237,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
     ]
     if spec.gradient:
         inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
-        inputs += [shape((spec.B, spec.T, spec.H, NUMBERS), jnp.float32)]
+        inputs += [numbers.array(spec, *spec.numbers_unit)]
     outputs = (spec.partial,) if spec.gradient else (spec.partial, spec.norms)
     gradients = [buffers.rows(1, spec.Dv, per_step)] * spec.gradient
     arrivals = per_step * (slabs + value_slabs * spec.gradient)
@@ -269,15 +269,16 @@ def _heads(array, b, index, head, group, columns):
 @functools.cache
 def merged(spec: Gathered) -> Kernel:
     """Inputs: the outputs of `partial_outputs`; int32 `counts` of `selected.attention`, the
-    selection `[B, T, Hkv, n]`, `position` `[B, T]`; of attention `lse` float32 `[B, Hkv,
-    all_tiles, 64]`, the natural log-sum-exp of tiles that stay, and with `gated` the gate,
-    alike; `place`; `added` `[B, tokens, H, .]`. Outputs: the sum of what is added and the gated
-    output, or the gradient; of attention the log-sum-exp `[B, Hkv, tiles, 64]`.
+    selection `[B, T, Hkv, n]`, `position` `[B, T]`; of attention `lse` float32 `[B, T, H]`, the
+    natural log-sum-exp of tiles that stay, and with `gated` the gate, alike; `place`; `added`
+    `[B, tokens, H, .]`. Outputs: the sum of what is added and the gated output, or the
+    gradient; of attention the log-sum-exp `[B, tokens, H]`.
     """
     tile, dtype = spec.tile, jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, tile, bool(spec.interpret))
     group, slabs = spec.group, spec.width // tile.slab
     stages, by_row = min(STAGES, spec.n), ByRow(group, bool(spec.interpret))
+    of_tile = OfTile(tile.tokens, group, group, bool(spec.interpret))
     weighted = not spec.gradient
 
     def body(*refs):
@@ -298,7 +299,10 @@ def merged(spec: Gathered) -> Kernel:
         all_mine = place[2] + mine
 
         def by_tile(array):
-            return plgpu.load(array.at[b, g, all_mine], layout=PER_ROW, optimized=False)
+            return of_tile.values(array, b, all_mine * tile.tokens, g * group)
+
+        def put(norm):
+            of_tile.put(lse_out, norm, b, mine * tile.tokens, g * group)
 
         def heads(array):
             return lambda columns: array.at[b, tokens, pl.ds(g * group, group), columns]
@@ -347,7 +351,8 @@ def merged(spec: Gathered) -> Kernel:
             state = lax.fori_loop(0, spec.n, step, (acc, top, total))
             acc = state[0]
             if weighted:
-                weight, lse_out.at[b, g, mine][...] = softmax.result(state)
+                weight, norm = softmax.result(state)
+                put(norm)
                 if gates is not None:
                     weight *= by_tile(gates)
                 acc = [x * across(weight, x.shape) for x in acc]
@@ -360,26 +365,23 @@ def merged(spec: Gathered) -> Kernel:
         plgpu.barrier_wait(added_in)
         pl.when(merges)(merge)
         if weighted:
-
-            @pl.when(~merges)
-            def _():
-                lse_out.at[b, g, mine][...] = by_tile(lse)
+            pl.when(~merges)(lambda: put(by_tile(lse)))
 
         plgpu.commit_smem()
         buffers.store_rows(added_s, 0, spec.width, heads(out))
         plgpu.wait_smem_to_gmem(0)
 
     shape = jax.ShapeDtypeStruct
-    tiles, mine = ((spec.B, spec.Hkv, x) for x in (spec.all_tiles, spec.tiles))
-    by_rows = shape((*tiles, ROWS), jnp.float32)
+    tiles = spec.B, spec.Hkv, spec.all_tiles
+    by_head, mine = (shape((spec.B, x, spec.H), jnp.float32) for x in (spec.T, spec.tokens))
     by_token = (spec.B, spec.T, spec.Hkv, spec.n), (spec.B, spec.T)
     selection = [shape(x, jnp.int32) for x in ((*tiles, 2), *by_token)]
     output = shape((spec.B, spec.tokens, spec.H, spec.width), dtype)
     slots = spec.B, spec.tokens, spec.Hkv * spec.n, group, spec.width
     inputs = [shape(slots, dtype), *[spec.norms] * weighted, *selection]
-    inputs += [by_rows] * (weighted + (weighted and spec.gated))
+    inputs += [by_head] * (weighted + (weighted and spec.gated))
     inputs += [shape((PLACE,), jnp.int32), output]
-    outputs = (output, *[shape((*mine, ROWS), jnp.float32)] * weighted)
+    outputs = (output, *[mine] * weighted)
     call = plgpu.kernel(
         body,
         out_type=outputs,

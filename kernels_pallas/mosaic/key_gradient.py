@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic import numbers, operands
 from kernels_pallas.mosaic.by_row import ByRow
 from kernels_pallas.mosaic.limits import HALF
 from kernels_pallas.mosaic.operands import (
@@ -44,7 +44,7 @@ class KeyGradient:
     """The static part of a problem; shapes as in `partial_sums`.
 
     `listed`: queries come from lists, in units of a few tokens of 16 rows or more, or, if
-    `single`, of one token (groups of 1, 2, 4 or 8 heads); `block`: each entry says which of its
+    `single`, of one token (groups of up to 8 heads); `block`: each entry says which of its
     tokens chose which `block` keys, else all of them all keys.
     """
 
@@ -118,13 +118,12 @@ def unit_rows(spec) -> int:
 @functools.cache
 def partial_sums(spec: KeyGradient) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, gradient of
-    the output `[B, T, H, Dv]`; `rows` float32 `[B, Hkv, units, rows, 4]` (of a single token 8
-    rows, of which G count): log-sum-exp in bits (+inf where a row sees nothing or stands for no
-    head), last key + 1, gate, and gate times the product of the output and its gradient; int32
-    `items` `[items, 8]`: row of `[B, Hkv]`, first key; begin, begin and end of what sees all
-    keys, and end, in units; place in the outputs. Then `first`, the first key by row, int32
-    `[B, units, rows]`; or, if `listed`, the lists, int32 `[listed]`: units, and if `block`
-    `marks`, `(128 + first key of the block - first key of the tile) * 2**16 + one bit a token`.
+    the output `[B, T, H, Dv]`; what `numbers.of_units` gives (of a single token 8 rows, of
+    which G count); int32 `items` `[items, 8]`: row of `[B, Hkv]`, first key; begin, begin and
+    end of what sees all keys, and end, in units; place in the outputs. Then `first`, the first
+    key by row, int32 `[B, units, rows]`; or, if `listed`, the lists, int32 `[listed]`: units,
+    and if `block` `marks`, `(128 + first key of the block - first key of the tile) * 2**16 +
+    one bit a token`.
     Outputs: float32 `[items, keys, D]` if `want_key` and `[items, keys, Dv]` if `want_value`;
     an item with a negative row writes none.
     """
@@ -204,8 +203,8 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             return ()
 
         def clear():
-            buffers.clear_rows(query_s)
-            buffers.clear_rows(grad_s)
+            buffers.clear_rows(query_s, per_step)
+            buffers.clear_rows(grad_s, per_step)
             plgpu.commit_smem()
 
         def down(column):
@@ -224,12 +223,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             changes, scaled = [], []
             for j in range(0, ROWS, 8):
                 columns = slice(j, j + 8)
-                numbers = pl.ds(j, 8)
-                if single:
-                    units = 8 // single
-                    numbers = pl.ds(j // single * NUMBERS_ROWS, units * NUMBERS_ROWS)
-                numbers = rows_s.at[slot, numbers]
-                norm, *rest = operands.column_numbers(numbers, interpret, single)
+                norm, *rest = operands.column_numbers(rows_s.at[slot], j, interpret, single)
                 if spec.block and not under_mask:
                     norm = jnp.where(chosen(j, found), norm, jnp.inf)
                 norm, last, gate, offset = map(down, (norm, *rest))
@@ -355,7 +349,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         shape((spec.B, spec.S, spec.Hkv, spec.D), dtype),
         shape((spec.B, spec.S, spec.Hkv, spec.Dv), dtype),
         shape((spec.B, spec.T, spec.H, spec.Dv), dtype),
-        shape((spec.B, spec.Hkv, spec.units, spec.rows_of_unit, NUMBERS), jnp.float32),
+        numbers.array(spec, unit.tokens, spec.rows_of_unit),
         shape((spec.items, ITEM), jnp.int32),
     ]
     if spec.listed:

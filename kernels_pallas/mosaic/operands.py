@@ -126,9 +126,9 @@ class Buffers:
             box = self._row_box(ref, copy, i, tile)
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
-    def clear_rows(self, ref):
+    def clear_rows(self, ref, tiles: int):
         """Zeros for rows that stand for no head, which copies never write."""
-        if self.interpret or self.tile.used == self.tile.rows:
+        if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape
         zeros = full((rows, slab), 0.0, MATRIX).astype(self.dtype)
@@ -264,44 +264,50 @@ class Buffers:
         return product(*(x for term in operands for x in term))
 
 
-def row_numbers(ref, gated: bool):
-    """Log-sum-exp, gate or None, and offset by row from float32 rows `[64, 4]` (`NUMBERS`)."""
-    norm, gate, offset = (
-        plgpu.load(ref.at[:, i], layout=PER_ROW, optimized=False) for i in (0, 2, 3)
-    )
-    return norm, gate if gated else None, offset
-
-
-def column_numbers(ref, interpret: bool, group: int = 0):
-    """Four values per column from float32 rows `[columns, 4]` (`NUMBERS`); with `group`, a
-    power of two, from `[columns / group * NUMBERS_ROWS, 4]`: so many of `NUMBERS_ROWS` count.
+def column_numbers(ref, start: int, interpret: bool, group: int = 0):
+    """Four values (`NUMBERS`) for each of eight columns from `start` on, from float32 rows
+    `[columns, 4]`; with `group` of `[units, NUMBERS_ROWS, 4]` so many of each unit, and of
+    columns behind them all the numbers of a row that sees nothing.
     """
-    count = ref.shape[0]
-    columns = count // NUMBERS_ROWS * group if group else count
+    columns = 8
     if interpret:
         found = ref[...]
         if group:
-            found = found.reshape(-1, NUMBERS_ROWS, NUMBERS)[:, :group].reshape(columns, -1)
-        return [found[:, i] for i in range(NUMBERS)]
+            found = found.reshape(-1, NUMBERS_ROWS, NUMBERS)[:, :group].reshape(-1, NUMBERS)
+            nothing = jnp.where(jnp.arange(NUMBERS) == 0, jnp.inf, 0.0)
+            nothing = jnp.broadcast_to(nothing, (columns, NUMBERS)).astype(found.dtype)
+            found = jnp.concatenate([found, nothing])
+        return [found[start : start + columns, i] for i in range(NUMBERS)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
+    used = ref.shape[0] // NUMBERS_ROWS * group if group else ref.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * NUMBERS)
     def load(_, ref):
         layout, shape = PER_COLUMN.to_mgpu(), (columns,)
         row_type, pair_type = (ir.VectorType.get((n,), ir.F32Type.get()) for n in (NUMBERS, 2))
+        nothing = ir.DenseElementsAttr.get(
+            np.array([np.inf, 0, 0, 0], np.float32), type=row_type
+        )
+        nothing = arith.constant(row_type, nothing)
         found = [np.empty(layout.registers_shape(shape), object) for _ in range(NUMBERS)]
         places = list(np.ndindex(found[0].shape))
         for place, (first,) in zip(places, layout.thread_idxs(shape), strict=True):
             # A register holds two neighbours; one load has all numbers of one of them.
             rows = []
             for i in range(2):
-                at = arith.addi(first, _index(i))
+                at = there = arith.addi(first, _index(start + i))
+                if start + columns > used:
+                    at = arith.minui(at, _index(used - 1))
                 if group:
                     unit = arith.divui(at, _index(group))
                     more = arith.muli(unit, _index(NUMBERS_ROWS - group))
                     at = arith.addi(at, more)
                 pointer = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, at))
-                rows.append(llvm.load(row_type, pointer))
+                row = llvm.load(row_type, pointer)
+                if start + columns > used:
+                    there = arith.cmpi(arith.CmpIPredicate.ult, there, _index(used))
+                    row = arith.select(there, row, nothing)
+                rows.append(row)
             for k in range(NUMBERS):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):

@@ -109,8 +109,8 @@ def _way(spec: Scores):
 @functools.cache
 def best_blocks(spec: Scores) -> Kernel:
     """Inputs: query `[B, T, H, D]`; key `[B, blocks, ratio, Hkv, D]`, compressed keys, every
-    sequence from a block of its own; `lse` float32 `[B, Hkv, tiles, rows]`, natural, infinite
-    where a row sees nothing or stands for no head; int32 `first`, `last` `[B, tiles, rows]`,
+    sequence from a block of its own; `lse` float32 `[B, T, H]`, natural, -inf where a query
+    sees nothing; int32 `first`, `last` `[B, tiles, rows]`,
     the keys `ratio * block + phase` that a row sees, never decreasing; int32 `own` and `base`
     `[B, tiles, lines]`, a token's own block in its sequence (-1: padding) and the block where
     its sequence begins; int32 `span` `[B, tiles]`, blocks from `base` of the tile's first token
@@ -127,7 +127,7 @@ def shapes(spec: Scores):
     inputs = (
         shape((spec.B, spec.T, spec.H, spec.D), dtype),
         shape((spec.B, spec.blocks, spec.ratio, spec.Hkv, spec.D), dtype),
-        shape((spec.B, spec.Hkv, spec.tiles, rows), jnp.float32),
+        shape((spec.B, spec.T, spec.H), jnp.float32),
         shape((*place, rows), jnp.int32),
         shape((*place, rows), jnp.int32),
         shape((*place, spec.lines), jnp.int32),

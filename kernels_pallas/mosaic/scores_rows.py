@@ -23,6 +23,7 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
+from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.lines import MOST, Lines, entries_in, winners_kept
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.scores import Cut, Scores, shapes
@@ -70,6 +71,7 @@ def best_blocks(spec: Scores) -> Kernel:
     buffers = operands.Buffers(jnp.dtype(spec.dtype), tile)
     lines = Lines(spec)
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
+    of_tile = OfTile(tokens, spec.group, heads, False)
     supers = chunk // KEYS
     wide = KEYS * r
     c = spec.scale * LOG2E
@@ -112,12 +114,13 @@ def best_blocks(spec: Scores) -> Kernel:
         def rows_of(ref):
             return plgpu.load(ref.at[b, mine, here], layout=PER_ROW, optimized=False)
 
-        norm = plgpu.load(lse.at[b, g, mine, here], layout=PER_ROW, optimized=False) * LOG2E
-        norm = jnp.where(norm == -jnp.inf, jnp.inf, norm)
+        first_token = mine * tile.tokens + wg * tokens
+        queries = _queries(spec, query, b, g, first_token)
         last_row = rows_of(last)
         first_row = rows_of(first) if spec.packed else None
         first1, last0 = first[b, mine, row0 + ROWS - 1], last[b, mine, row0]
-        queries = _queries(spec, query, b, g, mine * tile.tokens + wg * tokens)
+        norm = of_tile.values(lse, b, first_token, g * spec.group, jnp.inf)
+        norm = jnp.where(norm == -jnp.inf, jnp.inf, norm * LOG2E)
 
         def refill(q):
             """Loads what follows product `q` in its slot, once all are done with it."""

@@ -24,9 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, softmax
+from kernels_pallas.mosaic import numbers, operands, softmax
+from kernels_pallas.mosaic.by_row import ByRow, OfTile
 from kernels_pallas.mosaic.limits import HALF, SMEM_BYTES
-from kernels_pallas.mosaic.operands import LOG2E, MATRIX, NUMBERS, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 
 CHUNK = 64  # list entries a copy
 MOST_LISTS = 48 * 1024
@@ -50,6 +51,7 @@ class Selected:
     gated: bool = False
     added: bool = False
     gradient: bool = False  # of the query
+    numbers_unit: tuple[int, int] = (0, 0)  # tokens and rows, of the numbers of the gradient
     limit: int = 0  # blocks of a list beyond which the next tile leaves; 0: none does
     key_stages: int = 2
     value_stages: int = 1
@@ -108,11 +110,13 @@ def attention(spec: Selected) -> Kernel:
     2]`, blocks in front that every member sees to their end, all blocks (`tile_leaves` says
     where a list counts as empty); `last` `[B, tiles, 64]`, by row the end of the keys that it
     may see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.band.attention`; with
-    `gradient`, what it takes and returns then.
+    `gradient`, what it takes and returns then, `numbers` in units of `numbers_unit`.
     """
     tile, dtype, size = spec.tile, jnp.dtype(spec.dtype), spec.block
-    buffers = operands.Buffers(dtype, tile, bool(spec.interpret))
+    interpret = bool(spec.interpret)
+    buffers = operands.Buffers(dtype, tile, interpret)
     group, words, entries = tile.group, spec.words, spec.entries
+    of_tile = OfTile(tile.tokens, group, group, interpret)
     c = spec.scale * LOG2E
 
     def body(*refs):
@@ -221,15 +225,20 @@ def attention(spec: Selected) -> Kernel:
         state, step = softmax.nothing(spec.width), attend
         if spec.gradient:
             state, step = state[0], differentiate
-            norm, gate, offset = operands.row_numbers(rows.at[b, g, mine], spec.gated)
+            tokens = of_tile.token(mine * tile.tokens, spec.T)
+            found = ByRow(group, interpret).numbers(rows, b, g, tokens, spec.numbers_unit[0])
+            norm, _, gate, offset = found
+            gate = gate if spec.gated else None
         state = lax.fori_loop(0, whole, functools.partial(step, False), state)
         state = lax.fori_loop(whole, blocks, functools.partial(step, True), state)
         if spec.gradient:
             acc = state * spec.scale
         else:
-            weight, lse.at[b, g, mine][...] = softmax.result(state)
+            weight, norm = softmax.result(state)
+            at_rows = b, mine * tile.tokens, g * group
+            of_tile.put(lse, norm, *at_rows)
             if gates is not None:
-                weight *= plgpu.load(gates.at[b, g, mine], layout=PER_ROW, optimized=False)
+                weight *= of_tile.values(gates, *at_rows)
             acc = state[0] * across(weight, state[0].shape)
         added = None
         if addend is not None:
@@ -246,7 +255,7 @@ def attention(spec: Selected) -> Kernel:
     shape = jax.ShapeDtypeStruct
     lists = (spec.B, spec.Hkv, spec.tiles)
     output = shape((spec.B, spec.T, spec.H, spec.width), dtype)
-    by_head = shape((*lists, ROWS), jnp.float32)
+    by_head = shape((spec.B, spec.T, spec.H), jnp.float32)
     inputs = [
         shape((spec.B, spec.T, spec.H, spec.D), dtype),
         shape((spec.B, spec.S, spec.Hkv, spec.D), dtype),
@@ -258,7 +267,7 @@ def attention(spec: Selected) -> Kernel:
     ]
     if spec.gradient:
         inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
-        inputs += [shape((*lists, ROWS, NUMBERS), jnp.float32)]
+        inputs += [numbers.array(spec, *spec.numbers_unit)]
     elif spec.gated:
         inputs += [by_head]
     inputs += [output] * spec.added

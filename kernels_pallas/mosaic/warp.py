@@ -39,10 +39,10 @@ class Word:
         return _apply(arith.addf if self.real else arith.addi, self, other)
 
     def __sub__(self, other: Number) -> "Word":
-        return _apply(arith.subi, self, other)
+        return _apply(arith.subf if self.real else arith.subi, self, other)
 
     def __mul__(self, other: Number) -> "Word":
-        return _apply(arith.muli, self, other)
+        return _apply(arith.mulf if self.real else arith.muli, self, other)
 
     def __floordiv__(self, other: Number) -> "Word":
         return _apply(arith.divui, self, other)
@@ -135,6 +135,11 @@ def bits(x: Word) -> Word:
 def real(x: Word) -> Word:
     """The float32 with these bits."""
     return Word(arith.bitcast(ir.F32Type.get(), x.value))
+
+
+def floating(x: Word) -> Word:
+    """An integer as a float32."""
+    return Word(arith.sitofp(ir.F32Type.get(), x.value))
 
 
 def lane() -> Word:

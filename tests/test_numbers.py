@@ -1,0 +1,113 @@
+"""The numbers of query heads that gradients need: by warps and by arrays; the oracle is plain
+Python.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_torch.mosaic
+from kernels_pallas.mosaic import numbers
+from kernels_pallas.mosaic.numbers import Numbers, Row
+from kernels_pallas.mosaic.operands import LOG2E
+from nsa_jax import gradients, mosaic
+from tests import warps
+from tests.test_inverse import needs_gpu
+from tests.warps import lanes
+
+SPECS = {
+    "tiles": Numbers(2, 9, 32, 2, 4, 64, gated=True),
+    "units with rows of none": Numbers(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
+    "tokens": Numbers(2, 5, 8, 2, 1, 8, lse_grad=True),
+    "several blocks of threads": Numbers(1, 40, 6, 1, 10, 64),
+}
+by_spec = pytest.mark.parametrize("name", SPECS)
+
+
+def draw(spec):
+    """The inputs of `of_units`; what sees nothing, and padding, is NaN elsewhere."""
+    rng = np.random.default_rng(7)
+    shape = spec.B, spec.T, spec.H
+    count = 2 + spec.gated + spec.lse_grad
+    lse, dots, *extra = rng.normal(size=(count, *shape)).astype(np.float32) * 3
+    lse[:, 1] = lse[:, -1, ::2] = -np.inf
+    for x in (dots, *extra):
+        x[:, 1] = np.nan
+    last = rng.integers(0, 2**20, size=shape[:2], dtype=np.int32)
+    return [lse, dots, last, *extra]
+
+
+def expected(spec, lse, dots, last, *extra):
+    extra = list(extra)
+    gate = extra.pop(0) if spec.gated else np.ones_like(dots)
+    lse_grad = extra.pop(0) if spec.lse_grad else np.zeros_like(dots)
+    found = np.zeros((spec.B, spec.Hkv, spec.units, spec.rows, 4), np.float32)
+    for b, t, h in np.ndindex(lse.shape):
+        g, member = divmod(h, spec.H // spec.Hkv)
+        unit, place = divmod(t, spec.tokens)
+        row = math.inf, 0.0, 0.0, 0.0
+        if lse[b, t, h] > -math.inf:
+            offset = gate[b, t, h] * dots[b, t, h] - lse_grad[b, t, h]
+            row = lse[b, t, h] * np.float32(LOG2E), last[b, t], gate[b, t, h], offset
+        found[b, g, unit, place * spec.group + member] = row
+    return found
+
+
+@by_spec
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_arrays(name, framework):
+    spec = SPECS[name]
+    arrays = draw(spec)
+    steps, convert = mosaic.STEPS, jnp.asarray
+    if framework == "torch":
+        steps, convert = nsa_torch.mosaic.STEPS, torch.from_numpy
+    found = gradients._interpreted_numbers(steps, spec, *map(convert, arrays))
+    np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
+
+
+def by_warps(spec, arrays, machine):
+    found = np.full((spec.B, spec.Hkv, spec.units, spec.rows, 4), -77, np.int32)
+    blocks = -(-spec.units * spec.rows // 32)
+    machine.each(Row(spec).make, spec.B * spec.Hkv, blocks, numbers.WARPS, *arrays, found)
+    return found.view(np.float32)
+
+
+@by_spec
+def test_warps(monkeypatch, name):
+    spec = SPECS[name]
+    arrays = draw(spec)
+    found = by_warps(spec, arrays, warps.machine(monkeypatch, 4, numbers))
+    np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
+
+
+MUTANTS = {
+    "numbers of what sees nothing": ("different", lambda a, b: lanes(a) == lanes(a)),
+    "no end of the tokens": ("where", lambda condition, a, b: lanes(a)),
+    "the lane is the warp": ("lane", lambda: lanes(0)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(monkeypatch, mutant):
+    spec = SPECS["units with rows of none"]
+    arrays = draw(spec)
+    machine = warps.machine(monkeypatch, 4, numbers)
+    monkeypatch.setattr(machine, *MUTANTS[mutant])
+    found = by_warps(spec, arrays, machine)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@by_spec
+def test_the_kernel(name):
+    from interop.launch import launch
+
+    spec = SPECS[name]
+    arrays = draw(spec)
+    (found,) = launch(numbers.of_units(spec), *(torch.from_numpy(x).cuda() for x in arrays))
+    np.testing.assert_allclose(found.cpu().numpy(), expected(spec, *arrays), rtol=1e-6)
