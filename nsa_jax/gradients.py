@@ -233,7 +233,7 @@ def chosen(
 
     inverse = Inverse(*sizes, base.unit.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
-    table, *places = items.listed(steps, edges, where, inverse)
+    table, *places = steps.listed_items(edges, where, items.listed(inverse))
     spec = dataclasses.replace(
         base,
         items=table.shape[0],

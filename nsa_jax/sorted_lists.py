@@ -5,8 +5,11 @@ Sorted, the blocks that several tokens of a tile or unit want stand side by side
 the row give each its place in the list and one bit a token.
 """
 
+from itertools import pairwise
+
 from kernels_pallas.mosaic.key_gradient import ITEM, REACH
 from kernels_pallas.mosaic.operands import ROWS
+from nsa_jax.items import table
 
 NOTHING = 2**31 - 1  # in place of a wanted block: none
 TOKENS = 64  # of a tile at most
@@ -110,41 +113,54 @@ def inverse(steps, indices, position, key_start, spec, counts=None):
 def items(steps, edges, position, spec):
     """What `pieces.items` gives, from the same arrays; `spec`: its `Pieces`."""
     xp, inverse = steps.xp, spec.inverse
-    rows, tiles, chunks = inverse.rows, inverse.tiles, inverse.chunks
-    part, row, tile = (
-        steps.numbers(edges, n).reshape([-1 if i == axis else 1 for i in range(3)])
-        for axis, n in enumerate((spec.parts, rows, tiles))
-    )
-    low = (part * spec.chunks).clip(None, chunks)
-    high = (low + spec.chunks).clip(None, chunks)
-    first = steps.rows(position[:, :1].reshape(1, -1), row.reshape(1, -1) // inverse.Hkv)
-    token = (tile * ROWS + (ROWS - 1) - first.reshape(1, -1, 1)).clip(0, None)
-    chunk = (token + (inverse.chunk - 1)) // inverse.chunk
-    chunk = xp.minimum(xp.maximum(chunk, low), high)
-    shape = spec.parts, rows, tiles
+    row, tile = (steps.numbers(edges, n) for n in (inverse.rows, inverse.tiles))
+    row = row.reshape(-1, 1)
 
     def edge(chunk):
-        at = xp.broadcast_to((row * tiles + tile) * chunks + chunk, shape)
-        return edges[at]
+        return edges[(row * inverse.tiles + tile) * inverse.chunks + chunk]
 
-    begin, whole, end = map(edge, (low, chunk, high))
-    pieces = (end - begin + (spec.longest - 1)) // spec.longest
-    total = xp.cumsum(pieces, axis=2, dtype=xp.int32).reshape(-1, tiles)
-    slot = xp.broadcast_to(steps.numbers(edges, spec.items), (spec.parts * rows, spec.items))
+    ends = [edge(cut) for cut in spec.cuts]
+    whole = ends[-1]
+    if not inverse.clipped:
+        # The first token that sees the tile to its end, and its chunk.
+        first = steps.rows(position[:, :1].reshape(1, -1), row.reshape(1, -1) // inverse.Hkv)
+        token = (tile * ROWS + (ROWS - 1) - first.reshape(-1, 1)).clip(0, None)
+        tokens = inverse.chunk * inverse.tokens
+        whole = edge(((token + (tokens - 1)) // tokens).clip(None, inverse.chunks))
+    pairs = list(pairwise(ends))
+    counts = [(end - begin + (spec.longest - 1)) // spec.longest for begin, end in pairs]
+    total = sum(counts[1:], counts[0])
+    place = first_sum = xp.cumsum(total, axis=1, dtype=xp.int32) - total + row * spec.items
+    tables = []
+    for (begin, end), count, room in zip(pairs, counts, spec.rooms, strict=True):
+        lists = begin, whole, end, count, place
+        tables.append(_items_of_section(steps, row, *lists, room, spec.longest))
+        place = place + count
+    found = xp.concatenate(tables, axis=1 if spec.windows else 0).reshape(-1, ITEM)
+    if not spec.windows:
+        return (found,)
+    shape = inverse.B, inverse.Hkv, inverse.tiles
+    return found, first_sum.reshape(shape), total.reshape(shape)
+
+
+def _items_of_section(steps, row, begin, whole, end, count, place, room, longest):
+    """`[rows, room, 8]`; of the lists `[rows, tiles]`: where they begin, are seen to the end of
+    the tile, and end, how many items they are, and where the first one's sums stand.
+    """
+    xp, (rows, tiles) = steps.xp, begin.shape
+    total = xp.cumsum(count, axis=1, dtype=xp.int32)
+    slot = xp.broadcast_to(steps.numbers(begin, room), (rows, room))
     owner = steps.integers(steps.search(total, slot, "right"))
     exists, owner = owner < tiles, owner.clip(None, tiles - 1)
-    begin, whole, end, count = (
-        steps.rows(x.reshape(-1, tiles), owner) for x in (begin, whole, end, pieces)
-    )
-    piece = slot - (steps.rows(total, owner) - count)
-    start = begin + piece * spec.longest
-    stop = xp.minimum(start + spec.longest, end)
+    found = begin, whole, end, place, total - count
+    begin, whole, end, place, before = (steps.rows(x, owner) for x in found)
+    piece = slot - before
+    start = begin + piece * longest
+    stop = xp.minimum(start + longest, end)
     masked = xp.minimum(xp.maximum(whole, start), stop)
-    row = xp.broadcast_to(row.reshape(1, -1, 1), (spec.parts, rows, spec.items))
-    columns = row.reshape(owner.shape), owner * ROWS, start, masked, stop
-    columns = [xp.where(exists, steps.integers(x), -1)[..., None] for x in columns]
-    table = xp.concatenate([*columns, *columns[:1] * (ITEM - len(columns))], axis=-1)
-    return table.reshape(spec.parts, rows, spec.items, ITEM)
+    row = xp.broadcast_to(row, (rows, room))
+    columns = row, owner * ROWS, start, masked, stop, stop, place + piece
+    return table(steps, [xp.where(exists, x, -int(i == 0)) for i, x in enumerate(columns)])
 
 
 def _together(steps, order, mark):

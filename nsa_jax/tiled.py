@@ -232,12 +232,17 @@ class Framework:
         arrays = indices, where.position, where.key_start
         if limits.interpret.get():
             edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, counts)
-            return sorted_lists.items(self, edges, where.position, spec), entries
-        arrays = *arrays, counts
-        edges = self._edges(arrays, spec.inverse)
-        (entries,) = self.run(inverse.slots(spec.inverse), *arrays, edges)
-        (items,) = self.run(pieces.items(spec), edges, where.position)
-        return items, entries
+        else:
+            arrays = *arrays, counts
+            edges = self._edges(arrays, spec.inverse)
+            (entries,) = self.run(inverse.slots(spec.inverse), *arrays, edges)
+        return self.listed_items(edges, where, spec)[0], entries
+
+    def listed_items(self, edges, where, spec):
+        """What `pieces.items` gives; `spec`: its `Pieces`; `edges`: of its lists."""
+        if limits.interpret.get():
+            return sorted_lists.items(self, edges, where.position, spec)
+        return self.run(pieces.items(spec), edges, where.position)
 
     def _edges(self, arrays, spec):
         (counts,) = self.run(inverse.counted(spec), *arrays)

@@ -154,10 +154,15 @@ def no_kernels(monkeypatch):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
     monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
     monkeypatch.setattr(Framework, "inverse_lists", by_sorting)
+    monkeypatch.setattr(Framework, "listed_items", items_by_sorting)
 
 
 def by_sorting(steps, indices, where, spec):
     return sorted_lists.inverse(steps, indices, where.position, where.key_start, spec)
+
+
+def items_by_sorting(steps, edges, where, spec):
+    return sorted_lists.items(steps, edges, where.position, spec)
 
 
 def told(steps, shape, branch, indices=None, **options):

@@ -59,6 +59,7 @@ GRADIENTS = {
     "key_gradient",
     "merged_key_gradient",
     "numbers",
+    "pieces",
     "selected_query_gradient",
 }
 # Of tokens that leave the union of their tile, where one can be too long.

@@ -335,10 +335,10 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
 
 def test_a_lost_entry_is_caught(mutant, monkeypatch):
     def shorter(table):
-        begin, end = table[:, 2], table[:, 5]
-        return table.at[:, 5].set(jnp.maximum(begin, end - 1))
+        begin, end = table[..., 2], table[..., 5]
+        return table.at[..., 5].set(jnp.maximum(begin, end - 1))
 
-    changed(monkeypatch, items, "_table", shorter)
+    changed(monkeypatch, sorted_lists, "table", shorter)
     caught("selected_attention", "key")
 
 

@@ -1,6 +1,4 @@
-"""What `gathered` reads, slots and pieces of their lists: by warps and by sorting; the oracle
-is plain Python.
-"""
+"""The lists that `gathered` reads, by warps and by sorting; the oracle is plain Python."""
 
 import dataclasses
 
@@ -11,13 +9,13 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import inverse, pieces, wanted
+from kernels_pallas.mosaic import inverse, wanted
 from kernels_pallas.mosaic.inverse import Inverse, Walk
-from kernels_pallas.mosaic.pieces import Pieces, Table
+from kernels_pallas.mosaic.pieces import Pieces
 from nsa_jax import mosaic, sorted_lists
 from tests import warps
 from tests.test_inverse import draw, needs_gpu
-from tests.warps import WANTED_MUTANTS, lanes
+from tests.warps import WANTED_MUTANTS
 
 KEYS = 64  # of a block
 # Tokens in tiles of some, whose union may have so many blocks.
@@ -71,30 +69,6 @@ def check_lists(spec, arrays, edges, entries):
     return len(want)
 
 
-def check_items(spec, edges, position, table):
-    """Items have each part's entries once, in order, and say from where on blocks are whole."""
-    inverse, (edges, table) = spec.inverse, (np.asarray(x) for x in (edges, table))
-    assert table.shape[:3] == (spec.parts, inverse.rows, spec.items)
-    for part, row in np.ndindex(spec.parts, inverse.rows):
-        items = table[part, row, :, :5].tolist()
-        count = sum(item[0] >= 0 for item in items)
-        assert all(item[0] < 0 for item in items[count:])
-        items = items[:count]
-        for tile in range(inverse.tiles):
-            first = (row * inverse.tiles + tile) * inverse.chunks
-            chunks = [first + min((part + i) * spec.chunks, inverse.chunks) for i in (0, 1)]
-            begin, end = edges[chunks]
-            chunk = np.arange(inverse.chunks) * inverse.chunk
-            sees = position[row // inverse.Hkv, chunk] + 1 >= (tile + 1) * KEYS
-            whole = edges[first + np.append(np.flatnonzero(sees), inverse.chunks)[0]]
-            while begin < end:
-                stop = min(begin + spec.longest, end)
-                masked = min(max(whole, begin), stop)
-                assert items.pop(0) == [row, tile * KEYS, begin, masked, stop]
-                begin = stop
-        assert not items
-
-
 @by_spec
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_sorting(name, framework):
@@ -105,21 +79,19 @@ def test_sorting(name, framework):
         steps, load = nsa_torch.mosaic.STEPS, torch.from_numpy
 
     def make(*arrays):
-        found = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
-        return *found, sorted_lists.items(steps, found[0], arrays[1], spec)
+        return sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
 
     make = jax.jit(make) if framework == "jax" else make
-    edges, entries, table = make(*map(load, arrays))
-    assert check_lists(spec, arrays, edges, entries) or name == "nothing"
-    check_items(spec, edges, arrays[1], table)
+    found = make(*map(load, arrays))
+    assert check_lists(spec, arrays, *found) or name == "nothing"
 
 
 def by_warps(spec, arrays, monkeypatch):
-    """`inverse.Walk.make` and `pieces.Table.make` of every warp, on numpy."""
+    """`inverse.Walk.make` of every warp, on numpy."""
     made = spec.inverse
     bits = inverse.WARPS * made.bits
     shared = 4 * (bits + inverse.WARPS * made.window)
-    machine = warps.machine(monkeypatch, shared, inverse, pieces, wanted)
+    machine = warps.machine(monkeypatch, shared, inverse, wanted)
 
     def each(function, warps_of_row, *given):
         machine.each(function, made.rows, warps_of_row, inverse.WARPS, *given)
@@ -130,9 +102,7 @@ def by_warps(spec, arrays, monkeypatch):
     entries = np.full(made.B * made.Hkv * made.T * made.n, -99, np.int32)
     slots = Walk(made, True, slots=True)
     each(slots.make, made.chunks, *arrays, edges, entries, 0, 4 * bits)
-    table = np.full(spec.table.shape, -99, np.int32)
-    each(Table(spec).make, spec.parts, edges, arrays[1], table)
-    return edges, entries, table
+    return edges, entries
 
 
 @by_spec
@@ -146,20 +116,13 @@ def test_warps(monkeypatch, name, few):
         spec = dataclasses.replace(spec, size=spec.inverse.chunk)
         assert spec.inverse.words_of_chunk > 1
     arrays = arrays_of(spec, seed=few)
-    edges, entries, table = by_warps(spec, arrays, monkeypatch)
-    assert check_lists(spec, arrays, edges, entries) or name == "nothing"
-    check_items(spec, edges, arrays[1], table)
-
-
-def sum_of_all(self, x):
-    return lanes(x.sum()) - x
+    found = by_warps(spec, arrays, monkeypatch)
+    assert check_lists(spec, arrays, *found) or name == "nothing"
 
 
 MUTANTS = {
     name: WANTED_MUTANTS[name]
     for name in ("no bit of an earlier token", "bits are not cleared")
-} | {
-    "no sum of the lanes before": (Table, "_before", sum_of_all),
 }
 
 
@@ -169,9 +132,7 @@ def test_mutants_are_caught(monkeypatch, name):
     with pytest.raises((AssertionError, IndexError, ValueError)):
         for spec in SPECS.values():
             arrays = arrays_of(spec)
-            edges, entries, table = by_warps(spec, arrays, monkeypatch)
-            check_lists(spec, arrays, edges, entries)
-            check_items(spec, edges, arrays[1], table)
+            check_lists(spec, arrays, *by_warps(spec, arrays, monkeypatch))
 
 
 def test_slots_are_of_single_tokens():
@@ -189,12 +150,7 @@ def test_the_kernels(name):
     steps = nsa_torch.mosaic.STEPS
     edges = steps._edges(arrays, spec.inverse)
     (entries,) = steps.run(inverse.slots(spec.inverse), *arrays, edges)
-    (table,) = steps.run(pieces.items(spec), edges, arrays[1])
     want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
     assert torch.equal(edges, want[0])
     total = int(edges[-1])
     assert torch.equal(entries[:total], want[1][:total]) and (total or name == "nothing")
-    items = sorted_lists.items(steps, edges, arrays[1], spec)
-    there = items[..., 0] >= 0
-    assert torch.equal(table[..., 0], items[..., 0])
-    assert torch.equal(table[..., :5][there], items[..., :5][there])

@@ -1,14 +1,16 @@
-"""The items of `gathered`: pieces of the lists that `inverse.slots` writes.
+"""The items of `gathered` and of `key_gradient`: pieces of the lists of `inverse.py`.
 
-Tokens are taken in parts; each part has a table with the same room for every row of `[B, Hkv]`.
-A warp makes the table of a part and row: it counts the pieces of 32 tiles of keys at a time, a
-sum over its lanes gives each its places, and what is left at the end is marked as empty.
+Tokens are taken in sections, of which each has fixed room for every row of `[B, Hkv]`. A warp
+makes the items of a section and row: it counts the pieces of 32 tiles of keys at a time, a sum
+over its lanes gives each its place, and what is left at the end is marked as empty. Sums of
+`key_gradient` stand together by tile, so there the warp counts the other sections' pieces too.
 
 Pallas' interpreter has no shuffles: there `nsa_jax.sorted_lists` makes the same.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,33 +29,75 @@ WARPS = 4  # of a block of threads
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """`inverse`: of the lists; `size`: tokens of a part, a multiple of those of a chunk;
-    `longest`: entries of an item at most.
+    """`inverse`: of the lists; `longest`: entries of an item at most.
+
+    Sections are parts of `size` units, a multiple of those of a chunk: items are in the order
+    [part, row, tile of keys, piece], and all parts have the same room. Or they are `windows`,
+    each half of what is before the next one, the first of `size` units or more, and a single
+    one where a token's last key is not known: items are in the order [row, window, tile,
+    piece], and their sums in the order [row, tile, window, piece].
     """
 
     inverse: Inverse
     size: int
     longest: int
+    windows: bool = False
+
+    @property
+    def square(self) -> bool:
+        """Token t sees no key after t."""
+        return not self.inverse.packed and self.inverse.T == self.inverse.S
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The chunk that each section begins with, and how many chunks there are."""
+        inverse = self.inverse
+        if self.windows:
+            halves = (inverse.units // self.size).bit_length() - 1 if self.square else 0
+            inner = [(inverse.units >> i) // inverse.chunk for i in range(halves, 0, -1)]
+        else:
+            step = self.size // inverse.chunk
+            inner = range(step, inverse.chunks, step)
+        return 0, *inner, inverse.chunks
 
     @property
     def parts(self) -> int:
-        return -(-self.inverse.T // self.size)
+        """How many sections there are."""
+        return len(self.cuts) - 1
 
     @property
-    def chunks(self) -> int:
-        """Of a part."""
-        return self.size // self.inverse.chunk
+    def rooms(self) -> tuple[int, ...]:
+        """Items of a row in each section at most: none is empty, and a tile of keys that its
+        tokens see has one at most that is not full.
+        """
+        inverse, rooms = self.inverse, []
+        tokens = inverse.chunk * inverse.tokens
+        for low, high in itertools.pairwise(self.cuts):
+            end = min(high * tokens, inverse.T)
+            entries = (end - low * tokens) * inverse.n * inverse.tiles_of_block
+            tiles = min(-(-end // ROWS) if self.square else inverse.tiles, entries)
+            rooms.append(tiles + (entries - tiles) // self.longest)
+        return tuple(rooms if self.windows else [max(rooms)] * self.parts)
 
     @property
     def items(self) -> int:
-        """Of a part and row: a tile of keys has one at most that is not full."""
-        entries = min(self.size, self.inverse.T) * self.inverse.n
-        return self.inverse.tiles + entries // self.longest
+        """Of a row, in all windows or in one part."""
+        return sum(self.rooms) if self.windows else self.rooms[0]
 
     @property
-    def table(self) -> jax.ShapeDtypeStruct:
-        shape = self.parts, self.inverse.rows, self.items, ITEM
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def starts(self) -> tuple[int, ...]:
+        """Where the items of each section begin for row 0; a row's are `items` further on."""
+        step = 1 if self.windows else self.inverse.rows
+        return tuple(step * sum(self.rooms[:i]) for i in range(self.parts))
+
+    @property
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of `items`."""
+        inverse = self.inverse
+        shapes = [(inverse.rows * sum(self.rooms), ITEM)]
+        if self.windows:
+            shapes += [(inverse.B, inverse.Hkv, inverse.tiles)] * 2
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +106,15 @@ class Table:
 
     spec: Pieces
 
-    def make(self, edges, position, table, row, group) -> None:
-        """The items of row `row` and part `WARPS * group + warp`; arrays as in `items`."""
+    def make(self, edges, position, table, *rest) -> None:
+        """The items of row `row` and section `WARPS * group + warp`; arrays as in `items`."""
         spec, inverse, lane = self.spec, self.spec.inverse, warp.lane()
+        *sums, row, group = rest
         tiles, chunks = inverse.tiles, inverse.chunks
-        part = group * WARPS + warp.warp()
-        exists = part < spec.parts
-        low = warp.smaller(part * spec.chunks, chunks)
-        high = warp.smaller(low + spec.chunks, chunks)
+        section = group * WARPS + warp.warp()
+        exists = section < spec.parts
+        values = spec.cuts, spec.cuts[1:], spec.starts, spec.rooms
+        low, high, origin, room = (self._of_section(section, x[: spec.parts]) for x in values)
         b = row // inverse.Hkv
         first = warp.fetch(warp.element(position, (b, 4 * inverse.T)))
 
@@ -77,45 +122,73 @@ class Table:
             tile = warp.smaller(tile, tiles - 1), 4 * chunks
             return warp.fetch(warp.element(edges, (row, 4 * chunks * tiles), tile, (chunk, 4)))
 
-        def column(slot, i):
-            size = 4 * ITEM
-            lead = (part, inverse.rows * spec.items * size), (row, spec.items * size)
-            return warp.element(table, *lead, (slot, size), (warp.word(i), 4))
+        def put(slot, columns, there):
+            slot = warp.where(there, origin + row * spec.items + slot, 0)
+            for i, x in enumerate(columns):
+                place = (slot, 4 * ITEM), (warp.word(i), 4)
+                warp.put(warp.element(table, *place), x, there)
+
+        def pieces(tile, begin, end):
+            return warp.where(
+                tile < tiles, (end - begin + (spec.longest - 1)) // spec.longest, 0
+            )
+
+        def sums_of(tile, count):
+            """The places of the tiles' sums: of this section, and after those of all 32."""
+            ends = [edge(tile, warp.word(cut)) for cut in spec.cuts]
+            counts = [pieces(tile, *x) for x in itertools.pairwise(ends)]
+            total = functools.reduce(lambda x, y: x + y, counts)
+            before = self._before(total)
+            mine = place = row * spec.items + count + before
+            for i, x in enumerate(counts):
+                mine = mine + warp.where(section > i, x, 0)
+            there = (tile < tiles) & warp.same(section, 0)
+            at = (row, 4 * tiles), (warp.smaller(tile, tiles - 1), 4)
+            for output, x in zip(sums, (place, total), strict=True):
+                warp.put(warp.element(output, *at), x, there)
+            return [mine], [count + warp.shuffle(before + total, LANES - 1)]
 
         def some_tiles(r, state):
-            (count,) = state
+            count, *rest = state
             tile = r * LANES + lane
-            # The first token that sees the tile to its end, and its chunk.
-            token = warp.larger(tile * ROWS + (ROWS - 1) - first, 0)
-            chunk = (token + (inverse.chunk - 1)) // inverse.chunk
-            chunk = warp.smaller(warp.larger(chunk, low), high)
-            begin, whole, end = (edge(tile, x) for x in (low, chunk, high))
-            pieces = (end - begin + (spec.longest - 1)) // spec.longest
-            pieces = warp.where((tile < tiles) & exists, pieces, 0)
-            before = self._before(pieces)
+            begin, end = edge(tile, low), edge(tile, high)
+            whole = end
+            if not inverse.clipped:
+                # The first token that sees the tile to its end, and its chunk.
+                token = warp.larger(tile * ROWS + (ROWS - 1) - first, 0)
+                tokens = inverse.chunk * inverse.tokens
+                chunk = (token + (tokens - 1)) // tokens
+                whole = edge(tile, warp.smaller(warp.larger(chunk, low), high))
+            here = warp.where(exists, pieces(tile, begin, end), 0)
+            before = self._before(here)
+            places, rest = sums_of(tile, *rest) if sums else ([], rest)
 
             def write(i, nothing):
-                there = i < pieces
-                slot = warp.where(there, count + before + i, 0)
                 start = begin + i * spec.longest
                 stop = warp.smaller(start + spec.longest, end)
                 masked = warp.smaller(warp.larger(whole, start), stop)
-                for j, x in enumerate((row, tile * ROWS, start, masked, stop)):
-                    warp.put(column(slot, j), x, there)
+                columns = row, tile * ROWS, start, masked, stop, stop, *(x + i for x in places)
+                put(count + before + i, columns, i < here)
                 return nothing
 
-            warp.repeat(warp.largest(pieces), write, [])
-            return [count + warp.shuffle(before + pieces, LANES - 1)]
+            warp.repeat(warp.largest(here), write, [])
+            return [count + warp.shuffle(before + here, LANES - 1), *rest]
 
-        (count,) = warp.repeat(-(-tiles // LANES), some_tiles, [warp.word(0)])
+        counts, empty = [warp.word(0)] * (1 + spec.windows), (-1, *[0] * (5 + spec.windows))
+        count, *_ = warp.repeat(-(-tiles // LANES), some_tiles, counts)
 
         def clear(r, nothing):
             slot = r * LANES + lane
-            rest = (slot >= count) & (slot < spec.items) & exists
-            warp.put(column(warp.where(rest, slot, 0), 0), -1, rest)
+            put(slot, empty, (slot >= count) & (slot < room) & exists)
             return nothing
 
-        warp.repeat(-(-spec.items // LANES), clear, [])
+        warp.repeat(-(-max(spec.rooms) // LANES), clear, [])
+
+    def _of_section(self, section, numbers):
+        found = warp.word(numbers[0])
+        for i, x in enumerate(numbers[1:], 1):
+            found = warp.where(section >= i, x, found)
+        return found
 
     def _before(self, x):
         """The sum of the lanes before."""
@@ -130,8 +203,9 @@ class Table:
 @functools.cache
 def items(spec: Pieces) -> Kernel:
     """Inputs, int32: the running sum of the output of `inverse.counted`, and `position` `[B,
-    T]`, which grows by one a token. Output: int32 `[parts, B * Hkv, items, 8]`, as
-    `gathered.partial_outputs` reads it.
+    T]`, which grows by one a token in rows that are not packed. Outputs, int32: `[items, 8]`,
+    as `gathered.partial_outputs` and `key_gradient.partial_sums` read it, with row -1 and no
+    entries in empty places; and if `windows`, `first` and `count` of `key_gradient.merged`.
     """
     inverse = spec.inverse
 
@@ -142,9 +216,9 @@ def items(spec: Pieces) -> Kernel:
     edges = shape((1 + inverse.rows * inverse.tiles * inverse.chunks,))
     call = plgpu.kernel(
         body,
-        out_type=(spec.table,),
+        out_type=spec.outputs,
         grid=(inverse.rows, -(-spec.parts // WARPS)),
         grid_names=("row", "group"),
         compiler_params=operands.PARAMS,
     )
-    return Kernel("pieces", call, (edges, shape((inverse.B, inverse.T))), (spec.table,))
+    return Kernel("pieces", call, (edges, shape((inverse.B, inverse.T))), spec.outputs)
