@@ -27,17 +27,17 @@ def compress(
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
-    if count == 0:
-        return x.new_zeros(batch, 0, kv_heads, width)
+    if count == 0 or x.numel() == 0:
+        return x.new_zeros(batch, count, kv_heads, width)
     if cu_seqlens is None:
         # A window is l/d stride blocks: slices, so that the gradient needs no scatter.
         shifts = block // stride
         blocks = x[:, : (count + shifts - 1) * stride].unflatten(1, (-1, stride))
         if params is None:  # a block's sum serves all its windows
-            blocks = blocks.sum(dim=2, dtype=wide(x.dtype))
+            sums = blocks.sum(dim=2, dtype=wide(x.dtype)).flatten(2)
+            means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
+            return means.to(x.dtype).unflatten(2, (kv_heads, width))
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
-        if params is None:
-            return (sum(windows[1:], windows[0]) / block).to(x.dtype)
         return apply_phi(torch.cat(windows, dim=2), params)
     where = geometry(
         1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=x.device

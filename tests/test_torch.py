@@ -12,7 +12,7 @@ import torch
 import nsa_torch
 from bench.parity import assert_parity
 from nsa_jax import reference
-from nsa_torch import MLPParams, PoolParams, sdpa, select
+from nsa_torch import MLPParams, NSAConfig, PoolParams, sdpa, select
 from nsa_torch import reference as torch_reference
 from tests.inputs import PAPER, SMALL, Case, problem
 from tests.torch_inputs import (
@@ -162,3 +162,22 @@ def test_compress(kind, segments, rng):
     got = (out, *torch.autograd.grad(out, leaves, tensor(weight)))
     for i, (a, want, near) in enumerate(zip(got, exact, rough, strict=True)):
         assert_parity(f"{i}", array(a), want, near)
+
+
+@pytest.mark.parametrize("block", [4, 12])
+@pytest.mark.parametrize("length", [3, 60, 62])
+def test_the_mean_is_rounded_once(block, length):
+    config = NSAConfig(block, 4, 12)
+    x = torch.randn(2, length, 3, 5).bfloat16().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    out, want = (nsa_torch.compress(t, config=config) for t in (x, exact))
+    assert out.shape == (2, config.num_compressed(length), 3, 5)
+    weight = torch.randn(out.shape).bfloat16()
+    if length >= block:
+        (grad,) = torch.autograd.grad(out, x, weight)
+        (want_grad,) = torch.autograd.grad(want, exact, weight.double())
+        half_ulp = dict(rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(grad.double(), want_grad, **half_ulp)
+        torch.testing.assert_close(out.double(), want, **half_ulp)
+    none = nsa_torch.compress(x[:0], config=config)
+    assert none.shape == (0, *out.shape[1:])
