@@ -73,21 +73,21 @@ def launch(
     """
     inputs, outputs = _arguments(kernel)
     index = tensors[0].get_device() if tensors and torch.is_tensor(tensors[0]) else -1
-    _check(kernel, "argument {}", tensors, inputs, index)
+    addresses = _checked(kernel, "argument {}", tensors, inputs, index)
     if out:
-        _check(kernel, "out[{}]", out, outputs, index, optional=True)
+        _checked(kernel, "out[{}]", out, outputs, index, optional=True)
     device = tensors[0].device
     if device.type != "cuda":
         raise ValueError(f"argument 0 of {kernel.name} must be on a GPU, got {device}")
     launcher = _launchers.get((kernel, index)) or _load(kernel, index)
     given = out or [None] * len(outputs)
-    results = tuple(
-        torch.empty(o.shape, dtype=o.dtype, device=device) if x is None else x
-        for o, x in zip(outputs, given, strict=True)
-    )
-    addresses = [tensor.data_ptr() for tensor in (*tensors, *results)]
+    results = [
+        torch.empty(shape, dtype=dtype, device=device) if x is None else x
+        for (shape, _, dtype), x in zip(outputs, given, strict=True)
+    ]
+    addresses += [x.data_ptr() for x in results]
     launcher(torch._C._cuda_getCurrentRawStream(index), addresses)
-    return results
+    return tuple(results)
 
 
 def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
@@ -195,36 +195,36 @@ def _arguments(kernel: Kernel) -> tuple[list[_Argument], list[_Argument]]:
     return convert(kernel.inputs), convert(kernel.outputs)
 
 
-def _check(
+def _checked(
     kernel: Kernel,
     role: str,
     tensors: Sequence[torch.Tensor | None],
     wanted: Sequence[_Argument],
     index: int,
     optional: bool = False,
-) -> None:
-    """Refuses a tensor that is not as wanted; `index` is the GPU's, -1 elsewhere.
-
-    `optional`: None is as good.
+) -> list[int]:
+    """The tensors' addresses; refuses one that is not as wanted. `index` is the GPU's, -1
+    elsewhere; `optional`: None is as good.
     """
     if len(tensors) != len(wanted):
         names = ", ".join(role.format(i) for i in range(len(wanted)))
         raise ValueError(f"{kernel.name} takes {names}: {len(wanted)}, got {len(tensors)}")
-    recording = torch.is_grad_enabled()
-    for i, (tensor, argument) in enumerate(zip(tensors, wanted, strict=True)):
-        if optional and tensor is None:
-            continue
-        if not (
+    recording, addresses = torch.is_grad_enabled(), []
+    for i, (tensor, (_, size, dtype)) in enumerate(zip(tensors, wanted, strict=True)):
+        if (
             isinstance(tensor, torch.Tensor)
-            and tensor.dtype is argument.dtype
-            and tensor.numel() == argument.size
+            and tensor.dtype is dtype
+            and tensor.numel() == size
             and tensor.is_contiguous()
             and tensor.get_device() == index
-            and tensor.data_ptr() % ALIGNMENT == 0
+            and (address := tensor.data_ptr()) % ALIGNMENT == 0
             and not (recording and tensor.requires_grad)
         ):
+            addresses.append(address)
+        elif tensor is not None or not optional:
             must = f"{role.format(i)} of {kernel.name} must"
-            raise ValueError(f"{must} {_broken_rule(tensor, argument, index)}")
+            raise ValueError(f"{must} {_broken_rule(tensor, wanted[i], index)}")
+    return addresses
 
 
 def _broken_rule(tensor: Any, wanted: _Argument, index: int) -> str:
