@@ -82,7 +82,7 @@ class Case:
         self.settings = command.settings(
             FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=FLAGS.dim
         )
-        wanted = dataclasses.replace(asked(self.settings, runner), T=1)
+        wanted = asked(self.settings, runner)._replace(T=1)
         named, self.refusal = kernel_flags.named(), ""
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}
         self.labels["scores"] = self.labels["selected"]

@@ -11,7 +11,6 @@ these two. All are compared with the reference before they are timed. Exit statu
 is wrong or breaks.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,7 +146,7 @@ def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job, Job]:
     """The masked row, FA-2's and the portable path's of one problem."""
     config, kv_len = settings.nsa, inputs.num_keys
     asked = problem(settings, "torch", runner.platform, runner.capability)
-    asked = dataclasses.replace(asked, branch=branch)
+    asked = asked._replace(branch=branch)
     refusal = fa2.why_not(asked) or ""
     call = dense if PATH.value == "dense" else varlen
     mask = masked(branch, config)

@@ -46,7 +46,7 @@ def jobs(runner, question, wanted: Branches, on_unsupported: str, branches) -> I
 
 
 def _step(registry, question, branch, wanted, on_unsupported) -> Iterator[Job]:
-    question = dataclasses.replace(question, branch=branch)
+    question = question._replace(branch=branch)
     # Scores go with the selected branch, as in `Registry.plan`.
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
     if name is None:

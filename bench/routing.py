@@ -48,7 +48,7 @@ def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:
                 }
                 for choice in plan
             }
-            sizes: dict[str, Any] = dataclasses.asdict(wanted)
+            sizes = wanted._asdict() | {"config": dataclasses.asdict(wanted.config)}
             del sizes["branch"], sizes["strided"]
             yield plan, {"preset": preset, **sizes, "steps": steps}
 

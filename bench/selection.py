@@ -11,7 +11,6 @@ portable path, `mae` the kernel's mean error beside the float64 reference. With 
 both are k calls on k CUDA streams at once. Both are checked before they are timed.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,9 +99,7 @@ class Case:
         )
         self.checker = Checker(self.settings, self.inputs, backward=False)
         asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
-        self.asked = dataclasses.replace(
-            asked, branch="selected", T=queries, S=self.inputs.num_keys
-        )
+        self.asked = asked._replace(branch="selected", T=queries, S=self.inputs.num_keys)
 
     def measure(self, name: str | None, on_unsupported, how) -> dict[str, Any]:
         """The fields of a record of the implementation called `name`, None: the first."""

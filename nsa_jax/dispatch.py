@@ -27,8 +27,7 @@ type OnUnsupported = Literal["error", "fallback"]
 STEPS = ("compressed", "scores", "selected", "sliding")
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What an implementation must know to say whether it can run (shapes: `types.py`)."""
 
     framework: str
@@ -158,7 +157,7 @@ class Registry:
         selected branch where that can, otherwise with the first that can. One name for all
         branches is meant for them too, where it has scores at all.
         """
-        at = {step: dataclasses.replace(problem, branch=step) for step in STEPS}
+        at = {step: problem._replace(branch=step) for step in STEPS}
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
             return Plan(*(self.choose(at[x], names[x], on_unsupported) for x in STEPS))

@@ -22,6 +22,7 @@ from nsa_jax.dispatch import Implementation, Problem, Registry, kernel
 from nsa_jax.types import Branches
 from nsa_torch import fa2
 from nsa_torch.debug import TORCH
+from nsa_torch.operators import config_of
 
 NUMBERS = tuple(NSAConfig.__dataclass_fields__)
 FUNCTIONS = {
@@ -189,7 +190,7 @@ def _problem(device, dtype, sizes, numbers, packed, strided) -> Problem:
         D=width,
         Dv=value_width,
         packed=packed,
-        config=NSAConfig(*numbers),
+        config=config_of(*numbers),
         strided=strided,
         device=tiles.cuda_name(torch, index) if platform == "cuda" else None,
     )

@@ -1,6 +1,5 @@
 """Choice of implementation: names never fall back, refusals are told, flags mean the same."""
 
-import dataclasses
 import logging
 
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def test_every_registered_kernel_is_there():
                 assert "torch only" in entries[name].why_not(PROBLEM)
             else:
                 assert callable(entries[name].load())
-    at = dataclasses.replace(PROBLEM, branch="selected")
+    at = PROBLEM._replace(branch="selected")
     assert kernels_pallas.why_not("cuda", at).startswith("kernels_pallas has no cuda kernel")
 
 
@@ -93,7 +92,7 @@ def test_choice_is_logged_once(caplog):
     table = registry("reason number 7", None)
     with caplog.at_level(logging.INFO):
         table.choose(PROBLEM)
-        table.choose(dataclasses.replace(PROBLEM, T=9, S=9))
+        table.choose(PROBLEM._replace(T=9, S=9))
     assert caplog.text.count("reason number 7") == 1
 
 

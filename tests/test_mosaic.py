@@ -459,12 +459,12 @@ FIT = Problem(
 )
 def test_refusals(change, reason):
     assert limits.why_not(FIT) is None
-    assert limits.why_not(dataclasses.replace(FIT, **change)) == reason
-    assert kernels_pallas.why_not("mosaic", dataclasses.replace(FIT, **change)) == reason
+    assert limits.why_not(FIT._replace(**change)) == reason
+    assert kernels_pallas.why_not("mosaic", FIT._replace(**change)) == reason
 
 
 def test_the_interpreter_needs_no_gpu():
-    on_cpu = dataclasses.replace(FIT, platform="cpu", capability=None)
+    on_cpu = FIT._replace(platform="cpu", capability=None)
     with limits.interpreted(InterpretGPUParams()):
         assert limits.why_not(on_cpu) is None
     assert limits.why_not(on_cpu)

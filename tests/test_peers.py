@@ -1,6 +1,5 @@
 """Other libraries' NSA: refusals that say why, and rows that are judged or marked."""
 
-import dataclasses
 import sys
 import types
 
@@ -18,7 +17,7 @@ BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 
 def asked(**changes):
     known = {"H": 64, "Hkv": 4, "D": 128, "platform": "cuda", **changes}
-    return dataclasses.replace(problem(SETTINGS, "torch", "cuda"), **known)
+    return problem(SETTINGS, "torch", "cuda")._replace(**known)
 
 
 @pytest.fixture

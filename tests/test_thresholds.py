@@ -95,14 +95,14 @@ def test_the_selection_is_judged_by_its_keys(device, monkeypatch):
     few = pose("selected", 2**16, config=NSAConfig(num_selected=7))
     assert chosen(few).implementation == "sdpa"
     assert "448 selected keys are below sel_min_len=512" in chosen(few).refused["fa2"]
-    many = dataclasses.replace(few, config=NSAConfig(num_selected=8))
+    many = few._replace(config=NSAConfig(num_selected=8))
     assert chosen(many).implementation == "fa2"
     # In JAX the same threshold keeps back the Mosaic kernel, and only for this step.
     hopper = dict(framework="jax", platform="gpu", capability=(9, 0))
-    few, many = (dataclasses.replace(p, **hopper) for p in (few, many))
+    few, many = (p._replace(**hopper) for p in (few, many))
     assert (chosen(few).implementation, chosen(many).implementation) == ("xla", "mosaic")
     assert "sel_min_len=512" in chosen(few).refused["mosaic"]
-    scores = dataclasses.replace(few, branch="scores")
+    scores = few._replace(branch="scores")
     assert chosen(scores).implementation == "mosaic"
 
 

@@ -322,7 +322,7 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
 def test_torch_needs_the_compiler_of_jax(monkeypatch):
     problem = dispatch.problem_of(*inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False)
     hopper = {"platform": "cuda", "capability": (9, 0), "branch": "selected"}
-    problem = dataclasses.replace(problem, **hopper)
+    problem = problem._replace(**hopper)
     for there, reason in ((True, None), (False, "needs the compiler in JAX's CUDA plugin")):
         monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda there=there: there)
         assert (dispatch.mosaic_why_not(problem) or "None").startswith(str(reason))

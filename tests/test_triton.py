@@ -135,7 +135,7 @@ if not INTERPRETED:
     def problem(**change):
         query, key = torch.empty(1, 64, 4, 64), torch.empty(1, 64, 2, 64)
         made = dispatch.problem_of(query, key, 64, NSAConfig(), False)
-        return dataclasses.replace(made, branch="selected", **PROBLEM | change)
+        return made._replace(branch="selected", **PROBLEM | change)
 
     @pytest.mark.parametrize(
         ("change", "reason"),
