@@ -64,19 +64,27 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
     # and one of torch.library.custom_op would keep autograd from working inside.
     schema = f"Tensor grad, {kept}, {tensors}"
     define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    pull_back = getattr(torch.ops.nsa, f"{name}_backward")
+    operator, pull_back = (getattr(torch.ops.nsa, x) for x in (name, f"{name}_backward"))
 
-    def keep(ctx, inputs, output):
-        arguments = *output[first:], *inputs
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.set_materialize_grads(False)
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                output = operator(*inputs)
+            arguments = *output[first:], *inputs
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+            ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+            ctx.set_materialize_grads(False)
+            return output
 
-    @once_differentiable
-    def pull(ctx, grad, *_):
-        pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-        arguments = [other if x is None else x for x, other in pairs]
-        nothing = (None for _ in arguments[count + floats :])
-        return *pull_back(grad, *arguments), *nothing
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, grad, *_):
+            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+            arguments = [other if x is None else x for x, other in pairs]
+            nothing = (None for _ in arguments[count + floats :])
+            return *pull_back(grad, *arguments), *nothing
 
-    torch.library.register_autograd(f"nsa::{name}", pull, setup_context=keep)
+    # Not torch.library.register_autograd, which at each call lists all arguments of the schema
+    # once for each of them.
+    torch.library.impl(f"nsa::{name}", "Autograd", Differentiable.apply)
