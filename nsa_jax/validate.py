@@ -100,6 +100,8 @@ def gates(gates, query) -> Branches:
         return gates
     array("gates", gates, 4)
     shape("gates", gates, (*expected, 3))
+    if hasattr(gates, "unbind"):  # torch: the gradient is one stack
+        return Branches(*gates.unbind(-1))
     return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
 
 
