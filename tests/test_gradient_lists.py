@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import band, inverse, key_gradient, selected
+from kernels_pallas.mosaic import band, inverse, key_gradient, numbers, selected
 from kernels_pallas.mosaic.operands import ROWS
 from nsa_jax import geometry, gradients, items, mosaic, sorted_lists
 from nsa_jax.config import NSAConfig
@@ -149,6 +149,7 @@ def no_kernels(monkeypatch):
         (band, "attention"),
         (key_gradient, "merged"),
         (key_gradient, "partial_sums"),
+        (numbers, "of_units"),
         (selected, "attention"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
@@ -171,6 +172,8 @@ def told(steps, shape, branch, indices=None, **options):
     config, packed = shape.config, shape.segments is not None
 
     def run(kernel, *arrays):
+        if kernel.name == "of_units":
+            return [gradients._interpreted_numbers(steps, kernel.spec, *arrays)]
         found.append(kernel._replace(arrays=arrays))
         outputs = 1
         if kernel.name != "attention":
