@@ -32,11 +32,12 @@ def compress(
     if cu_seqlens is None:
         # A window is l/d stride blocks: slices, so that the gradient needs no scatter.
         shifts = block // stride
-        blocks = x[:, : (count + shifts - 1) * stride].unflatten(1, (-1, stride))
+        number = count + shifts - 1
+        blocks = x[:, : number * stride].reshape(batch, number, stride, kv_heads, width)
         if params is None:  # a block's sum serves all its windows
-            sums = blocks.sum(dim=2, dtype=wide(x.dtype)).flatten(2)
+            sums = blocks.sum(dim=2, dtype=wide(x.dtype)).reshape(batch, number, -1)
             means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
-            return means.to(x.dtype).unflatten(2, (kv_heads, width))
+            return means.to(x.dtype).reshape(batch, count, kv_heads, width)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         return apply_phi(torch.cat(windows, dim=2), params)
     where = geometry(
