@@ -41,7 +41,7 @@ oneshot: $(READY)
 	$(RUN) -m bench.oneshot $(FLAGS)
 
 test: $(READY)
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(RUN) -m ruff format --check .
