@@ -42,8 +42,8 @@ def limit(query, key, value, indices, config, packed: bool) -> int:
 
 
 def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected.Selected`, with the tokens
-    that it left.
+    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected.Selected`, with the tokens that it
+    left.
 
     `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
     where the queries stand; `gate`: float32 `[B, T, H]`, or None.

@@ -4,18 +4,17 @@ Python.
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-import nsa_torch.mosaic
 from kernels_pallas.mosaic import numbers
 from kernels_pallas.mosaic.numbers import Numbers, Row
 from kernels_pallas.mosaic.operands import LOG2E
-from nsa_jax import gradients, mosaic
+from nsa_jax import gradients
 from tests import warps
 from tests.test_inverse import needs_gpu
+from tests.torch_inputs import FRAMEWORKS
 from tests.warps import lanes
 
 SPECS = {
@@ -57,13 +56,11 @@ def expected(spec, lse, dots, last, *extra):
 
 
 @by_spec
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_arrays(name, framework):
     spec = SPECS[name]
     arrays = draw(spec)
-    steps, convert = mosaic.STEPS, jnp.asarray
-    if framework == "torch":
-        steps, convert = nsa_torch.mosaic.STEPS, torch.from_numpy
+    steps, convert = FRAMEWORKS[framework]
     found = gradients._interpreted_numbers(steps, spec, *map(convert, arrays))
     np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
 

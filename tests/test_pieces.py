@@ -5,7 +5,6 @@ the oracle is plain Python.
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,9 +13,10 @@ import nsa_torch.mosaic
 from kernels_pallas.mosaic import pieces
 from kernels_pallas.mosaic.inverse import Inverse
 from kernels_pallas.mosaic.pieces import Pieces, Table
-from nsa_jax import items, mosaic, sorted_lists
+from nsa_jax import items, sorted_lists
 from tests import test_inverse, test_slots, warps
 from tests.test_inverse import needs_gpu
+from tests.torch_inputs import FRAMEWORKS
 from tests.warps import lanes
 
 KEYS = 64  # of a tile
@@ -153,17 +153,18 @@ def check(spec, edges, position, table, *sums):
 
 @by_spec
 @by_edges
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_arrays(name, full, framework):
     spec = SPECS[name]
     given = arrays_of(spec, full)
-    if framework == "torch":
-        steps = nsa_torch.mosaic.STEPS
-        found = sorted_lists.items(steps, *map(torch.from_numpy, given), spec)
-        assert {x.dtype for x in found} == {torch.int32}
-    else:
-        make = jax.jit(lambda *arrays: sorted_lists.items(mosaic.STEPS, *arrays, spec))
-        found = make(*map(jnp.asarray, given))
+    steps, load = FRAMEWORKS[framework]
+
+    def make(*arrays):
+        return sorted_lists.items(steps, *arrays, spec)
+
+    make = jax.jit(make) if framework == "jax" else make
+    found = make(*map(load, given))
+    assert all(x.dtype == steps.xp.int32 for x in found)
     assert [x.shape for x in found] == [x.shape for x in spec.outputs]
     assert check(spec, *given, *found) or name == "gathered, nothing"
 

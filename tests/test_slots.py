@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -12,9 +11,10 @@ import nsa_torch.mosaic
 from kernels_pallas.mosaic import inverse, wanted
 from kernels_pallas.mosaic.inverse import Inverse, Walk
 from kernels_pallas.mosaic.pieces import Pieces
-from nsa_jax import mosaic, sorted_lists
+from nsa_jax import sorted_lists
 from tests import warps
 from tests.test_inverse import draw, needs_gpu
+from tests.torch_inputs import FRAMEWORKS
 from tests.warps import WANTED_MUTANTS
 
 KEYS = 64  # of a block
@@ -70,13 +70,11 @@ def check_lists(spec, arrays, edges, entries):
 
 
 @by_spec
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_sorting(name, framework):
     spec = SPECS[name]
     arrays = arrays_of(spec)
-    steps, load = mosaic.STEPS, jnp.asarray
-    if framework == "torch":
-        steps, load = nsa_torch.mosaic.STEPS, torch.from_numpy
+    steps, load = FRAMEWORKS[framework]
 
     def make(*arrays):
         return sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])

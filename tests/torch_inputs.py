@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import nsa_torch
+import nsa_torch.mosaic
 from bench.parity import assert_parity, check_indices
-from nsa_jax import reference
+from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, chunks, fa2
 from nsa_torch import reference as torch_reference
 from tests.inputs import SMALL, problem
@@ -23,6 +23,11 @@ from tests.inputs import SMALL, problem
 TIGHT = NSAConfig(8, 8, 8, num_selected=3, num_initial=0, num_local=0, window=3)  # l = d = l'
 FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
 BRANCHES = Branches._fields
+# The steps around Mosaic kernels of each framework, and what it makes of a numpy array.
+FRAMEWORKS = {
+    "jax": (mosaic.STEPS, jnp.asarray),
+    "torch": (nsa_torch.mosaic.STEPS, torch.from_numpy),
+}
 
 
 def varlen(query, key, value, bounds, longest, *, causal, window, scale):

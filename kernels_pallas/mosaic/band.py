@@ -230,9 +230,9 @@ def attention(band: Band) -> Kernel:
                 if band.gradient:
                     step, state = differentiate, state[0]
                     token = of_tile.token(mine * tile.tokens, band.T)
-                    found = ByRow(group, interpret).numbers(rows, b, g, token, tile.tokens)
-                    norm, _, gate, offset = found
-                    gate = gate if band.gated else None
+                    norm, gate, offset = ByRow(group, interpret).numbers(
+                        rows, b, g, token, tile.tokens, band.gated
+                    )
                 state = lax.fori_loop(0, masked, functools.partial(step, True), state)
                 state = lax.fori_loop(masked, blocks, functools.partial(step, False), state)
                 if band.gradient:

@@ -71,8 +71,14 @@ class ByRow:
 
         return _each(element, [array], [b], [index], [jnp.int32])[0]
 
-    def numbers(self, array, b, g, token, unit: int):
-        """Those of `token`, by row, in `numbers.of_units`, of units of `unit` tokens."""
+    def numbers(self, array, b, g, token, unit: int, gated: bool):
+        """Of `token`, by row, what the gradient of a query takes of `numbers.of_units`, of
+        units of `unit` tokens: log-sum-exp, gate or None, and offset.
+        """
+        norm, _, gate, offset = self._numbers(array, b, g, token, unit)
+        return norm, gate if gated else None, offset
+
+    def _numbers(self, array, b, g, token, unit):
         if self.interpret:
             found = []
             for u in range(self.count):

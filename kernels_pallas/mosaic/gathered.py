@@ -181,7 +181,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
                 seen = index < across(ends - first_key, shape)
             found: Any = None
             if spec.gradient:
-                found = by_row.numbers(rows, b, g, token, spec.numbers_unit[0])
+                found = by_row.numbers(rows, b, g, token, spec.numbers_unit[0], spec.gated)
             plgpu.barrier_wait(rows_in)
             pairs = [((query_s, 0), (key_s, 0))]
             pairs += [((grad_s, 0), (value_s, 0))] * spec.gradient
@@ -191,8 +191,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
             load(i + 1)
             nothing, *state = softmax.nothing(spec.width)
             if spec.gradient:
-                norm, _, gate, offset = found
-                gate = gate if spec.gated else None
+                norm, gate, offset = found
                 found = softmax.change(logits, rest[0], c, norm, gate, offset, seen)
                 (acc,) = buffers.add_weighted((nothing, found.astype(dtype), (key_s, 0)))
                 acc *= spec.scale

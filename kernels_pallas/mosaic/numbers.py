@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS
+from kernels_pallas.mosaic.wanted import LANES
 
 WARPS = 4  # of a block of threads
-LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)

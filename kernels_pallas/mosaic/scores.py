@@ -22,6 +22,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.by_row import OfTile
+from kernels_pallas.mosaic.operands import LOG2E
 
 HEADS = 16  # of a group in `scores_rows`, at most: the rows that one warp has of a product
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
@@ -110,14 +112,22 @@ def _way(spec: Scores):
 def best_blocks(spec: Scores) -> Kernel:
     """Inputs: query `[B, T, H, D]`; key `[B, blocks, ratio, Hkv, D]`, compressed keys, every
     sequence from a block of its own; `lse` float32 `[B, T, H]`, natural, -inf where a query
-    sees nothing; int32 `first`, `last` `[B, tiles, rows]`,
-    the keys `ratio * block + phase` that a row sees, never decreasing; int32 `own` and `base`
-    `[B, tiles, lines]`, a token's own block in its sequence (-1: padding) and the block where
-    its sequence begins; int32 `span` `[B, tiles]`, blocks from `base` of the tile's first token
-    to the end of the last candidate.
+    sees nothing; int32 `first`, `last` `[B, tiles, rows]`, the keys `ratio * block + phase`
+    that a row sees, never decreasing; int32 `own` and `base` `[B, tiles, lines]`, a token's own
+    block in its sequence (-1: padding) and the block where its sequence begins; int32 `span`
+    `[B, tiles]`, blocks from `base` of the tile's first token to the end of the last candidate.
     Output: int32 `[B, Hkv, tiles, n, lines]`, ascending, -1 in empty places.
     """
     return _way(spec).best_blocks(spec)
+
+
+def norms(spec: Scores, tokens: int, lse, b, first, g):
+    """By row the log-sum-exp in bits, +inf where a row sees nothing or stands for no head, of
+    `tokens` tokens from `first` on.
+    """
+    of_tile = OfTile(tokens, spec.group, spec.cut.heads, bool(spec.interpret))
+    found = of_tile.values(lse, b, first, g * spec.group, jnp.inf)
+    return jnp.where(found == -jnp.inf, jnp.inf, found * LOG2E)
 
 
 def shapes(spec: Scores):

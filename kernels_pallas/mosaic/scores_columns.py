@@ -15,9 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROWS
-from kernels_pallas.mosaic.scores import NO_BLOCK, Cut, Scores, shapes
+from kernels_pallas.mosaic.scores import NO_BLOCK, Cut, Scores, norms, shapes
 
 COLUMNS = 128  # query rows of a tile at most
 LINES = 8  # tokens of a tile at most
@@ -42,8 +41,7 @@ def cut(spec: Scores) -> Cut:
 def best_blocks(spec: Scores) -> Kernel:
     """`scores.best_blocks`, for any group."""
     tile, r, free = spec.tile, spec.ratio, spec.free
-    interpret = bool(spec.interpret)
-    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile, interpret)
+    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile, bool(spec.interpret))
     heads, rows, lines, chunk, stages = dataclasses.astuple(spec.cut)
     c = spec.scale * LOG2E
     supers = chunk // ROWS
@@ -106,10 +104,9 @@ def best_blocks(spec: Scores) -> Kernel:
             return lax.broadcast_in_dim(row, (ROWS, rows), [1])
 
         for row in range(0, rows, ROWS):
-            there = OfTile(min(ROWS, tile.used - row) // heads, spec.group, heads, interpret)
-            at = b, mine * tile.tokens + row // heads, g * spec.group
-            norm = there.values(lse, *at, jnp.inf) * LOG2E
-            norm_s.at[pl.ds(row, ROWS)][...] = jnp.where(norm == -jnp.inf, jnp.inf, norm)
+            count = min(ROWS, tile.used - row) // heads
+            first_token = mine * tile.tokens + row // heads
+            norm_s.at[pl.ds(row, ROWS)][...] = norms(spec, count, lse, b, first_token, g)
         plgpu.commit_smem()
 
         def fold(probs):

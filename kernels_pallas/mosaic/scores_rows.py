@@ -23,10 +23,9 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.lines import MOST, Lines, entries_in, winners_kept
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
-from kernels_pallas.mosaic.scores import Cut, Scores, shapes
+from kernels_pallas.mosaic.scores import Cut, Scores, norms, shapes
 from kernels_pallas.mosaic.warp import Word
 
 KEYS = ROWS  # of a product
@@ -71,7 +70,6 @@ def best_blocks(spec: Scores) -> Kernel:
     buffers = operands.Buffers(jnp.dtype(spec.dtype), tile)
     lines = Lines(spec)
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
-    of_tile = OfTile(tokens, spec.group, heads, False)
     supers = chunk // KEYS
     wide = KEYS * r
     c = spec.scale * LOG2E
@@ -119,8 +117,7 @@ def best_blocks(spec: Scores) -> Kernel:
         last_row = rows_of(last)
         first_row = rows_of(first) if spec.packed else None
         first1, last0 = first[b, mine, row0 + ROWS - 1], last[b, mine, row0]
-        norm = of_tile.values(lse, b, first_token, g * spec.group, jnp.inf)
-        norm = jnp.where(norm == -jnp.inf, jnp.inf, norm * LOG2E)
+        norm = norms(spec, tokens, lse, b, first_token, g)
 
         def refill(q):
             """Loads what follows product `q` in its slot, once all are done with it."""

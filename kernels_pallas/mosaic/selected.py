@@ -226,9 +226,9 @@ def attention(spec: Selected) -> Kernel:
         if spec.gradient:
             state, step = state[0], differentiate
             tokens = of_tile.token(mine * tile.tokens, spec.T)
-            found = ByRow(group, interpret).numbers(rows, b, g, tokens, spec.numbers_unit[0])
-            norm, _, gate, offset = found
-            gate = gate if spec.gated else None
+            norm, gate, offset = ByRow(group, interpret).numbers(
+                rows, b, g, tokens, spec.numbers_unit[0], spec.gated
+            )
         state = lax.fori_loop(0, whole, functools.partial(step, False), state)
         state = lax.fori_loop(whole, blocks, functools.partial(step, True), state)
         if spec.gradient:
