@@ -18,7 +18,7 @@ import configs
 from bench import cli, problems, records, tuning
 from bench.runners import JaxRunner, problem
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import limits
+from kernels_pallas.mosaic import capability
 
 CONFIG = flags.DEFINE_multi_string(
     "config", ["paper", "seed", "smallgroup"], "Names of files in configs/ or paths."
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
                 f"an entry is for all lengths up to a power of two, seq_len is {length}"
             )
         asked = problem(each, "jax", runner.platform, runner.capability)
-        if reason := limits.why_not(asked):
+        if reason := capability.why_not(asked):
             raise NotImplementedError(f"mosaic: {reason}")
     folder = Path(OUT.value) if OUT.value else tiles.FOLDER
     path = folder / f"{configs.slug(runner.device)}.json"

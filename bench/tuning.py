@@ -1,6 +1,6 @@
 """Which tiles are fastest: variants of the Mosaic kernels, each beside the heuristic's.
 
-Every variant runs in the step of `nsa_jax.tiled` that builds the kernel, with the gates and
+Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the gates and
 sums of the whole forward. It must give what the heuristic's tiles give before it is timed; the
 winner is timed once more in turn with the heuristic, and must gain both times.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from bench import records
 from bench.problems import Inputs, Settings
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import band, scores, selected
+from kernels_pallas.mosaic import interval_attention, scores, selected_attention
 from nsa_jax import geometry
 from nsa_jax.mosaic import STEPS
 
@@ -36,10 +36,10 @@ VARIANTS: dict[str, dict[str, tuple[int, ...]]] = {
     "sliding": _BAND,
 }
 SPECS: dict[str, Any] = {
-    "compressed": band.Band,
+    "compressed": interval_attention.IntervalAttention,
     "scores": scores.Scores,
-    "selected": selected.Selected,
-    "sliding": band.Band,
+    "selected": selected_attention.SelectedAttention,
+    "sliding": interval_attention.IntervalAttention,
 }
 
 
@@ -90,8 +90,8 @@ def variants(kernel: str) -> list[dict[str, int]]:
 def heuristic(kernel: str, settings: Settings) -> dict[str, int]:
     """What the kernel uses without an entry."""
     model = settings.model
-    if SPECS[kernel] is band.Band:
-        return band.blocks_for(model.d_k, model.d_v, long=kernel == "compressed")
+    if SPECS[kernel] is interval_attention.IntervalAttention:
+        return interval_attention.blocks_for(model.d_k, model.d_v, long=kernel == "compressed")
     return {name: getattr(SPECS[kernel], name) for name in tiles.TUNABLE[kernel]}
 
 

@@ -7,8 +7,8 @@ knows nothing of the ones above it: they ask `why_not`, then build a `Kernel` an
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.mosaic import limits as mosaic
-from kernels_pallas.triton import limits as triton
+from kernels_pallas.mosaic import capability as mosaic
+from kernels_pallas.triton import capability as triton
 
 # (implementation, step) -> a function of the problem: a reason, or None.
 KERNELS: dict[tuple[str, str], Callable[[Any], str | None]] = {

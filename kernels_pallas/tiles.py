@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import configs
-from kernels_pallas.mosaic import limits
+from kernels_pallas.mosaic import capability
 
 SCHEMA = 1
 FOLDER = configs.FOLDER / "tiles"
@@ -126,14 +126,14 @@ def device_of(x: Any, xp: Any) -> str | None:
     (its default device counts) or `torch` (the tensor's)."""
     if isinstance(x, jax.Array):
         return jax_device()
-    if limits.interpret.get():
+    if capability.interpret.get():
         return None
     return cuda_name(xp, x.device.index) if x.device.type == "cuda" else None
 
 
 def jax_device() -> str | None:
     """What the driver calls JAX's default device where that is a GPU, or None."""
-    if limits.interpret.get():
+    if capability.interpret.get():
         return None
     device = jax.config.jax_default_device or jax.devices()[0]
     device = jax.devices(device)[0] if isinstance(device, str) else device

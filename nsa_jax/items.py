@@ -1,7 +1,7 @@
 """Items of the kernels that keep a tile of keys: which tile, and which queries pass by it."""
 
-from kernels_pallas.mosaic.key_gradient import ITEM
-from kernels_pallas.mosaic.pieces import Pieces
+from kernels_pallas.mosaic.dkv import ITEM
+from kernels_pallas.mosaic.work_items import WorkItems
 
 SHARES = 2112  # items that fill a GPU several times over
 LONGEST = 2048  # entries of a list that one item takes at most: each piece has its own sums
@@ -15,7 +15,7 @@ def longest_item(entries: int) -> int:
 
 
 def interval(steps, bounds, base, pieces):
-    """`items` of `key_gradient.partial_sums`, and `first` and `count` of `merged`."""
+    """`items` of `dkv.partial_sums`, and `first` and `count` of `merged`."""
     first, last = bounds
     tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
     span = -(-base.units // pieces)
@@ -57,18 +57,18 @@ def interval(steps, bounds, base, pieces):
     return items, *(xp.broadcast_to(x[0], shape[1:]) for x in (first_item, count))
 
 
-def listed(inverse) -> Pieces:
+def listed(inverse) -> WorkItems:
     """Of the lists that `inverse` describes, for `key_gradient`.
 
     Items that run together should read the same queries, while these are in L2: they are a
     window of the tokens, each half of what is before the next one, which gives the tiles of a
     window lists of like lengths. Long lists are several items.
     """
-    return Pieces(inverse, SHORTEST_WINDOW, longest_item(inverse.entries), windows=True)
+    return WorkItems(inverse, SHORTEST_WINDOW, longest_item(inverse.entries), windows=True)
 
 
 def table(steps, columns):
-    """int32 `[..., 8]` from the columns of `items` of `key_gradient.partial_sums`."""
+    """int32 `[..., 8]` from the columns of `items` of `dkv.partial_sums`."""
     columns = [steps.integers(x)[..., None] for x in columns]
     missing = ITEM - len(columns)
     return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=-1)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mosaic.operands import slab_width
-from nsa_jax import geometry, gradients, select
-from nsa_jax.tiled import Framework
+from nsa_jax import geometry, mosaic_backward, select
+from nsa_jax.mosaic_forward import Framework
 from nsa_jax.types import Branches
 
 
@@ -146,10 +146,10 @@ def _branch(attend, differentiate, arrays, place, integers=None):
 
     def pull(arrays, integers, output, cotangents):
         (out, lse), (grad, lse_grad) = output, cotangents
-        (dots,) = gradients.output_dots(STEPS, grad, out)
+        (dots,) = mosaic_backward.output_dots(STEPS, grad, out)
         # What sees nothing has no log-sum-exp that could change.
         lse_grad = jnp.where(lse == -jnp.inf, 0.0, lse_grad)
-        saved = gradients.Saved(lse, dots, lse_grad=lse_grad)
+        saved = mosaic_backward.Saved(lse, dots, lse_grad=lse_grad)
         return tuple(differentiate(*arrays, integers, grad, saved))
 
     return _differentiable(fast, saving, pull, arrays, integers)
@@ -175,7 +175,9 @@ def compressed_attention(
     def differentiate(query, key, value, integers, grad, saved):
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
-        return gradients.compressed(STEPS, query, key, value, grad, saved, where, config, scale)
+        return mosaic_backward.compressed(
+            STEPS, query, key, value, grad, saved, where, config, scale
+        )
 
     arrays = (query, compressed_key, compressed_value)
     return _branch(attend, differentiate, arrays, place)
@@ -197,7 +199,7 @@ def selected_attention(
     def differentiate(query, key, value, integers, grad, saved):
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
-        return gradients.chosen(
+        return mosaic_backward.chosen(
             STEPS,
             query,
             key,
@@ -227,7 +229,9 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     def differentiate(query, key, value, integers, grad, saved):
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
-        return gradients.sliding(STEPS, query, key, value, grad, saved, where, config, scale)
+        return mosaic_backward.sliding(
+            STEPS, query, key, value, grad, saved, where, config, scale
+        )
 
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
     return _branch(attend, differentiate, (query, key, value), place)
@@ -312,7 +316,7 @@ def attention(
             STEPS.selected(*chosen, *rest, lists=lists, packed=packed),
             STEPS.sliding(query, key.sliding, value.sliding, *rest),
         )
-        out = gradients.gated_sum(STEPS, [out for out, _ in found], gates)
+        out = mosaic_backward.gated_sum(STEPS, [out for out, _ in found], gates)
         return out, (found, indices, lists)
 
     def pull(arrays, integers, saved, grad):
@@ -320,7 +324,7 @@ def attention(
         found, indices, lists = saved
         where = place.where(query, integers, config)
         query, grad = (place.queries(x, where) for x in (query, grad))
-        query_grad, pairs, dots = gradients.whole(
+        query_grad, pairs, dots = mosaic_backward.whole(
             STEPS,
             query,
             key,

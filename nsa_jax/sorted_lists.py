@@ -1,5 +1,5 @@
 """The lists of `selected`, `key_gradient` and `gathered` in Pallas' interpreter, which can run
-none of `mosaic/union.py`, `mosaic/inverse.py` and `mosaic/pieces.py`.
+none of `mosaic/tile_block_lists.py`, `mosaic/block_query_lists.py` and `mosaic/work_items.py`.
 
 Sorted, the blocks that several tokens of a tile or unit want stand side by side; sums along
 the row give each its place in the list and one bit a token.
@@ -7,7 +7,7 @@ the row give each its place in the list and one bit a token.
 
 from itertools import pairwise
 
-from kernels_pallas.mosaic.key_gradient import ITEM, REACH
+from kernels_pallas.mosaic.dkv import ITEM, REACH
 from kernels_pallas.mosaic.operands import ROWS
 from nsa_jax.items import table
 
@@ -16,9 +16,9 @@ TOKENS = 64  # of a tile at most
 
 
 def unions(steps, indices, position, key_start, spec):
-    """What `union.lists` gives, from the same arrays.
+    """What `tile_block_lists.lists` gives, from the same arrays.
 
-    `steps`: `nsa_jax.tiled.Framework`; `spec`: the `selected.Selected` that will read them.
+    `steps`: `nsa_jax.mosaic_forward.Framework`; `spec`: the `selected_attention.Selected` that will read them.
     """
     xp, wanted = steps.xp, _wanted(steps, indices, position, key_start, spec)
     *lead, entries = wanted.shape
@@ -68,7 +68,7 @@ def inverse(steps, indices, position, key_start, spec, counts=None):
     """What the `inverse` kernels give, from the same arrays: the running sum of the counts, and
     the lists. Where blocks end within tiles, a unit and a block may have several entries here.
     With `counts`, of `unions`: of those tokens alone that leave their tiles, and the list of
-    `inverse.slots`.
+    `block_query_lists.slots`.
 
     `spec`: `kernels_pallas.mosaic.inverse.Inverse`, `rows * tiles * units` below 2**31.
     """

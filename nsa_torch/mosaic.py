@@ -17,10 +17,10 @@ from torch import Tensor
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic.operands import slab_width
-from kernels_pallas.mosaic.selected import Selected
-from nsa_jax import gradients
+from kernels_pallas.mosaic.selected_attention import SelectedAttention
+from nsa_jax import mosaic_backward
 from nsa_jax.config import NSAConfig
-from nsa_jax.tiled import Framework, shapes_of
+from nsa_jax.mosaic_forward import Framework, shapes_of
 from nsa_jax.types import Branches
 from nsa_torch import operators
 from nsa_torch.geometry import geometry
@@ -137,7 +137,7 @@ class _Place:
         return torch.where((self.position >= 0)[..., None, None], query, 0)
 
     def gradients(self, step, *tensors, saved, **options):
-        """Gradients of a branch: `step` of `nsa_jax.gradients`."""
+        """Gradients of a branch: `step` of `nsa_jax.mosaic_backward`."""
         return self.run(functools.partial(step, STEPS), *tensors, saved, **options)
 
     # A probability of zero times a value that is NaN is NaN, so values behind the last key
@@ -269,7 +269,7 @@ def _saving(query, *tensors_and_place):
     chosen = place.run(STEPS.selected, *selected, lists=lists, packed=place.packed)
     local = place.run(STEPS.sliding, query, keys.sliding, values.sliding)
     outputs, norms = zip(first, chosen, local, strict=True)
-    out = gradients.gated_sum(STEPS, outputs, gates)
+    out = mosaic_backward.gated_sum(STEPS, outputs, gates)
     return out, found, *outputs, *(lse.contiguous() for lse in norms), *lists
 
 
@@ -280,7 +280,7 @@ def _saving_shapes(query, *tensors_and_place):
     indices = found if indices is None else indices
     shape = shapes_of(query, keys.selected, values.selected, None)
     block = place[3][operators.FIELDS.index("select_block")]
-    spec = Selected(**shape, n=indices.shape[-1], block=block)
+    spec = SelectedAttention(**shape, n=indices.shape[-1], block=block)
     by_tile = spec.B, spec.Hkv, spec.tiles
     lists = (
         query.new_empty(*by_tile, *sizes, dtype=torch.int32)
@@ -291,10 +291,10 @@ def _saving_shapes(query, *tensors_and_place):
 
 def _branch_backward(step, grad, out, lse, query, key, value, *rest):
     indices, place = rest[:-5], _Place(query, *rest[-5:])
-    clean = place.compressed_values if step is gradients.compressed else place.values
+    clean = place.compressed_values if step is mosaic_backward.compressed else place.values
     query, grad = place.queries(query), place.queries(grad)
-    (dots,) = gradients.output_dots(STEPS, grad, out)
-    saved = gradients.Saved(lse, dots)
+    (dots,) = mosaic_backward.output_dots(STEPS, grad, out)
+    saved = mosaic_backward.Saved(lse, dots)
     options = {"packed": place.packed} if indices else {}
     tensors = query, clean(key), clean(value), *indices, grad
     return list(place.gradients(step, *tensors, saved=saved, **options))
@@ -312,7 +312,7 @@ def _attention_backward(grad, found, query, *rest, outputs=None, lists=None):
         keys, values = (Branches(None, *map(place.values, x[1:])) for x in (keys, values))
         compressed = tuple(map(place.compressed_values, compressed))
     total, pairs, dots = place.run(
-        functools.partial(gradients.whole, STEPS),
+        functools.partial(mosaic_backward.whole, STEPS),
         query,
         keys,
         values,
@@ -350,9 +350,9 @@ SAVED = (
     "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse, "
     "Tensor starts, Tensor members, Tensor counts"
 )
-_define_branch("compressed_attention", operators.THREE, _compressed, gradients.compressed)
-_define_branch("selected_attention", operators.CHOSEN, _selected, gradients.chosen)
-_define_branch("sliding_attention", operators.THREE, _sliding, gradients.sliding)
+_define_branch("compressed_attention", operators.THREE, _compressed, mosaic_backward.compressed)
+_define_branch("selected_attention", operators.CHOSEN, _selected, mosaic_backward.chosen)
+_define_branch("sliding_attention", operators.THREE, _sliding, mosaic_backward.sliding)
 operators.define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
 operators.define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
 operators.define(

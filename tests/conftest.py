@@ -37,7 +37,7 @@ from jax._src.dispatch import runtime_tokens
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import limits
+from kernels_pallas.mosaic import capability
 from nsa_jax import policy
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -96,7 +96,7 @@ def detectors(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(gpu_callbacks, "GPURaceDetectionState", detector)
-    with limits.interpreted(InterpretGPUParams(detect_races=True)):
+    with capability.interpreted(InterpretGPUParams(detect_races=True)):
         yield found
     # A failure would outlive its test.
     gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -14,9 +14,9 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic import gathered as kernels
-from kernels_pallas.mosaic import key_gradient
-from nsa_jax import gathered, mosaic
+from kernels_pallas.mosaic import dkv
+from kernels_pallas.mosaic import gathered_attention as kernels
+from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import PAPER, Case, problem
@@ -34,8 +34,8 @@ def leaving(monkeypatch):
     """Every tile after one with more than two blocks leaves, in parts of few tokens; what is
     built.
     """
-    monkeypatch.setattr(gathered, "LONG_UNION", 0.7)
-    monkeypatch.setattr(gathered, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_gather, "LONG_UNION", 0.7)
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
     built, build = [], kernels.partial_outputs
 
     def remembered(spec):
@@ -54,7 +54,7 @@ def left(case, **change):
     indices = np.asarray(arrays_of(p)[1])[:, : (p.case.T - 1) // tokens * tokens]
     tiles = indices.reshape(p.case.B, -1, tokens, *indices.shape[2:])
     unions = [set(x.ravel()) - {-1} for x in np.moveaxis(tiles, 3, 2).reshape(-1, tokens * 3)]
-    assert max(map(len, unions)) > int(gathered.LONG_UNION * 3)
+    assert max(map(len, unions)) > int(mosaic_gather.LONG_UNION * 3)
     return p
 
 
@@ -75,8 +75,8 @@ def test_gradients_of_the_branch(interpreted, leaving):
 
 def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
-    built, build = [], key_gradient.partial_sums
-    monkeypatch.setattr(key_gradient, "partial_sums", lambda x: built.append(x) or build(x))
+    built, build = [], dkv.partial_sums
+    monkeypatch.setattr(dkv, "partial_sums", lambda x: built.append(x) or build(x))
     check_whole(left(G4, T=20, S=200))
     assert {spec.single for spec in built if spec.listed} == {True}
 
@@ -142,15 +142,15 @@ def test_where_tokens_may_leave(change, packed, limit):
     arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}
     value, config = arrays["key"], NSAConfig()
     given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
-    assert gathered.limit(*given) == limit
+    assert mosaic_gather.limit(*given) == limit
     other = dataclasses.replace(config, select_block=128)
-    assert gathered.limit(*given[:4], other, packed) == 0
+    assert mosaic_gather.limit(*given[:4], other, packed) == 0
 
 
 @pytest.fixture
 def long_parts(leaving, monkeypatch):
     """Parts of a thousand tokens or so: each kernel of each is compiled into the call."""
-    monkeypatch.setattr(gathered, "MOST_BYTES", 2**24)
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 2**24)
     return leaving
 
 
@@ -222,7 +222,7 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
     found = step()
     assert len({spec.tokens for spec in long_parts}) > 1
     with monkeypatch.context() as patch:
-        patch.setattr(gathered, "MOST_HEADS", 0)
+        patch.setattr(mosaic_gather, "MOST_HEADS", 0)
         wanted = step()
     for got, want in zip(found, wanted, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()

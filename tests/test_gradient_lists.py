@@ -1,7 +1,7 @@
 """What the gradient kernels are told to do: which queries pass by which tile of keys.
 
 No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
-`key_gradient.partial_sums` and `merged` do: every pair of a query and a key it saw must count
+`dkv.partial_sums` and `merged` do: every pair of a query and a key it saw must count
 once, and where no mask is asked for, nothing else may be there.
 """
 
@@ -17,11 +17,17 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import band, inverse, key_gradient, numbers, selected
+from kernels_pallas.mosaic import (
+    block_query_lists,
+    bwd_preprocess,
+    dkv,
+    interval_attention,
+    selected_attention,
+)
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, gradients, items, mosaic, sorted_lists
+from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
 from nsa_jax.config import NSAConfig
-from nsa_jax.tiled import Framework
+from nsa_jax.mosaic_forward import Framework
 from tests.inputs import segment_ids
 
 FIELDS = ("position", "key_start", "compressed_start")
@@ -146,11 +152,11 @@ class Told(NamedTuple):
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch):
     for module, name in (
-        (band, "attention"),
-        (key_gradient, "merged"),
-        (key_gradient, "partial_sums"),
-        (numbers, "of_units"),
-        (selected, "attention"),
+        (interval_attention, "attention"),
+        (dkv, "merged"),
+        (dkv, "partial_sums"),
+        (bwd_preprocess, "of_units"),
+        (selected_attention, "attention"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
     monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
@@ -173,7 +179,7 @@ def told(steps, shape, branch, indices=None, **options):
 
     def run(kernel, *arrays):
         if kernel.name == "of_units":
-            return [gradients._interpreted_numbers(steps, kernel.spec, *arrays)]
+            return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
         found.append(kernel._replace(arrays=arrays))
         outputs = 1
         if kernel.name != "attention":
@@ -193,10 +199,10 @@ def told(steps, shape, branch, indices=None, **options):
         seen = shape.mask(branch, indices_np).any(axis=-1)
         lse = np.where(np.repeat(np.moveaxis(seen, 1, 2), shape.group, axis=2), 0, -np.inf)
         lse = xp.asarray(lse.astype(np.float32))
-        saved = gradients.Saved(lse, xp.zeros_like(lse))
+        saved = mosaic_backward.Saved(lse, xp.zeros_like(lse))
         before = (indices,) if branch == "chosen" else ()
         after = (packed,) if branch == "chosen" else ()
-        function = getattr(gradients, branch)
+        function = getattr(mosaic_backward, branch)
         function(steps_of, query, key, key, *before, query, saved, where, config, None, *after)
         return [x.arrays for x in found]
 
@@ -274,7 +280,7 @@ def visits_of(spec, arrays, item):
             else:
                 seen &= place < item.end
             if spec.block:
-                begins = (mark % 2**32 >> 16) - key_gradient.REACH + item.first_key
+                begins = (mark % 2**32 >> 16) - dkv.REACH + item.first_key
                 seen &= (key >= begins) & (key < begins + spec.block)
         here = slice(index * unit.tokens, (index + 1) * unit.tokens)
         found[here] += seen
@@ -295,8 +301,8 @@ def check(steps, shape, branch, indices=None):
 def short(monkeypatch):
     """Items are many and short, and there are several windows of tokens."""
     monkeypatch.setattr(items, "SHORTEST_WINDOW", 2)
-    monkeypatch.setattr(inverse, "CHUNKS", 8)
-    monkeypatch.setattr(gradients, "SHORTEST", 2)
+    monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
+    monkeypatch.setattr(mosaic_backward, "SHORTEST", 2)
     monkeypatch.setattr(items, "LONGEST", 3)
 
 

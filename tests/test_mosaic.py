@@ -19,11 +19,18 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from bench.parity import assert_parity, check_indices
-from kernels_pallas.mosaic import band, limits, operands, scores, scores_columns, softmax
+from kernels_pallas.mosaic import (
+    capability,
+    interval_attention,
+    operands,
+    scores,
+    scores_kq,
+    softmax,
+)
 from nsa_jax import geometry, mosaic, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
-from nsa_jax.tiled import Framework
+from nsa_jax.mosaic_forward import Framework
 from tests.inputs import PAPER, SMALL, Case, call, oracle, problem, yardstick
 from tests.test_branches import compare, compressed_of
 from tests.test_cache import equations
@@ -458,16 +465,16 @@ FIT = Problem(
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
 def test_refusals(change, reason):
-    assert limits.why_not(FIT) is None
-    assert limits.why_not(FIT._replace(**change)) == reason
+    assert capability.why_not(FIT) is None
+    assert capability.why_not(FIT._replace(**change)) == reason
     assert kernels_pallas.why_not("mosaic", FIT._replace(**change)) == reason
 
 
 def test_the_interpreter_needs_no_gpu():
     on_cpu = FIT._replace(platform="cpu", capability=None)
-    with limits.interpreted(InterpretGPUParams()):
-        assert limits.why_not(on_cpu) is None
-    assert limits.why_not(on_cpu)
+    with capability.interpreted(InterpretGPUParams()):
+        assert capability.why_not(on_cpu) is None
+    assert capability.why_not(on_cpu)
 
 
 def test_registers_that_no_multiprocessor_has_are_refused():
@@ -514,7 +521,7 @@ def test_scores_that_depend_on_their_place_are_caught(mutant, monkeypatch):
         place = jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
         return jnp.exp2(x) * (1 + place * 2.0**-20)
 
-    monkeypatch.setattr(scores_columns, "jnp", patched(jnp, exp2=exp2))
+    monkeypatch.setattr(scores_kq, "jnp", patched(jnp, exp2=exp2))
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check_ties(TIES[0])
 
@@ -527,8 +534,12 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
             band_plgpu.barrier_wait(barrier)
         waits.append(barrier)
 
-    band_plgpu = band.plgpu
-    monkeypatch.setattr(band, "plgpu", patched(band.plgpu, barrier_wait=barrier_wait))
+    band_plgpu = interval_attention.plgpu
+    monkeypatch.setattr(
+        interval_attention,
+        "plgpu",
+        patched(interval_attention.plgpu, barrier_wait=barrier_wait),
+    )
     run(
         "sliding_attention",
         *(getattr(problem(TINY), name) for name in ARRAYS[:3]),

@@ -25,7 +25,7 @@ SHAPES = {
     # More blocks than scores are held at a time.
     "long": Case(131072, 131072, 16, 1, 128, 128, 1, PAPER, dtype="bfloat16"),
 }
-# As far as `limits.why_not` goes.
+# As far as `capability.why_not` goes.
 EDGES = {
     "widest": dataclasses.replace(
         PAPER_SHAPE, H=4, D=256, Dv=256, config=NSAConfig(num_selected=64)

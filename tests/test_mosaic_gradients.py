@@ -14,8 +14,8 @@ import pytest
 
 import nsa_jax
 from bench.parity import assert_parity
-from kernels_pallas.mosaic import key_gradient
-from nsa_jax import gradients, items, reference, sorted_lists
+from kernels_pallas.mosaic import dkv
+from nsa_jax import items, mosaic_backward, reference, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import Case, call, problem
@@ -155,7 +155,7 @@ def check_whole(p):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
-    monkeypatch.setattr(gradients, "SHORTEST", 1)
+    monkeypatch.setattr(mosaic_backward, "SHORTEST", 1)
     monkeypatch.setattr(items, "LONGEST", 4)
 
 
@@ -303,7 +303,7 @@ def changed(monkeypatch, module, name, change):
 
 
 def test_a_missing_scale_is_caught(mutant, monkeypatch):
-    original = key_gradient.partial_sums
+    original = dkv.partial_sums
 
     def partial_sums(spec):
         def run(*arrays):
@@ -312,13 +312,13 @@ def test_a_missing_scale_is_caught(mutant, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(key_gradient, "partial_sums", partial_sums)
+    monkeypatch.setattr(dkv, "partial_sums", partial_sums)
     caught("sliding_attention", "key")
 
 
 def test_a_missing_offset_is_caught(mutant, monkeypatch):
     """The gate times the product of the output and its gradient."""
-    changed(monkeypatch, gradients, "_numbers", lambda found: found.at[..., 3].set(0.0))
+    changed(monkeypatch, mosaic_backward, "_numbers", lambda found: found.at[..., 3].set(0.0))
     caught("compressed_attention", "query")
 
 
@@ -327,9 +327,9 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
         found = plgpu.broadcasted_iota(dtype, shape, dimension, **options)
         return found + int(dimension == 0)
 
-    plgpu = key_gradient.plgpu
+    plgpu = dkv.plgpu
     wrong = patched(plgpu, broadcasted_iota=broadcasted_iota)
-    monkeypatch.setattr(key_gradient, "plgpu", wrong)
+    monkeypatch.setattr(dkv, "plgpu", wrong)
     caught("sliding_attention", "key")
 
 
@@ -343,12 +343,12 @@ def test_a_lost_entry_is_caught(mutant, monkeypatch):
 
 
 def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
-    original = key_gradient.merged
+    original = dkv.merged
 
     def merged(spec):
         return lambda *arrays: original(spec)(*arrays[:-1], (arrays[-1] + 1) // 2)
 
-    monkeypatch.setattr(key_gradient, "merged", merged)
+    monkeypatch.setattr(dkv, "merged", merged)
     caught("selected_attention", "key", CASES["packed"])
 
 
@@ -372,8 +372,8 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
         if len(waits) != 2:
             plgpu.barrier_wait(barrier)
 
-    plgpu = key_gradient.plgpu
-    monkeypatch.setattr(key_gradient, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu = dkv.plgpu
+    monkeypatch.setattr(dkv, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     with contextlib.suppress(AssertionError, jax.errors.JaxRuntimeError):
         check_step(problem(TINY), name)
     assert any(detector.races_found for detector in mutant)

@@ -18,7 +18,7 @@ import configs
 from bench import problems, records, tuning
 from bench.runners import JaxRunner
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import band, limits, scores, selected
+from kernels_pallas.mosaic import capability, interval_attention, scores, selected_attention
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
@@ -146,7 +146,7 @@ def test_the_device_is_the_default_one_or_the_tensors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles.jax, "devices", lambda *_: [gpu])
         assert tiles.device_of(x, jnp) == GPU
-        with limits.interpreted(InterpretGPUParams()):
+        with capability.interpreted(InterpretGPUParams()):
             assert tiles.device_of(x, jnp) is None
     fake = types.ModuleType("torch")
     fake.cuda = types.SimpleNamespace(get_device_name=lambda index: f"GPU {index}")
@@ -179,7 +179,11 @@ def test_what_can_be_tuned_are_fields_of_the_kernels():
 def specs(monkeypatch):
     """The static parts of the kernels that are built, which none runs."""
     found = []
-    for module, name in ((band, "attention"), (scores, "best_blocks"), (selected, "attention")):
+    for module, name in (
+        (interval_attention, "attention"),
+        (scores, "best_blocks"),
+        (selected_attention, "attention"),
+    ):
         build = getattr(module, name)
 
         def record(spec, build=build):
@@ -339,7 +343,7 @@ def kernels(tmp_path):
     path.write_text(MICRO)
     settings = problems.settings(path)
     inputs = problems.make(settings, "random")
-    with limits.interpreted(InterpretGPUParams()):
+    with capability.interpreted(InterpretGPUParams()):
         yield tuning.Kernels(settings, inputs, JaxRunner(), 0.0)
 
 

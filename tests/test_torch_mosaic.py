@@ -13,8 +13,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import nsa_torch
 from interop import dlpack
-from kernels_pallas.mosaic import limits
-from nsa_jax import gathered, tiled
+from kernels_pallas.mosaic import capability
+from nsa_jax import mosaic_forward, mosaic_gather
 from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
@@ -54,7 +54,7 @@ def launch(kernel, *tensors, out=()):
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(mosaic, "launch", launch)
-    with limits.interpreted(InterpretGPUParams()), on_the_cpu(monkeypatch):
+    with capability.interpreted(InterpretGPUParams()), on_the_cpu(monkeypatch):
         yield
 
 
@@ -257,8 +257,10 @@ def test_recomputed(implementation, monkeypatch):
     """The same gradients, bit by bit, and no output of a branch is kept; lists of the selection
     are made once forward, and once backward where they are not kept.
     """
-    lists, made = tiled.Framework.lists, []
-    monkeypatch.setattr(tiled.Framework, "lists", lambda *a: made.append(1) or lists(*a))
+    lists, made = mosaic_forward.Framework.lists, []
+    monkeypatch.setattr(
+        mosaic_forward.Framework, "lists", lambda *a: made.append(1) or lists(*a)
+    )
     *tensors, gates = inputs(21, 40, 4, 2, 16, 32)
     leaves, results = [*tensors, gates], []
     for recompute in (False, True):
@@ -348,7 +350,7 @@ ON_GPU = (
 )
 PACKED_ON_GPU = ON_GPU[4]
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == limits.HOPPER
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == capability.HOPPER
 by_case = pytest.mark.parametrize("case", ON_GPU, ids=str)
 
 
@@ -555,7 +557,7 @@ def test_memory_beside_the_output_is_small(heads, most, monkeypatch):
     """Nothing of the size of `[T, n * l']` for a key, or of `[T, C]` for a head; where tokens
     are gathered (8 heads a group), partial outputs as large as the output besides.
     """
-    monkeypatch.setattr(gathered, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
     tensors = [x.detach() for x in inputs(8192, 8192, heads, 2, 128, 128, device="cuda")]
     call = functools.partial(nsa_torch.attention, implementation="mosaic")
     call(*tensors)

@@ -1,8 +1,8 @@
 """Scores of the selection blocks and the best of them: no score ever leaves the chip.
 
-There are two ways, which differ in what a row of the product is. `scores_rows.py` has query
+There are two ways, which differ in what a row of the product is. `scores_qk.py` has query
 rows x keys; a token's scores then belong to one warp. It is for groups of up to 16 heads, and
-uses instructions that Pallas' interpreter lacks. `scores_columns.py` has keys x query rows, for
+uses instructions that Pallas' interpreter lacks. `scores_kq.py` has keys x query rows, for
 larger groups and for the interpreter. `Scores` says which of them runs and how it cuts a
 problem, so that a caller sees one kernel.
 
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.operands import LOG2E
+from kernels_pallas.mosaic.row_io import TileRows
 
 HEADS = 16  # of a group in `scores_rows`, at most: the rows that one warp has of a product
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
@@ -103,9 +103,9 @@ class Scores:
 
 
 def _way(spec: Scores):
-    from kernels_pallas.mosaic import scores_columns, scores_rows  # which need `Scores`
+    from kernels_pallas.mosaic import scores_kq, scores_qk  # which need `Scores`
 
-    return scores_rows if spec.by_rows else scores_columns
+    return scores_qk if spec.by_rows else scores_kq
 
 
 @functools.cache
@@ -125,7 +125,7 @@ def norms(spec: Scores, tokens: int, lse, b, first, g):
     """By row the log-sum-exp in bits, +inf where a row sees nothing or stands for no head, of
     `tokens` tokens from `first` on.
     """
-    of_tile = OfTile(tokens, spec.group, spec.cut.heads, bool(spec.interpret))
+    of_tile = TileRows(tokens, spec.group, spec.cut.heads, bool(spec.interpret))
     found = of_tile.values(lse, b, first, g * spec.group, jnp.inf)
     return jnp.where(found == -jnp.inf, jnp.inf, found * LOG2E)
 

@@ -50,7 +50,7 @@ def result(state):
     return weight, jnp.where(seen, (top + jnp.log2(total)) / LOG2E, -jnp.inf)
 
 
-def change(logits, weights, scale, norm, gate, offset, seen=None):
+def softmax_backward(logits, weights, scale, norm, gate, offset, seen=None):
     """The gradient of the logits of a block.
 
     `weights` `[64, keys]`: products of the output's gradient and the values; by row: `norm`,

@@ -1,7 +1,7 @@
 """What a warp does by itself: a 32-bit word a lane, and the instructions on words.
 
 For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
-bytes. `tests/warps.py` has the same names for numpy arrays of 32 lanes.
+bytes. `tests/warp_emulation.py` has the same names for numpy arrays of 32 lanes.
 """
 
 from typing import Any

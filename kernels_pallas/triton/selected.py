@@ -9,7 +9,7 @@ keys and values from L2 once a token: at B=1 H=64 Hkv=4 D=128 T=65536 n=16 137 G
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton import limits
+from kernels_pallas.triton import capability
 
 LN2 = tl.constexpr(0.6931471805599453)
 KEYS = 64  # of a step, at most
@@ -20,14 +20,14 @@ def options(group: int, width: int, value_width: int, block: int, itemsize: int)
 
     A step has as many keys as leave room for a second one.
     """
-    rows, columns, value_columns = map(limits.power, (group, width, value_width))
-    keys = min(limits.power(block), KEYS)
+    rows, columns, value_columns = map(capability.power, (group, width, value_width))
+    keys = min(capability.power(block), KEYS)
 
     def fit(stages):
         sizes = itemsize, rows, keys, columns, value_columns
-        return limits.smem_bytes(*sizes, stages) <= limits.SMEM_BYTES
+        return capability.smem_bytes(*sizes, stages) <= capability.SMEM_BYTES
 
-    while keys > limits.LEAST and not fit(2):
+    while keys > capability.LEAST and not fit(2):
         keys //= 2
     return {
         "ROWS": rows,

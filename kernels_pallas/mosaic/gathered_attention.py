@@ -22,18 +22,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import numbers, operands, softmax
-from kernels_pallas.mosaic.by_row import ByRow, OfTile
-from kernels_pallas.mosaic.key_gradient import ITEM
+from kernels_pallas.mosaic import bwd_preprocess, operands, softmax
+from kernels_pallas.mosaic.dkv import ITEM
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
-from kernels_pallas.mosaic.selected import tile_leaves
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
+from kernels_pallas.mosaic.selected_attention import tile_leaves
 
 STAGES = 4  # of `merged`
 PLACE = 64  # integers of a part, 256 bytes as launches want them; the first three count
 
 
 @dataclasses.dataclass(frozen=True)
-class Gathered:
+class GatheredAttention:
     """The static part of a problem; shapes as in `partial_outputs`. A block has 64 keys.
 
     The tokens are taken in parts: there are partial outputs of one part at a time.
@@ -49,13 +49,13 @@ class Gathered:
     n: int
     dtype: str
     scale: float
-    limit: int  # `selected.Selected.limit`
+    limit: int  # `selected_attention.Selected.limit`
     tokens: int  # of a part
     parts: int
     items: int  # of a part
     gated: bool = False
     gradient: bool = False  # of the query
-    numbers_unit: tuple[int, int] = (0, 0)  # `selected.Selected.numbers_unit`
+    numbers_unit: tuple[int, int] = (0, 0)  # `selected_attention.Selected.numbers_unit`
     interpret: bool | object = False
 
     @property
@@ -104,7 +104,7 @@ class Gathered:
 
 
 @functools.cache
-def partial_outputs(spec: Gathered) -> Kernel:
+def partial_outputs(spec: GatheredAttention) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`; int32
     `items` `[parts, items, 8]`: row of `[B, Hkv]` (negative: nothing to do), first key of a
     block, where the entries begin of tokens that chose it, and of those that see it to its
@@ -115,12 +115,12 @@ def partial_outputs(spec: Gathered) -> Kernel:
     is about is left undefined.
 
     With `gradient`: at the end the gradient of the output `[B, T, H, Dv]` and the numbers that
-    `selected.attention` takes. Output: `[B, tokens * Hkv * n, G, D]`.
+    `selected_attention.attention` takes. Output: `[B, tokens * Hkv * n, G, D]`.
     """
     unit, tile, dtype = spec.unit, spec.tile, jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, unit, bool(spec.interpret))
     group = spec.group
-    by_row = ByRow(group, bool(spec.interpret))
+    by_row = GatheredRows(group, bool(spec.interpret))
     per_step = by_row.count
     c = spec.scale * LOG2E
 
@@ -192,7 +192,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
             nothing, *state = softmax.nothing(spec.width)
             if spec.gradient:
                 norm, gate, offset = found
-                found = softmax.change(logits, rest[0], c, norm, gate, offset, seen)
+                found = softmax.softmax_backward(logits, rest[0], c, norm, gate, offset, seen)
                 (acc,) = buffers.add_weighted((nothing, found.astype(dtype), (key_s, 0)))
                 acc *= spec.scale
             else:
@@ -236,7 +236,7 @@ def partial_outputs(spec: Gathered) -> Kernel:
     ]
     if spec.gradient:
         inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
-        inputs += [numbers.array(spec, *spec.numbers_unit)]
+        inputs += [bwd_preprocess.array(spec, *spec.numbers_unit)]
     outputs = (spec.partial,) if spec.gradient else (spec.partial, spec.norms)
     gradients = [buffers.rows(1, spec.Dv, per_step)] * spec.gradient
     arrivals = per_step * (slabs + value_slabs * spec.gradient)
@@ -266,8 +266,8 @@ def _heads(array, b, index, head, group, columns):
 
 
 @functools.cache
-def merged(spec: Gathered) -> Kernel:
-    """Inputs: the outputs of `partial_outputs`; int32 `counts` of `selected.attention`, the
+def merged(spec: GatheredAttention) -> Kernel:
+    """Inputs: the outputs of `partial_outputs`; int32 `counts` of `selected_attention.attention`, the
     selection `[B, T, Hkv, n]`, `position` `[B, T]`; of attention `lse` float32 `[B, T, H]`, the
     natural log-sum-exp of tiles that stay, and with `gated` the gate, alike; `place`; `added`
     `[B, tokens, H, .]`. Outputs: the sum of what is added and the gated output, or the
@@ -276,8 +276,8 @@ def merged(spec: Gathered) -> Kernel:
     tile, dtype = spec.tile, jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, tile, bool(spec.interpret))
     group, slabs = spec.group, spec.width // tile.slab
-    stages, by_row = min(STAGES, spec.n), ByRow(group, bool(spec.interpret))
-    of_tile = OfTile(tile.tokens, group, group, bool(spec.interpret))
+    stages, by_row = min(STAGES, spec.n), GatheredRows(group, bool(spec.interpret))
+    of_tile = TileRows(tile.tokens, group, group, bool(spec.interpret))
     weighted = not spec.gradient
 
     def body(*refs):

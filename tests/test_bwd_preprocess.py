@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.mosaic import numbers
-from kernels_pallas.mosaic.numbers import Numbers, Row
+from kernels_pallas.mosaic import bwd_preprocess
+from kernels_pallas.mosaic.bwd_preprocess import Row, RowStats
 from kernels_pallas.mosaic.operands import LOG2E
-from nsa_jax import gradients
-from tests import warps
+from nsa_jax import mosaic_backward
+from tests import warp_emulation
 from tests.test_inverse import needs_gpu
 from tests.torch_inputs import FRAMEWORKS
-from tests.warps import lanes
+from tests.warp_emulation import lanes
 
 SPECS = {
-    "tiles": Numbers(2, 9, 32, 2, 4, 64, gated=True),
-    "units with rows of none": Numbers(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
-    "tokens": Numbers(2, 5, 8, 2, 1, 8, lse_grad=True),
-    "several blocks of threads": Numbers(1, 40, 6, 1, 10, 64),
+    "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
+    "units with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
+    "tokens": RowStats(2, 5, 8, 2, 1, 8, lse_grad=True),
+    "several blocks of threads": RowStats(1, 40, 6, 1, 10, 64),
 }
 by_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -61,14 +61,16 @@ def test_arrays(name, framework):
     spec = SPECS[name]
     arrays = draw(spec)
     steps, convert = FRAMEWORKS[framework]
-    found = gradients._interpreted_numbers(steps, spec, *map(convert, arrays))
+    found = mosaic_backward._interpreted_numbers(steps, spec, *map(convert, arrays))
     np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
 
 
 def by_warps(spec, arrays, machine):
     found = np.full((spec.B, spec.Hkv, spec.units, spec.rows, 4), -77, np.int32)
     blocks = -(-spec.units * spec.rows // 32)
-    machine.each(Row(spec).make, spec.B * spec.Hkv, blocks, numbers.WARPS, *arrays, found)
+    machine.each(
+        Row(spec).make, spec.B * spec.Hkv, blocks, bwd_preprocess.WARPS, *arrays, found
+    )
     return found.view(np.float32)
 
 
@@ -76,7 +78,7 @@ def by_warps(spec, arrays, machine):
 def test_warps(monkeypatch, name):
     spec = SPECS[name]
     arrays = draw(spec)
-    found = by_warps(spec, arrays, warps.machine(monkeypatch, 4, numbers))
+    found = by_warps(spec, arrays, warp_emulation.machine(monkeypatch, 4, bwd_preprocess))
     np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
 
 
@@ -91,7 +93,7 @@ MUTANTS = {
 def test_mutants_are_caught(monkeypatch, mutant):
     spec = SPECS["units with rows of none"]
     arrays = draw(spec)
-    machine = warps.machine(monkeypatch, 4, numbers)
+    machine = warp_emulation.machine(monkeypatch, 4, bwd_preprocess)
     monkeypatch.setattr(machine, *MUTANTS[mutant])
     found = by_warps(spec, arrays, machine)
     with pytest.raises(AssertionError):
@@ -106,5 +108,7 @@ def test_the_kernel(name):
 
     spec = SPECS[name]
     arrays = draw(spec)
-    (found,) = launch(numbers.of_units(spec), *(torch.from_numpy(x).cuda() for x in arrays))
+    (found,) = launch(
+        bwd_preprocess.of_units(spec), *(torch.from_numpy(x).cuda() for x in arrays)
+    )
     np.testing.assert_allclose(found.cpu().numpy(), expected(spec, *arrays), rtol=1e-6)

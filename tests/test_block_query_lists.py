@@ -9,30 +9,30 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import inverse, wanted
-from kernels_pallas.mosaic.inverse import Inverse
-from kernels_pallas.mosaic.key_gradient import REACH
+from kernels_pallas.mosaic import block_bitmap, block_query_lists
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
+from kernels_pallas.mosaic.dkv import REACH
 from nsa_jax import mosaic, sorted_lists
-from tests import warps
-from tests.warps import WANTED_MUTANTS, lanes
+from tests import warp_emulation
+from tests.warp_emulation import WANTED_MUTANTS, lanes
 
 KEYS = 64  # of a tile
 # First keys and positions of the tokens of both rows of a batch.
 SPECS = {
-    "a token a unit": Inverse(2, 70, 70, 2, 4, 64, 1, False),
-    "chunk of a long prompt": Inverse(2, 50, 700, 2, 4, 64, 1, False),
-    "small blocks": Inverse(2, 90, 150, 2, 4, 16, 2, False),
-    "long blocks": Inverse(2, 90, 300, 1, 2, 128, 4, False),
-    "blocks across borders": Inverse(1, 90, 300, 2, 3, 48, 5, False),
-    "sixteen tokens a unit": Inverse(1, 150, 200, 2, 3, 64, 16, False),
-    "packed": Inverse(2, 90, 90, 2, 3, 16, 3, True),
-    "packed, longer blocks": Inverse(1, 300, 300, 1, 3, 64, 8, True),
-    "packed, long blocks": Inverse(1, 300, 300, 1, 2, 128, 1, True),
-    "packed, a chunk": Inverse(1, 80, 260, 2, 3, 64, 4, True),
-    "packed, 32 blocks and no more": Inverse(1, 40, 517, 1, 3, 16, 1, True),
-    "packed, long": Inverse(1, 80, 4500, 1, 3, 64, 3, True),
-    "packed, odd blocks, long": Inverse(1, 80, 4500, 1, 3, 48, 2, True),
-    "long": Inverse(1, 60, 9000, 1, 6, 64, 1, False),
+    "a token a unit": BlockQueryLists(2, 70, 70, 2, 4, 64, 1, False),
+    "chunk of a long prompt": BlockQueryLists(2, 50, 700, 2, 4, 64, 1, False),
+    "small blocks": BlockQueryLists(2, 90, 150, 2, 4, 16, 2, False),
+    "long blocks": BlockQueryLists(2, 90, 300, 1, 2, 128, 4, False),
+    "blocks across borders": BlockQueryLists(1, 90, 300, 2, 3, 48, 5, False),
+    "sixteen tokens a unit": BlockQueryLists(1, 150, 200, 2, 3, 64, 16, False),
+    "packed": BlockQueryLists(2, 90, 90, 2, 3, 16, 3, True),
+    "packed, longer blocks": BlockQueryLists(1, 300, 300, 1, 3, 64, 8, True),
+    "packed, long blocks": BlockQueryLists(1, 300, 300, 1, 2, 128, 1, True),
+    "packed, a chunk": BlockQueryLists(1, 80, 260, 2, 3, 64, 4, True),
+    "packed, 32 blocks and no more": BlockQueryLists(1, 40, 517, 1, 3, 16, 1, True),
+    "packed, long": BlockQueryLists(1, 80, 4500, 1, 3, 64, 3, True),
+    "packed, odd blocks, long": BlockQueryLists(1, 80, 4500, 1, 3, 48, 2, True),
+    "long": BlockQueryLists(1, 60, 9000, 1, 6, 64, 1, False),
 }
 # Of packed rows by their number of keys.
 LENGTHS = {
@@ -133,14 +133,14 @@ def test_sorting(name):
 
 def by_warps(spec, arrays, monkeypatch):
     """`inverse.Walk.make` of every warp, on numpy."""
-    bits = inverse.WARPS * spec.bits
-    shared = 4 * (bits + inverse.WARPS * spec.window)
-    machine = warps.machine(monkeypatch, shared, inverse, wanted)
+    bits = block_query_lists.WARPS * spec.bits
+    shared = 4 * (bits + block_query_lists.WARPS * spec.window)
+    machine = warp_emulation.machine(monkeypatch, shared, block_query_lists, block_bitmap)
 
     def walk(fill, *outputs):
         given = *arrays, *outputs, 0, 4 * bits
-        function = inverse.Walk(spec, fill).make
-        machine.each(function, spec.rows, spec.chunks, inverse.WARPS, *given)
+        function = block_query_lists.Walk(spec, fill).make
+        machine.each(function, spec.rows, spec.chunks, block_query_lists.WARPS, *given)
 
     counts = np.full(1 + spec.rows * spec.tiles * spec.chunks, -99, np.int32)
     walk(False, counts)
@@ -160,8 +160,8 @@ def test_warps(monkeypatch, name):
 @by_spec
 def test_warps_with_several_words_and_windows(monkeypatch, name):
     """Chunks are longer than a word, sequences longer than what has bits at a time."""
-    monkeypatch.setattr(inverse, "CHUNKS", 1)
-    monkeypatch.setattr(inverse, "BITS", 32)
+    monkeypatch.setattr(block_query_lists, "CHUNKS", 1)
+    monkeypatch.setattr(block_query_lists, "BITS", 32)
     spec = SPECS[name]
     assert spec.words_of_chunk > 1
     assert (spec.tiles > spec.window) == name.endswith("long")
@@ -171,14 +171,14 @@ def test_warps_with_several_words_and_windows(monkeypatch, name):
 
 MUTANTS = WANTED_MUTANTS | {
     "tokens before the tile count": (
-        inverse.Walk,
+        block_query_lists.Walk,
         "_ends",
         lambda self, tokens, first: (
             lanes((first + tokens.position[0] + 1).max()),
             lanes(2**20),
         ),
     ),
-    "units of one token": (inverse.Walk, "_first_bits", -1),
+    "units of one token": (block_query_lists.Walk, "_first_bits", -1),
 }
 
 
@@ -194,9 +194,9 @@ def test_mutants_are_caught(monkeypatch, name):
 def by_kernels(spec, arrays):
     from interop.launch import launch
 
-    (counts,) = launch(inverse.counted(spec), *arrays)
+    (counts,) = launch(block_query_lists.counted(spec), *arrays)
     edges = torch.cumsum(counts, 0, dtype=torch.int32)
-    return edges, *launch(inverse.filled(spec), *arrays, edges)
+    return edges, *launch(block_query_lists.filled(spec), *arrays, edges)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
@@ -222,7 +222,7 @@ def test_the_kernels(name):
 )
 def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
     """Random blocks of long rows; the longest need several windows of bits."""
-    spec = Inverse(1, length, length, heads, 16, 64, tokens, False)
+    spec = BlockQueryLists(1, length, length, heads, 16, 64, tokens, False)
     position = torch.arange(length, device="cuda", dtype=torch.int32)[None]
     generator = torch.Generator("cuda").manual_seed(0)
     draws = torch.rand(length, heads, spec.n, device="cuda", generator=generator)

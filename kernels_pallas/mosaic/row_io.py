@@ -24,7 +24,7 @@ LANES = 4  # that hold the same row
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRow:
+class GatheredRows:
     """`count` entries a step, of `group` rows each."""
 
     group: int
@@ -72,7 +72,7 @@ class ByRow:
         return _each(element, [array], [b], [index], [jnp.int32])[0]
 
     def numbers(self, array, b, g, token, unit: int, gated: bool):
-        """Of `token`, by row, what the gradient of a query takes of `numbers.of_units`, of
+        """Of `token`, by row, what the gradient of a query takes of `bwd_preprocess.of_units`, of
         units of `unit` tokens: log-sum-exp, gate or None, and offset.
         """
         norm, _, gate, offset = self._numbers(array, b, g, token, unit)
@@ -181,7 +181,7 @@ class ByRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTile:
+class TileRows:
     """`tokens` neighbours in float32 arrays `[B, T, H]`: `heads` rows each, of which `group`
     stand for a head.
     """

@@ -9,12 +9,12 @@ import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import selected, union, wanted
+from kernels_pallas.mosaic import block_bitmap, selected_attention, tile_block_lists
 from nsa_jax import mosaic, sorted_lists
-from tests import warps
-from tests.warps import WANTED_MUTANTS, Warp, lanes
+from tests import warp_emulation
+from tests.warp_emulation import WANTED_MUTANTS, Warp, lanes
 
-SPEC = selected.Selected(
+SPEC = selected_attention.SelectedAttention(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
 )
 # Positions and first keys of the two rows of a batch.
@@ -116,18 +116,18 @@ def test_torch_sorts_alike():
 
 def by_warps(spec, arrays, monkeypatch):
     """`union.Lists.make` of every warp, on numpy."""
-    words = union.WARPS * spec.words * union.WINDOW
-    machine = warps.machine(monkeypatch, 4 * words, union, wanted)
+    words = tile_block_lists.WARPS * spec.words * tile_block_lists.WINDOW
+    machine = warp_emulation.machine(monkeypatch, 4 * words, tile_block_lists, block_bitmap)
     shape = spec.B, spec.Hkv, spec.tiles
     starts, members, counts = (
         np.full((*shape, *size), -99, np.int32)
         for size in ((spec.entries,), (spec.words, spec.entries), (2,))
     )
     for b, g in np.ndindex(spec.B, spec.Hkv):
-        for group in range(-(-spec.tiles // union.WARPS)):
-            for machine.number_of_warp in range(union.WARPS):
+        for group in range(-(-spec.tiles // tile_block_lists.WARPS)):
+            for machine.number_of_warp in range(tile_block_lists.WARPS):
                 given = *arrays, starts, members, counts, 0, *map(lanes, (b, g, group))
-                union.Lists(spec).make(*given)
+                tile_block_lists.Lists(spec).make(*given)
     return starts, members, counts
 
 
@@ -139,7 +139,7 @@ def test_a_warp(monkeypatch, tokens, place):
 
 
 def test_a_warp_with_more_blocks_than_bits(monkeypatch):
-    monkeypatch.setattr(union, "WINDOW", 64)
+    monkeypatch.setattr(tile_block_lists, "WINDOW", 64)
     for tokens in (8, 64):
         spec, *arrays = draw(tokens, "chunk of a long prompt", n=5)
         check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
@@ -170,7 +170,7 @@ def test_the_kernel(tokens):
         spec, *arrays = draw(tokens, place)
         on_gpu = [torch.from_numpy(x).cuda() for x in arrays]
         for _ in range(3):
-            found = launch(union.lists(spec), *on_gpu)
+            found = launch(tile_block_lists.lists(spec), *on_gpu)
             check(spec, arrays, *(x.cpu() for x in found))
 
 
@@ -190,7 +190,7 @@ def test_the_kernel_lists_what_sorting_lists(heads, length):
     indices = (draws * (position[0, :, None] // 64 + 1)).int().sort().values
     again = torch.diff(indices, prepend=torch.full_like(indices[:, :1], -1)) == 0
     arrays = torch.where(again, -1, indices)[None, :, None], position, 0 * position
-    starts, members, counts = launch(union.lists(spec), *arrays)
+    starts, members, counts = launch(tile_block_lists.lists(spec), *arrays)
     wanted = sorted_lists.unions(STEPS, *arrays, spec)
     for got, want in zip((starts, members, counts), wanted, strict=True):
         assert torch.equal(got, want)

@@ -3,7 +3,7 @@
 A warpgroup has 64 rows, `64 // heads` tokens, and its queries in registers as the left operand,
 so that a product reads keys only: half the shared-memory traffic of both from there. With 16
 heads a warp has one token, with fewer 2 or 4: the head sum is an exchange of its lanes, once a
-step of `ratio` products, and all that follows is the warp's own (`lines.py`). The warpgroups
+step of `ratio` products, and all that follows is the warp's own (`warp_topk.py`). The warpgroups
 share the ring of keys, which they fill in turn. Four of them run on a multiprocessor, at 128
 registers a thread, so that others multiply while one makes probabilities.
 """
@@ -23,10 +23,10 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.lines import MOST, Lines, entries_in, winners_kept
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.scores import Cut, Scores, norms, shapes
 from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.mosaic.warp_topk import MOST, ScoreLines, entries_in, winners_kept
 
 KEYS = ROWS  # of a product
 SMEM_BYTES = 228 * 1024  # of a multiprocessor; the system takes 1 KB a block of threads
@@ -68,7 +68,7 @@ def best_blocks(spec: Scores) -> Kernel:
     tile, r, heads = spec.tile, spec.ratio, spec.cut.heads
     chunk, stages = spec.cut.chunk, spec.cut.stages
     buffers = operands.Buffers(jnp.dtype(spec.dtype), tile)
-    lines = Lines(spec)
+    lines = ScoreLines(spec)
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
     supers = chunk // KEYS
     wide = KEYS * r

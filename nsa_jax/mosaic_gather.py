@@ -9,11 +9,11 @@ The device decides, so the host never waits, and either kernel passes over what 
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import gathered, operands
-from kernels_pallas.mosaic.gathered import Gathered
-from kernels_pallas.mosaic.inverse import Inverse
+from kernels_pallas.mosaic import gathered_attention, operands
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
+from kernels_pallas.mosaic.gathered_attention import GatheredAttention
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.pieces import Pieces
+from kernels_pallas.mosaic.work_items import WorkItems
 from nsa_jax import items
 
 # Blocks of a union, for each that a token selects, beyond which gathering takes less time.
@@ -24,7 +24,7 @@ MOST_SLOTS = 31  # of a token: each has a bit
 
 
 def limit(query, key, value, indices, config, packed: bool) -> int:
-    """How many blocks the union of a tile may have (`selected.Selected.limit`); 0: any number,
+    """How many blocks the union of a tile may have (`selected_attention.Selected.limit`); 0: any number,
     where none is too long, or the other kernels cannot run.
     """
     group, n = query.shape[2] // key.shape[2], indices.shape[-1]
@@ -42,7 +42,7 @@ def limit(query, key, value, indices, config, packed: bool) -> int:
 
 
 def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected.Selected`, with the tokens that it
+    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected_attention.Selected`, with the tokens that it
     left.
 
     `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
@@ -52,10 +52,10 @@ def attention(steps, spec, arrays, selection, out, lse, gate):
     lists, parts = _parts(steps, spec, *selection)
     extra = [lse] if gate is None else [lse, gate]
     for part in parts:
-        partial = gathered.partial_outputs(part.kernel)
+        partial = gathered_attention.partial_outputs(part.kernel)
         partial = steps.run(partial, *arrays, *lists, steps.end(where), part.place)
         rest = counts, indices, where.position, *extra, part.place, out[part.tokens]
-        mine = steps.run(gathered.merged(part.kernel), *partial, *rest)
+        mine = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
         out = steps.put(out, part.tokens, mine[0])
         if not spec.added:
             lse = steps.put(lse, part.tokens, mine[1])
@@ -72,9 +72,11 @@ def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
     lists, parts = _parts(steps, spec, *selection)
     for part in parts:
         rest = steps.end(where), part.place, grad, numbers
-        partial = steps.run(gathered.partial_outputs(part.kernel), *arrays, *lists, *rest)
+        partial = steps.run(
+            gathered_attention.partial_outputs(part.kernel), *arrays, *lists, *rest
+        )
         rest = counts, indices, where.position, part.place, total[part.tokens]
-        (mine,) = steps.run(gathered.merged(part.kernel), *partial, *rest)
+        (mine,) = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
         total = steps.put(total, part.tokens, mine)
     return total
 
@@ -82,28 +84,30 @@ def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
 class _Part(NamedTuple):
     """Some tokens, whose partial outputs there are at a time."""
 
-    kernel: Gathered
+    kernel: GatheredAttention
     place: Any
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
 
 
 def _parts(steps, spec, indices, counts, where):
-    """Items and entries of `gathered.partial_outputs`, and the parts."""
+    """Items and entries of `gathered_attention.partial_outputs`, and the parts."""
     tokens = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    inverse = Inverse(*sizes, tile=tokens, limit=spec.limit)
+    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.limit)
     step = math.lcm(inverse.chunk, tokens)
     output = spec.B * spec.H * spec.width * 2  # bytes a token
     size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
-    pieces = Pieces(inverse, size, longest)
+    pieces = WorkItems(inverse, size, longest)
     lists = steps.slot_lists(indices, counts, where, pieces)
 
     def places():
         part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
         columns = part, part * size, part * (size // tokens)
-        return [steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered.PLACE, 0)]
+        return [
+            steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered_attention.PLACE, 0)
+        ]
 
     (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
     fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
@@ -111,7 +115,7 @@ def _parts(steps, spec, indices, counts, where):
     parts = []
     for i, first in enumerate(range(0, spec.T, size)):
         last = min(first + size, spec.T)
-        kernel = Gathered(
+        kernel = GatheredAttention(
             **{name: getattr(spec, name) for name in fields},
             tokens=last - first,
             parts=pieces.parts,

@@ -14,12 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.by_row import OfTile
 from kernels_pallas.mosaic.operands import PER_ROW, ROWS
+from kernels_pallas.mosaic.row_io import TileRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Combine:
     """The static part of a problem: `count` outputs of `rows` rows."""
 
     rows: int
@@ -34,14 +34,14 @@ class Rows:
 
 
 @functools.cache
-def dots(spec: Rows) -> Kernel:
+def dots(spec: Combine) -> Kernel:
     """Products of the output's gradient with each output, row by row.
 
     Inputs: the gradient, then `count` outputs, all `[rows, width]`. Outputs: `count` times
     float32 `[1, rows, 1]`.
     """
     buffers, slabs = _buffers(spec)
-    of_tile = OfTile(ROWS, 1, 1, bool(spec.interpret))
+    of_tile = TileRows(ROWS, 1, 1, bool(spec.interpret))
 
     def body(*refs):
         arrays, (*found, rows_s, rows_in) = refs[: spec.count + 1], refs[spec.count + 1 :]
@@ -62,13 +62,13 @@ def dots(spec: Rows) -> Kernel:
 
 
 @functools.cache
-def gated_sum(spec: Rows) -> Kernel:
+def gated_sum(spec: Combine) -> Kernel:
     """Inputs: `count` gates, float32 `[1, rows, 1]`, then as many outputs `[rows, width]`.
     Output: their sum, each times its gate, `[rows, width]`.
     """
     buffers, slabs = _buffers(spec)
     interpret = bool(spec.interpret)
-    of_tile = OfTile(ROWS, 1, 1, interpret)
+    of_tile = TileRows(ROWS, 1, 1, interpret)
 
     def body(*refs):
         gates, arrays = refs[: spec.count], refs[spec.count : -3]

@@ -1,9 +1,9 @@
 """The numbers that gradients need of each query head, four side by side, unit by unit.
 
-`key_gradient.py` copies them with the queries of a unit, a few neighbouring tokens; the
-gradients of the query find theirs among them (`by_row.py`). A lane makes those of a row.
+`dkv.py` copies them with the queries of a unit, a few neighbouring tokens; the
+gradients of the query find theirs among them (`row_io.py`). A lane makes those of a row.
 
-Pallas' interpreter runs nothing that is written for a warp: there `nsa_jax.gradients` makes
+Pallas' interpreter runs nothing that is written for a warp: there `nsa_jax.mosaic_backward` makes
 the same.
 """
 
@@ -18,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
+from kernels_pallas.mosaic.block_bitmap import LANES
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS
-from kernels_pallas.mosaic.wanted import LANES
 
 WARPS = 4  # of a block of threads
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class RowStats:
     """`tokens` and `rows` of a unit: `rows` may be more than its tokens have heads."""
 
     B: int
@@ -50,7 +50,7 @@ class Numbers:
 class Row:
     """What a lane does, on the words of `warp.py`."""
 
-    spec: Numbers
+    spec: RowStats
 
     def make(self, lse, dots, last, *refs) -> None:
         """One row; after the arrays of `of_units`, the row of `[B, Hkv]` and the number of a
@@ -99,7 +99,7 @@ def array(spec, tokens: int, rows: int) -> jax.ShapeDtypeStruct:
 
 
 @functools.cache
-def of_units(spec: Numbers) -> Kernel:
+def of_units(spec: RowStats) -> Kernel:
     """Inputs, float32 `[B, T, H]` but for the third: the natural log-sum-exp of a branch, -inf
     where a query sees nothing; its output times the gradient; int32 `last` `[B, T]`, the end of
     the keys that a token may see; with `gated` the gate; with `lse_grad` the gradient of the

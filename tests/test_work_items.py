@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import pieces
-from kernels_pallas.mosaic.inverse import Inverse
-from kernels_pallas.mosaic.pieces import Pieces, Table
+from kernels_pallas.mosaic import work_items
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
+from kernels_pallas.mosaic.work_items import Table, WorkItems
 from nsa_jax import items, sorted_lists
-from tests import test_inverse, test_slots, warps
+from tests import test_inverse, test_slots, warp_emulation
 from tests.test_inverse import needs_gpu
 from tests.torch_inputs import FRAMEWORKS
-from tests.warps import lanes
+from tests.warp_emulation import lanes
 
 KEYS = 64  # of a tile
 
 
 def windows(size, longest, *sizes):
-    return Pieces(Inverse(*sizes), size, longest, windows=True)
+    return WorkItems(BlockQueryLists(*sizes), size, longest, windows=True)
 
 
 SPECS = {
@@ -171,10 +171,10 @@ def test_arrays(name, full, framework):
 
 def by_warps(spec, given, monkeypatch):
     """`pieces.Table.make` of every warp, on numpy."""
-    machine = warps.machine(monkeypatch, 0, pieces)
+    machine = warp_emulation.machine(monkeypatch, 0, work_items)
     outputs = [np.full(x.shape, -99, np.int32) for x in spec.outputs]
     make = Table(spec).make
-    machine.each(make, spec.inverse.rows, spec.parts, pieces.WARPS, *given, *outputs)
+    machine.each(make, spec.inverse.rows, spec.parts, work_items.WARPS, *given, *outputs)
     return outputs
 
 
@@ -192,21 +192,21 @@ def test_warps(monkeypatch, name, full):
 
 def test_windows_of_long_rows():
     """Each is half of what is before the next one; items are few, whatever is chosen."""
-    spec = items.listed(Inverse(1, 65536, 65536, 4, 16, 64, 1, False))
+    spec = items.listed(BlockQueryLists(1, 65536, 65536, 4, 16, 64, 1, False))
     assert [cut * spec.inverse.chunk for cut in spec.cuts] == [
         *(0, 4096, 8192, 16384, 32768, 65536)
     ]
     assert spec.items < 2 * spec.inverse.tiles + 65536 * 16 // spec.longest
-    assert items.listed(Inverse(1, 65536, 65536, 4, 16, 64, 1, True)).parts == 1
-    assert items.listed(Inverse(1, 65536, 65537, 4, 16, 64, 1, False)).parts == 1
-    assert items.listed(Inverse(1, 8191, 8191, 4, 16, 64, 1, False)).parts == 1
+    assert items.listed(BlockQueryLists(1, 65536, 65536, 4, 16, 64, 1, True)).parts == 1
+    assert items.listed(BlockQueryLists(1, 65536, 65537, 4, 16, 64, 1, False)).parts == 1
+    assert items.listed(BlockQueryLists(1, 8191, 8191, 4, 16, 64, 1, False)).parts == 1
 
 
 def sum_of_all(self, x):
     return lanes(x.sum()) - x
 
 
-def one_less(self, rooms=Pieces.rooms.fget):
+def one_less(self, rooms=WorkItems.rooms.fget):
     return tuple(max(room - 1, 0) for room in rooms(self))
 
 
@@ -217,10 +217,10 @@ MUTANTS = {
         "_of_section",
         lambda self, section, numbers: lanes(numbers[0]),
     ),
-    "blocks end with tiles": (Inverse, "clipped", False),
-    "no block ends with a tile": (Inverse, "clipped", True),
-    "too little room": (Pieces, "rooms", property(one_less)),
-    "windows of another size": (Pieces, "square", True),
+    "blocks end with tiles": (BlockQueryLists, "clipped", False),
+    "no block ends with a tile": (BlockQueryLists, "clipped", True),
+    "too little room": (WorkItems, "rooms", property(one_less)),
+    "windows of another size": (WorkItems, "square", True),
 }
 
 
@@ -234,10 +234,10 @@ def test_mutants_are_caught(monkeypatch, name):
 
 
 LONG = {
-    "64k": items.listed(Inverse(1, 65536, 65536, 4, 16, 64, 1, False)),
-    "8 x 2k": items.listed(Inverse(8, 2048, 2048, 2, 16, 64, 4, False)),
-    "gathered, 32k": Pieces(
-        Inverse(1, 32768, 32768, 8, 16, 64, 1, False, tile=16, limit=30), 8192, 1024
+    "64k": items.listed(BlockQueryLists(1, 65536, 65536, 4, 16, 64, 1, False)),
+    "8 x 2k": items.listed(BlockQueryLists(8, 2048, 2048, 2, 16, 64, 4, False)),
+    "gathered, 32k": WorkItems(
+        BlockQueryLists(1, 32768, 32768, 8, 16, 64, 1, False, tile=16, limit=30), 8192, 1024
     ),
 }
 
@@ -251,7 +251,7 @@ def test_the_kernel(name, full):
     given = arrays_of(spec, full or name in LONG)
     on_gpu = [torch.from_numpy(x).cuda() for x in given]
     steps = nsa_torch.mosaic.STEPS
-    found = steps.run(pieces.items(spec), *on_gpu)
+    found = steps.run(work_items.items(spec), *on_gpu)
     want = sorted_lists.items(steps, *on_gpu, spec)
     columns = 7 if spec.windows else 6
     assert torch.equal(found[0][:, :columns], want[0][:, :columns])

@@ -1,4 +1,4 @@
-"""The items of `gathered` and of `key_gradient`: pieces of the lists of `inverse.py`.
+"""The items of `gathered` and of `key_gradient`: pieces of the lists of `block_query_lists.py`.
 
 Tokens are taken in sections, of which each has fixed room for every row of `[B, Hkv]`. A warp
 makes the items of a section and row: it counts the pieces of 32 tiles of keys at a time, a sum
@@ -19,16 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.inverse import Inverse
-from kernels_pallas.mosaic.key_gradient import ITEM
+from kernels_pallas.mosaic.block_bitmap import LANES
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
+from kernels_pallas.mosaic.dkv import ITEM
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.wanted import LANES
 
 WARPS = 4  # of a block of threads
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class WorkItems:
     """`inverse`: of the lists; `longest`: entries of an item at most.
 
     Sections are parts of `size` units, a multiple of those of a chunk: items are in the order
@@ -38,7 +38,7 @@ class Pieces:
     piece], and their sums in the order [row, tile, window, piece].
     """
 
-    inverse: Inverse
+    inverse: BlockQueryLists
     size: int
     longest: int
     windows: bool = False
@@ -104,7 +104,7 @@ class Pieces:
 class Table:
     """What a warp does, on the words of `warp.py`."""
 
-    spec: Pieces
+    spec: WorkItems
 
     def make(self, edges, position, table, *rest) -> None:
         """The items of row `row` and section `WARPS * group + warp`; arrays as in `items`."""
@@ -201,11 +201,11 @@ class Table:
 
 
 @functools.cache
-def items(spec: Pieces) -> Kernel:
-    """Inputs, int32: the running sum of the output of `inverse.counted`, and `position` `[B,
+def items(spec: WorkItems) -> Kernel:
+    """Inputs, int32: the running sum of the output of `block_query_lists.counted`, and `position` `[B,
     T]`, which grows by one a token in rows that are not packed. Outputs, int32: `[items, 8]`,
-    as `gathered.partial_outputs` and `key_gradient.partial_sums` read it, with row -1 and no
-    entries in empty places; and if `windows`, `first` and `count` of `key_gradient.merged`.
+    as `gathered_attention.partial_outputs` and `dkv.partial_sums` read it, with row -1 and no
+    entries in empty places; and if `windows`, `first` and `count` of `dkv.merged`.
     """
     inverse = spec.inverse
 

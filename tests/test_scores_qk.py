@@ -1,6 +1,6 @@
-"""What one warp does with its lines of scores (`kernels_pallas/mosaic/lines.py`), on numpy.
+"""What one warp does with its lines of scores (`kernels_pallas/mosaic/warp_topk.py`), on numpy.
 
-Pallas' interpreter cannot run it: `warps.py` does, against a plain selection.
+Pallas' interpreter cannot run it: `warp_emulation.py` does, against a plain selection.
 """
 
 import dataclasses
@@ -8,11 +8,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kernels_pallas.mosaic import lines
-from kernels_pallas.mosaic.lines import Lines
+from kernels_pallas.mosaic import warp_topk
 from kernels_pallas.mosaic.scores import Scores
-from tests import warps
-from tests.warps import LANES, Warp, lanes
+from kernels_pallas.mosaic.warp_topk import ScoreLines
+from tests import warp_emulation
+from tests.warp_emulation import LANES, Warp, lanes
 
 BASE = 3  # the first block of the tile's sequence
 WG = 1
@@ -76,10 +76,12 @@ def selected(spec, scores, own):
 
 def check(monkeypatch, change, seed=0):
     spec = dataclasses.replace(SPEC, **change)
-    line, heads, chunk = Lines(spec), spec.cut.heads, spec.cut.chunk
+    line, heads, chunk = ScoreLines(spec), spec.cut.heads, spec.cut.chunk
     assert spec.chunks > 1 or not spec.held < spec.candidates
     places = 4 * spec.lines * line.words
-    machine = warps.machine(monkeypatch, places + 4 * spec.lines * line.kept, lines)
+    machine = warp_emulation.machine(
+        monkeypatch, places + 4 * spec.lines * line.kept, warp_topk
+    )
     rng = np.random.default_rng(seed)
     steps = -(-spec.candidates // 64)
     # Few values, so that there are ties; sums of them are exact.
@@ -123,11 +125,11 @@ def test_the_best_blocks_of_a_warp(monkeypatch, change):
 def without_a_carry(self, *arguments):
     opened(self, *arguments)
     for number in self._numbers(arguments[1]):
-        start = self._line(arguments[0], number) + 4 * lines.ROW * self.front // 32
-        lines.warp.write(start, 0, only=LANES == 0)
+        start = self._line(arguments[0], number) + 4 * warp_topk.ROW * self.front // 32
+        warp_topk.warp.write(start, 0, only=LANES == 0)
 
 
-opened = Lines.open
+opened = ScoreLines.open
 MUTANTS = {
     "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
     "ties go to the higher block": (
@@ -140,7 +142,7 @@ MUTANTS = {
         "first_equal",
         lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
     ),
-    "a chunk forgets the one before": (Lines, "open", without_a_carry),
+    "a chunk forgets the one before": (ScoreLines, "open", without_a_carry),
     "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
 }
 

@@ -7,7 +7,7 @@ whether the instructions do what `warp.py` says (the tests marked `gpu`).
 
 import numpy as np
 
-from kernels_pallas.mosaic.wanted import Wanted
+from kernels_pallas.mosaic.block_bitmap import BlockBitmap
 
 LANES = np.arange(32, dtype=np.int32)
 
@@ -146,7 +146,7 @@ def machine(monkeypatch, bytes_: int, *modules) -> Warp:
     return made
 
 
-# Of what lists are made from (`wanted.py`): class, name, and what is wrong.
+# Of what lists are made from (`block_bitmap.py`): class, name, and what is wrong.
 WANTED_MUTANTS = {
     "no bit of an earlier token": (
         Warp,
@@ -158,6 +158,6 @@ WANTED_MUTANTS = {
         "different",
         lambda self, a, b: lanes(a) > lanes(b),
     ),
-    "bits are not cleared": (Wanted, "clear", lambda self, *arguments: None),
-    "sequences run together": (Wanted, "sequences", lambda self, tokens: lanes(1)),
+    "bits are not cleared": (BlockBitmap, "clear", lambda self, *arguments: None),
+    "sequences run together": (BlockBitmap, "sequences", lambda self, tokens: lanes(1)),
 }

@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import numbers, operands
-from kernels_pallas.mosaic.by_row import ByRow
-from kernels_pallas.mosaic.limits import HALF
+from kernels_pallas.mosaic import bwd_preprocess, operands
+from kernels_pallas.mosaic.capability import HALF
 from kernels_pallas.mosaic.operands import (
     LOG2E,
     MATRIX,
@@ -34,13 +33,14 @@ from kernels_pallas.mosaic.operands import (
     PER_COLUMN,
     ROWS,
 )
+from kernels_pallas.mosaic.row_io import GatheredRows
 
 ITEM = 8  # integers of an item
 REACH = 128  # what is added to the place of a block in a tile of keys, so that it is positive
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyGradient:
+class Dkv:
     """The static part of a problem; shapes as in `partial_sums`.
 
     `listed`: queries come from lists, in units of a few tokens of 16 rows or more, or, if
@@ -116,9 +116,9 @@ def unit_rows(spec) -> int:
 
 
 @functools.cache
-def partial_sums(spec: KeyGradient) -> Kernel:
+def partial_sums(spec: Dkv) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, gradient of
-    the output `[B, T, H, Dv]`; what `numbers.of_units` gives (of a single token 8 rows, of
+    the output `[B, T, H, Dv]`; what `bwd_preprocess.of_units` gives (of a single token 8 rows, of
     which G count); int32 `items` `[items, 8]`: row of `[B, Hkv]`, first key; begin, begin and
     end of what sees all keys, and end, in units; place in the outputs. Then `first`, the first
     key by row, int32 `[B, units, rows]`; or, if `listed`, the lists, int32 `[listed]`: units,
@@ -199,7 +199,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
             """The units of step `i`, or where these are many the cache is asked for them."""
             if not single:
                 return entries(lists, i)
-            ByRow(single, interpret).ask(lists, begin + i * per_step, end)
+            GatheredRows(single, interpret).ask(lists, begin + i * per_step, end)
             return ()
 
         def clear():
@@ -350,7 +350,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
         shape((spec.B, spec.S, spec.Hkv, spec.D), dtype),
         shape((spec.B, spec.S, spec.Hkv, spec.Dv), dtype),
         shape((spec.B, spec.T, spec.H, spec.Dv), dtype),
-        numbers.array(spec, unit.tokens, spec.rows_of_unit),
+        bwd_preprocess.array(spec, unit.tokens, spec.rows_of_unit),
         shape((spec.items, ITEM), jnp.int32),
     ]
     if spec.listed:
@@ -388,7 +388,7 @@ def partial_sums(spec: KeyGradient) -> Kernel:
 
 
 @functools.cache
-def merged(spec: KeyGradient) -> Kernel:
+def merged(spec: Dkv) -> Kernel:
     """Inputs: the outputs of `partial_sums`, and int32 `first`, `count` `[B, Hkv, tiles]`: the
     items of each tile of keys. Outputs: the gradients of key `[B, S, Hkv, D]` and value
     `[B, S, Hkv, Dv]`, as wanted.

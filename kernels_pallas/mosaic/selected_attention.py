@@ -24,17 +24,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import numbers, operands, softmax
-from kernels_pallas.mosaic.by_row import ByRow, OfTile
-from kernels_pallas.mosaic.limits import HALF, SMEM_BYTES
+from kernels_pallas.mosaic import bwd_preprocess, operands, softmax
+from kernels_pallas.mosaic.capability import HALF, SMEM_BYTES
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 
 CHUNK = 64  # list entries a copy
 MOST_LISTS = 48 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Selected:
+class SelectedAttention:
     """The static part of a problem; shapes as in `attention`."""
 
     B: int
@@ -103,20 +103,20 @@ def tile_leaves(counts, b, g, tile, limit: int):
 
 
 @functools.cache
-def attention(spec: Selected) -> Kernel:
+def attention(spec: SelectedAttention) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`; int32 lists
     of each tile: `starts` `[B, Hkv, tiles, entries]`, first keys of blocks; `members` `[B, Hkv,
     tiles, words, entries]`, bit `token % 32` of word `token // 32`; `counts` `[B, Hkv, tiles,
     2]`, blocks in front that every member sees to their end, all blocks (`tile_leaves` says
     where a list counts as empty); `last` `[B, tiles, 64]`, by row the end of the keys that it
-    may see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.band.attention`; with
+    may see. Then `gate`, `added` and outputs as in `kernels_pallas.mosaic.interval_attention.attention`; with
     `gradient`, what it takes and returns then, `numbers` in units of `numbers_unit`.
     """
     tile, dtype, size = spec.tile, jnp.dtype(spec.dtype), spec.block
     interpret = bool(spec.interpret)
     buffers = operands.Buffers(dtype, tile, interpret)
     group, words, entries = tile.group, spec.words, spec.entries
-    of_tile = OfTile(tile.tokens, group, group, interpret)
+    of_tile = TileRows(tile.tokens, group, group, interpret)
     c = spec.scale * LOG2E
 
     def body(*refs):
@@ -216,7 +216,7 @@ def attention(spec: Selected) -> Kernel:
             plgpu.commit_smem()
             load_value(i + spec.value_stages)
             base, seen = jnp.where(member, norm, jnp.inf), seen if at_edge else None
-            found = softmax.change(logits, weights, c, base, gate, offset, seen)
+            found = softmax.softmax_backward(logits, weights, c, base, gate, offset, seen)
             (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, key_slot)))
             plgpu.commit_smem()
             load_key(i + spec.key_stages)
@@ -226,7 +226,7 @@ def attention(spec: Selected) -> Kernel:
         if spec.gradient:
             state, step = state[0], differentiate
             tokens = of_tile.token(mine * tile.tokens, spec.T)
-            norm, gate, offset = ByRow(group, interpret).numbers(
+            norm, gate, offset = GatheredRows(group, interpret).numbers(
                 rows, b, g, tokens, spec.numbers_unit[0], spec.gated
             )
         state = lax.fori_loop(0, whole, functools.partial(step, False), state)
@@ -267,7 +267,7 @@ def attention(spec: Selected) -> Kernel:
     ]
     if spec.gradient:
         inputs += [shape((spec.B, spec.T, spec.H, spec.Dv), dtype)]
-        inputs += [numbers.array(spec, *spec.numbers_unit)]
+        inputs += [bwd_preprocess.array(spec, *spec.numbers_unit)]
     elif spec.gated:
         inputs += [by_head]
     inputs += [output] * spec.added

@@ -23,16 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import numbers, operands, softmax
-from kernels_pallas.mosaic.by_row import ByRow, OfTile
+from kernels_pallas.mosaic import bwd_preprocess, operands, softmax
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 
 CONSUMERS = 2
 PROGRAMS = 132  # multiprocessors of an H100 SXM; on fewer, some of them take turns
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
+class IntervalAttention:
     """The static part of a problem; shapes as in `attention`."""
 
     B: int
@@ -83,7 +83,7 @@ def gradient_blocks(key_width: int, value_width: int) -> dict[str, int]:
 
 
 @functools.cache
-def attention(band: Band) -> Kernel:
+def attention(band: IntervalAttention) -> Kernel:
     """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, int32 bounds
     `first`, `last` `[B, tiles, 64]` by row, then `gate` float32 `[B, T, H]` if `gated` and `[B,
     T, H, Dv]` if `added`. Outputs: `[B, T, H, Dv]` and the natural log-sum-exp, float32 `[B, T,
@@ -97,7 +97,7 @@ def attention(band: Band) -> Kernel:
     interpret = bool(band.interpret)
     buffers = operands.Buffers(dtype, tile, interpret)
     stages, block, group = band.stages, band.block, tile.group
-    of_tile = OfTile(tile.tokens, group, group, interpret)
+    of_tile = TileRows(tile.tokens, group, group, interpret)
     c = band.scale * LOG2E
     wide = band.gradient and band.D + band.Dv > 256
     computing, copying = (240, 24) if wide else (232, 40)
@@ -220,7 +220,9 @@ def attention(band: Band) -> Kernel:
                     )
                     plgpu.barrier_arrive(value_free.at[slot])
                     seen = visible(under_mask, i)
-                    found = softmax.change(logits, weights, c, norm, gate, offset, seen)
+                    found = softmax.softmax_backward(
+                        logits, weights, c, norm, gate, offset, seen
+                    )
                     (acc,) = buffers.add_weighted((acc, found.astype(dtype), (key_s, slot)))
                     plgpu.barrier_arrive(key_free.at[slot])
                     return acc
@@ -230,7 +232,7 @@ def attention(band: Band) -> Kernel:
                 if band.gradient:
                     step, state = differentiate, state[0]
                     token = of_tile.token(mine * tile.tokens, band.T)
-                    norm, gate, offset = ByRow(group, interpret).numbers(
+                    norm, gate, offset = GatheredRows(group, interpret).numbers(
                         rows, b, g, token, tile.tokens, band.gated
                     )
                 state = lax.fori_loop(0, masked, functools.partial(step, True), state)
@@ -331,7 +333,7 @@ def attention(band: Band) -> Kernel:
     ]
     if band.gradient:
         inputs += [shape((band.B, band.T, band.H, band.Dv), dtype)]
-        inputs += [numbers.array(band, tile.tokens, ROWS)]
+        inputs += [bwd_preprocess.array(band, tile.tokens, ROWS)]
     elif band.gated:
         inputs += [by_head]
     inputs += [output] * band.added

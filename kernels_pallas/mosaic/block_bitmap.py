@@ -1,6 +1,6 @@
 """Which blocks some tokens want, as bits in shared memory: a word a block, a bit a token.
 
-What `union.py` and `inverse.py` make lists from. One warp does it, on the words of `warp.py`.
+What `tile_block_lists.py` and `block_query_lists.py` make lists from. One warp does it, on the words of `warp.py`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class BlockBitmap:
     """`tokens` neighbours, 64 at most, of the problem of `indices` `[B, T, Hkv, n]`."""
 
     T: int

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.selected import Selected
-from kernels_pallas.mosaic.wanted import LANES, NOWHERE, Wanted
+from kernels_pallas.mosaic.block_bitmap import LANES, NOWHERE, BlockBitmap
+from kernels_pallas.mosaic.selected_attention import SelectedAttention
 
 WARPS = 4  # of a block of threads
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
@@ -29,7 +29,7 @@ WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a
 class Lists:
     """What a warp does, on the words of `warp.py`."""
 
-    spec: Selected
+    spec: SelectedAttention
 
     def make(
         self, indices, position, key_start, starts, members, counts, bits, b, g, group
@@ -39,7 +39,7 @@ class Lists:
         """
         spec, lane = self.spec, warp.lane()
         size, words = spec.block, spec.words
-        wanted = Wanted(spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+        wanted = BlockBitmap(spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
         tile = group * WARPS + warp.warp()
         token0 = tile * spec.tile.tokens
         mine = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
@@ -120,12 +120,12 @@ class Lists:
 
 
 @functools.cache
-def lists(spec: Selected) -> Kernel:
+def lists(spec: SelectedAttention) -> Kernel:
     """Inputs, int32: `indices` `[B, T, Hkv, n]`, the blocks that each token wants in any order,
     -1 in empty places, those past the token's own not counted; `position` and `key_start`
     `[B, T]`: its place in its sequence (negative: it wants nothing), and the sequence's first
     key, never decreasing where tokens are. Outputs: `starts`, `members` and `counts` of
-    `selected.attention`, zeros past the count of a list.
+    `selected_attention.attention`, zeros past the count of a list.
     """
     words, entries = spec.words, spec.entries
 

@@ -10,9 +10,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kernels_pallas.mosaic import band, inverse, limits, pieces, scores, selected, union
+from kernels_pallas.mosaic import (
+    block_query_lists,
+    capability,
+    interval_attention,
+    scores,
+    selected_attention,
+    tile_block_lists,
+    work_items,
+)
 from kernels_pallas.tiles import tiles_of
-from nsa_jax import gathered, sorted_lists
+from nsa_jax import mosaic_gather, sorted_lists
 from nsa_jax.config import NSAConfig
 
 
@@ -105,7 +113,7 @@ class Framework:
     def _attention(
         self, query, key, value, bounds, where, scale, gate, added, longest_first, config
     ):
-        spec = band.Band(
+        spec = interval_attention.IntervalAttention(
             **shapes_of(query, key, value, scale),
             gated=gate is not None,
             added=added is not None,
@@ -118,13 +126,15 @@ class Framework:
                 keys=key.shape[1],
                 Dv=value.shape[-1],
                 config=config,
-                otherwise=band.blocks_for(query.shape[-1], value.shape[-1], long=longest_first),
+                otherwise=interval_attention.blocks_for(
+                    query.shape[-1], value.shape[-1], long=longest_first
+                ),
             ),
         )
         arrays = [query, key, value]
         arrays += self.bounds_by_row(where, bounds, spec.tile, spec.tiles)
         arrays += self._extra(gate, added)
-        out, lse = self.run(band.attention(spec), *arrays)
+        out, lse = self.run(interval_attention.attention(spec), *arrays)
         return out, None if spec.added else lse
 
     def _extra(self, gate, added):
@@ -173,13 +183,13 @@ class Framework:
         """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`; `lists`: `selected_lists`,
         where they are there already; `packed`: sequences may begin at any key.
         """
-        spec = selected.Selected(
+        spec = selected_attention.SelectedAttention(
             **shapes_of(query, key, value, scale),
             n=indices.shape[-1],
             block=config.select_block,
             gated=gate is not None,
             added=added is not None,
-            limit=gathered.limit(query, key, value, indices, config, packed),
+            limit=mosaic_gather.limit(query, key, value, indices, config, packed),
             **tiles_of(
                 "selected",
                 query,
@@ -195,57 +205,59 @@ class Framework:
         last = self.last_by_row(where, spec.tile, spec.tiles)
         extra = self._extra(gate, added)
         arrays = query, key, value
-        out, lse = self.run(selected.attention(spec), *arrays, *lists, last, *extra)
+        out, lse = self.run(selected_attention.attention(spec), *arrays, *lists, last, *extra)
         if spec.limit:
             selection = indices, lists[-1], where
             found = out, lse, extra[0] if spec.gated else None
-            out, lse = gathered.attention(self, spec, arrays, selection, *found)
+            out, lse = mosaic_gather.attention(self, spec, arrays, selection, *found)
         return out, None if spec.added else lse
 
     def selected_lists(self, query, key, value, indices, where, config: NSAConfig, scale):
         """What `selected` and its gradient read of `indices`."""
         shape = shapes_of(query, key, value, scale)
-        spec = selected.Selected(**shape, n=indices.shape[-1], block=config.select_block)
+        spec = selected_attention.SelectedAttention(
+            **shape, n=indices.shape[-1], block=config.select_block
+        )
         return self.lists(indices, where, spec)
 
     def lists(self, indices, where, spec):
-        """What `selected.attention` reads."""
+        """What `selected_attention.attention` reads."""
         arrays = indices, where.position, where.key_start
         if spec.interpret:
             return sorted_lists.unions(self, *arrays, spec)
-        return self.run(union.lists(spec), *arrays)
+        return self.run(tile_block_lists.lists(spec), *arrays)
 
     def inverse_lists(self, indices, where, spec):
         """`(edges, *lists)`: where the entries of each tile of keys begin and what they are
         (`kernels_pallas.mosaic.inverse`).
         """
         arrays = indices, where.position, where.key_start
-        if limits.interpret.get():
+        if capability.interpret.get():
             return sorted_lists.inverse(self, *arrays, spec)
         edges = self._edges(arrays, spec)
-        return edges, *self.run(inverse.filled(spec), *arrays, edges)
+        return edges, *self.run(block_query_lists.filled(spec), *arrays, edges)
 
     def slot_lists(self, indices, counts, where, spec):
-        """`(items, entries)` that `gathered.partial_outputs` reads; `spec`: a `pieces.Pieces`,
+        """`(items, entries)` that `gathered_attention.partial_outputs` reads; `spec`: a `pieces.Pieces`,
         `counts` of `lists`.
         """
         arrays = indices, where.position, where.key_start
-        if limits.interpret.get():
+        if capability.interpret.get():
             edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, counts)
         else:
             arrays = *arrays, counts
             edges = self._edges(arrays, spec.inverse)
-            (entries,) = self.run(inverse.slots(spec.inverse), *arrays, edges)
+            (entries,) = self.run(block_query_lists.slots(spec.inverse), *arrays, edges)
         return self.listed_items(edges, where, spec)[0], entries
 
     def listed_items(self, edges, where, spec):
         """What `pieces.items` gives; `spec`: its `Pieces`; `edges`: of its lists."""
-        if limits.interpret.get():
+        if capability.interpret.get():
             return sorted_lists.items(self, edges, where.position, spec)
-        return self.run(pieces.items(spec), edges, where.position)
+        return self.run(work_items.items(spec), edges, where.position)
 
     def _edges(self, arrays, spec):
-        (counts,) = self.run(inverse.counted(spec), *arrays)
+        (counts,) = self.run(block_query_lists.counted(spec), *arrays)
         return self.xp.cumsum(counts, axis=0, dtype=self.xp.int32)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):
@@ -282,7 +294,7 @@ class Framework:
             packed=packed,
             dtype=name_of(query.dtype),
             scale=scale_of(scale, width),
-            interpret=limits.interpret.get(),
+            interpret=capability.interpret.get(),
             **tiles_of(
                 "scores",
                 query,
@@ -354,7 +366,7 @@ def shapes_of(query, key, value, scale):
         "Dv": value.shape[-1],
         "dtype": name_of(query.dtype),
         "scale": scale_of(scale, width),
-        "interpret": limits.interpret.get(),
+        "interpret": capability.interpret.get(),
     }
 
 

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.key_gradient import REACH
+from kernels_pallas.mosaic.block_bitmap import LANES, NOWHERE, BlockBitmap
+from kernels_pallas.mosaic.dkv import REACH
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.wanted import LANES, NOWHERE, Wanted
 
 WARPS = 4  # of a block of threads
 CHUNKS = 512  # of a row of tokens at most
@@ -31,13 +31,13 @@ BITS = 1024  # blocks that have their bits in shared memory at a time, and a few
 
 
 @dataclasses.dataclass(frozen=True)
-class Inverse:
+class BlockQueryLists:
     """The static part of a problem; shapes as in `counted`.
 
     An entry is a unit of `tokens` neighbours (`KeyGradient.unit`) and a block that some of them
     chose, in the list of every tile of keys that the block touches. `packed`: sequences may
     begin at any key. With `limit` there are entries of those tokens alone that leave their tile
-    of `tile` tokens (`selected.tile_leaves`).
+    of `tile` tokens (`selected_attention.tile_leaves`).
     """
 
     B: int
@@ -133,7 +133,7 @@ class Walk:
     with `slots` as `slots` says.
     """
 
-    spec: Inverse
+    spec: BlockQueryLists
     fill: bool
     slots: bool = False
 
@@ -149,10 +149,12 @@ class Walk:
         chunk = group * WARPS + warp.warp()
         bits = warp.shared(bits) + warp.warp() * (4 * spec.bits)
         done = warp.shared(done) + warp.warp() * (4 * spec.window)
-        wanted = Wanted(spec.T, spec.Hkv, spec.n, spec.block, spec.units_of_word * spec.tokens)
+        wanted = BlockBitmap(
+            spec.T, spec.Hkv, spec.n, spec.block, spec.units_of_word * spec.tokens
+        )
 
         def leaves(token):
-            """As `selected.tile_leaves`."""
+            """As `selected_attention.tile_leaves`."""
             tiles, tile = -(-spec.T // spec.tile), token // spec.tile
             before = warp.larger(tile - 1, 0)
             lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (before, 8)
@@ -328,20 +330,20 @@ class Walk:
 
 
 @functools.cache
-def counted(spec: Inverse) -> Kernel:
+def counted(spec: BlockQueryLists) -> Kernel:
     """Inputs, int32: `indices` `[B, T, Hkv, n]`, -1 in empty places, blocks past the token's
-    own not counted; `position` and `key_start` `[B, T]` as in `union.lists`. Output: int32
+    own not counted; `position` and `key_start` `[B, T]` as in `tile_block_lists.lists`. Output: int32
     `[1 + B * Hkv * tiles * chunks]`, zero and the number of entries of each row, tile of keys
-    and chunk of tokens. With `limit` there is one more input, the `counts` of `union.lists`.
+    and chunk of tokens. With `limit` there is one more input, the `counts` of `tile_block_lists.lists`.
     """
     return _kernel("inverse_counts", Walk(spec, fill=False), (), (_edges(spec),))
 
 
 @functools.cache
-def filled(spec: Inverse) -> Kernel:
+def filled(spec: BlockQueryLists) -> Kernel:
     """Inputs: those of `counted`, and the running sum of its output. Outputs, int32
     `[entries]`: the unit of each entry, and if `marked` its mark
-    (`key_gradient.partial_sums`); what stands past the last entry is undefined.
+    (`dkv.partial_sums`); what stands past the last entry is undefined.
     """
     lists = jax.ShapeDtypeStruct((spec.entries,), jnp.int32)
     outputs = (lists,) * (1 + spec.marked)
@@ -349,7 +351,7 @@ def filled(spec: Inverse) -> Kernel:
 
 
 @functools.cache
-def slots(spec: Inverse) -> Kernel:
+def slots(spec: BlockQueryLists) -> Kernel:
     """As `filled`, of a spec of single tokens whose blocks are tiles of keys. Output: int32
     `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
     """

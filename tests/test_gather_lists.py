@@ -8,23 +8,31 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import inverse, wanted
-from kernels_pallas.mosaic.inverse import Inverse, Walk
-from kernels_pallas.mosaic.pieces import Pieces
+from kernels_pallas.mosaic import block_bitmap, block_query_lists
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists, Walk
+from kernels_pallas.mosaic.work_items import WorkItems
 from nsa_jax import sorted_lists
-from tests import warps
+from tests import warp_emulation
 from tests.test_inverse import draw, needs_gpu
 from tests.torch_inputs import FRAMEWORKS
-from tests.warps import WANTED_MUTANTS
+from tests.warp_emulation import WANTED_MUTANTS
 
 KEYS = 64  # of a block
 # Tokens in tiles of some, whose union may have so many blocks.
 SPECS = {
-    "one part": Pieces(Inverse(2, 70, 700, 2, 4, KEYS, 1, False, tile=16, limit=7), 96, 20),
-    "parts": Pieces(Inverse(1, 200, 900, 2, 5, KEYS, 1, False, tile=21, limit=10), 64, 3),
-    "all": Pieces(Inverse(2, 90, 90, 1, 3, KEYS, 1, False, tile=8, limit=1), 32, 4),
-    "nothing": Pieces(Inverse(1, 60, 300, 2, 4, KEYS, 1, False, tile=16, limit=60), 32, 4),
-    "long": Pieces(Inverse(1, 150, 9000, 1, 31, KEYS, 1, False, tile=64, limit=100), 96, 2),
+    "one part": WorkItems(
+        BlockQueryLists(2, 70, 700, 2, 4, KEYS, 1, False, tile=16, limit=7), 96, 20
+    ),
+    "parts": WorkItems(
+        BlockQueryLists(1, 200, 900, 2, 5, KEYS, 1, False, tile=21, limit=10), 64, 3
+    ),
+    "all": WorkItems(BlockQueryLists(2, 90, 90, 1, 3, KEYS, 1, False, tile=8, limit=1), 32, 4),
+    "nothing": WorkItems(
+        BlockQueryLists(1, 60, 300, 2, 4, KEYS, 1, False, tile=16, limit=60), 32, 4
+    ),
+    "long": WorkItems(
+        BlockQueryLists(1, 150, 9000, 1, 31, KEYS, 1, False, tile=64, limit=100), 96, 2
+    ),
 }
 by_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -87,12 +95,12 @@ def test_sorting(name, framework):
 def by_warps(spec, arrays, monkeypatch):
     """`inverse.Walk.make` of every warp, on numpy."""
     made = spec.inverse
-    bits = inverse.WARPS * made.bits
-    shared = 4 * (bits + inverse.WARPS * made.window)
-    machine = warps.machine(monkeypatch, shared, inverse, wanted)
+    bits = block_query_lists.WARPS * made.bits
+    shared = 4 * (bits + block_query_lists.WARPS * made.window)
+    machine = warp_emulation.machine(monkeypatch, shared, block_query_lists, block_bitmap)
 
     def each(function, warps_of_row, *given):
-        machine.each(function, made.rows, warps_of_row, inverse.WARPS, *given)
+        machine.each(function, made.rows, warps_of_row, block_query_lists.WARPS, *given)
 
     counts = np.full(1 + made.rows * made.tiles * made.chunks, -99, np.int32)
     each(Walk(made, False).make, made.chunks, *arrays, counts, 0, 4 * bits)
@@ -109,8 +117,8 @@ def test_warps(monkeypatch, name, few):
     """`few`: chunks of several words, and few blocks that have bits at a time."""
     spec = SPECS[name]
     if few:
-        monkeypatch.setattr(inverse, "CHUNKS", 1)
-        monkeypatch.setattr(inverse, "BITS", 32)
+        monkeypatch.setattr(block_query_lists, "CHUNKS", 1)
+        monkeypatch.setattr(block_query_lists, "BITS", 32)
         spec = dataclasses.replace(spec, size=spec.inverse.chunk)
         assert spec.inverse.words_of_chunk > 1
     arrays = arrays_of(spec, seed=few)
@@ -135,19 +143,19 @@ def test_mutants_are_caught(monkeypatch, name):
 
 def test_slots_are_of_single_tokens():
     with pytest.raises(ValueError, match="single tokens"):
-        inverse.slots(Inverse(1, 64, 64, 1, 4, KEYS, 2, False))
+        block_query_lists.slots(BlockQueryLists(1, 64, 64, 1, 4, KEYS, 2, False))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", [*SPECS, "paper"])
 def test_the_kernels(name):
-    made = Inverse(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
-    spec = SPECS.get(name) or Pieces(made, 8192, 1024)
+    made = BlockQueryLists(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
+    spec = SPECS.get(name) or WorkItems(made, 8192, 1024)
     arrays = [torch.from_numpy(x).cuda() for x in arrays_of(spec)]
     steps = nsa_torch.mosaic.STEPS
     edges = steps._edges(arrays, spec.inverse)
-    (entries,) = steps.run(inverse.slots(spec.inverse), *arrays, edges)
+    (entries,) = steps.run(block_query_lists.slots(spec.inverse), *arrays, edges)
     want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])
     assert torch.equal(edges, want[0])
     total = int(edges[-1])

@@ -33,7 +33,7 @@ def entries_in(words: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lines:
+class ScoreLines:
     """The lines of a tile.
 
     In all functions: `scores` `[lines, words]` and `winners` `[lines, kept]` in shared memory;

@@ -10,14 +10,21 @@ import functools
 import math
 from typing import Any
 
-from kernels_pallas.mosaic import band, gates, key_gradient, limits, numbers, selected
-from kernels_pallas.mosaic.inverse import Inverse
-from kernels_pallas.mosaic.key_gradient import KeyGradient
-from kernels_pallas.mosaic.numbers import Numbers
+from kernels_pallas.mosaic import (
+    bwd_preprocess,
+    capability,
+    combine,
+    dkv,
+    interval_attention,
+    selected_attention,
+)
+from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
+from kernels_pallas.mosaic.bwd_preprocess import RowStats
+from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
-from nsa_jax import gathered, items
+from nsa_jax import items, mosaic_gather
 from nsa_jax.config import NSAConfig
-from nsa_jax.tiled import Framework, name_of, shapes_of
+from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
 
 SHORTEST = 64  # tiles of queries of an item
@@ -41,20 +48,22 @@ class Saved:
 def gated_sum(steps: Framework, outputs, weights):
     """`[B, T, H, Dv]`: the sum of the outputs, each times its gate `[B, T, H]`."""
     weights = [steps.cast(weight, steps.xp.float32) for weight in weights]
-    (total,) = steps.run(gates.gated_sum(_row_spec(outputs)), *weights, *outputs)
+    (total,) = steps.run(combine.gated_sum(_row_spec(outputs)), *weights, *outputs)
     return total.reshape(outputs[0].shape)
 
 
 def output_dots(steps: Framework, grad, *outputs):
     """float32 `[B, T, H]` for each output `[B, T, H, Dv]`: its product with `grad`."""
-    found = steps.run(gates.dots(_row_spec(outputs)), grad, *outputs)
+    found = steps.run(combine.dots(_row_spec(outputs)), grad, *outputs)
     return [x.reshape(grad.shape[:-1]) for x in found]
 
 
 def _row_spec(outputs):
     *shape, width = outputs[0].shape
     dtype = name_of(outputs[0].dtype)
-    return gates.Rows(math.prod(shape), width, len(outputs), dtype, limits.interpret.get())
+    return combine.Combine(
+        math.prod(shape), width, len(outputs), dtype, capability.interpret.get()
+    )
 
 
 def whole(
@@ -148,20 +157,20 @@ def sliding(
 
 def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, long):
     gated = saved.gate is not None
-    spec = band.Band(
+    spec = interval_attention.IntervalAttention(
         **shapes_of(query, key, value, scale),
         gated=gated,
         added=added is not None,
         longest_first=long,
         gradient=True,
-        **band.gradient_blocks(key.shape[-1], value.shape[-1]),
+        **interval_attention.gradient_blocks(key.shape[-1], value.shape[-1]),
     )
-    base = KeyGradient(**shapes_of(query, key, value, scale), items=0, gated=gated)
+    base = Dkv(**shapes_of(query, key, value, scale), items=0, gated=gated)
     rows = _numbers(steps, saved, steps.bounds(where, bounds)[1], base)
     arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     (query_grad,) = steps.run(
-        band.attention(spec), query, key, value, *arrays, grad, rows, *extra
+        interval_attention.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
     pieces, tiles = 1, base.B * base.Hkv * base.tiles
@@ -199,12 +208,12 @@ def chosen(
     width, size = query.shape[-1], config.select_block
     gated = saved.gate is not None
     shapes = shapes_of(query, key, value, scale)
-    base = KeyGradient(**shapes, items=0, gated=gated, listed=1)
+    base = Dkv(**shapes, items=0, gated=gated, listed=1)
     sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
     alone = base.unit.group <= NUMBERS_ROWS and base.unit.slab == ROWS
-    if alone and not Inverse(*sizes, 1, packed).marked:
+    if alone and not BlockQueryLists(*sizes, 1, packed).marked:
         base = dataclasses.replace(base, single=True)
-    spec = selected.Selected(
+    spec = selected_attention.SelectedAttention(
         **shapes,
         n=indices.shape[-1],
         block=size,
@@ -212,8 +221,8 @@ def chosen(
         added=added is not None,
         gradient=True,
         numbers_unit=(base.unit.tokens, base.rows_of_unit),
-        limit=gathered.limit(query, key, value, indices, config, packed),
-        **selected.gradient_stages(width, value.shape[-1], size),
+        limit=mosaic_gather.limit(query, key, value, indices, config, packed),
+        **selected_attention.gradient_stages(width, value.shape[-1], size),
     )
     last = steps.end(where)
     if lists is None:
@@ -223,15 +232,15 @@ def chosen(
     by_row = steps.last_by_row(where, spec.tile, spec.tiles)
     arrays = query, key, value
     (query_grad,) = steps.run(
-        selected.attention(spec), *arrays, *lists, by_row, grad, rows, *extra
+        selected_attention.attention(spec), *arrays, *lists, by_row, grad, rows, *extra
     )
     if spec.limit:
         selection = indices, lists[-1], where
-        query_grad = gathered.query_gradient(
+        query_grad = mosaic_gather.query_gradient(
             steps, spec, arrays, selection, grad, rows, query_grad
         )
 
-    inverse = Inverse(*sizes, base.unit.tokens, packed)
+    inverse = BlockQueryLists(*sizes, base.unit.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
     table, *places = steps.listed_items(edges, where, items.listed(inverse))
     spec = dataclasses.replace(
@@ -254,31 +263,31 @@ def _merged(steps, spec, arrays, more, places):
     found = []
     for options in wanted:
         part = dataclasses.replace(spec, **options)
-        sums = steps.run(key_gradient.partial_sums(part), *arrays, *more)
-        found += steps.run(key_gradient.merged(part), *sums, *places)
+        sums = steps.run(dkv.partial_sums(part), *arrays, *more)
+        found += steps.run(dkv.merged(part), *sums, *places)
     return found
 
 
 def _numbers(steps, saved, last, base):
-    """What `numbers.of_units` gives for the units of `base`, a `KeyGradient`; `last`: the end
+    """What `bwd_preprocess.of_units` gives for the units of `base`, a `KeyGradient`; `last`: the end
     of the keys that each query sees.
     """
     extra = [
         steps.cast(x, steps.xp.float32) for x in (saved.gate, saved.lse_grad) if x is not None
     ]
     arrays = saved.lse, saved.dots, steps.integers(last), *extra
-    spec = Numbers(
+    spec = RowStats(
         *(base.B, base.T, base.H, base.Hkv, base.unit.tokens, base.rows_of_unit),
         gated=saved.gate is not None,
         lse_grad=saved.lse_grad is not None,
     )
     if base.interpret:
         return _interpreted_numbers(steps, spec, *arrays)
-    return steps.run(numbers.of_units(spec), *arrays)[0]
+    return steps.run(bwd_preprocess.of_units(spec), *arrays)[0]
 
 
 def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
-    """`numbers.of_units`, from the same arrays."""
+    """`bwd_preprocess.of_units`, from the same arrays."""
     xp, extra = steps.xp, list(extra)
     gate = extra.pop(0) if spec.gated else xp.ones_like(dots)
     offset = gate * dots
