@@ -16,12 +16,13 @@ from absl import flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import cli, command, peers, problems, records, render
-from bench.checks import Checker
-from bench.jobs import Job, explanation, jobs, recomputed
-from bench.measure import measure
-from bench.records import Record
-from bench.runners import RUNNERS, asked
+from bench.harness import cli, command, peers, problems, records
+from bench.harness.jobs import Job, explanation, jobs, recomputed
+from bench.harness.measure import measure
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, asked
+from bench.judge.checks import Checker
+from bench.reports import render
 from nsa_jax import flags as kernel_flags
 from nsa_jax import policy
 from nsa_jax.types import Branches

@@ -24,12 +24,12 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, command, cost, problems, steps
-from bench.checks import Checker
-from bench.command import config_of, integers, shown
-from bench.measure import guarded, judged, shape_of, timed
-from bench.records import Record
-from bench.runners import RUNNERS, asked
+from bench.harness import cli, command, cost, decode_steps, problems
+from bench.harness.command import config_of, integers, shown
+from bench.harness.measure import guarded, judged, shape_of, timed
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, asked
+from bench.judge.checks import Checker
 from nsa_jax import flags as kernel_flags
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import STEPS
@@ -125,7 +125,7 @@ class Case:
     def _freeze(self) -> dict[str, Any]:
         """From here on the selection is the path's own; it is judged as `scores`."""
         self.checker = Checker(self.settings, self.inputs, backward=False)
-        self.cached = steps.Cached(self.runner, self.inputs, self.config, self.plan)
+        self.cached = decode_steps.Cached(self.runner, self.inputs, self.config, self.plan)
         chosen = self.cached.chosen()
         inputs = dataclasses.replace(self.inputs, block_indices=chosen)
         self.frozen = Checker(self.settings, inputs, backward=False)
@@ -138,7 +138,9 @@ class Case:
     def _dense(self, name: str, how: dict[str, Any]) -> dict[str, Any]:
         arguments = self.runner.load(self.inputs.arguments("dense"))
         runner = self.runner
-        step = steps.stepped(runner, lambda given: runner.dense(name, **given), arguments)
+        step = decode_steps.stepped(
+            runner, lambda given: runner.dense(name, **given), arguments
+        )
         checker = Checker(self.settings, self.inputs, backward=False)
         return self._timed("dense", step, checker, arguments, how)
 

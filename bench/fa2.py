@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from absl import flags
 from torch import Tensor
 
-from bench import cli, command, problems
-from bench.checks import Checker
-from bench.command import integers, shown, speed_up
-from bench.jobs import Job
-from bench.measure import measure
-from bench.records import Record
-from bench.runners import TorchRunner, problem
+from bench.harness import cli, command, problems
+from bench.harness.command import integers, shown, speed_up
+from bench.harness.jobs import Job
+from bench.harness.measure import measure
+from bench.harness.records import Record
+from bench.harness.runners import TorchRunner, problem
+from bench.judge.checks import Checker
 from nsa_jax.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen

@@ -4,7 +4,7 @@
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
 Not a sample: every query position and key/value head. A row that differs is explained when what
-it gives up is below what float32 resolves of these scores (`bench/shortfall.py`). The exit
+it gives up is below what float32 resolves of these scores (`bench/judge/selection_shortfall.py`). The exit
 status is 1 when a row is not, and the first such rows are printed.
 """
 
@@ -16,9 +16,10 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, problems, records, shortfall
-from bench.records import Record
-from bench.runners import RUNNERS, forward, out_of_memory, problem
+from bench.harness import cli, problems, records
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, forward, out_of_memory, problem
+from bench.judge import selection_shortfall
 from nsa_jax import flags as kernel_flags
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,9 @@ def measure(runner, implementation, inputs, wanted, config, seconds) -> dict[str
     try:
         step = runner.prepare(function, arguments)
         chosen = runner.numpy(step(arguments)["indices"])
-        found = shortfall.compare(chosen, wanted, inputs.query, inputs.compressed_key, config)
+        found = selection_shortfall.compare(
+            chosen, wanted, inputs.query, inputs.compressed_key, config
+        )
         fields: dict[str, Any] = {
             "comparison": found,
             "rows_checked": wanted.shape[1],
@@ -107,7 +110,7 @@ def measure(runner, implementation, inputs, wanted, config, seconds) -> dict[str
         return {"status": "error", "reason": reason}
 
 
-def line(record: Record, found: shortfall.Comparison | None) -> str:
+def line(record: Record, found: selection_shortfall.Comparison | None) -> str:
     """A row of the table."""
 
     def number(value, digits=2):
@@ -155,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     for kind in dict.fromkeys(INPUT.value):
         inputs = problems.make(settings, kind, SEED.value)
         about = {"input_sha256": inputs.sha256, "overlap": inputs.overlap}
-        wanted = shortfall.expected(inputs.query, inputs.compressed_key, config)
+        wanted = selection_shortfall.expected(inputs.query, inputs.compressed_key, config)
         for runner, choice in chosen:
             fields = measure(
                 runner, choice.implementation, inputs, wanted, config, SECONDS.value

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench import cli, command, cost, oracle, parity, problems
-from bench.command import config_of
-from bench.jobs import Job
-from bench.measure import guarded, judged, selection, shape_of, timed
+from bench.harness import cli, command, cost, problems
+from bench.harness.command import config_of
+from bench.harness.jobs import Job
+from bench.harness.measure import guarded, judged, selection, shape_of, timed
+from bench.harness.runners import RUNNERS, forward
+from bench.judge import oracle, parity
 from bench.prefill import job
-from bench.runners import RUNNERS, forward
 from nsa_jax.types import Branches
 
 FLAGS = command.flag_values(

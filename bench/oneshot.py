@@ -22,8 +22,9 @@ from typing import Any
 from absl import app, flags
 
 import configs
-from bench import cli, environment, process, records
-from bench.process import Result, Step
+from bench import environment
+from bench.harness import cli, process, records
+from bench.harness.process import Result, Step
 
 SCHEMA = 1
 PLANS = configs.FOLDER / "oneshot"

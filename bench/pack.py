@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from absl import flags
 
-from bench import cli, cost, problems, records
-from bench.records import Record
-from bench.runners import RUNNERS, out_of_memory
+from bench.harness import cli, cost, problems, records
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, out_of_memory
 from nsa_torch import chunks, fa2, packing
 from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores

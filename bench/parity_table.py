@@ -9,17 +9,17 @@ from pathlib import Path
 
 from absl import flags
 
-from bench import cli, records
-from bench.records import Record
+from bench.harness import cli, records
+from bench.harness.records import Record
 
 FOLDER = Path(__file__).parent / "records"
 WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
 
 HEAD = """# Records
 
-One JSON line a measurement, under the device that made it; `bench/records.py` says what the
+One JSON line a measurement, under the device that made it; `bench/harness/records.py` says what the
 fields mean. The table below is made from them by `python -m bench.parity_table --write`: each
-path with the problem on which its largest error uses most of its bound (`bench/parity.py`),
+path with the problem on which its largest error uses most of its bound (`bench/judge/parity.py`),
 over all its problems. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
 summary, report and page.
 

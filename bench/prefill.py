@@ -13,13 +13,13 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, command, problems
-from bench.checks import Checker
-from bench.command import config_of, integers, shown
-from bench.jobs import Job, label, refusals
-from bench.measure import measure
-from bench.records import Record
-from bench.runners import RUNNERS, asked
+from bench.harness import cli, command, problems
+from bench.harness.command import config_of, integers, shown
+from bench.harness.jobs import Job, label, refusals
+from bench.harness.measure import measure
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, asked
+from bench.judge.checks import Checker
 from nsa_jax import flags as kernel_flags
 from nsa_jax.types import Branches
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench import cli, command, problems, timing
-from bench.command import config_of, integers, shown, speed_up
-from bench.measure import guarded
-from bench.records import Record
-from bench.runners import JaxRunner
+from bench.harness import cli, command, problems, timing
+from bench.harness.command import config_of, integers, shown, speed_up
+from bench.harness.measure import guarded
+from bench.harness.records import Record
+from bench.harness.runners import JaxRunner
 from nsa_jax import ranges
 from nsa_jax.config import NSAConfig
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from absl import flags
 
-from bench import cli, page, plots, records, render
+from bench.harness import cli, records
+from bench.harness.records import Record
 from bench.lm import curves
-from bench.records import Record
-from bench.sources import Report, read
+from bench.reports import page, plots, render
+from bench.reports.sources import Report, read
 from nsa_jax import policy
 
 FLAGS = flags.FlagValues()

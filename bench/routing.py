@@ -13,9 +13,9 @@ from typing import Any
 from absl import app, flags
 
 import configs
-from bench import cli, problems, records
-from bench.jobs import label
-from bench.runners import RUNNERS, asked
+from bench.harness import cli, problems, records
+from bench.harness.jobs import label
+from bench.harness.runners import RUNNERS, asked
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.

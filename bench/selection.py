@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench import cli, command, cost, problems
-from bench.checks import Checker
-from bench.command import integers, shown, speed_up
-from bench.measure import guarded, judged, shape_of, timed
-from bench.records import Record
-from bench.runners import RUNNERS, problem
+from bench.harness import cli, command, cost, problems
+from bench.harness.command import integers, shown, speed_up
+from bench.harness.measure import guarded, judged, shape_of, timed
+from bench.harness.records import Record
+from bench.harness.runners import RUNNERS, problem
+from bench.judge.checks import Checker
 from nsa_jax import flags as kernel_flags
 from nsa_jax.config import NSAConfig
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from absl import app, flags
 
 import configs
-from bench import cli
+from bench.harness import cli
 
 SCHEMA = 1
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import app
 
-from bench import cli
+from bench.harness import cli
 
 TIMES = ("ms_total", "ms_cmp", "ms_sel", "ms_win")
 READS = ("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode")

@@ -20,7 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from bench import cli, command, records
+from bench.harness import cli, command, records
 from bench.lm import curves, log, loop, spec, speed, variants
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags

@@ -1,6 +1,6 @@
 """Which tiles a kernel uses: those measured for its shape on this device, else its heuristic.
 
-`configs/tiles/<device>.json`, which `python -m bench.tiles` writes, has one entry a kernel and
+`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry a kernel and
 `Shape`, with the measurement that chose it. Only an exact match counts. It is read when a
 kernel is built; a file that cannot be understood is an error, a missing one is not.
 """

@@ -1,7 +1,7 @@
 """What automatic choice leaves out on a device although it could run: thresholds and policy.
 
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
-`python -m bench.tune` derives from records, and the kernels that are not allowed there at all.
+`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed there at all.
 It is read once a process; a file that cannot be understood is an error, a missing one leaves
 out only kernels that must have been measured (`MEASURED_ONLY`). An implementation that is
 named is not affected.
@@ -157,7 +157,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
         )
     if implementation in MEASURED_ONLY:
         if device is None or not device.has_measured(implementation, problem.branch):
-            return "not measured on this device: name it, or let bench.tune find its threshold"
+            return "not measured on this device: name it, or let bench.tune_thresholds find its threshold"
     given, giver = _overridden.get()
     for name, (branch, kernels) in DECIDES.items():
         if branch != problem.branch:

@@ -6,7 +6,7 @@ import dataclasses
 from absl import flags
 from absl.testing import flagsaver
 
-from bench import records
+from bench.harness import records
 from nsa_jax import branches
 from nsa_jax.dispatch import REGISTRY, Implementation
 

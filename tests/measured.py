@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from bench.records import Record
+from bench.harness.records import Record
 from nsa_jax import NSAConfig
 
 GPU = "NVIDIA Test 80GB"

@@ -15,8 +15,11 @@ from absl.testing import flagsaver
 import configs
 import nsa_jax
 import nsa_torch
-from bench import compare, cost, oracle, problems, records, render, text, timing
-from bench.records import Record
+from bench import compare
+from bench.harness import cost, problems, records, text, timing
+from bench.harness.records import Record
+from bench.judge import oracle
+from bench.reports import render
 from nsa_jax import branches
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import REGISTRY, Implementation

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import nsa_torch
-from bench import fa2, records
+from bench import fa2
+from bench.harness import records
 from nsa_jax.config import NSAConfig
 from tests.commands import run
 

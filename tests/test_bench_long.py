@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import needle, prefill, ranges, records
+from bench import needle, prefill, ranges
+from bench.harness import records
 from nsa_jax import ranges as library
 from nsa_jax import select
 from nsa_jax.config import NSAConfig

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import nsa_torch.dispatch
-from bench import records, selection
+from bench import selection
+from bench.harness import records
 from nsa_jax.dispatch import Implementation
 from nsa_torch import sdpa
 from tests.commands import run

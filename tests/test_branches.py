@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from bench.parity import assert_parity, check_indices
+from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import branches, chunks, reference
 from tests.inputs import CASES, SMALL, Case, call, oracle, problem, yardstick
 

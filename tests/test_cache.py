@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from bench.parity import FLOAT32_MAX
+from bench.judge.parity import FLOAT32_MAX
 from nsa_jax.compress import MLPParams, PoolParams
 from tests.inputs import SMALL, Case, call, problem
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.process import ROOT
+from bench.harness.process import ROOT
 
 SKY = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -213,6 +213,6 @@ def test_workflows_run_the_checks_and_the_gpu():
     assert any("bench.oneshot" in text for text in commands["gpu-bench"])
     bench, propose = flows["gpu-bench"]["bench"], flows["gpu-bench"]["propose"]
     assert bench["runs-on"] == ["self-hosted", "gpu"] and "permissions" not in bench
-    assert any("bench.tune" in step.get("run", "") for step in propose["steps"])
+    assert any("bench.tune_thresholds" in step.get("run", "") for step in propose["steps"])
     kept = [step for step in bench["steps"] if "upload-artifact" in step.get("uses", "")]
     assert kept[0]["if"] == "always()"

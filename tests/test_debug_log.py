@@ -13,7 +13,7 @@ import torch
 
 import nsa_jax
 import nsa_torch
-from bench.process import ROOT
+from bench.harness.process import ROOT
 from nsa_jax import debug
 from tests.inputs import SMALL
 

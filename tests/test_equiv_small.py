@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from bench.parity import FLOAT32_MAX
+from bench.judge.parity import FLOAT32_MAX
 from tests.inputs import SMALL, Case, call, problem
 
 CASE = Case(61, 61, H=6, Hkv=2, D=8, Dv=5)

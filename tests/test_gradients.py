@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import nsa_jax
-from bench.parity import assert_parity
+from bench.judge.parity import assert_parity
 from nsa_jax import branches, chunks, reference
 from nsa_jax.compress import MLPParams, PoolParams
 from tests.inputs import CASES, SMALL, Case, call, problem

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import oracle, problems, records, runners, shortfall
+from bench.harness import problems, records, runners
+from bench.judge import oracle, selection_shortfall
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = problems.settings("tiny", {"seq_len": 447})
@@ -23,17 +24,19 @@ def inputs(request):
 
 @pytest.fixture(scope="module")
 def wanted(inputs):
-    return shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
+    return selection_shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
 
 
 def compare(chosen, wanted, inputs):
-    return shortfall.compare(chosen, wanted, inputs.query, inputs.compressed_key, CONFIG)
+    return selection_shortfall.compare(
+        chosen, wanted, inputs.query, inputs.compressed_key, CONFIG
+    )
 
 
 def test_slabs_select_what_the_whole_selects(inputs, wanted, monkeypatch):
     assert wanted.shape == (1, 447, 2, CONFIG.num_selected)
     monkeypatch.setattr(oracle, "FORWARD_ELEMENTS", 4 * 55 * 100)  # slabs of 100 rows
-    again = shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
+    again = selection_shortfall.expected(inputs.query, inputs.compressed_key, CONFIG)
     np.testing.assert_array_equal(again, wanted)
 
 
@@ -80,7 +83,7 @@ def test_one_altered_index_is_caught(inputs, wanted):
     ],
 )
 def test_broken_rules_are_never_explained(row, reason):
-    found = next(shortfall._broken(row, 13, CONFIG), None)
+    found = next(selection_shortfall._broken(row, 13, CONFIG), None)
     assert (found is None) if reason is None else re.search(reason, found)
 
 
@@ -97,14 +100,14 @@ def test_a_near_tie_is_explained(scale, explained):
     """Queries of nearly zero see all keys nearly alike: any blocks are as good as the best."""
     inputs = problems.make(SETTINGS, "random")
     query = inputs.query * scale
-    wanted = shortfall.expected(query, inputs.compressed_key, CONFIG)
+    wanted = selection_shortfall.expected(query, inputs.compressed_key, CONFIG)
     token = 440
     row = wanted[0, token, 0].tolist()
     # Block 0 has one compressed token less, and is forced.
     others = [block for block in range(1, 12) if block not in row][:3]
     chosen = wanted.copy()
     chosen[0, token, 0] = [0, *others, *row[4:]]
-    found = shortfall.compare(chosen, wanted, query, inputs.compressed_key, CONFIG)
+    found = selection_shortfall.compare(chosen, wanted, query, inputs.compressed_key, CONFIG)
     assert found.differing == 1 and found.unexplained == (not explained)
     assert (found.worst.share <= 1) == explained
     assert found.worst.bound < 1e-4 * found.worst.largest
@@ -122,7 +125,7 @@ def test_float64_decides_not_the_reference_in_float32(inputs, wanted):
 
 
 def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, monkeypatch):
-    monkeypatch.setattr(shortfall, "MOST_ROWS", 3)
+    monkeypatch.setattr(selection_shortfall, "MOST_ROWS", 3)
     chosen = wanted.copy()
     chosen[0, 440:445, :, -1] = -1
     found = compare(chosen, wanted, inputs)

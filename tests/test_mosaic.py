@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kernels_pallas
 import nsa_jax
-from bench.parity import assert_parity, check_indices
+from bench.judge.parity import assert_parity, check_indices
 from kernels_pallas.mosaic import (
     capability,
     interval_attention,

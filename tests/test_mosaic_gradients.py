@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import nsa_jax
-from bench.parity import assert_parity
+from bench.judge.parity import assert_parity
 from kernels_pallas.mosaic import dkv
 from nsa_jax import items, mosaic_backward, reference, sorted_lists
 from nsa_jax.config import NSAConfig

@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 import nsa_jax
-from bench.parity import FLOAT32_MAX
+from bench.judge.parity import FLOAT32_MAX
 from interop import weights
 from nsa_jax.layer import GATES, PHI, LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention

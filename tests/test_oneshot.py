@@ -14,9 +14,10 @@ import pytest
 import yaml
 from absl import app
 
+import bench.harness.process
 import configs
 from bench import oneshot, suite
-from bench.process import ROOT, expand
+from bench.harness.process import ROOT, expand
 
 FAKE = "tests.fake_step"
 OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
@@ -87,7 +88,7 @@ def test_a_whole_run(run):
 
 
 def test_a_summary_has_no_path_of_this_machine(run):
-    made = Path(oneshot.process.ROOT, "artifacts", "nowhere")
+    made = Path(bench.harness.process.ROOT, "artifacts", "nowhere")
     _, summary = run(OK | {"command": f"{FAKE} ok {made}"})
     assert summary["steps"][0]["command"] == f"python -m {FAKE} ok artifacts/nowhere"
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from bench import records
+from bench.harness import records
 from nsa_torch import NSAConfig, fa2, packing, select
 from nsa_torch.chunks import Rows
 from nsa_torch.geometry import geometry

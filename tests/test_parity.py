@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import parity
+from bench.judge import parity
 from nsa_jax.config import NSAConfig
 
 CONFIG = NSAConfig(

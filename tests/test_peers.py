@@ -5,10 +5,11 @@ import types
 
 import pytest
 
-from bench import jobs, measure, peers, problems, render
-from bench.checks import Checker
-from bench.records import Record
-from bench.runners import TorchRunner, problem
+from bench.harness import jobs, measure, peers, problems
+from bench.harness.records import Record
+from bench.harness.runners import TorchRunner, problem
+from bench.judge.checks import Checker
+from bench.reports import render
 from nsa_torch import functional
 
 SETTINGS = problems.settings("tiny", {"seq_len": 63})

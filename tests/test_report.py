@@ -7,7 +7,9 @@ import re
 import pytest
 import yaml
 
-from bench import page, plots, records, render, report, sources
+from bench import report
+from bench.harness import records
+from bench.reports import page, plots, render, sources
 from nsa_jax import policy
 from tests.measured import GPU, pairs, record
 

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from bench import page, plots, records, sources
+from bench.harness import records
+from bench.reports import page, plots, sources
 from tests.measured import pairs, record
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -7,8 +7,9 @@ import sys
 import pytest
 from absl import flags
 
-from bench import seed_env
-from bench.process import ROOT
+import bench.harness.cli
+from bench.harness import seed_env
+from bench.harness.process import ROOT
 
 
 @pytest.fixture
@@ -111,10 +112,10 @@ def test_every_entry_says_something(values):
 
 def test_flags_of_the_table_are_those_of_the_commands():
     """Every flag that the table sets is one of a command, which takes the value."""
-    from bench import cli, train
+    from bench import train
     from nsa_jax import flags as kernel_flags
 
-    assert cli.LOG.name == "log" and kernel_flags.NAMES
+    assert bench.harness.cli.LOG.name == "log" and kernel_flags.NAMES
     for name, meaning in seed_env.TABLE.items():
         known = train.FLAGS if meaning.command == "train" else flags.FLAGS
         for flag, value in meaning.flags.items():

@@ -11,7 +11,7 @@ from absl import flags as absl_flags
 
 import configs
 import nsa_torch
-from bench import problems, runners
+from bench.harness import problems, runners
 from kernels_pallas import tiles
 from nsa_jax import NSAConfig, flags, policy
 from nsa_jax import dispatch as jax_dispatch

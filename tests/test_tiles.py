@@ -15,8 +15,9 @@ import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import configs
-from bench import problems, records, tuning
-from bench.runners import JaxRunner
+from bench.harness import problems, records
+from bench.harness.runners import JaxRunner
+from bench.tuners import tile_search
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import capability, interval_attention, scores, selected_attention
 from nsa_jax import mosaic
@@ -169,10 +170,12 @@ CHOSEN = {
 
 
 def test_what_can_be_tuned_are_fields_of_the_kernels():
-    assert set(tiles.TUNABLE) == set(tuning.SPECS) == set(tuning.VARIANTS) == set(CHOSEN)
+    assert (
+        set(tiles.TUNABLE) == set(tile_search.SPECS) == set(tile_search.VARIANTS) == set(CHOSEN)
+    )
     for kernel, names in tiles.TUNABLE.items():
-        fields = {field.name for field in dataclasses.fields(tuning.SPECS[kernel])}
-        assert set(names) <= fields and set(names) == set(tuning.VARIANTS[kernel])
+        fields = {field.name for field in dataclasses.fields(tile_search.SPECS[kernel])}
+        assert set(names) <= fields and set(names) == set(tile_search.VARIANTS[kernel])
 
 
 @pytest.fixture
@@ -272,7 +275,7 @@ def tune(steps):
     def differs(found, wanted):
         return "" if found == wanted else "wrong: other"
 
-    return tuning.tune(BASE, [{"block": block} for block in steps], prepare, differs)
+    return tile_search.tune(BASE, [{"block": block} for block in steps], prepare, differs)
 
 
 def test_the_fastest_that_is_right_wins():
@@ -304,7 +307,7 @@ def test_the_fastest_that_is_right_wins():
 )
 def test_a_gain_that_is_not_one_gives_no_entry(base, best):
     found = tune({128: Fake(*base), 64: Fake(*best)})
-    assert found.winner is None and found.gain <= tuning.GAIN
+    assert found.winner is None and found.gain <= tile_search.GAIN
 
 
 def test_a_heuristic_that_cannot_run_is_an_error():
@@ -316,8 +319,8 @@ def test_a_heuristic_that_cannot_run_is_an_error():
 def test_results_may_differ_by_roundings_only():
     wanted = (jnp.ones((3, 4), jnp.bfloat16), jnp.array([1.0, -jnp.inf]), jnp.arange(3))
     out, lse, indices = wanted
-    assert tuning.differs(wanted, wanted) == ""
-    assert tuning.differs((out.at[0, 0].add(2.0**-6), lse, indices), wanted) == ""
+    assert tile_search.differs(wanted, wanted) == ""
+    assert tile_search.differs((out.at[0, 0].add(2.0**-6), lse, indices), wanted) == ""
     bad = (
         (out.at[0, 0].add(2.0**-4), lse, indices),
         (out.at[1, 1].set(jnp.nan), lse, indices),
@@ -326,7 +329,7 @@ def test_results_may_differ_by_roundings_only():
         (out, lse, indices.at[2].set(1)),
     )
     for i, found in enumerate(bad):
-        assert tuning.differs(found, wanted).startswith("wrong: result"), i
+        assert tile_search.differs(found, wanted).startswith("wrong: result"), i
 
 
 MICRO = """
@@ -344,7 +347,7 @@ def kernels(tmp_path):
     settings = problems.settings(path)
     inputs = problems.make(settings, "random")
     with capability.interpreted(InterpretGPUParams()):
-        yield tuning.Kernels(settings, inputs, JaxRunner(), 0.0)
+        yield tile_search.Kernels(settings, inputs, JaxRunner(), 0.0)
 
 
 @pytest.mark.parametrize("kernel", list(CHOSEN))
@@ -357,16 +360,16 @@ def test_the_tuner_runs_the_kernels(kernels, kernel, monkeypatch, table):
         prepared.append(chosen)
         return Fake(5.0 if chosen == CHOSEN[kernel] else 10.0, result=step.result)
 
-    base = tuning.heuristic(kernel, kernels.settings)
-    found = tuning.tune(base, [base, CHOSEN[kernel]], prepare, tuning.differs)
+    base = tile_search.heuristic(kernel, kernels.settings)
+    found = tile_search.tune(base, [base, CHOSEN[kernel]], prepare, tile_search.differs)
     assert found.winner is not None and found.winner.tiles == CHOSEN[kernel], found
     assert prepared == [base, CHOSEN[kernel]]
-    entry = tuning.entry(kernels, kernel, found, records.environment("abc"))
+    entry = tile_search.entry(kernels, kernel, found, records.environment("abc"))
     evidence = entry["evidence"]
     assert (evidence["heuristic_ms"], evidence["time_ms"], evidence["gain"]) == (10, 5, 0.5)
     assert evidence["heuristic"] == base and evidence["versions"]["jax"] and evidence["time"]
     path = tiles.FOLDER / f"{configs.slug(GPU)}.json"
-    assert tuning.write(path, GPU, [kernels.shape(kernel)], [entry]) == 1
+    assert tile_search.write(path, GPU, [kernels.shape(kernel)], [entry]) == 1
     assert tiles.table(configs.slug(GPU)) == {kernels.shape(kernel): CHOSEN[kernel]}
 
 
@@ -374,19 +377,19 @@ def test_tuning_again_replaces_what_was_tuned(table):
     path = table(ENTRY)
     other = tiles.Shape.of("sliding", queries=2048, keys=2048, **SIZES)
     added = other.entry() | {"tiles": {"block": 64, "stages": 2}}
-    assert tuning.write(path, GPU, [other], [added]) == 2
+    assert tile_search.write(path, GPU, [other], [added]) == 2
     faster = ENTRY | {"tiles": {"block": 96, "stages": 2}}
-    assert tuning.write(path, GPU, [SHAPE], [faster]) == 2
+    assert tile_search.write(path, GPU, [SHAPE], [faster]) == 2
     assert {s: e["tiles"]["block"] for s, e in tiles.read(path).items()} == {
         SHAPE: 96,
         other: 64,
     }
-    assert tuning.write(path, GPU, [SHAPE, other], []) == 0
+    assert tile_search.write(path, GPU, [SHAPE, other], []) == 0
     missing = path.with_name("nvidia-none.json")
-    assert tuning.write(missing, "NVIDIA None", [SHAPE], []) == 0 and not missing.exists()
+    assert tile_search.write(missing, "NVIDIA None", [SHAPE], []) == 0 and not missing.exists()
     table(text="{")
     with pytest.raises(ValueError, match="is not JSON"):
-        tuning.write(path, GPU, [SHAPE], [ENTRY])
+        tile_search.write(path, GPU, [SHAPE], [ENTRY])
 
 
 @pytest.mark.parametrize(
@@ -395,7 +398,7 @@ def test_tuning_again_replaces_what_was_tuned(table):
 )
 def test_the_command_says_what_it_needs(flag, message):
     done = subprocess.run(
-        [sys.executable, "-m", "bench.tiles", flag],
+        [sys.executable, "-m", "bench.tune_tiles", flag],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nsa_torch
-from bench.parity import assert_parity
+from bench.judge.parity import assert_parity
 from nsa_jax import reference
 from nsa_torch import MLPParams, NSAConfig, PoolParams, sdpa, select
 from nsa_torch import reference as torch_reference

@@ -7,8 +7,10 @@ import os
 import pytest
 import yaml
 
-from bench import evidence, records, switch, tune
-from bench.evidence import Evidence
+from bench import tune_thresholds
+from bench.harness import records
+from bench.tuners import threshold_check, threshold_evidence
+from bench.tuners.threshold_evidence import Evidence
 from nsa_jax import policy
 from nsa_jax.dispatch import Implementation
 from tests.measured import GPU, pairs, record
@@ -18,16 +20,16 @@ SLUG = "nvidia-test-80gb"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`bench.tune` with these arguments; its file is `tmp_path/out/<device>.yaml`."""
+    """`bench.tune_thresholds` with these arguments; its file is `tmp_path/out/<device>.yaml`."""
     monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
     policy.of.cache_clear()
 
     def call(*args):
-        tune.FLAGS.unparse_flags()
-        for name in tune.FLAGS:
-            tune.FLAGS[name].unparse()
-        rest = tune.FLAGS(["tune", f"--out={tmp_path / 'out'}", *map(str, args)])
-        return tune.main(rest)
+        tune_thresholds.FLAGS.unparse_flags()
+        for name in tune_thresholds.FLAGS:
+            tune_thresholds.FLAGS[name].unparse()
+        rest = tune_thresholds.FLAGS(["tune", f"--out={tmp_path / 'out'}", *map(str, args)])
+        return tune_thresholds.main(rest)
 
     yield call
     policy.of.cache_clear()
@@ -46,12 +48,12 @@ def found(*rows):
     """The thresholds of these rows, margin 1.2."""
     groups, into = {}, Evidence()
     for i, row in enumerate(rows, 1):
-        key = [repr(getattr(row, name)) for name in evidence.SAME]
+        key = [repr(getattr(row, name)) for name in threshold_evidence.SAME]
         groups.setdefault((*key, row.branch), []).append((f"rows:{i}", row))
     for group in groups.values():
-        evidence._pair(group, into)
+        threshold_evidence._pair(group, into)
     wanted = [name for name in policy.DECIDES if into.of(name)]
-    return tune.tune(into, wanted, 1.2)["runtime"]
+    return tune_thresholds.tune(into, wanted, 1.2)["runtime"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_check_watches_what_attention_runs(run, write, tmp_path, monkeypatch):
         monkeypatch.setitem(REGISTRY.table, step, table)
     for name, at in (("fa2_min_len_win", (63, 64)), ("sel_min_len", (192, 256))):
         for length, expected in zip(at, ("portable path", "kernel"), strict=True):
-            finding = switch._ran(REGISTRY, device, name, length, expected)
+            finding = threshold_check._ran(REGISTRY, device, name, length, expected)
             assert finding.ok, finding
             assert not dataclasses.replace(finding, got="nothing that was watched").ok
             assert not dataclasses.replace(
@@ -291,6 +293,6 @@ def test_attention_switches_on_this_gpu(tmp_path):
 
     name = torch.cuda.get_device_name()
     thresholds = policy.Thresholds(256, "never", 256)
-    findings = switch.check(policy.Device(name, tmp_path / "x.yaml", thresholds))
+    findings = threshold_check.check(policy.Device(name, tmp_path / "x.yaml", thresholds))
     assert {finding.how for finding in findings} == {"decision", "ran"}
     assert all(finding.ok for finding in findings), "\n".join(map(str, findings))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import nsa_torch.mosaic
-from bench.parity import assert_parity, check_indices
+from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, chunks, fa2
 from nsa_torch import reference as torch_reference

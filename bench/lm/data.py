@@ -1,8 +1,8 @@
-"""Batches of real text: windows of the corpus of `bench.text`, one token a byte."""
+"""Batches of real text: windows of the corpus of `bench.harness.text`, one token a byte."""
 
 import numpy as np
 
-from bench import text
+from bench.harness import text
 
 CORPUS_BYTES = 8 * 2**20
 HELD_OUT_SHARE = 1 / 16

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench import records, timing
+from bench.harness import records, timing
 from bench.lm import checkpoint, log, speed, variants
 from bench.lm.data import Batches
 from bench.lm.spec import DivergedError, Task

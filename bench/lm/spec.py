@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from bench import cost
+from bench.harness import cost
 from nsa_jax.layer import LayerSpec
 
 type Attention = Literal["nsa", "dense"]
@@ -139,7 +139,7 @@ class Task:
     def flops(self) -> int:
         """Useful FLOPs of a step.
 
-        Forward is two a multiply-add of `ModelSpec.products`, and attention as `bench.cost`
+        Forward is two a multiply-add of `ModelSpec.products`, and attention as `bench.harness.cost`
         counts it: pairs that a query sees, the selection not. Backward is twice forward;
         nothing that is computed again counts. The embedding, the norms and the optimizer are
         not counted.

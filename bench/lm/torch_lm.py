@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import timing
+from bench.harness import timing
 from bench.lm.spec import DivergedError, ModelSpec, Task
 from interop import weights
 from nsa_jax.layer import LayerSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from bench import jobs
+from bench.harness import jobs
 from bench.lm.spec import Attention, Task
 from nsa_jax.dispatch import OnUnsupported, Problem, Registry
 from nsa_jax.types import Branches

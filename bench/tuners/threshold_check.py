@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from bench.evidence import PORTABLE
+from bench.tuners.threshold_evidence import PORTABLE
 from nsa_jax import dispatch, policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Plan, Problem, Registry

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench import records
+from bench.harness import records
+from bench.harness.records import Record
 from bench.lm import log
-from bench.records import Record
 from nsa_jax import policy
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from absl import app, flags
 from absl import logging as absl_logging
 
-from bench import seed_env
+from bench.harness import seed_env
 from nsa_jax import debug
 
 BAD_INPUT = 2  # exit status

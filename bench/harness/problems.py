@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import configs
 import nsa_jax
-from bench import text
+from bench.harness import text
 from nsa_jax.config import NSAConfig
 from nsa_jax.policy import Thresholds
 from nsa_jax.types import Branches

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import records
-from bench.records import Record
+from bench.harness import records
+from bench.harness.records import Record
 from nsa_jax import policy
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}

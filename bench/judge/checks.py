@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import oracle, parity
-from bench.parity import Parity
-from bench.problems import Inputs, Settings
+from bench.harness.problems import Inputs, Settings
+from bench.judge import oracle, parity
+from bench.judge.parity import Parity
 
 
 class Checker:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).parents[1]  # commands run here, where the sources are
+ROOT = Path(__file__).parents[2]  # commands run here, where the sources are
 SHOWN_LINES = 15
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 

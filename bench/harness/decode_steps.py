@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import timing
-from bench.problems import Inputs
-from bench.runners import rotated
+from bench.harness import timing
+from bench.harness.problems import Inputs
+from bench.harness.runners import rotated
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.jobs import Job
+from bench.harness.jobs import Job
 from nsa_jax.dispatch import Problem
 
 NAMES = ("fla",)

@@ -8,11 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench import records, render
+from bench.harness import records
+from bench.harness.records import Record
 from bench.lm import curves
-from bench.plots import Plot
-from bench.records import Record
-from bench.sources import Report
+from bench.reports import render
+from bench.reports.plots import Plot
+from bench.reports.sources import Report
 
 TEMPLATE = Path(__file__).parent / "page.html"
 FILTERS = ("device", "framework", "branch", "implementation", "mode", "status")
@@ -184,7 +185,7 @@ def _thresholds(report: Report) -> str:
         cards.append(
             f'<div class="card"><h3>{escape(name)}</h3><p class="soft">No file in '
             "<code>configs/devices/</code>: automatic choice takes the first kernel that can "
-            "run. <code>python -m bench.tune</code> writes one from records.</p></div>"
+            "run. <code>python -m bench.tune_thresholds</code> writes one from records.</p></div>"
         )
     return "".join(cards)
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import configs
 
 SCHEMA = 1
-FOLDER = Path(__file__).parent / "records"
+FOLDER = Path(__file__).parents[1] / "records"
 Status = Literal["ok", "wrong", "oom", "unsupported", "error"]
 
 
@@ -251,7 +251,7 @@ def _output(*command: str) -> str | None:
             capture_output=True,
             text=True,
             timeout=20,
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parents[1],
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

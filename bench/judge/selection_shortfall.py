@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench import oracle
+from bench.judge import oracle
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 

@@ -45,14 +45,14 @@ _NO_COUNTERPART: dict[str, str] = {
         " NSA_WIN_FORCE_DENSE NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_SDPA_NO_FLASH"
         " NSA_SDPA_FLASH_ONLY"
     ),
-    "thresholds are measured, python -m bench.tune": (
+    "thresholds are measured, python -m bench.tune_thresholds": (
         "NSA_FA2_MIN_LEN_WIN NSA_FA2_MIN_LEN_CMP NSA_SEL_TRITON_MIN_L"
     ),
     "no dtype is cast and no limit lifted: a refusal is shown by --explain": (
         "NSA_FA2_ALLOW_FP32 NSA_FA2_ALLOW_D_GT_128 NSA_FA2_ALLOW_LARGE_BATCH"
         " NSA_FA2_PREF_FP16 NSA_SEL_TRITON_REQUIRE_ALIGN"
     ),
-    "tiles are measured, python -m bench.tiles": (
+    "tiles are measured, python -m bench.tune_tiles": (
         "NSA_SEL_TRITON_GROUP NSA_SEL_TRITON_FORCE_PATH NSA_SEL_TRITON_BLOCK_L"
         " NSA_SEL_TRITON_BLOCK_D NSA_SEL_TRITON_BLOCK_DV NSA_SEL_TRITON_BLOCK_H"
         " NSA_SEL_TRITON_PACK_CACHE_MAX_ENTRIES NSA_SEL_TRITON_PACK_CACHE_MAX_MB"

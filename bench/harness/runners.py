@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 import nsa_jax
-from bench import timing
-from bench.problems import Settings
+from bench.harness import timing
+from bench.harness.problems import Settings
 from nsa_jax.dispatch import REGISTRY, Problem, capability
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.

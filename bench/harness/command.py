@@ -13,9 +13,9 @@ from typing import Any
 
 from absl import flags
 
-from bench import problems, records
-from bench.measure import shape_of
-from bench.records import Record
+from bench.harness import problems, records
+from bench.harness.measure import shape_of
+from bench.harness.records import Record
 from nsa_jax.config import NSAConfig
 
 # The seed system's words for sizes: name, default, what it is.
@@ -149,7 +149,7 @@ def settings(
 def folder(out: str | None) -> Path:
     """Where a run writes: `out`, or a folder of `bench/results` that bears the time."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    return Path(out) if out else Path(__file__).parent / "results" / stamp
+    return Path(out) if out else Path(__file__).parents[1] / "results" / stamp
 
 
 def speed_up(slow: Record, fast: Record) -> float | None:

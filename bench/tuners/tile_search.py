@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import records
-from bench.problems import Inputs, Settings
+from bench.harness import records
+from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import interval_attention, scores, selected_attention
 from nsa_jax import geometry

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.runners import forward
+from bench.harness.runners import forward
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 

@@ -1,7 +1,7 @@
 """Times the tiles that Mosaic kernels can have, and writes the winners to `configs/tiles/`.
 
-    python -m bench.tiles
-    python -m bench.tiles --config paper --kernel sliding --out /tmp/tiles
+    python -m bench.tune_tiles
+    python -m bench.tune_tiles --config paper --kernel sliding --out /tmp/tiles
 
 One table a device, one entry a kernel and shape: dtype, heads of a group, widths, lengths as
 powers of two, and what of NSAConfig the kernel depends on. An entry is written where the best
@@ -15,8 +15,9 @@ from pathlib import Path
 from absl import app, flags
 
 import configs
-from bench import cli, problems, records, tuning
-from bench.runners import JaxRunner, problem
+from bench.harness import cli, problems, records
+from bench.harness.runners import JaxRunner, problem
+from bench.tuners import tile_search
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import capability
 
@@ -42,7 +43,7 @@ COMMIT = flags.DEFINE_string(
 TITLES = "| kernel | tiles | ms | beside the heuristic |\n|---|---|---|---|"
 
 
-def table(kernel: str, outcome: tuning.Outcome) -> str:
+def table(kernel: str, outcome: tile_search.Outcome) -> str:
     """Rows of Markdown, one a variant, the heuristic first."""
     lines, base = [], outcome.heuristic.time_ms or 0.0
     for trial in outcome.trials:
@@ -76,22 +77,22 @@ def main(argv: Sequence[str]) -> int:
     environment, wrong, count = records.environment(COMMIT.value), False, 0
     for name, each in zip(CONFIG.value, settings, strict=True):
         inputs = problems.make(each, INPUT.value, SEED.value)
-        kernels = tuning.Kernels(each, inputs, runner, SECONDS.value)
+        kernels = tile_search.Kernels(each, inputs, runner, SECONDS.value)
         print(f"\n{name}: {each.runtime}\n\n{TITLES}", flush=True)
         for kernel in dict.fromkeys(KERNELS.value):
-            outcome = tuning.tune(
-                tuning.heuristic(kernel, each),
-                tuning.variants(kernel),
+            outcome = tile_search.tune(
+                tile_search.heuristic(kernel, each),
+                tile_search.variants(kernel),
                 lambda chosen, kernels=kernels, kernel=kernel: kernels.prepare(kernel, chosen),
-                tuning.differs,
+                tile_search.differs,
             )
             print(table(kernel, outcome), flush=True)
             wrong = wrong or any(trial.wrong for trial in outcome.trials)
             found = []
             if outcome.winner is not None:
-                found.append(tuning.entry(kernels, kernel, outcome, environment))
+                found.append(tile_search.entry(kernels, kernel, outcome, environment))
             # At once: what was measured is kept whatever happens to the next.
-            count = tuning.write(path, runner.device, [kernels.shape(kernel)], found)
+            count = tile_search.write(path, runner.device, [kernels.shape(kernel)], found)
     print(f"\n{count} entries in {path}" if count else "\nno variant gains enough; no table")
     return int(wrong)
 

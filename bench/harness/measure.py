@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench import cost
-from bench.checks import Checker
-from bench.jobs import Job
-from bench.runners import forward, out_of_memory, problem
+from bench.harness import cost
+from bench.harness.jobs import Job
+from bench.harness.runners import forward, out_of_memory, problem
+from bench.judge.checks import Checker
 
 log = logging.getLogger(__name__)
 

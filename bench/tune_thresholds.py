@@ -1,8 +1,8 @@
 """From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
 
-    python -m bench.tune --records bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
-    python -m bench.tune --csv fa2.csv --threshold fa2_min_len_win --dry_run
-    python -m bench.tune --check --device "NVIDIA H100 80GB HBM3"
+    python -m bench.tune_thresholds --records bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
+    python -m bench.tune_thresholds --csv fa2.csv --threshold fa2_min_len_win --dry_run
+    python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is the smallest recorded length at which the kernel beats the portable path by the
 margin in all rows of that and of every greater length; `never` where there is none. A kernel
@@ -21,8 +21,9 @@ import yaml
 from absl import flags
 
 import configs
-from bench import cli, evidence, records, switch
-from bench.evidence import Evidence, Pair
+from bench.harness import cli, records
+from bench.tuners import threshold_check, threshold_evidence
+from bench.tuners.threshold_evidence import Evidence, Pair
 from nsa_jax import policy
 
 FLAGS = flags.FlagValues()
@@ -144,7 +145,9 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> str:
     data["device"] = device
     order = ("schema", "device", "runtime", "policy", "evidence")
     data = {key: data[key] for key in order if key in data}
-    head = "# Written by `python -m bench.tune` from records; policy is a person's.\n"
+    head = (
+        "# Written by `python -m bench.tune_thresholds` from records; policy is a person's.\n"
+    )
     return head + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
 
 
@@ -181,16 +184,18 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError("--check reads a device's file: give --device, and no records")
         path = folder / f"{configs.slug(DEVICE.value)}.yaml"
         if not path.is_file():
-            raise ValueError(f"no file {path}; python -m bench.tune --records writes it")
-        findings = switch.check(policy.read(path))
+            raise ValueError(
+                f"no file {path}; python -m bench.tune_thresholds --records writes it"
+            )
+        findings = threshold_check.check(policy.read(path))
         print("\n".join(map(str, findings)))
         return int(any(not finding.ok for finding in findings))
     if not files and not CSV.value:
         raise ValueError("no rows: give --records FILE or --csv FILE")
     found = Evidence()
-    evidence.read_records(files, DEVICE.value, found)
+    threshold_evidence.read_records(files, DEVICE.value, found)
     for path in CSV.value:
-        evidence.read_csv(path, DEVICE.value, found)
+        threshold_evidence.read_csv(path, DEVICE.value, found)
     wanted = [name for name in policy.DECIDES if name in WANTED.value]
     try:
         tuned = tune(found, wanted, MARGIN.value)

@@ -1,0 +1,1 @@
+"""What every command shares: flags, inputs, processes, timing, records."""

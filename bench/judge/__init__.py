@@ -1,0 +1,1 @@
+"""Whether a path is right: the float64 oracle, error bounds, selections."""

@@ -1,0 +1,1 @@
+"""What `tune_tiles` and `tune_thresholds` search, pair and check."""
