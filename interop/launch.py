@@ -25,7 +25,7 @@ import jax
 import torch
 from jaxlib import xla_client
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import Array, Kernel
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
 CAPABILITY = (9, 0)
@@ -117,12 +117,13 @@ def lower(kernel: Kernel) -> bytes:
         `kernel.outputs`.
     """
     with _lock, _no_backend():
-        traced = jax.jit(kernel.call, keep_unused=True).trace(*kernel.inputs)
+        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
+        traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)
         lowered = traced.lower(lowering_platforms=("cuda",))
     results = [f"{r.dtype.name}{list(r.shape)}" for r in jax.tree.leaves(traced.out_info)]
-    wanted = [f"{o.dtype.name}{list(o.shape)}" for o in kernel.outputs]
-    if results != wanted:
-        raise ValueError(f"{kernel.name} must return {wanted}, got {results}")
+    expected = [f"{o.dtype}{list(o.shape)}" for o in kernel.outputs]
+    if results != expected:
+        raise ValueError(f"{kernel.name} must return {expected}, got {results}")
     return _payload(kernel.name, lowered.compiler_ir())
 
 
@@ -189,8 +190,8 @@ class _Argument(NamedTuple):
 def _arguments(kernel: Kernel) -> tuple[list[_Argument], list[_Argument]]:
     """The inputs and the outputs in torch's terms."""
 
-    def convert(structs: Sequence[jax.ShapeDtypeStruct]) -> list[_Argument]:
-        return [_Argument(s.shape, s.size, getattr(torch, s.dtype.name)) for s in structs]
+    def convert(arrays: Sequence[Array]) -> list[_Argument]:
+        return [_Argument(x.shape, x.size, getattr(torch, x.dtype)) for x in arrays]
 
     return convert(kernel.inputs), convert(kernel.outputs)
 

@@ -1,35 +1,67 @@
-"""What a kernel is to the rest of the library: a function with fixed shapes."""
+"""What a kernel is to the rest of the library: a description; the body is imported to run it.
+
+A description holds static sizes and the arrays that go in and come out. It imports no JAX, so
+that a framework can plan, allocate and look up compiled code without it.
+"""
 
 import dataclasses
+import functools
+import importlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax
+
+class Array(NamedTuple):
+    """Shape and dtype of an argument; `dtype` is a name, e.g. `bfloat16`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
     """One Mosaic GPU kernel with fixed shapes, called from both frameworks.
 
-    Compared by identity: a builder is cached by its static arguments, so that one description
-    is one object, traced and compiled once.
+    Compared by identity: the function that describes it is cached by its static arguments, so
+    that one description is one object, traced and compiled once.
 
     Attributes:
       name: for messages and reports.
-      call: what `plgpu.kernel` returns, nothing around it: arrays shaped as `inputs` in, a list
-        or tuple of arrays shaped as `outputs` out.
-      inputs: shapes and dtypes; at least one.
-      outputs: shapes and dtypes; at least one.
+      spec: the static part, a frozen dataclass.
+      body: `module:function`; the function takes this kernel and returns what `plgpu.kernel`
+        returns, nothing around it: arrays shaped as `inputs` in, a list or tuple of arrays
+        shaped as `outputs` out.
+      inputs: at least one.
+      outputs: at least one.
       in_place: whether the first output may take the memory of the last input, of which each
         part is read before the same part of the output is written.
     """
 
     name: str
-    call: Callable[..., Any]
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    spec: Any
+    body: str
+    inputs: Sequence[Array]
+    outputs: Sequence[Array]
     in_place: bool = False
+
+    def __post_init__(self):
+        for name in ("inputs", "outputs"):
+            arrays = tuple(Array(tuple(x.shape), str(x.dtype)) for x in getattr(self, name))
+            object.__setattr__(self, name, arrays)
+
+    @functools.cached_property
+    def call(self) -> Callable[..., Any]:
+        """The function that `body` names, applied to this kernel."""
+        if callable(self.body):
+            return self.body
+        module, function = self.body.split(":")
+        return getattr(importlib.import_module(module), function)(self)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """The outputs for JAX arrays, each reshaped to its input's shape first.
@@ -39,11 +71,11 @@ class Kernel:
         """
         if len(arrays) != len(self.inputs):
             raise ValueError(f"{self.name} takes {len(self.inputs)} arrays, got {len(arrays)}")
-        for i, (array, wanted) in enumerate(zip(arrays, self.inputs, strict=True)):
-            if array.dtype != wanted.dtype or math.prod(array.shape) != wanted.size:
+        for i, (array, expected) in enumerate(zip(arrays, self.inputs, strict=True)):
+            if array.dtype.name != expected.dtype or math.prod(array.shape) != expected.size:
                 raise ValueError(
-                    f"argument {i} of {self.name} must be {wanted.dtype.name} with the "
-                    f"{wanted.size} elements of {wanted.shape}, got {array.dtype.name} "
+                    f"argument {i} of {self.name} must be {expected.dtype} with the "
+                    f"{expected.size} elements of {expected.shape}, got {array.dtype.name} "
                     f"{tuple(array.shape)}"
                 )
         shaped = [a.reshape(s.shape) for a, s in zip(arrays, self.inputs, strict=True)]

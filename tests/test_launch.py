@@ -41,7 +41,7 @@ def new_tiny():
         difference[part] = (a - b).astype(jnp.bfloat16)
 
     call = plgpu.kernel(body, out_type=[FLOATS, HALVES], grid=(N // 128,), grid_names=("part",))
-    return Kernel("tiny", call, (FLOATS, HALVES), (FLOATS, HALVES))
+    return Kernel("tiny", None, call, (FLOATS, HALVES), (FLOATS, HALVES))
 
 
 tiny = functools.cache(new_tiny)
@@ -56,7 +56,7 @@ def spilling():
         out[...] = functools.reduce(jnp.multiply, [value + total for value in values])
 
     many = jax.ShapeDtypeStruct((10 * N,), jnp.float32)
-    return Kernel("spilling", plgpu.kernel(body, out_type=[FLOATS]), (many,), (FLOATS,))
+    return Kernel("spilling", None, plgpu.kernel(body, out_type=[FLOATS]), (many,), (FLOATS,))
 
 
 def aligned(size, dtype=torch.float32, offset=0):
@@ -74,7 +74,7 @@ def good_inputs():
 
 
 def _with(call, inputs=(FLOATS,), outputs=(FLOATS,)):
-    return Kernel("sample", call, inputs, outputs)
+    return Kernel("sample", None, call, inputs, outputs)
 
 
 def test_a_kernel_reshapes_its_arrays_and_returns_a_tuple():

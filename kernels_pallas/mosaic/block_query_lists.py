@@ -387,4 +387,4 @@ def _kernel(name, walk, more, outputs):
         ],
         compiler_params=operands.PARAMS,
     )
-    return Kernel(name, call, (*inputs, *more), outputs)
+    return Kernel(name, spec, call, (*inputs, *more), outputs)

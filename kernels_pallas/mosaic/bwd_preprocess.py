@@ -124,4 +124,4 @@ def of_units(spec: RowStats) -> Kernel:
         grid_names=("head", "block"),
         compiler_params=operands.PARAMS,
     )
-    return Kernel("numbers", call, inputs, (output,))
+    return Kernel("numbers", spec, call, inputs, (output,))

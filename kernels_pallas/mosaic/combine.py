@@ -128,4 +128,4 @@ def _kernel(name, spec, body, inputs, outputs, slots):
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel(name, call, inputs, outputs)
+    return Kernel(name, spec, call, inputs, outputs)

@@ -384,7 +384,7 @@ def partial_sums(spec: Dkv) -> Kernel:
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("key_gradient", call, tuple(inputs), outputs)
+    return Kernel("key_gradient", spec, call, tuple(inputs), outputs)
 
 
 @functools.cache
@@ -432,4 +432,4 @@ def merged(spec: Dkv) -> Kernel:
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("merged_key_gradient", call, (*sums, places, places), outputs)
+    return Kernel("merged_key_gradient", spec, call, (*sums, places, places), outputs)

@@ -258,7 +258,7 @@ def partial_outputs(spec: GatheredAttention) -> Kernel:
         interpret=spec.interpret,
     )
     name = "gathered_query_gradient" if spec.gradient else "gathered_attention"
-    return Kernel(name, call, tuple(inputs), outputs)
+    return Kernel(name, spec, call, tuple(inputs), outputs)
 
 
 def _heads(array, b, index, head, group, columns):
@@ -396,4 +396,4 @@ def merged(spec: GatheredAttention) -> Kernel:
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("merged_gathered", call, tuple(inputs), outputs, in_place=True)
+    return Kernel("merged_gathered", spec, call, tuple(inputs), outputs, in_place=True)

@@ -369,4 +369,4 @@ def attention(band: IntervalAttention) -> Kernel:
         interpret=band.interpret,
     )
     name = "band_query_gradient" if band.gradient else "band_attention"
-    return Kernel(name, call, tuple(inputs), outputs, in_place=band.added)
+    return Kernel(name, band, call, tuple(inputs), outputs, in_place=band.added)

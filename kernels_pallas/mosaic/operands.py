@@ -13,7 +13,6 @@ Interpret mode has no such aliases: there each operand is only its box, and prod
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -26,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-LOG2E = math.log2(math.e)
-ROWS = 64  # the M of every wgmma
+from kernels_pallas.specs.tile import LOG2E, ROWS, Tile, slab_width  # noqa: F401
+
 NUMBERS = 4  # that come with a row for gradients
 NUMBERS_ROWS = 8  # whose numbers are as short as a copy can be
 MATRIX = plgpu.Layout.WGMMA
@@ -42,32 +41,6 @@ PARAMS = plgpu.CompilerParams(
     unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=0,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """How queries are cut: `tokens` tokens x `group` heads in `rows` rows, slabs of `slab`."""
-
-    group: int
-    slab: int
-    rows: int = ROWS
-
-    @property
-    def tokens(self) -> int:
-        tokens = self.rows // self.group
-        # A copy moves a multiple of 128 bytes.
-        return tokens - (tokens * self.group * self.slab * 2 % 128 != 0)
-
-    @property
-    def used(self) -> int:
-        """Rows that stand for a query head."""
-        return self.tokens * self.group
-
-
-def slab_width(*widths: int) -> int:
-    """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
-    common = math.gcd(*widths)
-    return next(slab for slab in (64, 32, 16) if common % slab == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -306,7 +306,7 @@ def best_blocks(spec: Scores) -> Kernel:
         compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("best_blocks", call, inputs, (output,))
+    return Kernel("best_blocks", spec, call, inputs, (output,))
 
 
 def _batcher(n: int):

@@ -224,7 +224,7 @@ def best_blocks(spec: Scores) -> Kernel:
         ],
         compiler_params=operands.PARAMS,
     )
-    return Kernel("best_blocks", call, inputs, (output,))
+    return Kernel("best_blocks", spec, call, inputs, (output,))
 
 
 def _queries(spec: Scores, query, b, g, token):

@@ -295,4 +295,4 @@ def attention(spec: SelectedAttention) -> Kernel:
         interpret=spec.interpret,
     )
     name = "selected_query_gradient" if spec.gradient else "selected_attention"
-    return Kernel(name, call, tuple(inputs), outputs, in_place=spec.added)
+    return Kernel(name, spec, call, tuple(inputs), outputs, in_place=spec.added)

@@ -147,4 +147,4 @@ def lists(spec: SelectedAttention) -> Kernel:
         scratch_types=[plgpu.SMEM((WARPS, words, WINDOW), jnp.int32)],
         compiler_params=operands.PARAMS,
     )
-    return Kernel("union_lists", call, inputs, outputs)
+    return Kernel("union_lists", spec, call, inputs, outputs)

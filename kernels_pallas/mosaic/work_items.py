@@ -221,4 +221,4 @@ def items(spec: WorkItems) -> Kernel:
         grid_names=("row", "group"),
         compiler_params=operands.PARAMS,
     )
-    return Kernel("pieces", call, (edges, shape((inverse.B, inverse.T))), spec.outputs)
+    return Kernel("pieces", spec, call, (edges, shape((inverse.B, inverse.T))), spec.outputs)

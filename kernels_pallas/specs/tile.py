@@ -1,0 +1,37 @@
+"""How query rows are cut into tiles, and the constants that kernels and descriptions share.
+
+A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
+`token * G + head`, so no row is wasted on padding heads.
+"""
+
+import dataclasses
+import math
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # the M of every wgmma
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """`tokens` tokens x `group` query heads in `rows` rows; columns in slabs of `slab`."""
+
+    group: int
+    slab: int
+    rows: int = ROWS
+
+    @property
+    def tokens(self) -> int:
+        tokens = self.rows // self.group
+        # A TMA copy moves a multiple of 128 bytes.
+        return tokens - (tokens * self.group * self.slab * 2 % 128 != 0)
+
+    @property
+    def used(self) -> int:
+        """Rows that stand for a query head."""
+        return self.tokens * self.group
+
+
+def slab_width(*widths: int) -> int:
+    """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
+    common = math.gcd(*widths)
+    return next(slab for slab in (64, 32, 16) if common % slab == 0)
