@@ -15,13 +15,12 @@ from kernels_pallas.mosaic import (
     capability,
     combine,
     dkv,
-    interval_attention,
-    selected_attention,
 )
 from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
+from kernels_pallas.specs import interval, selected
 from nsa_jax import items, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
@@ -157,21 +156,18 @@ def sliding(
 
 def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, long):
     gated = saved.gate is not None
-    spec = interval_attention.IntervalAttention(
+    spec = interval.IntervalAttention(
         **shapes_of(query, key, value, scale),
         gated=gated,
         added=added is not None,
         longest_first=long,
-        gradient=True,
-        **interval_attention.gradient_blocks(key.shape[-1], value.shape[-1]),
+        **interval.dq_blocks(key.shape[-1], value.shape[-1]),
     )
     base = Dkv(**shapes_of(query, key, value, scale), items=0, gated=gated)
     rows = _numbers(steps, saved, steps.bounds(where, bounds)[1], base)
     arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
-    (query_grad,) = steps.run(
-        interval_attention.attention(spec), query, key, value, *arrays, grad, rows, *extra
-    )
+    (query_grad,) = steps.run(interval.dq(spec), query, key, value, *arrays, grad, rows, *extra)
 
     pieces, tiles = 1, base.B * base.Hkv * base.tiles
     if long:
@@ -213,16 +209,15 @@ def chosen(
     alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
     if alone and not BlockQueryLists(*sizes, 1, packed).marked:
         base = dataclasses.replace(base, single=True)
-    spec = selected_attention.SelectedAttention(
+    spec = selected.SelectedAttention(
         **shapes,
         n=indices.shape[-1],
         block=size,
         gated=gated,
         added=added is not None,
-        gradient=True,
-        numbers_unit=(base.unit.tokens, base.rows_of_unit),
-        limit=mosaic_gather.limit(query, key, value, indices, config, packed),
-        **selected_attention.gradient_stages(width, value.shape[-1], size),
+        stats_unit=(base.unit.tokens, base.rows_of_unit),
+        gather_limit=mosaic_gather.limit(query, key, value, indices, config, packed),
+        **selected.dq_stages(width, value.shape[-1], size),
     )
     last = steps.end(where)
     if lists is None:
@@ -231,10 +226,8 @@ def chosen(
     extra = [] if added is None else [added]
     by_row = steps.last_by_row(where, spec.tile, spec.tiles)
     arrays = query, key, value
-    (query_grad,) = steps.run(
-        selected_attention.attention(spec), *arrays, *lists, by_row, grad, rows, *extra
-    )
-    if spec.limit:
+    (query_grad,) = steps.run(selected.dq(spec), *arrays, *lists, by_row, grad, rows, *extra)
+    if spec.gather_limit:
         selection = indices, lists[-1], where
         query_grad = mosaic_gather.query_gradient(
             steps, spec, arrays, selection, grad, rows, query_grad

@@ -13,12 +13,11 @@ from typing import Any
 from kernels_pallas.mosaic import (
     block_query_lists,
     capability,
-    interval_attention,
     scores,
-    selected_attention,
     tile_block_lists,
     work_items,
 )
+from kernels_pallas.specs import interval, selected
 from kernels_pallas.tiles import tiles_of
 from nsa_jax import mosaic_gather, sorted_lists
 from nsa_jax.config import NSAConfig
@@ -113,7 +112,7 @@ class Framework:
     def _attention(
         self, query, key, value, bounds, where, scale, gate, added, longest_first, config
     ):
-        spec = interval_attention.IntervalAttention(
+        spec = interval.IntervalAttention(
             **shapes_of(query, key, value, scale),
             gated=gate is not None,
             added=added is not None,
@@ -126,7 +125,7 @@ class Framework:
                 keys=key.shape[1],
                 Dv=value.shape[-1],
                 config=config,
-                otherwise=interval_attention.blocks_for(
+                otherwise=interval.forward_blocks(
                     query.shape[-1], value.shape[-1], long=longest_first
                 ),
             ),
@@ -134,7 +133,7 @@ class Framework:
         arrays = [query, key, value]
         arrays += self.bounds_by_row(where, bounds, spec.tile, spec.tiles)
         arrays += self._extra(gate, added)
-        out, lse = self.run(interval_attention.attention(spec), *arrays)
+        out, lse = self.run(interval.forward(spec), *arrays)
         return out, None if spec.added else lse
 
     def _extra(self, gate, added):
@@ -183,13 +182,13 @@ class Framework:
         """`(out, lse)` over the blocks `indices` `[B, T, Hkv, n]`; `lists`: `selected_lists`,
         where they are there already; `packed`: sequences may begin at any key.
         """
-        spec = selected_attention.SelectedAttention(
+        spec = selected.SelectedAttention(
             **shapes_of(query, key, value, scale),
             n=indices.shape[-1],
             block=config.select_block,
             gated=gate is not None,
             added=added is not None,
-            limit=mosaic_gather.limit(query, key, value, indices, config, packed),
+            gather_limit=mosaic_gather.limit(query, key, value, indices, config, packed),
             **tiles_of(
                 "selected",
                 query,
@@ -205,8 +204,8 @@ class Framework:
         last = self.last_by_row(where, spec.tile, spec.tiles)
         extra = self._extra(gate, added)
         arrays = query, key, value
-        out, lse = self.run(selected_attention.attention(spec), *arrays, *lists, last, *extra)
-        if spec.limit:
+        out, lse = self.run(selected.forward(spec), *arrays, *lists, last, *extra)
+        if spec.gather_limit:
             selection = indices, lists[-1], where
             found = out, lse, extra[0] if spec.gated else None
             out, lse = mosaic_gather.attention(self, spec, arrays, selection, *found)
@@ -215,13 +214,13 @@ class Framework:
     def selected_lists(self, query, key, value, indices, where, config: NSAConfig, scale):
         """What `selected` and its gradient read of `indices`."""
         shape = shapes_of(query, key, value, scale)
-        spec = selected_attention.SelectedAttention(
+        spec = selected.SelectedAttention(
             **shape, n=indices.shape[-1], block=config.select_block
         )
         return self.lists(indices, where, spec)
 
     def lists(self, indices, where, spec):
-        """What `selected_attention.attention` reads."""
+        """What `selected.forward` reads."""
         arrays = indices, where.position, where.key_start
         if spec.interpret:
             return sorted_lists.unions(self, *arrays, spec)
@@ -238,8 +237,8 @@ class Framework:
         return edges, *self.run(block_query_lists.filled(spec), *arrays, edges)
 
     def slot_lists(self, indices, counts, where, spec):
-        """`(items, entries)` that `gathered_attention.partial_outputs` reads; `spec`: a `pieces.Pieces`,
-        `counts` of `lists`.
+        """`(items, entries)` that `gathered.partials` reads; `spec`: a `WorkItems`, `counts` of
+        `lists`.
         """
         arrays = indices, where.position, where.key_start
         if capability.interpret.get():

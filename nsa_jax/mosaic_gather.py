@@ -9,11 +9,12 @@ The device decides, so the host never waits, and either kernel passes over what 
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import gathered_attention, operands
+from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
-from kernels_pallas.mosaic.gathered_attention import GatheredAttention
 from kernels_pallas.mosaic.operands import ROWS
 from kernels_pallas.mosaic.work_items import WorkItems
+from kernels_pallas.specs import gathered
+from kernels_pallas.specs.gathered import GatheredAttention
 from nsa_jax import items
 
 # Blocks of a union, for each that a token selects, beyond which gathering takes less time.
@@ -24,8 +25,8 @@ MOST_SLOTS = 31  # of a token: each has a bit
 
 
 def limit(query, key, value, indices, config, packed: bool) -> int:
-    """How many blocks the union of a tile may have (`selected_attention.Selected.limit`); 0: any number,
-    where none is too long, or the other kernels cannot run.
+    """The longest block list of a tile (`SelectedAttention.gather_limit`); 0: any, where none is
+    too long, or the other kernels cannot run.
     """
     group, n = query.shape[2] // key.shape[2], indices.shape[-1]
     widths = query.shape[-1], value.shape[-1]
@@ -42,20 +43,19 @@ def limit(query, key, value, indices, config, packed: bool) -> int:
 
 
 def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected_attention.Selected`, with the tokens that it
-    left.
+    """`out` and `lse` (`[B, T, H]`) of `spec`, a `SelectedAttention`, with its gathered tiles.
 
     `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
     where the queries stand; `gate`: float32 `[B, T, H]`, or None.
     """
     indices, counts, where = selection
-    lists, parts = _parts(steps, spec, *selection)
+    lists, parts = _parts(steps, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
     for part in parts:
-        partial = gathered_attention.partial_outputs(part.kernel)
+        partial = gathered.partials(part.kernel)
         partial = steps.run(partial, *arrays, *lists, steps.end(where), part.place)
         rest = counts, indices, where.position, *extra, part.place, out[part.tokens]
-        mine = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
+        mine = steps.run(gathered.merge(part.kernel), *partial, *rest)
         out = steps.put(out, part.tokens, mine[0])
         if not spec.added:
             lse = steps.put(lse, part.tokens, mine[1])
@@ -69,14 +69,12 @@ def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
     as in `attention`.
     """
     indices, counts, where = selection
-    lists, parts = _parts(steps, spec, *selection)
+    lists, parts = _parts(steps, spec, spec.D, *selection)
     for part in parts:
         rest = steps.end(where), part.place, grad, numbers
-        partial = steps.run(
-            gathered_attention.partial_outputs(part.kernel), *arrays, *lists, *rest
-        )
+        partial = steps.run(gathered.partial_dq(part.kernel), *arrays, *lists, *rest)
         rest = counts, indices, where.position, part.place, total[part.tokens]
-        (mine,) = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
+        (mine,) = steps.run(gathered.merge_dq(part.kernel), *partial, *rest)
         total = steps.put(total, part.tokens, mine)
     return total
 
@@ -89,13 +87,13 @@ class _Part(NamedTuple):
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
 
 
-def _parts(steps, spec, indices, counts, where):
-    """Items and entries of `gathered_attention.partial_outputs`, and the parts."""
+def _parts(steps, spec, width: int, indices, counts, where):
+    """Items and entries of `gathered.partials`, and the parts; `width`: of partial results."""
     tokens = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.limit)
+    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.gather_limit)
     step = math.lcm(inverse.chunk, tokens)
-    output = spec.B * spec.H * spec.width * 2  # bytes a token
+    output = spec.B * spec.H * width * 2  # bytes a token
     size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
@@ -105,20 +103,19 @@ def _parts(steps, spec, indices, counts, where):
     def places():
         part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
         columns = part, part * size, part * (size // tokens)
-        return [
-            steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered_attention.PLACE, 0)
-        ]
+        columns = steps.xp.concatenate(columns, axis=1)
+        return [steps.longer(columns, 1, gathered.SEGMENT_WORDS, 0)]
 
     (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
-    fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
-    fields += ("limit", "numbers_unit", "interpret")
+    fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated")
+    fields += ("gather_limit", "stats_unit", "interpret")
     parts = []
     for i, first in enumerate(range(0, spec.T, size)):
         last = min(first + size, spec.T)
         kernel = GatheredAttention(
             **{name: getattr(spec, name) for name in fields},
-            tokens=last - first,
-            parts=pieces.parts,
+            segment_tokens=last - first,
+            segments=pieces.parts,
             items=inverse.rows * pieces.items,
         )
         parts.append(_Part(kernel, places_[i : i + 1], (slice(None), slice(first, last))))

@@ -18,7 +18,8 @@ TOKENS = 64  # of a tile at most
 def unions(steps, indices, position, key_start, spec):
     """What `tile_block_lists.lists` gives, from the same arrays.
 
-    `steps`: `nsa_jax.mosaic_forward.Framework`; `spec`: the `selected_attention.Selected` that will read them.
+    `steps`: `nsa_jax.mosaic_forward.Framework`; `spec`: the `SelectedAttention` that will read
+    them.
     """
     xp, wanted = steps.xp, _wanted(steps, indices, position, key_start, spec)
     *lead, entries = wanted.shape

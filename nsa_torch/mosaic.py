@@ -17,7 +17,7 @@ from torch import Tensor
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic.operands import slab_width
-from kernels_pallas.mosaic.selected_attention import SelectedAttention
+from kernels_pallas.specs.selected import SelectedAttention
 from nsa_jax import mosaic_backward
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework, shapes_of

@@ -37,7 +37,7 @@ class BlockQueryLists:
     An entry is a unit of `tokens` neighbours (`KeyGradient.unit`) and a block that some of them
     chose, in the list of every tile of keys that the block touches. `packed`: sequences may
     begin at any key. With `limit` there are entries of those tokens alone that leave their tile
-    of `tile` tokens (`selected_attention.tile_leaves`).
+    of `tile` tokens (`selected_walk.tile_is_gathered`).
     """
 
     B: int
@@ -154,7 +154,7 @@ class Walk:
         )
 
         def leaves(token):
-            """As `selected_attention.tile_leaves`."""
+            """As `selected_walk.tile_is_gathered`."""
             tiles, tile = -(-spec.T // spec.tile), token // spec.tile
             before = warp.larger(tile - 1, 0)
             lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (before, 8)

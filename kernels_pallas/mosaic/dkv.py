@@ -199,7 +199,7 @@ def partial_sums(spec: Dkv) -> Kernel:
             """The units of step `i`, or where these are many the cache is asked for them."""
             if not single:
                 return entries(lists, i)
-            GatheredRows(single, interpret).ask(lists, begin + i * per_step, end)
+            GatheredRows(single, interpret).prefetch_entries(lists, begin + i * per_step, end)
             return ()
 
         def clear():

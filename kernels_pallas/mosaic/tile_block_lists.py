@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.block_bitmap import LANES, NOWHERE, BlockBitmap
-from kernels_pallas.mosaic.selected_attention import SelectedAttention
+from kernels_pallas.specs.selected import SelectedAttention
 
 WARPS = 4  # of a block of threads
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
@@ -125,7 +125,7 @@ def lists(spec: SelectedAttention) -> Kernel:
     -1 in empty places, those past the token's own not counted; `position` and `key_start`
     `[B, T]`: its place in its sequence (negative: it wants nothing), and the sequence's first
     key, never decreasing where tokens are. Outputs: `starts`, `members` and `counts` of
-    `selected_attention.attention`, zeros past the count of a list.
+    `specs.selected.forward`, zeros past the count of a list.
     """
     words, entries = spec.words, spec.entries
 

@@ -204,7 +204,7 @@ class Table:
 def items(spec: WorkItems) -> Kernel:
     """Inputs, int32: the running sum of the output of `block_query_lists.counted`, and `position` `[B,
     T]`, which grows by one a token in rows that are not packed. Outputs, int32: `[items, 8]`,
-    as `gathered_attention.partial_outputs` and `dkv.partial_sums` read it, with row -1 and no
+    as `specs.gathered.partials` and `dkv.partial_sums` read it, with row -1 and no
     entries in empty places; and if `windows`, `first` and `count` of `dkv.merged`.
     """
     inverse = spec.inverse

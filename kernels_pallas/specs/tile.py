@@ -14,6 +14,7 @@ LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
 ROW_STATS = 4  # of a query row for the backward pass: lse_log2, key_end, gate, delta
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
+ITEM_WORDS = 8  # int32 words of a work item
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
