@@ -21,10 +21,9 @@ from kernels_pallas.mosaic import (
     block_query_lists,
     bwd_preprocess,
     dkv,
-    interval_attention,
-    selected_attention,
 )
 from kernels_pallas.mosaic.operands import ROWS
+from kernels_pallas.specs import interval, selected
 from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework
@@ -152,11 +151,11 @@ class Told(NamedTuple):
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch):
     for module, name in (
-        (interval_attention, "attention"),
+        (interval, "dq"),
         (dkv, "merged"),
         (dkv, "partial_sums"),
         (bwd_preprocess, "of_units"),
-        (selected_attention, "attention"),
+        (selected, "dq"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
     monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
@@ -182,7 +181,7 @@ def told(steps, shape, branch, indices=None, **options):
             return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
         found.append(kernel._replace(arrays=arrays))
         outputs = 1
-        if kernel.name != "attention":
+        if kernel.name != "dq":
             outputs = kernel.spec.want_key + kernel.spec.want_value
         return [xp.zeros((1,), **dtype)] * outputs
 
@@ -217,7 +216,7 @@ def told(steps, shape, branch, indices=None, **options):
         call._replace(arrays=tuple(map(np.asarray, each)))
         for call, each in zip(found, arrays, strict=True)
     ]
-    assert [call.name for call in calls[:1]] == ["attention"]
+    assert [call.name for call in calls[:1]] == ["dq"]
     pairs = list(zip(calls[1::2], calls[2::2], strict=True))
     assert {(a.name, b.name) for a, b in pairs} == {("partial_sums", "merged")}
     return pairs

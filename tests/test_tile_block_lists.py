@@ -9,12 +9,13 @@ import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import block_bitmap, selected_attention, tile_block_lists
+from kernels_pallas.mosaic import block_bitmap, tile_block_lists
+from kernels_pallas.specs.selected import SelectedAttention
 from nsa_jax import mosaic, sorted_lists
 from tests import warp_emulation
 from tests.warp_emulation import WANTED_MUTANTS, Warp, lanes
 
-SPEC = selected_attention.SelectedAttention(
+SPEC = SelectedAttention(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
 )
 # Positions and first keys of the two rows of a batch.
