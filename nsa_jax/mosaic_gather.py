@@ -25,8 +25,8 @@ MOST_SLOTS = 31  # of a token: each has a bit
 
 
 def limit(query, key, value, indices, config, packed: bool) -> int:
-    """The longest block list of a tile (`SelectedAttention.gather_limit`); 0: any, where none is
-    too long, or the other kernels cannot run.
+    """The longest block list of a tile (`SelectedAttention.gather_limit`); 0: any length, where
+    none is too long, or the other kernels cannot run.
     """
     group, n = query.shape[2] // key.shape[2], indices.shape[-1]
     widths = query.shape[-1], value.shape[-1]

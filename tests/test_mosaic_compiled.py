@@ -64,9 +64,9 @@ GRADIENTS = {
     "selected_dq",
 }
 # Of tiles that are gathered, where a block list can be too long.
-LISTS = {"inverse_slots", "pieces"}
-FORWARD = LISTS | {"inverse_counts", "gathered_forward", "gathered_merge"}
-BACKWARD = LISTS | {"gathered_dq", "gathered_merge_dq"}
+GATHERED = {"inverse_slots", "pieces", "gathered_merge"}
+FORWARD = GATHERED | {"inverse_counts", "gathered_forward"}
+BACKWARD = GATHERED | {"gathered_dq", "gathered_merge_dq"}
 LEFT = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
 # `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most

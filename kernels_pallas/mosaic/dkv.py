@@ -224,7 +224,7 @@ def partial_sums(spec: Dkv) -> Kernel:
             for j in range(0, ROWS, 8):
                 columns = slice(j, j + 8)
                 place_in = (rows_s.at[slot], j) if single else (rows_s.at[slot, columns], 0)
-                norm, *rest = operands.column_numbers(*place_in, interpret, single)
+                norm, *rest = operands.column_stats(*place_in, interpret, single)
                 if spec.block and not under_mask:
                     norm = jnp.where(chosen(j, found), norm, jnp.inf)
                 norm, last, gate, offset = map(down, (norm, *rest))
