@@ -13,14 +13,15 @@ READY := $(VENV)/.ready
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-gpu check format clean
+.PHONY: help setup compare oneshot test test-clean check format clean
 
 help:
-	@echo "make compare   parity and speed of every path, one table"
-	@echo "make oneshot   environment, tests, every bench and a report, within 10 minutes"
-	@echo "make test      the test suite (GPU tests run where there is a GPU)"
-	@echo "make check     format, lint, types, floors"
-	@echo "make format    rewrite the sources in the house format"
+	@echo "make compare      parity and speed of every path, one table"
+	@echo "make oneshot      environment, tests, every bench and a report, within 10 minutes"
+	@echo "make test         the test suite (GPU tests run where there is a GPU)"
+	@echo "make test-clean   the package in new environments: base, jax, nnx, torch"
+	@echo "make check        format, lint, types, floors"
+	@echo "make format       rewrite the sources in the house format"
 
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or newer is needed (set PYTHON=...)"; exit 1; }
@@ -42,6 +43,10 @@ oneshot: $(READY)
 
 test: $(READY)
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# CLEAN names the environments to try, none: all (tests/clean_environments.py).
+test-clean:
+	$(PYTHON) tests/clean_environments.py $(CLEAN)
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

@@ -11,13 +11,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
 from bench.lm.spec import DivergedError, ModelSpec, Task, Training
 from interop import weights
+from nsa_jax import extras
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention, apply_rope
+
+try:
+    import optax
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise extras.missing("train", error) from error
 
 NORM_EPS = 1e-6
 
@@ -206,7 +211,8 @@ class Learner:
 
     def parameters(self) -> int:
         """Numbers in the weights."""
-        return sum(x.size for x in jax.tree.leaves(self.params))
+        weights_only = nnx.filter_state(self.params, nnx.Param)
+        return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
         """Arguments, results and temporaries of a step, as the compiler lays them out."""
