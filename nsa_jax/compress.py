@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float
 
 from nsa_jax import geometry
@@ -50,7 +51,6 @@ def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
 
 
 def _mlp(windows, params):
-    length, width = params.position.shape
     dtype = windows.dtype
     position, w1, b1, w2, b2 = (x.astype(wide(dtype)) for x in params)
 
@@ -64,7 +64,8 @@ def _mlp(windows, params):
         )
 
     embedded = windows.astype(wide(dtype)) + position[:, None]
-    hidden = product("bclkd,ldf->bckf", embedded, w1.reshape(length, width, -1)) + b1
+    w1 = rearrange(w1, "(l d) f -> l d f", l=len(position))
+    hidden = product("bclkd,ldf->bckf", embedded, w1) + b1
     return product("bckf,fd->bckd", jax.nn.gelu(hidden, approximate=True), w2) + b2
 
 
@@ -82,9 +83,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     if segment_ids is None:
         # A window is l/d stride blocks: static slices, so that the gradient needs no scatter.
         shifts = block // stride
-        blocks = x[:, : (count + shifts - 1) * stride].reshape(
-            batch, -1, stride, kv_heads, width
-        )
+        blocks = x[:, : (count + shifts - 1) * stride]
+        blocks = rearrange(blocks, "b (c s) k d -> b c s k d", s=stride)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         return apply_phi(jnp.concatenate(windows, axis=2), params)
     starts = geometry.window_starts(segment_ids, config)

@@ -49,7 +49,6 @@ def test_the_programs_of_clean_environments(name):
         ("import nsa_jax.nn", "flax", "nnx"),
         ("import bench.compare", "rich", "bench"),
         ("import bench.report", "matplotlib", "bench"),
-        ("import bench.lm.jax_lm", "optax", "train"),
     ],
 )
 def test_a_missing_package_names_its_extra(statement, hidden, extra):

@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 from bench.lm.spec import DivergedError, ModelSpec, Task, Training
 from interop import weights
-from nsa_jax import extras
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention, apply_rope
-
-try:
-    import optax
-    from flax import nnx
-except ModuleNotFoundError as error:
-    raise extras.missing("train", error) from error
 
 NORM_EPS = 1e-6
 
