@@ -102,11 +102,6 @@ class Record:
         shares = [error / bound for error, bound in pairs if error is not None and bound]
         return max(shares, default=None)
 
-    @property
-    def judged_by_rms(self) -> bool:
-        """Whether rms and slope were judged too; they are not of indices, nor of old records."""
-        return self.error_rms is not None
-
 
 FIELDS = {field.name: field for field in dataclasses.fields(Record)}
 KINDS = typing.get_type_hints(Record)

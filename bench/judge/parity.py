@@ -41,8 +41,8 @@ LOW_PRECISION_SELECTION_MEAN = 1e-3
 # A chosen block may score this much less than the one it displaced, relatively.
 SCORE_SLACK = 2.0**-10
 NOT_FINITE = {"nan": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
-# So many elements are widened to float64 at once.
-CHUNK = 2**22
+# So many elements are widened to float64 at once: they stay in a cache.
+CHUNK = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
