@@ -17,14 +17,15 @@ WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
 
 HEAD = """# Records
 
-One JSON line a measurement, under the device that made it; `bench/harness/records.py` says what
-the fields mean. The table below is made from them by `python -m bench.parity_table --write`: each
-path with the problem on which its largest error uses most of its bound (`bench/judge/parity.py`),
-over all its problems. A path of which a row fails shows that row. `oneshot/` beside them is one
-whole run of `bench.oneshot` there: its summary, report and page.
+One JSON line a measurement, under the device that made it; `bench/harness/records.py` says
+what the fields mean. The table below is made from them by
+`python -m bench.parity_table --write`: each path with the problem on which its largest error
+uses most of its bound (`bench/judge/parity.py`), over all its problems. A path of which a row
+fails shows that row. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
+summary, report and page.
 
 Older rows were judged by maximum and mean only: they have no rms and no slope, and the status
-says of how many problems no newer row does. The slope of fewer than 10^5 elements is not judged.
+says of how many problems no newer row does. The slope is judged of 10^5 elements or more.
 
 """
 COLUMNS = (

@@ -1,4 +1,4 @@
-"""A long judgement says that it goes on: nobody can tell a silent command from a hanging one."""
+"""A long judgement says that it goes on: a silent command looks like one that hangs."""
 
 import contextlib
 import sys

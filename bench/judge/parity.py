@@ -4,13 +4,11 @@
 reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`
 every bound must hold, and no looser one exists:
 
-| measure | bound |
-|---|---|
-| max     | `max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle)`; in float32 at most 5e-5 |
-| mean    | `mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle)`; in 16 bits the output of the \
-selected branch at most 1e-3 |
-| rms     | `rms(e) <= 1.5 rms(y) + c rms(oracle)`, c of the dtype (`RMS_OF_ORACLE`) |
-| slope   | `abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3`, on 10^5 elements or more |
+max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 at most 5e-5
+mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); of the selected branch's output
+        in 16 bits at most 1e-3
+rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORACLE`)
+slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
 
 The maximum is blind to what is wrong everywhere by little: in bfloat16 outputs times 1.02 pass
 it. Rounding errors have no direction, so that the slope of many elements is 1; a factor moves
