@@ -363,6 +363,8 @@ def test_compare_writes_the_table_in_four_forms(run, tmp_path):
     assert {r.status for r in found} <= {"ok", "unsupported"}
     xla = rows["jax", "selected", "xla"]
     assert xla.rows_checked == 63 and xla.error_max <= xla.error_bound
+    assert 0 < xla.error_rms <= xla.error_rms_bound and xla.slope is None
+    assert all(f"| {name} |" in printed for name in ("rms bound", "slope"))
     assert xla.input == "text" and len(xla.input_sha256) == 64 and 0 < xla.overlap < 1
     assert rows["jax", "sliding", "mosaic"].reason
     assert printed.count("speed-up") >= 1 and "x |" in printed

@@ -90,8 +90,13 @@ def judged(parity, rows: int) -> dict[str, Any]:
         "error_mean": parity.error_mean,
         "error_bound": parity.bound_max,
         "error_mean_bound": parity.bound_mean,
+        "error_rms": parity.error_rms,
+        "error_rms_bound": parity.bound_rms,
+        "slope": parity.slope,
     }
-    finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+    finite = {
+        name: None if x is None or not math.isfinite(x) else x for name, x in values.items()
+    }
     found = {
         "rows_checked": rows,
         "rows_differ": parity.rows_differ,

@@ -17,6 +17,9 @@ COLUMNS = (
     "worst",
     "error",
     "bound",
+    "rms",
+    "rms bound",
+    "slope",
     "ms",
     "p20",
     "p80",
@@ -25,7 +28,7 @@ COLUMNS = (
     "extra MiB",
     "note",
 )
-NUMERIC = frozenset(COLUMNS[5:13])
+NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
 
 
@@ -81,6 +84,9 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
             record.error_of or "-",
             number(record.error_max, 2),
             number(record.error_bound, 2),
+            number(record.error_rms, 2),
+            number(record.error_rms_bound, 2),
+            "-" if record.slope is None else f"{record.slope:.5f}",
             number(record.time_ms, 4),
             number(record.p20_ms, 4),
             number(record.p80_ms, 4),
@@ -127,7 +133,8 @@ def heading(records: Sequence[Record]) -> str:
             f"input: {first.input}{text}{overlap}",
             f"versions: {versions}; commit {first.commit or 'unknown'}{state}",
             "error: of the result that uses most of its bound (worst), on "
-            f"{checked} query positions of each sequence; indices: shortfall of a score",
+            f"{checked} query positions of each sequence; indices: shortfall of a score; "
+            "slope: of 10^5 elements or more",
             "speed-up: over the fastest dense row of the same framework; "
             "a/b/c/d: compressed/scores/selected/sliding",
         )
