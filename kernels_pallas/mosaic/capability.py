@@ -57,9 +57,9 @@ def why_not(problem: Any) -> str | None:
     if not Tile(group, slab).tokens:
         least = next(slab for slab in (32, 64) if Tile(group, slab).tokens)
         return (
-            f"takes widths and selection blocks that are multiples of {least} where a key/value "
-            f"head has {group} query heads, got D={problem.D}, Dv={problem.Dv} and blocks of "
-            f"{config.select_block}"
+            f"takes D, Dv and select_block that are multiples of {least} where {group} query "
+            f"heads share a key/value head, got D={problem.D}, Dv={problem.Dv}, "
+            f"select_block={config.select_block}"
         )
     needed = selected_bytes(problem, Tile(group, slab))
     if needed > SMEM_BYTES:

@@ -21,7 +21,7 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        """0 where no number of tokens can be copied: one TMA copy moves a multiple of 128 bytes."""
+        """One TMA copy moves a multiple of 128 bytes; 0 where no tokens of up to `rows` rows do."""
         rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
         multiple = rows // math.gcd(rows, self.group)
         return self.rows // self.group // multiple * multiple
