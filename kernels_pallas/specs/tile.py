@@ -21,7 +21,7 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        """One TMA copy moves a multiple of 128 bytes; 0 where no tokens of up to `rows` rows do."""
+        """One TMA copy moves a multiple of 128 bytes; 0 where no number of tokens has that."""
         rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
         multiple = rows // math.gcd(rows, self.group)
         return self.rows // self.group // multiple * multiple
