@@ -37,7 +37,9 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
 DOCUMENTS = ("README.md", "docs/*.md")
-MARKER = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S)
+MARKER = re.compile(
+    r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
+)
 SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING = "-"
 
@@ -178,7 +180,9 @@ def training() -> str:
         used = dict.fromkeys(shape[c]["commit"][:7] for c in columns if c in shape)
         cells = [f"{shape[c]['time_ms']:.0f}" if c in shape else MISSING for c in columns]
         rows.append([f"{batch} x {seq_len}", *cells, ", ".join(used)])
-    names = [f"{which}, {'JAX' if framework == 'jax' else 'torch'}" for framework, which in columns]
+    names = [
+        f"{which}, {'JAX' if framework == 'jax' else 'torch'}" for framework, which in columns
+    ]
     return table(["tokens a step", *names, "commit"], rows)
 
 
