@@ -23,6 +23,7 @@ from nsa_torch import mosaic as torch_mosaic
 from tests import test_mosaic_compiled
 from tests.cross_compile import compile_report
 from tests.inputs import PAPER, SMALL, Case, problem
+from tests.test_mosaic_gradients import check_step
 from tests.torch_inputs import on_the_cpu, tensor
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -127,6 +128,12 @@ def test_units_of_a_list_can_be_copied():
     kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "listed", 0))
     assert (kernel.spec.unit, kernel.spec.unit.tokens) == (Tile(5, 16, 32), 4)
     assert launch.lower(kernel)
+
+
+@pytest.mark.slow
+def test_gradients_from_units_with_rows_of_no_token(interpreted):
+    case = Case(13, 33, H=5, Hkv=1, D=96, Dv=80, B=1, dtype="bfloat16")
+    check_step(problem(case), "selected_attention")
 
 
 @pytest.mark.slow
