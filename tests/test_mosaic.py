@@ -459,7 +459,8 @@ FIT = Problem(
                 "Dv": 256,
                 "config": NSAConfig(select_block=128, num_selected=64),
             },
-            "keeps 278528 bytes of keys and lists in shared memory, which has 229376",
+            "takes D, Dv, select_block and num_selected that fit in 229376 bytes of shared "
+            "memory, got 278528",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

@@ -204,6 +204,8 @@ GRADIENTS = (
     dataclasses.replace(PAPER_HEADS, D=128, B=2, T=301, S=1049, dtype="float16"),
     dataclasses.replace(PAPER_HEADS, D=256, Dv=256, H=8, T=300, S=300),
     dataclasses.replace(PAPER_HEADS, D=48, Dv=80, H=6, config=MIDDLE, B=3, T=200, S=500),
+    dataclasses.replace(PAPER_HEADS, D=96, Dv=80, H=10, T=300, S=300),
+    dataclasses.replace(PAPER_HEADS, D=16, Dv=48, H=18, config=MIDDLE, T=200, S=300),
     dataclasses.replace(
         PAPER_HEADS,
         H=12,

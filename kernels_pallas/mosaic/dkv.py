@@ -90,8 +90,8 @@ class Dkv:
     @property
     def unit(self) -> operands.Tile:
         """What is copied at a time."""
-        group = self.H // self.Hkv
-        return operands.Tile(group, operands.slab_width(self.D, self.Dv), unit_rows(self))
+        group, slab = self.H // self.Hkv, operands.slab_width(self.D, self.Dv)
+        return operands.Tile(group, slab, unit_rows(self, slab))
 
     @property
     def rows_of_unit(self) -> int:
@@ -108,11 +108,13 @@ class Dkv:
         return -(-self.S // self.keys)
 
 
-def unit_rows(spec) -> int:
+def unit_rows(spec, slab: int) -> int:
+    """The fewest rows in which a token, or as many as one copy needs, have room."""
     group = spec.H // spec.Hkv
     if spec.single:
         return group
-    return next(rows for rows in (16, 32, ROWS) if group <= rows) if spec.listed else ROWS
+    fits = (rows for rows in (16, 32) if operands.Tile(group, slab, rows).tokens)
+    return next(fits, ROWS) if spec.listed else ROWS
 
 
 @functools.cache

@@ -21,9 +21,10 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        tokens = self.rows // self.group
-        # A TMA copy moves a multiple of 128 bytes.
-        return tokens - (tokens * self.group * self.slab * 2 % 128 != 0)
+        """One TMA copy moves a multiple of 128 bytes; 0 where no number of tokens has that."""
+        rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
+        multiple = rows // math.gcd(rows, self.group)
+        return self.rows // self.group // multiple * multiple
 
     @property
     def used(self) -> int:
