@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 
 EXACT = lax.Precision.HIGHEST

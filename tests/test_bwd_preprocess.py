@@ -61,7 +61,7 @@ def test_arrays(name, framework):
     spec = SPECS[name]
     arrays = draw(spec)
     steps, convert = FRAMEWORKS[framework]
-    found = mosaic_backward._interpreted_numbers(steps, spec, *map(convert, arrays))
+    found = mosaic_backward.interpreted_row_stats(steps, spec, *map(convert, arrays))
     np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
 
 
