@@ -1,8 +1,8 @@
 """Which tiles a kernel uses: those measured for its shape on this device, else its heuristic.
 
-`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry a kernel and
-`Shape`, with the measurement that chose it. Only an exact match counts. It is read when a
-kernel is built; a file that cannot be understood is an error, a missing one is not.
+`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry for each
+kernel and `Shape`, with the measurement that chose it. Only an exact match counts. The file is
+read when a kernel is built; one that cannot be understood is an error, a missing one is not.
 """
 
 import contextlib

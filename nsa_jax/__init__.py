@@ -8,7 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa_jax import debug, nn
+    from nsa_jax import debug as debug
+    from nsa_jax import nn as nn
     from nsa_jax.api import (
         attention,
         compress,

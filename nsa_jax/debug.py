@@ -109,16 +109,18 @@ def watched(backend: Backend, registry, chosen):
     """The `Plan` with functions that tell what they do."""
 
     def load(choice):
-        oracle = registry.entry(choice.branch, "reference")
-        function = choice.load()
-        return watch(
-            *(backend, choice.branch, choice.implementation, function),
-            oracle and oracle.load,
-        )
+        step, name = choice.branch, choice.implementation
+        return watch(backend, step, name, choice.load(), oracle_of(registry, step))
 
     choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
     told = {x.branch: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
     return dataclasses.replace(chosen, **told)
+
+
+def oracle_of(registry, step: str) -> Callable[[], Callable] | None:
+    """What loads the reference of `step`, if there is one."""
+    entry = registry.entry(step, "reference")
+    return None if entry is None else entry.load
 
 
 def watch(

@@ -4,8 +4,8 @@ An implementation named by the caller never falls back. Automatic choice walks t
 takes the first that does not refuse, and that the device's thresholds and policy do not keep
 back (`policy.py`); the refusals travel with the choice.
 
-The step `attention` is all steps at once. An implementation of it runs where the choice of every
-single step has its name.
+The step `attention` is all steps at once. An implementation of it runs where the choice of
+every single step has its name.
 """
 
 import dataclasses
@@ -203,7 +203,7 @@ class Registry:
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
             choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-            return Plan(*choices, *self._whole(problem, choices))
+            return self._planned(problem, choices)
         names = Branches.each(implementation)._asdict()
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
@@ -211,19 +211,25 @@ class Registry:
         able = own is not None and own.why_not(at["scores"]) is None
         names["scores"] = names["selected"] if strict or able else None
         choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
-        return Plan(*choices, *self._whole(problem, choices))
+        return self._planned(problem, choices)
+
+    def _planned(self, problem: Problem, choices: Sequence[Choice]) -> Plan:
+        """The plan of these choices, with what runs all of them at once."""
+        compressed, scores, selected, sliding = choices
+        whole, apart = self._whole(problem._replace(branch=WHOLE), choices)
+        return Plan(compressed, scores, selected, sliding, whole, apart)
 
     def _whole(
         self, problem: Problem, choices: Sequence[Choice]
     ) -> tuple[Choice | None, dict[str, str]]:
-        """What runs all steps at once where they are `choices`, and why not each other one."""
-        at, refused = problem._replace(branch=WHOLE), dict[str, str]()
+        """What runs all steps at once, and why not each implementation before it."""
+        refused = dict[str, str]()
         for entry in self.table.get(WHOLE, ()):
             other = next((x for x in choices if x.implementation != entry.name), None)
             if other is not None:
                 reason = f"{other.branch} runs on {other.implementation}"
             else:
-                reason = entry.why_not(at)
+                reason = entry.why_not(problem)
             if reason is None:
                 return Choice(WHOLE, entry.name, {}, entry.load), refused
             refused[entry.name] = reason

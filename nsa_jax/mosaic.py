@@ -1,8 +1,8 @@
 """The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients.
 
-The steps themselves are `mosaic_forward`, `mosaic_backward` and `mosaic_attention`; here are the
-transforms around them. Arguments are those of `branches.py` and `select.py`. For the backward
-pass each branch's own output and log-sum-exp are kept, and the selection.
+The steps themselves are `mosaic_forward`, `mosaic_backward` and `mosaic_attention`; here are
+the transforms around them. Arguments are those of `branches.py` and `select.py`. For the
+backward pass each branch's own output and log-sum-exp are kept, and the selection.
 """
 
 import jax

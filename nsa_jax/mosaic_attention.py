@@ -20,8 +20,8 @@ from nsa_jax.types import Branches
 class Inputs(NamedTuple):
     """Arrays that have a gradient; also the gradients themselves, of the same shapes.
 
-    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or value
-    that a query may not see is NaN.
+    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or
+    value that a query may not see is NaN.
     """
 
     query: Any  # [B, T, H, D]
@@ -34,9 +34,9 @@ class Residuals(NamedTuple):
     """What the backward pass needs besides the inputs; None is computed again."""
 
     block_indices: Any  # int32 [B, T, Hkv, n]
-    block_lists: tuple[Any, Any, Any] | None  # of the tiles: starts, members, counts
-    out: Branches | None  # [B, T, H, Dv], not gated
-    lse: Branches | None  # float32 [B, T, H]
+    block_lists: Any  # of the tiles: starts, members, counts; or None
+    out: Any  # Branches of [B, T, H, Dv], not gated; or None
+    lse: Any  # Branches of [B, T, H], float32; or None
 
     @classmethod
     def recomputed(cls, block_indices) -> "Residuals":

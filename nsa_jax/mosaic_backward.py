@@ -141,13 +141,14 @@ def _interval(
     ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
 ) -> Gradients:
     """`base`: the `Dkv` but for its items, of which each key tile has `segments`."""
+    tiles: dict[str, Any] = interval_attention.gradient_blocks(key.shape[-1], value.shape[-1])
     spec = interval_attention.IntervalAttention(
         **sizes_of(query, key, value, scale),
         gated=base.gated,
         added=added is not None,
         longest_first=isinstance(bounds, VisibleCompressed),
         gradient=True,
-        **interval_attention.gradient_blocks(key.shape[-1], value.shape[-1]),
+        **tiles,
     )
     _, last = key_bounds.bounds_of(ops, layout, bounds)
     stats = row_stats(ops, rows, last, base)
@@ -195,6 +196,8 @@ def selected(
     alone = base.unit.group <= NUMBERS_ROWS and base.unit.slab == ROWS
     if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
         base = dataclasses.replace(base, single=True)
+    widths = query.shape[-1], value.shape[-1]
+    stages: dict[str, Any] = selected_attention.gradient_stages(*widths, block)
     spec = selected_attention.SelectedAttention(
         **sizes,
         n=block_indices.shape[-1],
@@ -204,7 +207,7 @@ def selected(
         gradient=True,
         numbers_unit=(base.unit.tokens, base.rows_of_unit),
         limit=mosaic_gather.limit(query, key, value, block_indices, config, layout.packed),
-        **selected_attention.gradient_stages(query.shape[-1], value.shape[-1], block),
+        **stages,
     )
     if block_lists is None:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)

@@ -233,8 +233,8 @@ def select_blocks(
 
 
 def _candidates(ops, spec, first, last, base, layout, config):
-    """What `scores.best_blocks` reads of the layout: bounds of the compressed tokens by row, the
-    own and the first block of each token, and how many blocks a tile's tokens span.
+    """What `scores.best_blocks` reads of the layout: bounds of the compressed tokens by row,
+    the own and the first block of each token, and how many blocks a tile's tokens span.
     """
     tile, tiles = spec.tile, spec.tiles
     own, start = (

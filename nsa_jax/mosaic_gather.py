@@ -21,7 +21,7 @@ from kernels_pallas.mosaic.work_items import WorkItems
 from nsa_jax import items, key_bounds, mosaic_lists
 from nsa_jax.array_ops import ArrayOps
 
-# Blocks of a tile's list, for each that a token selects, beyond which gathering takes less time.
+# Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_UNION = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
 MOST_BYTES = 2**30  # of partial outputs at a time; or an output's, or of one run of chunks

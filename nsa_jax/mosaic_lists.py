@@ -2,9 +2,9 @@
 
 | structure | read by | says |
 |---|---|---|
-| block list of a tile | `selected_attention` | the blocks that the tile's tokens chose, and who chose each |
-| query list of a block | `dkv` | the queries that chose the block |
-| query list of a block, of tokens that leave their tile | `gathered_attention` | the same, by slot |
+| block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
+| query list of a block | `dkv` | which queries chose the block |
+| the same of tokens that leave their tile | `gathered_attention` | which queries, which slot |
 | work items | `dkv`, `gathered_attention` | segments of query lists |
 
 Pallas' interpreter has no warp shuffles and votes, which the kernels of these lists need: there
@@ -28,8 +28,8 @@ def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
 
 
 def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
-    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile begins,
-    and the lists one after another.
+    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile
+    begins, and the lists one after another.
     """
     arrays = block_indices, layout.position, layout.key_start
     if interpret.get():

@@ -18,7 +18,7 @@ TOKENS = 64  # of a tile at most
 def unions(ops, indices, position, key_start, spec):
     """What `tile_block_lists.lists` gives, from the same arrays.
 
-    `ops`: `nsa_jax.array_ops.ArrayOps`; `spec`: the `selected_attention.Selected` that will read them.
+    `ops`: an `ArrayOps`; `spec`: the `SelectedAttention` that will read them.
     """
     xp, wanted = ops.xp, _wanted(ops, indices, position, key_start, spec)
     *lead, entries = wanted.shape

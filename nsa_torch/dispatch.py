@@ -122,8 +122,7 @@ class Chosen(NamedTuple):
             function = _entry(step, name).load()
         if not debug.on:
             return function
-        oracle = REGISTRY.entry(step, "reference")
-        return debug.watch(TORCH, step, name, function, oracle and oracle.load)
+        return debug.watch(TORCH, step, name, function, debug.oracle_of(REGISTRY, step))
 
 
 def _entry(step: str, name: str) -> Implementation:
@@ -161,9 +160,10 @@ def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
     if debug.on:
         debug.plan(TORCH, asked, plan)
     names = tuple(choice.implementation for choice in plan)
-    whole = plan.attention
-    entry = whole and _entry(WHOLE, whole.implementation)
-    return *names, whole and whole.implementation, bool(entry and entry.compresses)
+    if plan.attention is None:
+        return *names, None, False
+    whole = plan.attention.implementation
+    return *names, whole, _entry(WHOLE, whole).compresses
 
 
 def description(
@@ -179,7 +179,7 @@ def description(
     """A problem in plain numbers and strings, for `choose`.
 
     Args:
-      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (compressed keys of a step that has no other).
+      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
       memory: by name, the tensors that kernels read in place.
       gates: other tensors of which a gradient may be wanted.
       cached: whether the keys are a cache's.

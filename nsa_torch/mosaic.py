@@ -75,8 +75,8 @@ def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
     return query.new_empty(shape, dtype=torch.int32)
 
 
-# All steps. An operator returns `selection`: the block indices, or nothing where the caller gave
-# them, because no output may be an input.
+# All steps. An operator returns `selection`: the block indices, or nothing where the caller
+# gave them, because no output may be an input.
 
 
 def _forward(*arguments):

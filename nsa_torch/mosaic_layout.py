@@ -1,4 +1,4 @@
-"""`nsa_jax.array_ops.QueryLayout` of torch tensors, int32, as the operators of `mosaic` have it.
+"""`nsa_jax.array_ops.QueryLayout` of torch tensors, int32, for the operators of `mosaic`.
 
 Where sizes alone decide it, it is made once for all calls alike (`nsa_torch.shared`).
 """
@@ -101,7 +101,7 @@ class MosaicLayout:
 
 
 def _cut(x, end):
-    """`x` `[B, S, ...]` with zeros from index `end` on, an int or a tensor `[]`, `[1]`, `[B]`."""
+    """`x` `[B, S, ...]` with zeros from `end` on: an int, or a tensor `[]`, `[1]`, `[B]`."""
     length = x.shape[1]
     if isinstance(end, int) and end >= length:
         return x
