@@ -49,7 +49,7 @@ def compressed_attention(
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
     batch, length, heads, _ = query.shape
     count = compressed_key.shape[1]
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=length if kv_len is None else kv_len,
@@ -83,7 +83,7 @@ def selected_attention(
     batch, length, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     size = config.select_block
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=num_keys if kv_len is None else kv_len,
@@ -141,7 +141,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     """The last `window` keys of the sequence, the query's own included."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=num_keys if kv_len is None else kv_len,

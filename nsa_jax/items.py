@@ -14,16 +14,16 @@ def longest_item(entries: int) -> int:
     return min(max(-(-entries // (SHARES // 2)), SHORT), LONGEST)
 
 
-def interval(steps, bounds, base, pieces):
+def interval(ops, bounds, base, pieces):
     """`items` of `dkv.partial_sums`, and `first` and `count` of `merged`."""
     first, last = bounds
     tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
     span = -(-base.units // pieces)
-    xp, integers = steps.xp, steps.integers
-    start = xp.broadcast_to(steps.numbers(first, tiles) * base.keys, (base.B, tiles))
+    xp, integers = ops.xp, ops.to_int32
+    start = xp.broadcast_to(ops.arange(first, tiles) * base.keys, (base.B, tiles))
 
     def token_after(bound, key, side):
-        return integers(steps.search(bound, key, side))
+        return integers(ops.searchsorted(bound, key, side))
 
     begin = token_after(last, start, "right") // tokens
     end = (token_after(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
@@ -34,9 +34,9 @@ def interval(steps, bounds, base, pieces):
     # Items in the order [piece, head, tile], so that those which run together read the same
     # queries; their sums in the order [head, tile, piece].
     shape = (pieces, base.B, base.Hkv, tiles)
-    piece = steps.numbers(first, pieces).reshape(-1, 1, 1, 1)
-    row = steps.numbers(first, heads).reshape(1, base.B, base.Hkv, 1)
-    tile = steps.numbers(first, tiles).reshape(1, 1, 1, -1)
+    piece = ops.arange(first, pieces).reshape(-1, 1, 1, 1)
+    row = ops.arange(first, heads).reshape(1, base.B, base.Hkv, 1)
+    tile = ops.arange(first, tiles).reshape(1, 1, 1, -1)
     begin, end, whole_from, whole_to = (
         x.reshape(1, base.B, 1, tiles) for x in (begin, end, whole_from, whole_to)
     )
@@ -50,7 +50,7 @@ def interval(steps, bounds, base, pieces):
         xp.maximum(lower, upper),
         (row * tiles + tile) * pieces + piece,
     ]
-    items = table(steps, [xp.broadcast_to(x, shape).reshape(-1) for x in columns])
+    items = table(ops, [xp.broadcast_to(x, shape).reshape(-1) for x in columns])
     least = begin // span
     first_item = (row * tiles + tile) * pieces + least
     count = xp.where(begin < end, (end + (span - 1)) // span - least, 0)
@@ -67,8 +67,8 @@ def listed(inverse) -> WorkItems:
     return WorkItems(inverse, SHORTEST_WINDOW, longest_item(inverse.entries), windows=True)
 
 
-def table(steps, columns):
+def table(ops, columns):
     """int32 `[..., 8]` from the columns of `items` of `dkv.partial_sums`."""
-    columns = [steps.integers(x)[..., None] for x in columns]
+    columns = [ops.to_int32(x)[..., None] for x in columns]
     missing = ITEM - len(columns)
-    return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=-1)
+    return ops.xp.concatenate([*columns, *columns[:1] * missing], axis=-1)

@@ -1,12 +1,16 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Where the union of the blocks of a tile's tokens is too long for
-`kernels_pallas.mosaic.selected`, the next tile leaves its tokens to
-`kernels_pallas.mosaic.gathered`: neighbours are alike, and no output depends on later tokens.
-The device decides, so the host never waits, and either kernel passes over what is the other's.
+Where the block list of a tile is too long for `kernels_pallas.mosaic.selected_attention`, the
+next tile leaves its tokens to `kernels_pallas.mosaic.gathered_attention`: neighbours are alike,
+and no output depends on later tokens. The device decides, so the host never waits, and either
+kernel passes over what is the other's.
+
+The gathering kernel is key-stationary: its partial outputs, one for each selected block of a
+token, are merged by another kernel. Tokens go in chunks, so that partials stay small.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic import gathered_attention, operands
@@ -14,112 +18,124 @@ from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.gathered_attention import GatheredAttention
 from kernels_pallas.mosaic.operands import ROWS
 from kernels_pallas.mosaic.work_items import WorkItems
-from nsa_jax import items
+from nsa_jax import items, key_bounds, mosaic_lists
+from nsa_jax.array_ops import ArrayOps
 
-# Blocks of a union, for each that a token selects, beyond which gathering takes less time.
+# Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_UNION = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
 MOST_BYTES = 2**30  # of partial outputs at a time; or an output's, or of one run of chunks
 MOST_SLOTS = 31  # of a token: each has a bit
+# The fields that the gathering kernel has in common with the one that leaves tokens to it.
+SHARED_FIELDS = (
+    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient"),
+    *("limit", "numbers_unit", "interpret"),
+)
 
 
-def limit(query, key, value, indices, config, packed: bool) -> int:
-    """How many blocks the union of a tile may have (`selected_attention.Selected.limit`); 0: any number,
-    where none is too long, or the other kernels cannot run.
+def limit(query, key, value, block_indices, config, packed: bool) -> int:
+    """How many blocks the list of a tile may have (`SelectedAttention.limit`).
+
+    0: any number, because none is too long, or because the gathering kernel cannot run.
     """
-    group, n = query.shape[2] // key.shape[2], indices.shape[-1]
-    widths = query.shape[-1], value.shape[-1]
-    found = int(LONG_UNION * n)
+    group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
+    most = int(LONG_UNION * n)
     if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
         return 0
-    if math.prod(indices.shape) >= 2**31:  # the place of an entry is an int32
+    if math.prod(block_indices.shape) >= 2**31:  # the index of an entry is an int32
         return 0
-    tile = operands.Tile(group, operands.slab_width(*widths))
+    tile = operands.Tile(group, operands.slab_width(query.shape[-1], value.shape[-1]))
     longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
-    if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= found:
+    if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= most:
         return 0
-    return found
+    return most
 
 
-def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, T, H]`) of `spec`, a `selected_attention.Selected`, with the tokens that it
-    left.
+def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
+    """`out` `[B, T, H, Dv]` and `lse` `[B, T, H]` with the tokens that `spec` left.
 
-    `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
-    where the queries stand; `gate`: float32 `[B, T, H]`, or None.
+    Args:
+      spec: the `SelectedAttention` that made `out` and `lse`.
+      arrays: query, key and value.
+      selection: block indices, `counts` of the tiles' block lists, and the layout.
+      gate: float32 `[B, T, H]`, or None.
     """
-    indices, counts, where = selection
-    lists, parts = _parts(steps, spec, *selection)
+    block_indices, counts, layout = selection
+    lists, chunks = _chunks(ops, spec, *selection)
     extra = [lse] if gate is None else [lse, gate]
-    for part in parts:
-        partial = gathered_attention.partial_outputs(part.kernel)
-        partial = steps.run(partial, *arrays, *lists, steps.end(where), part.place)
-        rest = counts, indices, where.position, *extra, part.place, out[part.tokens]
-        mine = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
-        out = steps.put(out, part.tokens, mine[0])
+    for kernel, start, tokens in chunks:
+        partial = ops.run(
+            gathered_attention.partial_outputs(kernel),
+            *(*arrays, *lists, key_bounds.causal_end(ops, layout), start),
+        )
+        merged = ops.run(
+            gathered_attention.merged(kernel),
+            *(*partial, counts, block_indices, layout.position, *extra, start, out[tokens]),
+        )
+        out = ops.write(out, tokens, merged[0])
         if not spec.added:
-            lse = steps.put(lse, part.tokens, mine[1])
+            lse = ops.write(lse, tokens, merged[1])
     return out, lse
 
 
-def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
-    """`total`, the gradient of `spec`'s query, with the tokens that it left.
+def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
+    """`dq` `[B, T, H, D]` with the tokens that `spec` left.
 
-    `grad`: of the output; `numbers`: as `kernels_pallas.mosaic.selected` takes them; the rest
-    as in `attention`.
+    Args:
+      do: the output's gradient `[B, T, H, Dv]`.
+      row_stats: as `spec`'s kernel takes them.
+      spec, arrays, selection: as in `attention`.
     """
-    indices, counts, where = selection
-    lists, parts = _parts(steps, spec, *selection)
-    for part in parts:
-        rest = steps.end(where), part.place, grad, numbers
-        partial = steps.run(
-            gathered_attention.partial_outputs(part.kernel), *arrays, *lists, *rest
+    block_indices, counts, layout = selection
+    lists, chunks = _chunks(ops, spec, *selection)
+    for kernel, start, tokens in chunks:
+        last = key_bounds.causal_end(ops, layout)
+        partial = ops.run(
+            gathered_attention.partial_outputs(kernel),
+            *(*arrays, *lists, last, start, do, row_stats),
         )
-        rest = counts, indices, where.position, part.place, total[part.tokens]
-        (mine,) = steps.run(gathered_attention.merged(part.kernel), *partial, *rest)
-        total = steps.put(total, part.tokens, mine)
-    return total
+        (merged,) = ops.run(
+            gathered_attention.merged(kernel),
+            *(*partial, counts, block_indices, layout.position, start, dq[tokens]),
+        )
+        dq = ops.write(dq, tokens, merged)
+    return dq
 
 
-class _Part(NamedTuple):
-    """Some tokens, whose partial outputs there are at a time."""
+class _Chunk(NamedTuple):
+    """Tokens whose partial outputs exist at the same time."""
 
     kernel: GatheredAttention
-    place: Any
+    start: Any  # int32 [1, PLACE]: number of the chunk, its first token, its first tile
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
 
 
-def _parts(steps, spec, indices, counts, where):
-    """Items and entries of `gathered_attention.partial_outputs`, and the parts."""
-    tokens = spec.tile.tokens
+def _chunks(ops, spec, block_indices, counts, layout) -> tuple[Any, Iterator[_Chunk]]:
+    """Items and entries of `gathered_attention.partial_outputs`, and the chunks."""
+    tile = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.limit)
-    step = math.lcm(inverse.chunk, tokens)
-    output = spec.B * spec.H * spec.width * 2  # bytes a token
-    size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
+    lists = BlockQueryLists(*sizes, tile=tile, limit=spec.limit)
+    step = math.lcm(lists.chunk, tile)
+    output_bytes = spec.B * spec.H * spec.width * 2  # of a token
+    size = max(MOST_BYTES, output_bytes * spec.T) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
-    longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
-    pieces = WorkItems(inverse, size, longest)
-    lists = steps.slot_lists(indices, counts, where, pieces)
+    work = WorkItems(lists, size, items.longest_item(size * spec.B * spec.Hkv * spec.n))
+    arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
 
-    def places():
-        part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
-        columns = part, part * size, part * (size // tokens)
-        return [
-            steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered_attention.PLACE, 0)
-        ]
+    def starts():
+        number = ops.arange(block_indices, work.parts).reshape(-1, 1)
+        columns = number, number * size, number * (size // tile)
+        columns = ops.xp.concatenate(columns, axis=1)
+        return [ops.extend(columns, 1, gathered_attention.PLACE, 0)]
 
-    (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
-    fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
-    fields += ("limit", "numbers_unit", "interpret")
-    parts = []
-    for i, first in enumerate(range(0, spec.T, size)):
-        last = min(first + size, spec.T)
-        kernel = GatheredAttention(
-            **{name: getattr(spec, name) for name in fields},
-            tokens=last - first,
-            parts=pieces.parts,
-            items=inverse.rows * pieces.items,
-        )
-        parts.append(_Part(kernel, places_[i : i + 1], (slice(None), slice(first, last))))
-    return lists, parts
+    (start,) = ops.cached(layout, ("chunks", work.parts, size, tile), starts)
+    fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
+    fields |= {"parts": work.parts, "items": lists.rows * work.items}
+
+    def chunks():
+        for i, first in enumerate(range(0, spec.T, size)):
+            last = min(first + size, spec.T)
+            kernel = GatheredAttention(**fields, tokens=last - first)
+            yield _Chunk(kernel, start[i : i + 1], (slice(None), slice(first, last)))
+
+    return arrays, chunks()

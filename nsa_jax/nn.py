@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from nsa_jax import api, cache, extras, geometry
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.layer import KIND, LayerSpec
 from nsa_jax.types import Branches
 
@@ -59,7 +59,7 @@ class Pool(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+    """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
     def __init__(self, length: int, width: int, hidden: int, *, param_dtype, rngs: nnx.Rngs):
         def normal(shape, deviation):
@@ -224,7 +224,7 @@ class NSAAttention(nnx.Module):
         if kv is not None and segment_ids is not None:
             raise ValueError("segment_ids must be None where a cache is given, got both")
         batch, length, _ = x.shape
-        where = geometry.positions(
+        where = geometry.query_layout(
             batch,
             length,
             kv_len=length if kv is None else kv.length + length,

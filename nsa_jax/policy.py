@@ -1,10 +1,10 @@
 """What automatic choice leaves out on a device although it could run: thresholds and policy.
 
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
-`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed there at all.
-It is read once a process; a file that cannot be understood is an error, a missing one leaves
-out only kernels that must have been measured (`MEASURED_ONLY`). An implementation that is
-named is not affected.
+`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed
+there at all. It is read once a process; a file that cannot be understood is an error, a missing
+one leaves out only kernels that must have been measured (`MEASURED_ONLY`). An implementation
+that is named is not affected.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     policy: [{kernel: triton, steps: [selected], allowed: false, reason: .., since: 2025-08-20}]
@@ -157,7 +157,10 @@ def why_not(implementation: str, problem: Any) -> str | None:
         )
     if implementation in MEASURED_ONLY:
         if device is None or not device.has_measured(implementation, problem.branch):
-            return "not measured on this device: name it, or let bench.tune_thresholds find its threshold"
+            return (
+                "not measured on this device: "
+                "name it, or let bench.tune_thresholds find its threshold"
+            )
     given, giver = _overridden.get()
     for name, (branch, kernels) in DECIDES.items():
         if branch != problem.branch:

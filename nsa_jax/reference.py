@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 
 EXACT = lax.Precision.HIGHEST

@@ -79,7 +79,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
         kv_len = segment_ids.shape[1]
     kv_len = num_queries if kv_len is None else kv_len
     blocks = num_blocks(query, compressed_key, kv_len, segment_ids, config)
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config
     )
     last_token = config.compress_block - 1

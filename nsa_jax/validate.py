@@ -6,7 +6,7 @@ They read only `shape` and `dtype`, so the torch front end checks its tensors wi
 import math
 import numbers
 
-from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 

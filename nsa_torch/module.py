@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
 from nsa_jax.types import Branches
 from nsa_torch import cache, functional, geometry
@@ -48,7 +48,7 @@ class Gate(nn.Module):
 
 
 class MLP(nn.Module):
-    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+    """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
     def __init__(self, length: int, width: int, hidden: int):
         super().__init__()

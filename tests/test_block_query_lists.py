@@ -120,12 +120,12 @@ by_spec = pytest.mark.parametrize("name", SPECS)
 def test_sorting(name):
     spec = SPECS[name]
     arrays = draw(spec)
-    found = jax.jit(lambda *x: sorted_lists.inverse(mosaic.STEPS, *x, spec))(
+    found = jax.jit(lambda *x: sorted_lists.inverse(mosaic.OPS, *x, spec))(
         *map(jnp.asarray, arrays)
     )
     assert check(spec, arrays, *found, merged=False)
     tensors = map(torch.from_numpy, arrays)
-    other = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *tensors, spec)
+    other = sorted_lists.inverse(nsa_torch.mosaic.OPS, *tensors, spec)
     for x, y in zip(found, other, strict=True):
         assert y.dtype == torch.int32
         np.testing.assert_array_equal(x, y)
@@ -230,7 +230,7 @@ def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
     again = torch.diff(indices, prepend=torch.full_like(indices[..., :1], -1)) == 0
     arrays = torch.where(again, -1, indices)[None], position, 0 * position
     found = by_kernels(spec, arrays)
-    wanted = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *arrays, spec)
+    wanted = sorted_lists.inverse(nsa_torch.mosaic.OPS, *arrays, spec)
     total = int(found[0][-1])
     assert torch.equal(found[0], wanted[0])
     for one, other in zip(found[1:], wanted[1:], strict=True):

@@ -13,7 +13,7 @@ from kernels_pallas.mosaic.bwd_preprocess import Row, RowStats
 from kernels_pallas.mosaic.operands import LOG2E
 from nsa_jax import mosaic_backward
 from tests import warp_emulation
-from tests.test_inverse import needs_gpu
+from tests.test_block_query_lists import needs_gpu
 from tests.torch_inputs import FRAMEWORKS
 from tests.warp_emulation import lanes
 
@@ -61,7 +61,7 @@ def test_arrays(name, framework):
     spec = SPECS[name]
     arrays = draw(spec)
     steps, convert = FRAMEWORKS[framework]
-    found = mosaic_backward._interpreted_numbers(steps, spec, *map(convert, arrays))
+    found = mosaic_backward.interpreted_row_stats(steps, spec, *map(convert, arrays))
     np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
 
 

@@ -9,7 +9,8 @@ from absl import flags as absl_flags
 import kernels_pallas
 import nsa_jax
 from nsa_jax import flags
-from nsa_jax.dispatch import REGISTRY, Implementation, Problem, Registry, problem_of
+from nsa_jax.dispatch import REGISTRY, Implementation, Problem, Registry
+from nsa_jax.jax_problem import problem_of
 from nsa_torch.dispatch import REGISTRY as TORCH_REGISTRY
 from tests.inputs import SMALL, Case, problem
 
@@ -57,7 +58,7 @@ def test_kernels_say_why_they_refuse():
     p = problem(Case(20, 20))
     reasons = {
         "mosaic": "needs a Hopper GPU|needs compute capability|computes in bfloat16",
-        "triton": "kernels_pallas has no triton kernel for the compressed step",
+        "triton": "is called from torch only",
     }
     for name, reason in reasons.items():
         with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
@@ -69,11 +70,11 @@ def test_kernels_say_why_they_refuse():
 def test_every_registered_kernel_is_there():
     for name, step in kernels_pallas.KERNELS:
         for registry in (REGISTRY, TORCH_REGISTRY):
-            entries = {entry.name: entry for entry in registry.table[step]}
-            if name == "triton" and registry is REGISTRY:  # from torch only
-                assert "torch only" in entries[name].why_not(PROBLEM)
+            entry = registry.entry(step, name)
+            if name == "triton" and registry is REGISTRY:
+                assert entry is None and "torch only" in registry.elsewhere[name]
             else:
-                assert callable(entries[name].load())
+                assert entry and callable(entry.load())
     at = PROBLEM._replace(branch="selected")
     assert kernels_pallas.why_not("cuda", at).startswith("kernels_pallas has no cuda kernel")
 

@@ -153,7 +153,7 @@ def test_the_kernels(name):
     made = BlockQueryLists(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
     spec = SPECS.get(name) or WorkItems(made, 8192, 1024)
     arrays = [torch.from_numpy(x).cuda() for x in arrays_of(spec)]
-    steps = nsa_torch.mosaic.STEPS
+    steps = nsa_torch.mosaic.OPS
     edges = steps._edges(arrays, spec.inverse)
     (entries,) = steps.run(block_query_lists.slots(spec.inverse), *arrays, edges)
     want = sorted_lists.inverse(steps, *arrays[:3], spec.inverse, arrays[3])

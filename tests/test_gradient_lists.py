@@ -25,9 +25,8 @@ from kernels_pallas.mosaic import (
     selected_attention,
 )
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
+from nsa_jax import geometry, items, mosaic, mosaic_backward, mosaic_lists, sorted_lists
 from nsa_jax.config import NSAConfig
-from nsa_jax.mosaic_forward import Framework
 from tests.inputs import segment_ids
 
 FIELDS = ("position", "key_start", "compressed_start")
@@ -56,18 +55,18 @@ class Shape:
         return NSAConfig(8, 4, self.block, num_selected=self.n, num_local=1, window=37)
 
     @functools.cached_property
-    def where(self):
+    def layout(self):
         ids = None
         if self.segments:
             ids = jnp.asarray(np.repeat(segment_ids(self.segments), self.batch, axis=0))
         options = {"kv_len": self.S, "segment_ids": ids, "config": self.config}
-        return geometry.positions(self.batch, self.T, **options)
+        return geometry.query_layout(self.batch, self.T, **options)
 
     @functools.cached_property
     def indices(self):
         """A random selection int32 `[B, T, Hkv, n]`: some slots empty, some queries bare."""
         rng = np.random.default_rng(self.T)
-        position = np.asarray(self.where.position)
+        position = np.asarray(self.layout.position)
         out = np.full((self.batch, self.T, self.heads, self.n), -1, np.int32)
         for place in np.ndindex(out.shape[:-1]):
             candidates = rng.permutation(position[place[:2]] // self.block + 1)
@@ -106,7 +105,7 @@ class Shape:
             mask = np.zeros((self.T, self.compressed), bool)
             mask[:, : len(starts)] = seen
             return np.broadcast_to(mask, (*shape[:3], self.compressed))
-        if branch == "chosen":
+        if branch == "selected":
             block = place // self.block
             chosen = (indices[..., None] == block).any(axis=-2)
             mask = mask & np.moveaxis(chosen, 2, 1)
@@ -115,7 +114,7 @@ class Shape:
     def popular(self):
         """The same with every query at the first block of its sequence."""
         indices = self.indices.copy()
-        seen = np.asarray(self.where.position)[..., None] >= 0
+        seen = np.asarray(self.layout.position)[..., None] >= 0
         indices[indices == 0] = -1
         indices[..., 0] = np.where(seen, 0, -1)
         return indices
@@ -159,37 +158,39 @@ def no_kernels(monkeypatch):
         (selected_attention, "attention"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
-    monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
-    monkeypatch.setattr(Framework, "inverse_lists", by_sorting)
-    monkeypatch.setattr(Framework, "listed_items", items_by_sorting)
+    monkeypatch.setattr(mosaic_lists, "tile_block_lists", lambda *arguments: ())
+    monkeypatch.setattr(mosaic_lists, "block_query_lists", by_sorting)
+    monkeypatch.setattr(mosaic_lists, "work_items", items_by_sorting)
 
 
-def by_sorting(steps, indices, where, spec):
-    return sorted_lists.inverse(steps, indices, where.position, where.key_start, spec)
+def by_sorting(ops, indices, layout, spec):
+    return sorted_lists.inverse(ops, indices, layout.position, layout.key_start, spec)
 
 
-def items_by_sorting(steps, edges, where, spec):
-    return sorted_lists.items(steps, edges, where.position, spec)
+def items_by_sorting(ops, edges, layout, spec):
+    return sorted_lists.items(ops, edges, layout.position, spec)
 
 
-def told(steps, shape, branch, indices=None, **options):
+def told(ops, shape, branch, indices=None, **options):
     """Pairs `(partial_sums, merged)` that the gradient of a branch asks for, NumPy arrays."""
-    xp, dtype, found = steps.xp, {"dtype": steps.xp.float32}, []
-    config, packed = shape.config, shape.segments is not None
+    xp, dtype, found = ops.xp, {"dtype": ops.xp.float32}, []
+    config = shape.config
 
-    def run(kernel, *arrays):
-        if kernel.name == "of_units":
-            return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
-        found.append(kernel._replace(arrays=arrays))
-        outputs = 1
-        if kernel.name != "attention":
-            outputs = kernel.spec.want_key + kernel.spec.want_value
-        return [xp.zeros((1,), **dtype)] * outputs
+    class Recording(type(ops)):
+        def run(self, kernel, *arrays):
+            if kernel.name == "of_units":
+                return [mosaic_backward.interpreted_row_stats(ops, kernel.spec, *arrays)]
+            found.append(kernel._replace(arrays=arrays))
+            outputs = 1
+            if kernel.name != "attention":
+                outputs = kernel.spec.want_key + kernel.spec.want_value
+            return [xp.zeros((1,), **dtype)] * outputs
 
-    def ask(where, indices):
+        def cached(self, layout, name, make):
+            return make()
+
+    def ask(layout, indices):
         found.clear()
-        again = {"run": run, "once": lambda where, name, make: make()}
-        steps_of = dataclasses.replace(steps, **again)
         heads = shape.heads * shape.group
         keys = shape.compressed if branch == "compressed" else shape.S
         query, key = (
@@ -199,20 +200,20 @@ def told(steps, shape, branch, indices=None, **options):
         seen = shape.mask(branch, indices_np).any(axis=-1)
         lse = np.where(np.repeat(np.moveaxis(seen, 1, 2), shape.group, axis=2), 0, -np.inf)
         lse = xp.asarray(lse.astype(np.float32))
-        saved = mosaic_backward.Saved(lse, xp.zeros_like(lse))
-        before = (indices,) if branch == "chosen" else ()
-        after = (packed,) if branch == "chosen" else ()
+        rows = mosaic_backward.RowResiduals(lse, xp.zeros_like(lse))
+        before = (indices,) if branch == "selected" else ()
         function = getattr(mosaic_backward, branch)
-        function(steps_of, query, key, key, *before, query, saved, where, config, None, *after)
+        function(Recording(), query, key, key, *before, query, rows, layout, config, None)
         return [x.arrays for x in found]
 
     indices_np = shape.indices if indices is None else indices
-    where = shape.where
+    layout = shape.layout
     if xp is torch:
-        place = {name: torch.from_numpy(np.array(getattr(where, name))) for name in FIELDS}
-        arrays = ask(types.SimpleNamespace(**place), torch.from_numpy(indices_np))
+        fields = {name: torch.from_numpy(np.array(getattr(layout, name))) for name in FIELDS}
+        tensors = types.SimpleNamespace(**fields, packed=layout.packed)
+        arrays = ask(tensors, torch.from_numpy(indices_np))
     else:
-        arrays = jax.jit(ask)(where, jnp.asarray(indices_np))
+        arrays = jax.jit(functools.partial(ask, layout))(jnp.asarray(indices_np))
     calls = [
         call._replace(arrays=tuple(map(np.asarray, each)))
         for call, each in zip(found, arrays, strict=True)
@@ -314,10 +315,10 @@ def lengths(request):
     return request.param
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
 @by_shape
 def test_every_pair_counts_once(shape, branch, lengths):
-    ((sums, merged), *_) = check(mosaic.STEPS, shape, branch)
+    ((sums, merged), *_) = check(mosaic.OPS, shape, branch)
     # Else nothing would have been merged.
     several = (merged.arrays[-1] > 1).any()
     assert several == (lengths == "short" and branch != "sliding" and sums.spec.units > 3)
@@ -325,15 +326,15 @@ def test_every_pair_counts_once(shape, branch, lengths):
 
 @by_shape
 def test_popular_blocks(shape, short):
-    check(mosaic.STEPS, shape, "chosen", shape.popular())
+    check(mosaic.OPS, shape, "selected", shape.popular())
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
 @by_shape
 def test_torch_makes_the_same(shape, branch, short):
     for ours, theirs in zip(
-        told(mosaic.STEPS, shape, branch),
-        told(nsa_torch.mosaic.STEPS, shape, branch),
+        told(mosaic.OPS, shape, branch),
+        told(nsa_torch.mosaic.OPS, shape, branch),
         strict=True,
     ):
         for one, other in zip(ours, theirs, strict=True):
@@ -345,15 +346,15 @@ def test_torch_makes_the_same(shape, branch, short):
 
 def test_no_more_items_than_entries():
     """Few queries over many keys: no list of most tiles has an entry."""
-    ((sums, _),) = check(mosaic.STEPS, Shape(2, 900, 4, block=64), "chosen")
+    ((sums, _),) = check(mosaic.OPS, Shape(2, 900, 4, block=64), "selected")
     assert sums.spec.items <= sums.spec.listed < sums.spec.tiles * sums.spec.B * sums.spec.Hkv
 
 
 def test_whole_tiles_are_seen_without_a_mask():
     """Most of a long problem needs none."""
     shape = Shape(512, 2048, 16, block=64, n=8)
-    for branch in ("chosen", "compressed"):
-        ((sums, _),) = told(mosaic.STEPS, shape, branch)
+    for branch in ("selected", "compressed"):
+        ((sums, _),) = told(mosaic.OPS, shape, branch)
         items = [Item(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
         plain = sum(max(min(x.whole_to, x.end) - max(x.whole_from, x.begin), 0) for x in items)
         assert plain > 0.6 * sum(x.end - x.begin for x in items)

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 import nsa_jax
 from bench.judge.parity import assert_parity
 from nsa_jax import branches, chunks, reference
-from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.compress_params import MLPParams, PoolParams
 from tests.inputs import CASES, SMALL, Case, call, problem
 
 # Hundreds of queries share each block: their sum must not be kept in bfloat16.

@@ -11,6 +11,7 @@ import pytest
 from kernels_pallas.mosaic.operands import REGISTERS, SMEM_BYTES
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JaxOps
 from nsa_jax.types import Branches
 from tests.cross_compile import compile_report
 from tests.inputs import PAPER, Case
@@ -83,10 +84,11 @@ def kernels(name, backward=False):
     """The kernels that `nsa_jax.mosaic` builds for a shape; `backward`: those of gradients."""
     case, found = (SHAPES | EDGES)[name], []
 
-    def record(kernel, *arrays):
-        assert [x.size for x in arrays] == [x.size for x in kernel.inputs]
-        found.append(kernel)
-        return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
+    class Recording(JaxOps):
+        def run(self, kernel, *arrays):
+            assert [x.size for x in arrays] == [x.size for x in kernel.inputs]
+            found.append(kernel)
+            return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
 
     def array(*shape, dtype=case.dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -105,7 +107,7 @@ def kernels(name, backward=False):
         (mosaic.selected_attention, query, key, value, indices),
         (mosaic.sliding_attention, query, key, value),
     ]
-    with mock.patch.object(mosaic, "STEPS", dataclasses.replace(mosaic.STEPS, run=record)):
+    with mock.patch.object(mosaic, "OPS", Recording()):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)

@@ -12,8 +12,7 @@ from absl import flags as absl_flags
 import configs
 import nsa_torch
 from bench.harness import problems, runners
-from kernels_pallas import tiles
-from nsa_jax import NSAConfig, flags, policy
+from nsa_jax import NSAConfig, flags, jax_problem, policy
 from nsa_jax import dispatch as jax_dispatch
 from nsa_jax.dispatch import Problem
 from nsa_torch import dispatch as torch_dispatch
@@ -234,15 +233,15 @@ def test_a_damaged_file_is_an_error(tmp_path, text, message):
 
 def test_a_problem_names_its_device(monkeypatch):
     query = jnp.zeros((1, 8, 2, 4))
-    assert jax_dispatch.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
-    monkeypatch.setattr(tiles, "jax_device", lambda: GPU)
-    assert jax_dispatch.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
+    assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
+    monkeypatch.setattr(jax_problem, "device_name", lambda: GPU)
+    assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(tiles, "cuda_name", lambda torch, index: f"{GPU} {index}")
+    monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
     numbers = dataclasses.astuple(NSAConfig())
     sizes = (1, 8, 8, 2, 1, 4, 4)
     for kind, expected in ((("cuda", 1), f"{GPU} 1"), (("cpu", None), None)):
-        at = torch_dispatch._problem(kind, "bfloat16", sizes, numbers, False, None)
+        at = torch_dispatch._problem(kind, "bfloat16", sizes, numbers, (False,) * 3, None)
         assert at.device == expected
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None

@@ -99,14 +99,13 @@ TOKENS = [1, 8, 32, 64]
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_sorting(tokens, place):
     spec, *arrays = draw(tokens, place, interpret=InterpretGPUParams())
-    found = jax.jit(lambda *x: sorted_lists.unions(mosaic.STEPS, *x, spec))(
+    found = jax.jit(lambda *x: sorted_lists.unions(mosaic.OPS, *x, spec))(
         *map(jnp.asarray, arrays)
     )
     assert bool(check(spec, arrays, *found)) == (place != "packed, all padding")
 
 
 def test_torch_sorts_alike():
-    from nsa_torch.mosaic import STEPS
 
     spec, *arrays = draw(64, "packed")
     found = sorted_lists.unions(STEPS, *map(torch.from_numpy, arrays), spec)
@@ -180,7 +179,6 @@ def test_the_kernel(tokens):
 def test_the_kernel_lists_what_sorting_lists(heads, length):
     """Random blocks in long rows; the longest needs several windows of bits."""
     from interop.launch import launch
-    from nsa_torch.mosaic import STEPS
 
     sizes = {"B": 1, "T": length, "S": length, "H": heads, "Hkv": 1, "n": 16, "block": 64}
     spec = dataclasses.replace(SPEC, **sizes)
@@ -202,12 +200,12 @@ def test_runs(row):
     letters = jnp.asarray([[ord(c) for c in row]], jnp.int32)
     there = letters != ord(".")
     changes = letters[:, 1:] != letters[:, :-1]
-    begin, end, count = sorted_lists.runs(mosaic.STEPS, changes, there)
+    begin, end, count = sorted_lists.runs(mosaic.OPS, changes, there)
     runs = [sum(c == letter for c in row) for letter in dict.fromkeys(row.replace(".", ""))]
     assert count.tolist() == [[len(runs)]]
     assert (end - begin).tolist() == [runs + [0] * (len(row) - len(runs))]
     sums = sorted_lists.run_sums(
-        mosaic.STEPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end
+        mosaic.OPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end
     )
     bits = iter(range(4))
     assert sums[0, : len(runs)].tolist() == [

@@ -250,7 +250,7 @@ def test_the_kernel(name, full):
     spec = (SPECS | LONG)[name]
     given = arrays_of(spec, full or name in LONG)
     on_gpu = [torch.from_numpy(x).cuda() for x in given]
-    steps = nsa_torch.mosaic.STEPS
+    steps = nsa_torch.mosaic.OPS
     found = steps.run(work_items.items(spec), *on_gpu)
     want = sorted_lists.items(steps, *on_gpu, spec)
     columns = 7 if spec.windows else 6

@@ -13,7 +13,8 @@ import numpy as np
 import nsa_jax
 from bench.harness import timing
 from bench.harness.problems import Settings
-from nsa_jax.dispatch import REGISTRY, Problem, capability
+from nsa_jax.dispatch import REGISTRY, Problem
+from nsa_jax.jax_problem import capability
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
 ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8

@@ -21,8 +21,8 @@ from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import interval_attention, scores, selected_attention
-from nsa_jax import geometry
-from nsa_jax.mosaic import STEPS
+from nsa_jax import geometry, mosaic_forward
+from nsa_jax.jax_ops import JAX_OPS
 
 type Tiles = Mapping[str, int]
 
@@ -221,20 +221,18 @@ class Kernels:
     def _call(self, kernel, query, **rest):
         config = self.settings.nsa
         batch, length = query.shape[:2]
-        where = geometry.positions(
+        layout = geometry.query_layout(
             batch, length, kv_len=length, segment_ids=None, config=config
         )
-        how = {"where": where, "config": config, "scale": None}
+        how = {"layout": layout, "config": config, "scale": None}
         if kernel == "compressed":
-            key, value = rest["compressed_key"], rest["compressed_value"]
-            return STEPS.compressed(query, key, value, **how, gate=rest["gate"])
+            pair = rest["compressed_key"], rest["compressed_value"]
+            return mosaic_forward.compressed(JAX_OPS, query, *pair, **how, gate=rest["gate"])
         if kernel == "scores":
+            pair = rest["compressed_key"], rest["lse"]
             blocks = config.num_blocks(length)
-            key, lse = rest["compressed_key"], rest["lse"]
-            return STEPS.best_blocks(query, key, lse, **how, num_blocks=blocks, packed=False)
-        if kernel == "selected":
-            rest |= {"indices": rest.pop("block_indices"), "packed": False}
-        return getattr(STEPS, kernel)(query, **rest, **how)
+            return mosaic_forward.select_blocks(JAX_OPS, query, *pair, **how, num_blocks=blocks)
+        return getattr(mosaic_forward, kernel)(JAX_OPS, query, **rest, **how)
 
 
 class _Timed:

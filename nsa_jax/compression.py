@@ -1,41 +1,14 @@
 """Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
 from nsa_jax import geometry
+from nsa_jax.compress_params import CompressParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.numerics import precision_of, wide
-
-
-class PoolParams(NamedTuple):
-    """A learnable weighted sum over the window, per channel (a depthwise convolution).
-
-    Arrays of JAX or of torch, as everywhere in these tuples.
-    """
-
-    weight: Any  # [l, D]
-
-
-class MLPParams(NamedTuple):
-    """The paper's MLP with an intra-block position embedding.
-
-    `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`, the window flattened token by
-    token, gelu in its tanh form, shared by the key/value heads.
-    """
-
-    position: Any  # [l, D]
-    w1: Any  # [l * D, F]
-    b1: Any  # [F]
-    w2: Any  # [F, D]
-    b2: Any  # [D]
-
-
-type CompressParams = PoolParams | MLPParams | None  # None: the mean
 
 
 def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
