@@ -18,16 +18,15 @@ from kernels_pallas.mosaic import (
     interval_attention,
     selected_attention,
 )
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
-from nsa_jax import items, mosaic_gather
+from kernels_pallas.specs import work_items
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from nsa_jax import mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
 from nsa_jax.types import Branches
-
-SHORTEST = 64  # tiles of queries of an item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,14 +172,15 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         interval_attention.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
-    pieces, tiles = 1, base.B * base.Hkv * base.tiles
-    if long:
-        pieces = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
-    base = dataclasses.replace(base, items=pieces * tiles)
+    tiles = base.B * base.Hkv * base.tiles
+    segments = work_items.interval_segments(tiles, base.units) if long else 1
+    base = dataclasses.replace(base, items=segments * tiles)
     table, *places = steps.once(
         where,
         ("items", bounds, base),
-        lambda: items.interval(steps, steps.bounds(where, bounds), base, pieces),
+        lambda: work_items.interval_work_items(
+            steps, steps.bounds(where, bounds), base, segments
+        ),
     )
     first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
     arrays = query, key, value, grad, rows, table
@@ -240,14 +240,15 @@ def chosen(
             steps, spec, arrays, selection, grad, rows, query_grad
         )
 
-    inverse = BlockQueryLists(*sizes, base.unit.tokens, packed)
-    edges, *queries = steps.inverse_lists(indices, where, inverse)
-    table, *places = steps.listed_items(edges, where, items.listed(inverse))
+    query_lists = BlockQueryLists(*sizes, base.unit.tokens, packed, interpret=base.interpret)
+    edges, *queries = steps.query_lists(indices, where, query_lists)
+    items = work_items.dkv_work_items(query_lists)
+    table, *places = steps.list_work_items(edges, where, items)
     spec = dataclasses.replace(
         base,
         items=table.shape[0],
-        listed=inverse.entries,
-        block=size if inverse.marked else 0,
+        listed=query_lists.entries,
+        block=size if query_lists.marked else 0,
     )
     arrays = query, key, value, grad, rows, table
     return query_grad, *_merged(steps, spec, arrays, queries, places)

@@ -11,16 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels_pallas.mosaic import (
-    block_query_lists,
     capability,
     interval_attention,
     scores,
     selected_attention,
-    tile_block_lists,
-    work_items,
 )
+from kernels_pallas.specs import block_query_lists, tile_block_lists, work_items
 from kernels_pallas.tiles import tiles_of
-from nsa_jax import mosaic_gather, sorted_lists
+from nsa_jax import mosaic_gather
 from nsa_jax.config import NSAConfig
 
 
@@ -221,43 +219,31 @@ class Framework:
         return self.lists(indices, where, spec)
 
     def lists(self, indices, where, spec):
-        """What `selected_attention.attention` reads."""
+        """The block lists of the tiles (`specs.tile_block_lists`); `spec`: their reader's."""
         arrays = indices, where.position, where.key_start
-        if spec.interpret:
-            return sorted_lists.unions(self, *arrays, spec)
-        return self.run(tile_block_lists.lists(spec), *arrays)
+        return self.run(tile_block_lists.tile_block_lists(spec), *arrays)
 
-    def inverse_lists(self, indices, where, spec):
-        """`(edges, *lists)`: where the entries of each tile of keys begin and what they are
-        (`kernels_pallas.mosaic.inverse`).
-        """
+    def query_lists(self, indices, where, spec):
+        """`(edges, *lists)`: the query lists of blocks (`specs.block_query_lists`)."""
         arrays = indices, where.position, where.key_start
-        if capability.interpret.get():
-            return sorted_lists.inverse(self, *arrays, spec)
         edges = self._edges(arrays, spec)
-        return edges, *self.run(block_query_lists.filled(spec), *arrays, edges)
+        return edges, *self.run(block_query_lists.fill_lists(spec), *arrays, edges)
 
-    def slot_lists(self, indices, counts, where, spec):
-        """`(items, entries)` that `gathered_attention.partial_outputs` reads; `spec`: a `pieces.Pieces`,
-        `counts` of `lists`.
+    def gather_lists(self, indices, counts, where, spec):
+        """`(table, entries)` that `gathered_attention.partial_outputs` reads; `spec`: a
+        `WorkItems`; `counts`: of `lists`.
         """
-        arrays = indices, where.position, where.key_start
-        if capability.interpret.get():
-            edges, entries = sorted_lists.inverse(self, *arrays, spec.inverse, counts)
-        else:
-            arrays = *arrays, counts
-            edges = self._edges(arrays, spec.inverse)
-            (entries,) = self.run(block_query_lists.slots(spec.inverse), *arrays, edges)
-        return self.listed_items(edges, where, spec)[0], entries
+        arrays = indices, where.position, where.key_start, counts
+        edges = self._edges(arrays, spec.lists)
+        (entries,) = self.run(block_query_lists.fill_gather_lists(spec.lists), *arrays, edges)
+        return self.list_work_items(edges, where, spec)[0], entries
 
-    def listed_items(self, edges, where, spec):
-        """What `pieces.items` gives; `spec`: its `Pieces`; `edges`: of its lists."""
-        if capability.interpret.get():
-            return sorted_lists.items(self, edges, where.position, spec)
-        return self.run(work_items.items(spec), edges, where.position)
+    def list_work_items(self, edges, where, spec):
+        """The work items of query lists (`specs.work_items`); `spec`: a `WorkItems`."""
+        return self.run(work_items.work_items(spec), edges, where.position)
 
     def _edges(self, arrays, spec):
-        (counts,) = self.run(block_query_lists.counted(spec), *arrays)
+        (counts,) = self.run(block_query_lists.count_entries(spec), *arrays)
         return self.xp.cumsum(counts, axis=0, dtype=self.xp.int32)
 
     def best_blocks(self, query, key, lse, where, config: NSAConfig, scale, num_blocks, packed):

@@ -10,11 +10,10 @@ import math
 from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic import gathered_attention, operands
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.gathered_attention import GatheredAttention
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.work_items import WorkItems
-from nsa_jax import items
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.work_items import WorkItems, entries_of_item
 
 # Blocks of a union, for each that a token selects, beyond which gathering takes less time.
 LONG_UNION = 4
@@ -93,23 +92,25 @@ def _parts(steps, spec, indices, counts, where):
     """Items and entries of `gathered_attention.partial_outputs`, and the parts."""
     tokens = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.limit)
-    step = math.lcm(inverse.chunk, tokens)
+    query_lists = BlockQueryLists(
+        *sizes, tile=tokens, limit=spec.limit, interpret=spec.interpret
+    )
+    step = math.lcm(query_lists.chunk, tokens)
     output = spec.B * spec.H * spec.width * 2  # bytes a token
     size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
-    longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
-    pieces = WorkItems(inverse, size, longest)
-    lists = steps.slot_lists(indices, counts, where, pieces)
+    longest = entries_of_item(size * spec.B * spec.Hkv * spec.n)
+    items = WorkItems(query_lists, size, longest)
+    lists = steps.gather_lists(indices, counts, where, items)
 
     def places():
-        part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
+        part = steps.numbers(indices, items.segments).reshape(-1, 1)
         columns = part, part * size, part * (size // tokens)
         return [
             steps.longer(steps.xp.concatenate(columns, axis=1), 1, gathered_attention.PLACE, 0)
         ]
 
-    (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
+    (places_,) = steps.once(where, ("parts", items.segments, size, tokens), places)
     fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient")
     fields += ("limit", "numbers_unit", "interpret")
     parts = []
@@ -118,8 +119,8 @@ def _parts(steps, spec, indices, counts, where):
         kernel = GatheredAttention(
             **{name: getattr(spec, name) for name in fields},
             tokens=last - first,
-            parts=pieces.parts,
-            items=inverse.rows * pieces.items,
+            parts=items.segments,
+            items=query_lists.rows * items.items,
         )
         parts.append(_Part(kernel, places_[i : i + 1], (slice(None), slice(first, last))))
     return lists, parts

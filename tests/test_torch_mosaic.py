@@ -42,7 +42,7 @@ def launch(kernel, *tensors, out=()):
     """`interop.launch.launch` on the CPU, as strict about what it is given."""
     for x, wanted in zip(tensors, kernel.inputs, strict=True):
         assert x.is_contiguous() and x.numel() == wanted.size
-        assert str(x.dtype) == f"torch.{wanted.dtype.name}"
+        assert str(x.dtype) == f"torch.{wanted.dtype}"
     arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
     results = [dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays)]
     if out:
