@@ -13,12 +13,12 @@ from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 KEYS = 64  # of a tile
 # First keys and positions of the tokens of both rows of a batch.
 SPECS = {
-    "a token a unit": BlockQueryLists(2, 70, 70, 2, 4, 64, 1, False),
+    "a token a query tile": BlockQueryLists(2, 70, 70, 2, 4, 64, 1, False),
     "chunk of a long prompt": BlockQueryLists(2, 50, 700, 2, 4, 64, 1, False),
     "small blocks": BlockQueryLists(2, 90, 150, 2, 4, 16, 2, False),
     "long blocks": BlockQueryLists(2, 90, 300, 1, 2, 128, 4, False),
     "blocks across borders": BlockQueryLists(1, 90, 300, 2, 3, 48, 5, False),
-    "sixteen tokens a unit": BlockQueryLists(1, 150, 200, 2, 3, 64, 16, False),
+    "sixteen tokens a query tile": BlockQueryLists(1, 150, 200, 2, 3, 64, 16, False),
     "packed": BlockQueryLists(2, 90, 90, 2, 3, 16, 3, True),
     "packed, longer blocks": BlockQueryLists(1, 300, 300, 1, 3, 64, 8, True),
     "packed, long blocks": BlockQueryLists(1, 300, 300, 1, 2, 128, 1, True),
@@ -60,8 +60,8 @@ def draw(spec, seed=0):
 
 
 def expected(spec, indices, position, start):
-    """By row, tile of keys and chunk of tokens: the entries `(unit, first key of the block)`
-    and the bits of their tokens.
+    """By row, tile of keys and chunk of tokens: the entries `(query tile, first key of the
+    block)` and the bits of their tokens.
     """
     found: dict = {}
     for b, t, g in np.ndindex(spec.B, spec.T, spec.Hkv):
@@ -71,33 +71,33 @@ def expected(spec, indices, position, start):
             first = int(start[b, t]) + block * spec.block
             end = min(first + spec.block, int(start[b, t] + position[b, t]) + 1)
             for tile in range(first // KEYS, (end - 1) // KEYS + 1):
-                unit = t // spec.tokens
-                here = found.setdefault((b * spec.Hkv + g, tile, unit // spec.chunk), {})
-                entry = unit, first
+                query_tile = t // spec.tokens
+                here = found.setdefault((b * spec.Hkv + g, tile, query_tile // spec.chunk), {})
+                entry = query_tile, first
                 here[entry] = here.get(entry, 0) | 1 << t % spec.tokens
     return found
 
 
-def check(spec, arrays, edges, units, marks=None):
-    edges, units = np.asarray(edges), np.asarray(units)
+def check(spec, arrays, edges, query_tiles, marks=None):
+    edges, query_tiles = np.asarray(edges), np.asarray(query_tiles)
     want = expected(spec, *arrays)
-    assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.tiles * spec.chunks
+    assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.key_tiles * spec.chunks
     place, words = 0, spec.words_of_chunk
-    for row, tile, chunk in np.ndindex(spec.rows, spec.tiles, spec.chunks):
+    for row, tile, chunk in np.ndindex(spec.rows, spec.key_tiles, spec.chunks):
         here = dict(want.get((row, tile, chunk), {}))
         assert edges[place] <= edges[place + 1]
         before = ()
         for i in range(edges[place], edges[place + 1]):
-            unit = int(units[i])
+            query_tile = int(query_tiles[i])
             if marks is None:
-                (entry,) = (x for x in here if x[0] == unit)
+                (entry,) = (x for x in here if x[0] == query_tile)
                 assert here.pop(entry) == 1
             else:
                 mark = int(marks[i]) % 2**32
-                entry = unit, (mark >> 16) - REACH + tile * KEYS
+                entry = query_tile, (mark >> 16) - REACH + tile * KEYS
                 here[entry] -= mark % 2**16
                 assert here.pop(entry) == 0
-            order = unit // spec.units_of_word % words, entry[1], unit
+            order = query_tile // spec.query_tiles_of_word % words, entry[1], query_tile
             assert order > before
             before = order
         assert not here
@@ -130,7 +130,7 @@ def test_several_words_and_windows(monkeypatch, name):
     monkeypatch.setattr(block_query_lists, "BITS", 32)
     spec = SPECS[name]
     assert spec.words_of_chunk > 1
-    assert (spec.tiles > spec.window) == name.endswith("long")
+    assert (spec.key_tiles > spec.window) == name.endswith("long")
     arrays = draw(spec, seed=1)
     assert check(spec, arrays, *by_emulation(spec, arrays))
 
@@ -144,7 +144,7 @@ MUTANTS = BITMAP_MUTANTS | {
             warp.word(2**20),
         ),
     ),
-    "units of one token": (Walk, "_first_bits", -1),
+    "query tiles of one token": (Walk, "_first_bits", -1),
 }
 
 

@@ -13,7 +13,7 @@ from kernels_pallas.mosaic.bwd_preprocess import Row, RowStats
 from kernels_pallas.mosaic.operands import LOG2E
 from nsa_jax import mosaic_backward
 from tests import warp_emulation
-from tests.test_inverse import needs_gpu
+from tests.test_block_query_lists import needs_gpu
 from tests.torch_inputs import FRAMEWORKS
 from tests.warp_emulation import lanes
 

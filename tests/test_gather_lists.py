@@ -66,7 +66,7 @@ def expected(spec, indices, position, start, counts):
 def check_lists(spec, arrays, edges, entries):
     lists, (edges, entries) = spec.lists, (np.asarray(x) for x in (edges, entries))
     want = expected(spec, *arrays)
-    places = np.ndindex(lists.rows, lists.tiles, lists.chunks)
+    places = np.ndindex(lists.rows, lists.key_tiles, lists.chunks)
     for i, place in enumerate(places):
         assert entries[edges[i] : edges[i + 1]].tolist() == sorted(want.get(place, []))
     assert edges[0] == 0 and edges[-1] == sum(map(len, want.values()))

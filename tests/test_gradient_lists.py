@@ -1,8 +1,8 @@
-"""What the gradient kernels are told to do: which queries pass by which tile of keys.
+"""What the gradient kernels are told to do: which queries meet which tile of keys.
 
-No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
-`dkv.partial_sums` and `merged` do: every pair of a query and a key it saw must count
-once, and where no mask is asked for, nothing else may be there.
+Of the kernels the lists alone are made, emulated. The other descriptions are recorded, and
+plain NumPy follows each work item as `dkv.partial_sums` and `merged` do: every pair of a query
+and a key it saw must count once, and where no mask is asked for, nothing else may be there.
 """
 
 import dataclasses
@@ -18,14 +18,16 @@ import torch
 
 import nsa_torch.mosaic
 from kernels_pallas.mosaic import (
-    block_query_lists,
     bwd_preprocess,
+    capability,
     dkv,
     interval_attention,
     selected_attention,
 )
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
+from kernels_pallas.specs import block_query_lists, work_items
+from kernels_pallas.specs.work_items import WorkItem
+from nsa_jax import geometry, mosaic, mosaic_backward
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework
 from tests.inputs import segment_ids
@@ -160,16 +162,15 @@ def no_kernels(monkeypatch):
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
     monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
-    monkeypatch.setattr(Framework, "inverse_lists", by_sorting)
-    monkeypatch.setattr(Framework, "listed_items", items_by_sorting)
+    with capability.interpreted(True):
+        yield
 
 
-def by_sorting(steps, indices, where, spec):
-    return sorted_lists.inverse(steps, indices, where.position, where.key_start, spec)
-
-
-def items_by_sorting(steps, edges, where, spec):
-    return sorted_lists.items(steps, edges, where.position, spec)
+def emulated(kernel, *arrays):
+    """The outputs of a list kernel for arrays of either framework."""
+    if not torch.is_tensor(arrays[0]):
+        return kernel(*arrays)
+    return [torch.from_numpy(x) for x in kernel(*(x.numpy() for x in arrays))]
 
 
 def told(steps, shape, branch, indices=None, **options):
@@ -178,8 +179,8 @@ def told(steps, shape, branch, indices=None, **options):
     config, packed = shape.config, shape.segments is not None
 
     def run(kernel, *arrays):
-        if kernel.name == "of_units":
-            return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
+        if not isinstance(kernel, Told):
+            return emulated(kernel, *arrays)
         found.append(kernel._replace(arrays=arrays))
         outputs = 1
         if kernel.name != "attention":
@@ -223,24 +224,14 @@ def told(steps, shape, branch, indices=None, **options):
     return pairs
 
 
-class Item(NamedTuple):
-    row: int
-    first_key: int
-    begin: int
-    whole_from: int
-    whole_to: int
-    end: int
-    place: int
-
-
 def visits(sums: Told, merged: Told):
     """How often each pair of a query and a key is part of a gradient, `[B, Hkv, T, S]`."""
     spec, done = sums.spec, {}
     for row in sums.arrays[5]:
-        item = Item(*row[:7].tolist())
+        item = WorkItem(*row[:7].tolist())
         if item.row >= 0:
-            assert item.place not in done, "two items write to one place"
-            done[item.place] = item, visits_of(spec, sums.arrays, item)
+            assert item.partial not in done, "two work items write one partial"
+            done[item.partial] = item, visits_of(spec, sums.arrays, item)
     first, count = merged.arrays[-2:]
     total = np.zeros((spec.B, spec.Hkv, spec.T, spec.tiles * spec.keys), int)
     for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.tiles):
@@ -262,8 +253,8 @@ def visits_of(spec, arrays, item):
     key = item.first_key + np.arange(spec.keys)
     found = np.zeros((spec.units * unit.tokens, spec.keys), int)
     steps = -(-(item.end - item.begin) // per)
-    left = np.clip(-(-(item.whole_from - item.begin) // per), 0, steps)
-    right = np.clip((item.whole_to - item.begin) // per, left, steps)
+    left = np.clip(-(-(item.unmasked_begin - item.begin) // per), 0, steps)
+    right = np.clip((item.unmasked_end - item.begin) // per, left, steps)
     for place in range(item.begin, item.begin + steps * per):
         step = (place - item.begin) // per
         at = np.clip(place, item.begin, item.end - 1)
@@ -299,11 +290,14 @@ def check(steps, shape, branch, indices=None):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Items are many and short, and there are several windows of tokens."""
-    monkeypatch.setattr(items, "SHORTEST_WINDOW", 2)
+    """Work items are many and short, and there are several segments of tokens."""
+    describes = block_query_lists.count_entries, block_query_lists.fill_lists
+    for describe in (*describes, work_items.work_items):  # which know no `CHUNKS`
+        monkeypatch.setattr(describe.__module__ + "." + describe.__name__, describe.__wrapped__)
+    monkeypatch.setattr(work_items, "MIN_SEGMENT", 2)
     monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
-    monkeypatch.setattr(mosaic_backward, "SHORTEST", 2)
-    monkeypatch.setattr(items, "LONGEST", 3)
+    monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
 
 
 @pytest.fixture(params=["long", "short"])
@@ -354,6 +348,8 @@ def test_whole_tiles_are_seen_without_a_mask():
     shape = Shape(512, 2048, 16, block=64, n=8)
     for branch in ("chosen", "compressed"):
         ((sums, _),) = told(mosaic.STEPS, shape, branch)
-        items = [Item(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
-        plain = sum(max(min(x.whole_to, x.end) - max(x.whole_from, x.begin), 0) for x in items)
+        items = [WorkItem(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
+        plain = sum(
+            max(min(x.unmasked_end, x.end) - max(x.unmasked_begin, x.begin), 0) for x in items
+        )
         assert plain > 0.6 * sum(x.end - x.begin for x in items)

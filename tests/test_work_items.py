@@ -29,7 +29,7 @@ SPECS = {
     "halving": halving(32, 5, 2, 300, 300, 2, 4, 64, 1, False),
     "more segments than warps of a CTA": halving(8, 3, 1, 640, 640, 1, 3, 64, 1, False),
     "a segment": halving(300, 1, 2, 299, 299, 1, 4, 64, 1, False),
-    "sixteen tokens a unit": halving(4, 4, 1, 700, 700, 2, 3, 64, 16, False),
+    "sixteen tokens a query tile": halving(4, 4, 1, 700, 700, 2, 3, 64, 16, False),
     "small blocks": halving(16, 7, 2, 200, 200, 1, 4, 16, 2, False),
     "long blocks": halving(8, 3, 2, 400, 400, 2, 2, 128, 4, False),
     "blocks across borders": halving(8, 2, 1, 300, 300, 2, 3, 48, 5, False),
@@ -51,12 +51,12 @@ by_edges = pytest.mark.parametrize("full", [False, True], ids=["drawn", "full"])
 def cuts(spec):
     """The chunks that segments begin with, and where the last one ends."""
     lists, size = spec.lists, spec.segment
-    found, units = [lists.chunks], lists.units
+    found, query_tiles = [lists.chunks], lists.query_tiles
     if not spec.halving:
         return [*range(0, lists.chunks, size // lists.chunk), lists.chunks]
-    while units // 2 >= size and lists.T == lists.S and not lists.packed:
-        units //= 2
-        found.append(units // lists.chunk)
+    while query_tiles // 2 >= size and lists.T == lists.S and not lists.packed:
+        query_tiles //= 2
+        found.append(query_tiles // lists.chunk)
     return [*found, 0][::-1]
 
 
@@ -71,7 +71,7 @@ def drawn(spec):
     else:
         arrays = test_gather_lists.arrays_of(spec)
         entries = test_gather_lists.expected(spec, *arrays)
-    places = np.ndindex(lists.rows, lists.tiles, lists.chunks)
+    places = np.ndindex(lists.rows, lists.key_tiles, lists.chunks)
     counts = [len(entries.get(place, ())) for place in places]
     return np.cumsum([0, *counts], dtype=np.int32), arrays[1]
 
@@ -79,11 +79,11 @@ def drawn(spec):
 def filled(spec):
     """Edges of as many items as there can be, and positions."""
     lists = spec.lists
-    counts = np.zeros((lists.rows, lists.tiles, lists.chunks), int)
+    counts = np.zeros((lists.rows, lists.key_tiles, lists.chunks), int)
     for low, high in itertools.pairwise(cuts(spec)):
         begin, end = (min(x * lists.chunk * lists.tokens, lists.T) for x in (low, high))
-        entries = (end - begin) * lists.n * lists.tiles_of_block
-        seen = lists.tiles
+        entries = (end - begin) * lists.n * lists.key_tiles_of_block
+        seen = lists.key_tiles
         if lists.T == lists.S and not lists.packed:
             seen = -(-end // KEYS)
         if entries:
@@ -105,8 +105,8 @@ def expected(spec, edges, position):
     found, partials = {}, {}
     for row in range(lists.rows):
         place = row * spec.items
-        for tile in range(lists.tiles):
-            first = (row * lists.tiles + tile) * lists.chunks
+        for tile in range(lists.key_tiles):
+            first = (row * lists.key_tiles + tile) * lists.chunks
             whole = lists.chunks
             for chunk in reversed(range(0 if clipped else lists.chunks)):
                 token = chunk * lists.chunk * lists.tokens
@@ -126,7 +126,7 @@ def expected(spec, edges, position):
 
 
 def check(spec, edges, position, table, *partials):
-    """How many items there are. Their segments stand where the spec says, and have the capacity."""
+    """How many items there are. Segments stand where the spec says, and have the capacity."""
     table, capacities, rows = np.asarray(table), spec.capacities, spec.lists.rows
     assert len(table) == rows * sum(capacities)
     want, places = expected(spec, edges, position)
@@ -174,7 +174,7 @@ def test_segments_of_long_rows():
     assert [cut * spec.lists.chunk for cut in spec.cuts] == [
         *(0, 4096, 8192, 16384, 32768, 65536)
     ]
-    assert spec.items < 2 * spec.lists.tiles + 65536 * 16 // spec.longest
+    assert spec.items < 2 * spec.lists.key_tiles + 65536 * 16 // spec.longest
     assert dkv_work_items(BlockQueryLists(1, 65536, 65536, 4, 16, 64, 1, True)).segments == 1
     assert dkv_work_items(BlockQueryLists(1, 65536, 65537, 4, 16, 64, 1, False)).segments == 1
     assert dkv_work_items(BlockQueryLists(1, 8191, 8191, 4, 16, 64, 1, False)).segments == 1

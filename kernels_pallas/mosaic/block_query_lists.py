@@ -11,7 +11,7 @@ The walk, a warp a chunk of tokens:
             for each sequence of these tokens
                 set the bits of its blocks          `block_bitmap.py`
                 a lane a tile of keys: pass over the words of the blocks that touch the tile,
-                and count or write the units with a bit
+                and count or write the query tiles with a bit
 
     shared memory   bits [WARPS, bits]      a word a block, a bit a token
                     next [WARPS, window]    entries counted, or where the next one goes
@@ -55,7 +55,7 @@ class Walk:
         chunk = group * WARPS + warp.warp()
         bits = warp.shared(bits) + warp.warp() * (4 * spec.bits)
         next_entry = warp.shared(next_entry) + warp.warp() * (4 * spec.window)
-        tokens_of_word = spec.units_of_word * spec.tokens
+        tokens_of_word = spec.query_tiles_of_word * spec.tokens
         bitmap = BlockBitmap(warp, spec.T, spec.Hkv, spec.n, spec.block, tokens_of_word)
 
         def leaves(token):
@@ -70,14 +70,14 @@ class Walk:
 
         def edge(tile, after=0):
             """The element of `edges` of the tile and this chunk, or the one after it."""
-            tile = warp.smaller(tile, spec.tiles - 1), 4 * spec.chunks
+            tile = warp.smaller(tile, spec.key_tiles - 1), 4 * spec.chunks
             from_chunk = warp.smaller(chunk, spec.chunks - 1), 4
-            lead = row, 4 * spec.chunks * spec.tiles
+            lead = row, 4 * spec.chunks * spec.key_tiles
             return warp.element(edges, lead, tile, from_chunk, (after, 4))
 
         def window(i, nothing):
             low = i * spec.window
-            high = warp.smaller(low + spec.window, spec.tiles)
+            high = warp.smaller(low + spec.window, spec.key_tiles)
             rows = (high - low + (LANES - 1)) // LANES
 
             def begin(r, nothing):
@@ -94,8 +94,8 @@ class Walk:
                 return nothing
 
             def some_tokens(k, nothing):
-                unit0 = chunk * spec.chunk + k * spec.units_of_word
-                token0 = unit0 * spec.tokens
+                query_tile0 = chunk * spec.chunk + k * spec.query_tiles_of_word
+                token0 = query_tile0 * spec.tokens
                 tokens = bitmap.load(position, key_start, b, token0, only)
 
                 def sequence(_, state):
@@ -113,7 +113,9 @@ class Walk:
                     else:
                         seen = first_key, blocks, *self._ends(warp, tokens, first_key)
                         memory = bits, next_entry, outputs
-                        self._tile_entries(warp, low, high, seen, low_block, unit0, *memory)
+                        self._tile_entries(
+                            warp, low, high, seen, low_block, query_tile0, *memory
+                        )
                     warp.sync()
                     return [first_key]
 
@@ -129,7 +131,7 @@ class Walk:
                 warp.repeat(rows, end, [])
             return nothing
 
-        warp.repeat(-(-spec.tiles // spec.window), window, [])
+        warp.repeat(-(-spec.key_tiles // spec.window), window, [])
         if not self.fill:
             first = warp.same(lane + row + chunk, 0)
             warp.put(warp.element(edges, (lane, 4)), 0, first)
@@ -144,7 +146,7 @@ class Walk:
         return last, warp.smallest(warp.where(own, ends - warp.lane(), NOWHERE))
 
     def _tile_entries(
-        self, warp, low, high, seen, low_block, unit0, bits, next_entry, outputs
+        self, warp, low, high, seen, low_block, query_tile0, bits, next_entry, outputs
     ):
         """Counts or writes the entries of the tiles `low .. high - 1`, a lane a tile."""
         spec = self.spec
@@ -170,25 +172,25 @@ class Walk:
                 at = warp.smaller(warp.larger(index - low_block, 0), spec.bits - 1)
                 members = warp.where(touches, warp.read(bits + at * 4), 0)
                 members = (members >> early) << early
-                units = functools.reduce(
+                query_tiles = functools.reduce(
                     lambda x, y: x | y, (members >> i for i in range(spec.tokens))
                 )
-                units = units & self._first_bits
+                query_tiles = query_tiles & self._first_bits
                 if not self.fill:
-                    return [state[0] + warp.ones(units)]
+                    return [state[0] + warp.ones(query_tiles)]
                 reach = (begins - key + REACH) << 16
-                return self._write(warp, state[0], units, members, reach, unit0, outputs)
+                return self._write(
+                    warp, state[0], query_tiles, members, reach, query_tile0, outputs
+                )
 
             before = warp.read(next_entry + offset * 4)
-            (after,) = warp.repeat(spec.blocks_of_tile, block, [before])
+            (after,) = warp.repeat(spec.blocks_of_key_tile, block, [before])
             warp.write(next_entry + offset * 4, after)
             return nothing
 
         warp.repeat(warp.larger(row_to - row_from, 0), row, [])
 
-    def _gather_entries(
-        self, bitmap, selection, own, low, count, bits, next_entry, output
-    ):
+    def _gather_entries(self, bitmap, selection, own, low, count, bits, next_entry, output):
         """Writes the entries of the blocks from `low` on, where `bits` has `count` blocks and
         every block is a tile of keys: a lane an entry of the selection, whose place in the list
         follows from the bits of the tokens before.
@@ -221,27 +223,29 @@ class Walk:
 
     @property
     def _first_bits(self) -> int:
-        """The bits of the first token of every unit, as an int32."""
+        """The bits of the first token of every query tile, as an int32."""
         spec = self.spec
-        bits = sum(1 << (u * spec.tokens) for u in range(spec.units_of_word))
+        bits = sum(1 << (u * spec.tokens) for u in range(spec.query_tiles_of_word))
         return bits - 2**32 if bits >= 2**31 else bits
 
-    def _write(self, warp, entry, units, members, reach, unit0, outputs):
-        """Writes an entry for each bit of `units`, from place `entry` on."""
+    def _write(self, warp, entry, query_tiles, members, reach, query_tile0, outputs):
+        """Writes an entry for each bit of `query_tiles`, from place `entry` on."""
         spec = self.spec
 
         def write(_, state):
-            entry, units = state
-            exists = warp.different(units, 0)
-            bit = warp.ones((units & (warp.word(0) - units)) - 1) & (LANES - 1)
-            unit = unit0 + bit // spec.tokens
-            warp.put(warp.element(outputs[0], (entry, 4)), unit, exists)
+            entry, query_tiles = state
+            exists = warp.different(query_tiles, 0)
+            bit = warp.ones((query_tiles & (warp.word(0) - query_tiles)) - 1) & (LANES - 1)
+            query_tile = query_tile0 + bit // spec.tokens
+            warp.put(warp.element(outputs[0], (entry, 4)), query_tile, exists)
             if spec.marked:
                 mark = ((members >> bit) & ((1 << spec.tokens) - 1)) + reach
                 warp.put(warp.element(outputs[1], (entry, 4)), mark, exists)
-            return [entry + warp.number(exists), units & (units - 1)]
+            return [entry + warp.number(exists), query_tiles & (query_tiles - 1)]
 
-        entry, _ = warp.repeat(warp.largest(warp.ones(units)), write, [entry, units])
+        entry, _ = warp.repeat(
+            warp.largest(warp.ones(query_tiles)), write, [entry, query_tiles]
+        )
         return [entry]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.tile import LANES, ROWS
-from kernels_pallas.specs.work_items import INTS, WorkItems
+from kernels_pallas.specs.work_items import WORK_ITEM_INTS, WorkItems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MakeItems:
         """Arrays as the description has them."""
         spec, lists, lane = self.spec, self.spec.lists, warp.lane()
         *partials, row, group = refs
-        tiles, chunks = lists.tiles, lists.chunks
+        tiles, chunks = lists.key_tiles, lists.chunks
         segment = group * WARPS + warp.warp()
         exists = segment < spec.segments
         values = spec.cuts, spec.cuts[1:], spec.offsets, spec.capacities
@@ -53,7 +53,7 @@ class MakeItems:
             """Writes the item `index` of this row and segment."""
             index = warp.where(exists, offset + row * spec.items + index, 0)
             for column, x in enumerate(item):
-                at = (index, 4 * INTS), (warp.word(column), 4)
+                at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
                 warp.put(warp.element(table, *at), x, exists)
 
         def items_of(tile, begin, end):

@@ -29,9 +29,9 @@ class BlockQueryLists:
 
     Attributes:
       block: keys of a selected block.
-      tokens: neighbours in a unit, which is what the reader of the lists copies at a time
-        (`Dkv.unit`). An entry is a unit and a block that some of its tokens selected; it
-        stands in the list of every tile of keys that the block touches.
+      tokens: neighbours in a query tile, which is what the reader of the lists copies at a
+        time. An entry is a query tile and a block that some of its tokens selected; it stands
+        in the list of every tile of keys that the block touches.
       packed: sequences may begin at any key.
       tile, limit: with `limit` there are entries of those tokens alone that leave their tile
         of `tile` tokens (`selected_attention.tile_leaves`).
@@ -67,14 +67,14 @@ class BlockQueryLists:
         return self.tokens > 1 or self.clipped
 
     @property
-    def tiles_of_block(self) -> int:
+    def key_tiles_of_block(self) -> int:
         """Tiles of keys that a block touches at most."""
         if self.aligned:
             return max(self.block // ROWS, 1)
         return (self.block + ROWS - 2) // ROWS + 1
 
     @property
-    def blocks_of_tile(self) -> int:
+    def blocks_of_key_tile(self) -> int:
         """Blocks of a sequence that touch a tile of keys at most."""
         if self.aligned:
             return max(ROWS // self.block, 1)
@@ -83,8 +83,8 @@ class BlockQueryLists:
     # Sizes that grow with the number of keys.
 
     @property
-    def tiles(self) -> int:
-        """Of keys."""
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys."""
         return -(-self.S // ROWS)
 
     @property
@@ -106,26 +106,26 @@ class BlockQueryLists:
     @property
     def entries(self) -> int:
         """Of all lists at most."""
-        return self.rows * self.T * self.n * self.tiles_of_block
+        return self.rows * self.T * self.n * self.key_tiles_of_block
 
     @property
-    def units(self) -> int:
+    def query_tiles(self) -> int:
         return -(-self.T // self.tokens)
 
     @property
-    def units_of_word(self) -> int:
-        """Units whose tokens have their bits in one word."""
+    def query_tiles_of_word(self) -> int:
+        """Query tiles whose tokens have their bits in one word."""
         return LANES // self.tokens
 
     @property
     def words_of_chunk(self) -> int:
-        tokens = self.units_of_word * self.tokens
+        tokens = self.query_tiles_of_word * self.tokens
         return -(-self.T // (tokens * CHUNKS))
 
     @property
     def chunk(self) -> int:
-        """Units of a chunk."""
-        return self.units_of_word * self.words_of_chunk
+        """Query tiles of a chunk."""
+        return self.query_tiles_of_word * self.words_of_chunk
 
     @property
     def chunks(self) -> int:
@@ -135,7 +135,7 @@ class BlockQueryLists:
 
     @property
     def edges(self) -> Array:
-        return Array((1 + self.rows * self.tiles * self.chunks,), "int32")
+        return Array((1 + self.rows * self.key_tiles * self.chunks,), "int32")
 
     @property
     def list(self) -> Array:
@@ -165,9 +165,9 @@ def count_entries(spec: BlockQueryLists) -> Kernel:
 def fill_lists(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
 
-    - the unit of each entry;
+    - the query tile of each entry;
     - if `marked` its mark: `(REACH + first key of the block - first key of the tile) * 2**16`
-      plus one bit a token of the unit that selected the block.
+      plus one bit a token of the query tile that selected the block.
     """
     inputs = *spec.selection, spec.edges
     return _kernel("fill_lists", spec, inputs, (spec.list,) * (1 + spec.marked))

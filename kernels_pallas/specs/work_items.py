@@ -1,9 +1,9 @@
 """Work items: what a CTA of the key-stationary kernels (`dkv`, `gathered_attention`) does.
 
-A work item is a tile of keys and the queries that it meets: an interval of units of tokens
-(compressed and sliding branch), or entries of a query list (selected branch). The items of a
-tile of keys are several where its queries are many, so that no CTA has much more work than
-another; in `dkv` each then writes a partial, and `merged` adds a tile's partials in order.
+A work item is a tile of keys and the queries that it meets: an interval of query tiles
+(compressed and sliding branch), or entries of a query list (selected branch). A tile of keys
+with many queries has several, so that no CTA has much more work than another. In `dkv` each
+writes a partial, and a second kernel adds the partials of a tile in order.
 
 Tokens are cut into segments, and items that run together belong to one segment, so that the
 queries that they read are in L2 together.
@@ -28,17 +28,19 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.tile import ROWS
 
 GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
-MIN_INTERVAL = 64  # units of a work item of an interval
+MIN_INTERVAL = 64  # query tiles of a work item of an interval
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
-MIN_SEGMENT = 4096  # units of a segment: some 30 MB of queries and dO at 16 rows each, in L2
-INTS = 8  # of a row of the table: 32 bytes, so that no row crosses a sector
+MIN_SEGMENT = (
+    4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
+)
+WORK_ITEM_INTS = 8  # of a row of the table: 32 bytes, so that no row crosses a sector
 
 
 class WorkItem(NamedTuple):
     """The columns of a row of the table; the ones past these mean nothing.
 
-    Queries are counted in units of tokens, or from the begin of all lists in entries.
+    Queries are counted in query tiles, or from the begin of all lists in entries.
     """
 
     row: Any  # of [B, Hkv]; negative: nothing to do
@@ -58,9 +60,11 @@ def entries_of_item(entries: int) -> int:
 # Queries that see a key are an interval.
 
 
-def interval_segments(tiles: int, units: int) -> int:
-    """Segments of the tokens, where `tiles` tiles of keys would be too few work items."""
-    return max(min(-(-GPU_ITEMS // tiles), units // MIN_INTERVAL), 1)
+def interval_segments(key_tiles: int, query_tiles: int) -> int:
+    """Segments of the tokens: several where `key_tiles`, those of all rows of `[B, Hkv]`, would
+    be too few work items.
+    """
+    return max(min(-(-GPU_ITEMS // key_tiles), query_tiles // MIN_INTERVAL), 1)
 
 
 def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
@@ -75,7 +79,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     """
     first, last = bounds
     tokens, tiles, heads = spec.unit.tokens, spec.tiles, spec.B * spec.Hkv
-    span = -(-spec.units // segments)
+    span = -(-spec.query_tiles // segments)
     xp, integers = ops.xp, ops.integers
     start = xp.broadcast_to(ops.numbers(first, tiles) * spec.keys, (spec.B, tiles))
 
@@ -106,7 +110,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
         partial=(row * tiles + tile) * segments + segment,
     )
     columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in item]
-    table = xp.concatenate([*columns, *columns[:1] * (INTS - len(columns))], axis=1)
+    table = xp.concatenate([*columns, *columns[:1] * (WORK_ITEM_INTS - len(columns))], axis=1)
     first_segment = begin // span
     first_partial = (row * tiles + tile) * segments + first_segment
     count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
@@ -120,9 +124,9 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
 class WorkItems:
     """The work items of query lists: static sizes.
 
-    Segments are of `segment` units each, a multiple of those of a chunk, and have the same
+    Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the same
     capacity. Or they are `halving`: each is half of what is before the next one, the first of
-    `segment` units or more, which gives the tiles of keys of a segment lists of like lengths;
+    `segment` query tiles or more, which gives the tiles of keys of a segment lists of like lengths;
     where a token's last key is not known there is a single one.
 
     Attributes:
@@ -144,8 +148,8 @@ class WorkItems:
         """The chunk that each segment begins with, and how many chunks there are."""
         lists = self.lists
         if self.halving:
-            halves = (lists.units // self.segment).bit_length() - 1 if self.square else 0
-            inner = [(lists.units >> i) // lists.chunk for i in range(halves, 0, -1)]
+            halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
+            inner = [(lists.query_tiles >> i) // lists.chunk for i in range(halves, 0, -1)]
         else:
             step = self.segment // lists.chunk
             inner = range(step, lists.chunks, step)
@@ -164,8 +168,8 @@ class WorkItems:
         tokens = lists.chunk * lists.tokens
         for low, high in itertools.pairwise(self.cuts):
             end = min(high * tokens, lists.T)
-            entries = (end - low * tokens) * lists.n * lists.tiles_of_block
-            tiles = min(-(-end // ROWS) if self.square else lists.tiles, entries)
+            entries = (end - low * tokens) * lists.n * lists.key_tiles_of_block
+            tiles = min(-(-end // ROWS) if self.square else lists.key_tiles, entries)
             capacities.append(tiles + (entries - tiles) // self.longest)
         return tuple(capacities if self.halving else [max(capacities)] * self.segments)
 
@@ -184,9 +188,9 @@ class WorkItems:
     def outputs(self) -> tuple[Array, ...]:
         """`table`; if `halving` also `first` and `count`."""
         lists = self.lists
-        shapes = [(lists.rows * sum(self.capacities), INTS)]
+        shapes = [(lists.rows * sum(self.capacities), WORK_ITEM_INTS)]
         if self.halving:
-            shapes += [(lists.B, lists.Hkv, lists.tiles)] * 2
+            shapes += [(lists.B, lists.Hkv, lists.key_tiles)] * 2
         return tuple(Array(shape, "int32") for shape in shapes)
 
 
