@@ -5,9 +5,9 @@ cut into chunks, and lists stand one after the other:
 
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
-    edges  [1 + rows * tiles * chunks]   where the entries of (row, tile, chunk) begin: the
-                                         running sum of their numbers, which begins with 0
-    lists  [entries]                     one or two arrays, see `fill_lists`, `fill_gather_lists`
+    edges  [1 + rows * key_tiles * chunks]  where the entries of (row, tile, chunk) begin: the
+                                            running sum of their numbers, which begins with 0
+    lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
 A list is the same in every run: chunk after chunk, and within one in the order of the queries
 unless blocks end within tiles.

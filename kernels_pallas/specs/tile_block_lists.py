@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kernels_pallas.mosaic.selected_attention import SelectedAttention
 
 
-def list_arrays(spec: "SelectedAttention") -> tuple[Array, Array, Array]:
+def list_arrays(spec: "SelectedAttention") -> tuple[Array, ...]:
     """`starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles
     shapes = (spec.entries,), (spec.words, spec.entries), (2,)

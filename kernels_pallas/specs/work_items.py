@@ -79,7 +79,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     """
     first, last = bounds
     tokens, tiles, heads = spec.unit.tokens, spec.tiles, spec.B * spec.Hkv
-    span = -(-spec.query_tiles // segments)
+    span = -(-spec.units // segments)
     xp, integers = ops.xp, ops.integers
     start = xp.broadcast_to(ops.numbers(first, tiles) * spec.keys, (spec.B, tiles))
 
@@ -124,10 +124,10 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
 class WorkItems:
     """The work items of query lists: static sizes.
 
-    Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the same
-    capacity. Or they are `halving`: each is half of what is before the next one, the first of
-    `segment` query tiles or more, which gives the tiles of keys of a segment lists of like lengths;
-    where a token's last key is not known there is a single one.
+    Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the
+    same capacity. Or they are `halving`: each is half of what is before the next one, the first
+    of `segment` query tiles or more, which gives the tiles of keys of a segment lists of like
+    lengths; where a token's last key is not known there is a single one.
 
     Attributes:
       longest: entries of a work item at most.
