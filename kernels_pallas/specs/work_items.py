@@ -31,9 +31,7 @@ GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
 MIN_INTERVAL = 64  # query tiles of a work item of an interval
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
-MIN_SEGMENT = (
-    4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
-)
+MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
 WORK_ITEM_INTS = 8  # of a row of the table: 32 bytes, so that no row crosses a sector
 
 
