@@ -28,20 +28,18 @@ from kernels_pallas.mosaic import (
     interval_attention,
     selected_attention,
 )
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
-from nsa_jax import items, key_bounds, mosaic_gather, mosaic_lists
+from kernels_pallas.specs import work_items
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 from nsa_jax.key_bounds import VisibleCompressed, Window
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.validate import dtype_name
-
-SHORTEST = 64  # tiles of queries of an item
-
 
 class Gradients(NamedTuple):
     """Of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
@@ -113,7 +111,7 @@ def compressed(
     base = Dkv(**sizes_of(query, key, value, scale), items=0, gated=rows.gate is not None)
     # The first tokens are seen by nearly all queries: a tile of keys is several items.
     tiles = base.B * base.Hkv * base.tiles
-    segments = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
+    segments = work_items.interval_segments(tiles, base.units)
     return _interval(
         ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
     )
@@ -161,7 +159,7 @@ def _interval(
 
     def make():
         interval = key_bounds.bounds_of(ops, layout, bounds)
-        return items.interval(ops, interval, spec, segments)
+        return work_items.interval_work_items(ops, interval, spec, segments)
 
     table, *sums = ops.cached(layout, ("items", bounds, spec), make)
     first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.unit, base.units)
@@ -221,9 +219,13 @@ def selected(
         selection = block_indices, block_lists[-1], layout
         dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
 
-    lists = BlockQueryLists(*list_sizes, base.unit.tokens, layout.packed)
+    lists = BlockQueryLists(
+        *list_sizes, base.unit.tokens, layout.packed, interpret=base.interpret
+    )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    table, *sums = mosaic_lists.work_items(ops, edges, layout, items.listed(lists))
+    table, *sums = mosaic_lists.work_items(
+        ops, edges, layout, work_items.dkv_work_items(lists)
+    )
     spec = dataclasses.replace(
         base,
         items=table.shape[0],

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.mosaic import gathered_attention, operands
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.gathered_attention import GatheredAttention
 from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.work_items import WorkItems
-from nsa_jax import items, key_bounds, mosaic_lists
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.work_items import WorkItems, entries_of_item
+from nsa_jax import key_bounds, mosaic_lists
 from nsa_jax.array_ops import ArrayOps
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
@@ -114,23 +114,23 @@ def _chunks(ops, spec, block_indices, counts, layout) -> tuple[Any, Iterator[_Ch
     """Items and entries of `gathered_attention.partial_outputs`, and the chunks."""
     tile = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    lists = BlockQueryLists(*sizes, tile=tile, limit=spec.limit)
+    lists = BlockQueryLists(*sizes, tile=tile, limit=spec.limit, interpret=spec.interpret)
     step = math.lcm(lists.chunk, tile)
     output_bytes = spec.B * spec.H * spec.width * 2  # of a token
     size = max(MOST_BYTES, output_bytes * spec.T) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
-    work = WorkItems(lists, size, items.longest_item(size * spec.B * spec.Hkv * spec.n))
+    work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
 
     def starts():
-        number = ops.arange(block_indices, work.parts).reshape(-1, 1)
+        number = ops.arange(block_indices, work.segments).reshape(-1, 1)
         columns = number, number * size, number * (size // tile)
         columns = ops.xp.concatenate(columns, axis=1)
         return [ops.extend(columns, 1, gathered_attention.PLACE, 0)]
 
-    (start,) = ops.cached(layout, ("chunks", work.parts, size, tile), starts)
+    (start,) = ops.cached(layout, ("chunks", work.segments, size, tile), starts)
     fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
-    fields |= {"parts": work.parts, "items": lists.rows * work.items}
+    fields |= {"parts": work.segments, "items": lists.rows * work.items}
 
     def chunks():
         for i, first in enumerate(range(0, spec.T, size)):

@@ -20,7 +20,7 @@ from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import PAPER, Case, problem
-from tests.test_inverse import needs_gpu
+from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
 

@@ -1,8 +1,8 @@
-"""What the gradient kernels are told to do: which queries pass by which tile of keys.
+"""What the gradient kernels are told to do: which queries meet which tile of keys.
 
-No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
-`dkv.partial_sums` and `merged` do: every pair of a query and a key it saw must count
-once, and where no mask is asked for, nothing else may be there.
+Of the kernels the lists alone are made, emulated. The other descriptions are recorded, and
+plain NumPy follows each work item as `dkv.partial_sums` and `merged` do: every pair of a query
+and a key it saw must count once, and where no mask is asked for, nothing else may be there.
 """
 
 import dataclasses
@@ -18,15 +18,18 @@ import torch
 
 import nsa_torch.mosaic
 from kernels_pallas.mosaic import (
-    block_query_lists,
     bwd_preprocess,
+    capability,
     dkv,
     interval_attention,
     selected_attention,
 )
 from kernels_pallas.mosaic.operands import ROWS
-from nsa_jax import geometry, items, mosaic, mosaic_backward, mosaic_lists, sorted_lists
+from kernels_pallas.specs import block_query_lists, work_items
+from kernels_pallas.specs.work_items import WorkItem
+from nsa_jax import geometry, mosaic, mosaic_backward
 from nsa_jax.config import NSAConfig
+from nsa_jax.mosaic_forward import Framework
 from tests.inputs import segment_ids
 
 FIELDS = ("position", "key_start", "compressed_start")
@@ -55,18 +58,18 @@ class Shape:
         return NSAConfig(8, 4, self.block, num_selected=self.n, num_local=1, window=37)
 
     @functools.cached_property
-    def layout(self):
+    def where(self):
         ids = None
         if self.segments:
             ids = jnp.asarray(np.repeat(segment_ids(self.segments), self.batch, axis=0))
         options = {"kv_len": self.S, "segment_ids": ids, "config": self.config}
-        return geometry.query_layout(self.batch, self.T, **options)
+        return geometry.positions(self.batch, self.T, **options)
 
     @functools.cached_property
     def indices(self):
         """A random selection int32 `[B, T, Hkv, n]`: some slots empty, some queries bare."""
         rng = np.random.default_rng(self.T)
-        position = np.asarray(self.layout.position)
+        position = np.asarray(self.where.position)
         out = np.full((self.batch, self.T, self.heads, self.n), -1, np.int32)
         for place in np.ndindex(out.shape[:-1]):
             candidates = rng.permutation(position[place[:2]] // self.block + 1)
@@ -105,7 +108,7 @@ class Shape:
             mask = np.zeros((self.T, self.compressed), bool)
             mask[:, : len(starts)] = seen
             return np.broadcast_to(mask, (*shape[:3], self.compressed))
-        if branch == "selected":
+        if branch == "chosen":
             block = place // self.block
             chosen = (indices[..., None] == block).any(axis=-2)
             mask = mask & np.moveaxis(chosen, 2, 1)
@@ -114,7 +117,7 @@ class Shape:
     def popular(self):
         """The same with every query at the first block of its sequence."""
         indices = self.indices.copy()
-        seen = np.asarray(self.layout.position)[..., None] >= 0
+        seen = np.asarray(self.where.position)[..., None] >= 0
         indices[indices == 0] = -1
         indices[..., 0] = np.where(seen, 0, -1)
         return indices
@@ -158,39 +161,36 @@ def no_kernels(monkeypatch):
         (selected_attention, "attention"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
-    monkeypatch.setattr(mosaic_lists, "tile_block_lists", lambda *arguments: ())
-    monkeypatch.setattr(mosaic_lists, "block_query_lists", by_sorting)
-    monkeypatch.setattr(mosaic_lists, "work_items", items_by_sorting)
+    monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
+    with capability.interpreted(True):
+        yield
 
 
-def by_sorting(ops, indices, layout, spec):
-    return sorted_lists.inverse(ops, indices, layout.position, layout.key_start, spec)
+def emulated(kernel, *arrays):
+    """The outputs of a list kernel for arrays of either framework."""
+    if not torch.is_tensor(arrays[0]):
+        return kernel(*arrays)
+    return [torch.from_numpy(x) for x in kernel(*(x.numpy() for x in arrays))]
 
 
-def items_by_sorting(ops, edges, layout, spec):
-    return sorted_lists.items(ops, edges, layout.position, spec)
-
-
-def told(ops, shape, branch, indices=None, **options):
+def told(steps, shape, branch, indices=None, **options):
     """Pairs `(partial_sums, merged)` that the gradient of a branch asks for, NumPy arrays."""
-    xp, dtype, found = ops.xp, {"dtype": ops.xp.float32}, []
-    config = shape.config
+    xp, dtype, found = steps.xp, {"dtype": steps.xp.float32}, []
+    config, packed = shape.config, shape.segments is not None
 
-    class Recording(type(ops)):
-        def run(self, kernel, *arrays):
-            if kernel.name == "of_units":
-                return [mosaic_backward.interpreted_row_stats(ops, kernel.spec, *arrays)]
-            found.append(kernel._replace(arrays=arrays))
-            outputs = 1
-            if kernel.name != "attention":
-                outputs = kernel.spec.want_key + kernel.spec.want_value
-            return [xp.zeros((1,), **dtype)] * outputs
+    def run(kernel, *arrays):
+        if not isinstance(kernel, Told):
+            return emulated(kernel, *arrays)
+        found.append(kernel._replace(arrays=arrays))
+        outputs = 1
+        if kernel.name != "attention":
+            outputs = kernel.spec.want_key + kernel.spec.want_value
+        return [xp.zeros((1,), **dtype)] * outputs
 
-        def cached(self, layout, name, make):
-            return make()
-
-    def ask(layout, indices):
+    def ask(where, indices):
         found.clear()
+        again = {"run": run, "once": lambda where, name, make: make()}
+        steps_of = dataclasses.replace(steps, **again)
         heads = shape.heads * shape.group
         keys = shape.compressed if branch == "compressed" else shape.S
         query, key = (
@@ -200,20 +200,20 @@ def told(ops, shape, branch, indices=None, **options):
         seen = shape.mask(branch, indices_np).any(axis=-1)
         lse = np.where(np.repeat(np.moveaxis(seen, 1, 2), shape.group, axis=2), 0, -np.inf)
         lse = xp.asarray(lse.astype(np.float32))
-        rows = mosaic_backward.RowResiduals(lse, xp.zeros_like(lse))
-        before = (indices,) if branch == "selected" else ()
+        saved = mosaic_backward.Saved(lse, xp.zeros_like(lse))
+        before = (indices,) if branch == "chosen" else ()
+        after = (packed,) if branch == "chosen" else ()
         function = getattr(mosaic_backward, branch)
-        function(Recording(), query, key, key, *before, query, rows, layout, config, None)
+        function(steps_of, query, key, key, *before, query, saved, where, config, None, *after)
         return [x.arrays for x in found]
 
     indices_np = shape.indices if indices is None else indices
-    layout = shape.layout
+    where = shape.where
     if xp is torch:
-        fields = {name: torch.from_numpy(np.array(getattr(layout, name))) for name in FIELDS}
-        tensors = types.SimpleNamespace(**fields, packed=layout.packed)
-        arrays = ask(tensors, torch.from_numpy(indices_np))
+        place = {name: torch.from_numpy(np.array(getattr(where, name))) for name in FIELDS}
+        arrays = ask(types.SimpleNamespace(**place), torch.from_numpy(indices_np))
     else:
-        arrays = jax.jit(functools.partial(ask, layout))(jnp.asarray(indices_np))
+        arrays = jax.jit(ask)(where, jnp.asarray(indices_np))
     calls = [
         call._replace(arrays=tuple(map(np.asarray, each)))
         for call, each in zip(found, arrays, strict=True)
@@ -224,24 +224,14 @@ def told(ops, shape, branch, indices=None, **options):
     return pairs
 
 
-class Item(NamedTuple):
-    row: int
-    first_key: int
-    begin: int
-    whole_from: int
-    whole_to: int
-    end: int
-    place: int
-
-
 def visits(sums: Told, merged: Told):
     """How often each pair of a query and a key is part of a gradient, `[B, Hkv, T, S]`."""
     spec, done = sums.spec, {}
     for row in sums.arrays[5]:
-        item = Item(*row[:7].tolist())
+        item = WorkItem(*row[:7].tolist())
         if item.row >= 0:
-            assert item.place not in done, "two items write to one place"
-            done[item.place] = item, visits_of(spec, sums.arrays, item)
+            assert item.partial not in done, "two work items write one partial"
+            done[item.partial] = item, visits_of(spec, sums.arrays, item)
     first, count = merged.arrays[-2:]
     total = np.zeros((spec.B, spec.Hkv, spec.T, spec.tiles * spec.keys), int)
     for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.tiles):
@@ -263,8 +253,8 @@ def visits_of(spec, arrays, item):
     key = item.first_key + np.arange(spec.keys)
     found = np.zeros((spec.units * unit.tokens, spec.keys), int)
     steps = -(-(item.end - item.begin) // per)
-    left = np.clip(-(-(item.whole_from - item.begin) // per), 0, steps)
-    right = np.clip((item.whole_to - item.begin) // per, left, steps)
+    left = np.clip(-(-(item.unmasked_begin - item.begin) // per), 0, steps)
+    right = np.clip((item.unmasked_end - item.begin) // per, left, steps)
     for place in range(item.begin, item.begin + steps * per):
         step = (place - item.begin) // per
         at = np.clip(place, item.begin, item.end - 1)
@@ -300,11 +290,14 @@ def check(steps, shape, branch, indices=None):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Items are many and short, and there are several windows of tokens."""
-    monkeypatch.setattr(items, "SHORTEST_WINDOW", 2)
+    """Work items are many and short, and there are several segments of tokens."""
+    describes = block_query_lists.count_entries, block_query_lists.fill_lists
+    for describe in (*describes, work_items.work_items):  # which know no `CHUNKS`
+        monkeypatch.setattr(describe.__module__ + "." + describe.__name__, describe.__wrapped__)
+    monkeypatch.setattr(work_items, "MIN_SEGMENT", 2)
     monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
-    monkeypatch.setattr(mosaic_backward, "SHORTEST", 2)
-    monkeypatch.setattr(items, "LONGEST", 3)
+    monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
 
 
 @pytest.fixture(params=["long", "short"])
@@ -315,10 +308,10 @@ def lengths(request):
     return request.param
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
 @by_shape
 def test_every_pair_counts_once(shape, branch, lengths):
-    ((sums, merged), *_) = check(mosaic.OPS, shape, branch)
+    ((sums, merged), *_) = check(mosaic.STEPS, shape, branch)
     # Else nothing would have been merged.
     several = (merged.arrays[-1] > 1).any()
     assert several == (lengths == "short" and branch != "sliding" and sums.spec.units > 3)
@@ -326,15 +319,15 @@ def test_every_pair_counts_once(shape, branch, lengths):
 
 @by_shape
 def test_popular_blocks(shape, short):
-    check(mosaic.OPS, shape, "selected", shape.popular())
+    check(mosaic.STEPS, shape, "chosen", shape.popular())
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
 @by_shape
 def test_torch_makes_the_same(shape, branch, short):
     for ours, theirs in zip(
-        told(mosaic.OPS, shape, branch),
-        told(nsa_torch.mosaic.OPS, shape, branch),
+        told(mosaic.STEPS, shape, branch),
+        told(nsa_torch.mosaic.STEPS, shape, branch),
         strict=True,
     ):
         for one, other in zip(ours, theirs, strict=True):
@@ -346,15 +339,17 @@ def test_torch_makes_the_same(shape, branch, short):
 
 def test_no_more_items_than_entries():
     """Few queries over many keys: no list of most tiles has an entry."""
-    ((sums, _),) = check(mosaic.OPS, Shape(2, 900, 4, block=64), "selected")
+    ((sums, _),) = check(mosaic.STEPS, Shape(2, 900, 4, block=64), "chosen")
     assert sums.spec.items <= sums.spec.listed < sums.spec.tiles * sums.spec.B * sums.spec.Hkv
 
 
 def test_whole_tiles_are_seen_without_a_mask():
     """Most of a long problem needs none."""
     shape = Shape(512, 2048, 16, block=64, n=8)
-    for branch in ("selected", "compressed"):
-        ((sums, _),) = told(mosaic.OPS, shape, branch)
-        items = [Item(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
-        plain = sum(max(min(x.whole_to, x.end) - max(x.whole_from, x.begin), 0) for x in items)
+    for branch in ("chosen", "compressed"):
+        ((sums, _),) = told(mosaic.STEPS, shape, branch)
+        items = [WorkItem(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
+        plain = sum(
+            max(min(x.unmasked_end, x.end) - max(x.unmasked_begin, x.begin), 0) for x in items
+        )
         assert plain > 0.6 * sum(x.end - x.begin for x in items)

@@ -55,17 +55,17 @@ GRADIENTS = {
     "band_query_gradient",
     "dots",
     "gated_sum",
-    "inverse_counts",
-    "inverse_lists",
+    "count_entries",
+    "fill_lists",
     "key_gradient",
     "merged_key_gradient",
     "numbers",
-    "pieces",
+    "work_items",
     "selected_query_gradient",
 }
 # Of tokens that leave the union of their tile, where one can be too long.
-LEAVING = {"inverse_slots", "pieces", "merged_gathered"}
-FORWARD = LEAVING | {"inverse_counts", "gathered_attention"}
+LEAVING = {"fill_gather_lists", "work_items", "merged_gathered"}
+FORWARD = LEAVING | {"count_entries", "gathered_attention"}
 BACKWARD = LEAVING | {"gathered_query_gradient"}
 LEFT = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 from kernels_pallas.mosaic import scores
-from nsa_jax import items
+from kernels_pallas.specs import work_items
 from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
@@ -253,10 +253,10 @@ def test_gradients_of_a_step(case, name):
     check_step(problem(case), name)
 
 
-@pytest.mark.parametrize("longest", [100, items.LONGEST])
+@pytest.mark.parametrize("longest", [100, work_items.MAX_ENTRIES])
 def test_gradients_of_popular_blocks(longest, monkeypatch):
-    """Every query has the first block: its list is many items."""
-    monkeypatch.setattr(items, "LONGEST", longest)
+    """Every query has the first block: its list is many work items."""
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", longest)
     p = problem(dataclasses.replace(GRADIENTS[6], T=900, S=900))
     indices = np.asarray(arrays_of(p)[1])
     assert (indices == 0).any(axis=-1).all()

@@ -15,7 +15,9 @@ import pytest
 import nsa_jax
 from bench.judge.parity import assert_parity
 from kernels_pallas.mosaic import dkv
-from nsa_jax import items, mosaic_backward, reference, sorted_lists
+from kernels_pallas.specs import block_query_lists, work_items
+from kernels_pallas.specs.work_items import WorkItem
+from nsa_jax import mosaic_backward, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import Case, call, problem
@@ -155,8 +157,8 @@ def check_whole(p):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
-    monkeypatch.setattr(mosaic_backward, "SHORTEST", 1)
-    monkeypatch.setattr(items, "LONGEST", 4)
+    monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -302,6 +304,13 @@ def changed(monkeypatch, module, name, change):
     monkeypatch.setattr(module, name, lambda *args: change(original(*args)))
 
 
+def changed_outputs(monkeypatch, module, name, change):
+    """The kernel `module.name(spec)` with `change(outputs)` for its outputs."""
+    original = getattr(module, name)
+    kernel = lambda spec: lambda *arrays: change(original(spec)(*arrays))
+    monkeypatch.setattr(module, name, kernel)
+
+
 def test_a_missing_scale_is_caught(mutant, monkeypatch):
     original = dkv.partial_sums
 
@@ -334,11 +343,14 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
 
 
 def test_a_lost_entry_is_caught(mutant, monkeypatch):
-    def shorter(table):
-        begin, end = table[..., 2], table[..., 5]
-        return table.at[..., 5].set(jnp.maximum(begin, end - 1))
+    begin, end = map(WorkItem._fields.index, ("begin", "end"))
 
-    changed(monkeypatch, sorted_lists, "table", shorter)
+    def shorter(outputs):
+        table, *partials = outputs
+        last = jnp.maximum(table[:, begin], table[:, end] - 1)
+        return table.at[:, end].set(last), *partials
+
+    changed_outputs(monkeypatch, work_items, "work_items", shorter)
     caught("selected_attention", "key")
 
 
@@ -353,12 +365,12 @@ def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
 
 
 def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
-    def first_token_only(found):
-        order, mark = found
+    def first_token_only(outputs):
+        unit, mark = outputs
         bits = mark & (2**16 - 1)
-        return order, mark - bits + (bits & -bits)
+        return unit, mark - bits + (bits & -bits)
 
-    changed(monkeypatch, sorted_lists, "_together", first_token_only)
+    changed_outputs(monkeypatch, block_query_lists, "fill_lists", first_token_only)
     caught("selected_attention", "key")
 
 

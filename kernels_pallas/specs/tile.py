@@ -9,6 +9,7 @@ import math
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
+LANES = 32  # of a warp, and bits of a word
 
 
 @dataclasses.dataclass(frozen=True)
