@@ -8,7 +8,7 @@ backward pass each branch's own output and log-sum-exp are kept, and the selecti
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.mosaic.operands import slab_width
+from kernels_pallas.specs.tile import slab_width
 from nsa_jax import geometry, mosaic_attention, mosaic_backward, mosaic_forward, select
 from nsa_jax.array_ops import zero_padding
 from nsa_jax.jax_ops import JAX_OPS

@@ -25,14 +25,13 @@ from kernels_pallas.mosaic import (
     bwd_preprocess,
     combine,
     dkv,
-    interval_attention,
-    selected_attention,
 )
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.mosaic.dkv import Dkv
-from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
-from kernels_pallas.specs import work_items
+from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
+from kernels_pallas.specs import interval, work_items
+from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
@@ -139,20 +138,19 @@ def _interval(
     ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
 ) -> Gradients:
     """`base`: the `Dkv` but for its items, of which each key tile has `segments`."""
-    tiles: dict[str, Any] = interval_attention.gradient_blocks(key.shape[-1], value.shape[-1])
-    spec = interval_attention.IntervalAttention(
+    tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
+    spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
         gated=base.gated,
         added=added is not None,
         longest_first=isinstance(bounds, VisibleCompressed),
-        gradient=True,
         **tiles,
     )
     _, last = key_bounds.bounds_of(ops, layout, bounds)
     stats = row_stats(ops, rows, last, base)
     by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
-    kernel = interval_attention.attention(spec)
+    kernel = interval.dq(spec)
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
     spec = dataclasses.replace(base, items=segments * base.B * base.Hkv * base.tiles)
@@ -191,20 +189,19 @@ def selected(
     sizes = sizes_of(query, key, value, scale)
     base = Dkv(**sizes, items=0, gated=rows.gate is not None, listed=1)
     list_sizes = base.B, base.T, base.S, base.Hkv, block_indices.shape[-1], block
-    alone = base.unit.group <= NUMBERS_ROWS and base.unit.slab == ROWS
+    alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
     if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
         base = dataclasses.replace(base, single=True)
     widths = query.shape[-1], value.shape[-1]
-    stages: dict[str, Any] = selected_attention.gradient_stages(*widths, block)
-    spec = selected_attention.SelectedAttention(
+    stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
+    spec = selected_spec.SelectedAttention(
         **sizes,
         n=block_indices.shape[-1],
         block=block,
         gated=base.gated,
         added=added is not None,
-        gradient=True,
-        numbers_unit=(base.unit.tokens, base.rows_of_unit),
-        limit=mosaic_gather.limit(query, key, value, block_indices, config, layout.packed),
+        stats_unit=(base.unit.tokens, base.rows_of_unit),
+        gather_limit=mosaic_gather.gather_limit(query, key, value, block_indices, config, layout.packed),
         **stages,
     )
     if block_lists is None:
@@ -213,9 +210,9 @@ def selected(
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     arrays = query, key, value
-    kernel = selected_attention.attention(spec)
+    kernel = selected_spec.dq(spec)
     (dq,) = ops.run(kernel, *arrays, *block_lists, last, do, stats, *extra)
-    if spec.limit:
+    if spec.gather_limit:
         selection = block_indices, block_lists[-1], layout
         dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
 
@@ -277,12 +274,12 @@ def interpreted_row_stats(ops: ArrayOps, spec, lse, delta, last, *extra):
         offset = offset - extra.pop(0)
     last = xp.broadcast_to(ops.to_float32(last)[..., None], offset.shape)
     columns = [x[..., None] for x in (lse * LOG2E, last, gate, offset)]
-    stats = xp.concatenate(columns, axis=-1)  # [B, T, H, NUMBERS]
-    nothing = xp.where(ops.arange(last, NUMBERS) == 0, float("inf"), 0.0)
+    stats = xp.concatenate(columns, axis=-1)  # [B, T, H, ROW_STATS]
+    nothing = xp.where(ops.arange(last, ROW_STATS) == 0, float("inf"), 0.0)
     # Of padding they may be NaN, and a probability of zero times NaN is NaN.
     sees_nothing = (lse == -float("inf"))[..., None]
     stats = xp.where(sees_nothing, ops.to_float32(nothing), stats)
-    stats = stats.reshape(spec.B, spec.T, spec.Hkv, spec.group, NUMBERS)
+    stats = stats.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
     stats = xp.moveaxis(ops.extend(stats, 1, spec.units * spec.tokens, 0.0), 2, 1)
-    stats = stats.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, NUMBERS)
+    stats = stats.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, ROW_STATS)
     return ops.extend(stats, 3, spec.rows, 0.0)

@@ -11,7 +11,9 @@ sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 
 from typing import Any
 
-from kernels_pallas.mosaic import interval_attention, scores, selected_attention
+from kernels_pallas.mosaic import scores
+from kernels_pallas.specs import interval
+from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.tiles import tiles_of
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
@@ -66,10 +68,10 @@ def _interval(
     ops, branch, query, key, value, bounds, layout, config, scale, gate, added
 ) -> OutLse:
     longest_first = branch == "compressed"  # later queries see more keys
-    heuristic = interval_attention.blocks_for(
+    heuristic = interval.forward_blocks(
         query.shape[-1], value.shape[-1], long=longest_first
     )
-    spec = interval_attention.IntervalAttention(
+    spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
         gated=gate is not None,
         added=added is not None,
@@ -87,7 +89,7 @@ def _interval(
     )
     rows = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     arrays = query, key, value, *rows, *_gate_and_sum(ops, gate, added)
-    out, lse = ops.run(interval_attention.attention(spec), *arrays)
+    out, lse = ops.run(interval.forward(spec), *arrays)
     return out, None if spec.added else lse
 
 
@@ -114,13 +116,13 @@ def selected(
 
     `block_lists`: `tile_block_lists` where they are there already.
     """
-    spec = selected_attention.SelectedAttention(
+    spec = selected_spec.SelectedAttention(
         **sizes_of(query, key, value, scale),
         n=block_indices.shape[-1],
         block=config.select_block,
         gated=gate is not None,
         added=added is not None,
-        limit=mosaic_gather.limit(query, key, value, block_indices, config, layout.packed),
+        gather_limit=mosaic_gather.gather_limit(query, key, value, block_indices, config, layout.packed),
         **tiles_of(
             "selected",
             query,
@@ -136,9 +138,9 @@ def selected(
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     extra = _gate_and_sum(ops, gate, added)
     arrays = query, key, value
-    kernel = selected_attention.attention(spec)
+    kernel = selected_spec.forward(spec)
     out, lse = ops.run(kernel, *arrays, *block_lists, last, *extra)
-    if spec.limit:
+    if spec.gather_limit:
         selection = block_indices, block_lists[-1], layout
         gate = extra[0] if spec.gated else None
         out, lse = mosaic_gather.attention(ops, spec, arrays, selection, out, lse, gate)
@@ -156,7 +158,7 @@ def tile_block_lists(
     scale: float | None,
 ):
     """`(starts, members, counts)`: what `selected` and its gradient read of `block_indices`."""
-    spec = selected_attention.SelectedAttention(
+    spec = selected_spec.SelectedAttention(
         **sizes_of(query, key, value, scale),
         n=block_indices.shape[-1],
         block=config.select_block,

@@ -1,50 +1,50 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Where the block list of a tile is too long for `kernels_pallas.mosaic.selected_attention`, the
-next tile leaves its tokens to `kernels_pallas.mosaic.gathered_attention`: neighbours are alike,
+Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the
+next tile leaves its tokens to `kernels_pallas.specs.gathered`: neighbours are alike,
 and no output depends on later tokens. The device decides, so the host never waits, and either
 kernel passes over what is the other's.
 
 The gathering kernel is key-stationary: its partial outputs, one for each selected block of a
-token, are merged by another kernel. Tokens go in chunks, so that partials stay small.
+token, are merged by another kernel. Tokens go in segments, so that partials stay small.
 """
 
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import gathered_attention, operands
-from kernels_pallas.mosaic.gathered_attention import GatheredAttention
-from kernels_pallas.mosaic.operands import ROWS
+from kernels_pallas.specs import gathered
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.gathered import GatheredAttention
+from kernels_pallas.specs.tile import ROWS, Tile, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
 from nsa_jax import key_bounds, mosaic_lists
 from nsa_jax.array_ops import ArrayOps
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
-LONG_UNION = 4
+LONG_LIST = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
-MOST_BYTES = 2**30  # of partial outputs at a time; or an output's, or of one run of chunks
+MOST_BYTES = 2**30  # of partials at a time; or an output's, or of one run of list chunks
 MOST_SLOTS = 31  # of a token: each has a bit
 # The fields that the gathering kernel has in common with the one that leaves tokens to it.
 SHARED_FIELDS = (
-    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated", "gradient"),
-    *("limit", "numbers_unit", "interpret"),
+    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated"),
+    *("gather_limit", "stats_unit", "interpret"),
 )
 
 
-def limit(query, key, value, block_indices, config, packed: bool) -> int:
-    """How many blocks the list of a tile may have (`SelectedAttention.limit`).
+def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
+    """How many blocks the list of a tile may have (`SelectedAttention.gather_limit`).
 
     0: any number, because none is too long, or because the gathering kernel cannot run.
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
-    most = int(LONG_UNION * n)
+    most = int(LONG_LIST * n)
     if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
         return 0
     if math.prod(block_indices.shape) >= 2**31:  # the index of an entry is an int32
         return 0
-    tile = operands.Tile(group, operands.slab_width(query.shape[-1], value.shape[-1]))
+    tile = Tile(group, slab_width(query.shape[-1], value.shape[-1]))
     longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
     if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= most:
         return 0
@@ -52,7 +52,7 @@ def limit(query, key, value, block_indices, config, packed: bool) -> int:
 
 
 def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
-    """`out` `[B, T, H, Dv]` and `lse` `[B, T, H]` with the tokens that `spec` left.
+    """`out` `[B, T, H, Dv]` and `lse` `[B, T, H]` with the gathered tiles, which `spec` left.
 
     Args:
       spec: the `SelectedAttention` that made `out` and `lse`.
@@ -61,17 +61,13 @@ def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
       gate: float32 `[B, T, H]`, or None.
     """
     block_indices, counts, layout = selection
-    lists, chunks = _chunks(ops, spec, *selection)
+    lists, segments = _segments(ops, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
-    for kernel, start, tokens in chunks:
-        partial = ops.run(
-            gathered_attention.partial_outputs(kernel),
-            *(*arrays, *lists, key_bounds.causal_end(ops, layout), start),
-        )
-        merged = ops.run(
-            gathered_attention.merged(kernel),
-            *(*partial, counts, block_indices, layout.position, *extra, start, out[tokens]),
-        )
+    key_end = key_bounds.causal_end(ops, layout)
+    for kernel, segment, tokens in segments:
+        partials = ops.run(gathered.partials(kernel), *arrays, *lists, key_end, segment)
+        rows = counts, block_indices, layout.position, *extra, segment, out[tokens]
+        merged = ops.run(gathered.merge(kernel), *partials, *rows)
         out = ops.write(out, tokens, merged[0])
         if not spec.added:
             lse = ops.write(lse, tokens, merged[1])
@@ -79,7 +75,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """`dq` `[B, T, H, D]` with the tokens that `spec` left.
+    """`dq` `[B, T, H, D]` with the gathered tiles, which `spec` left.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
@@ -87,55 +83,55 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
       spec, arrays, selection: as in `attention`.
     """
     block_indices, counts, layout = selection
-    lists, chunks = _chunks(ops, spec, *selection)
-    for kernel, start, tokens in chunks:
-        last = key_bounds.causal_end(ops, layout)
-        partial = ops.run(
-            gathered_attention.partial_outputs(kernel),
-            *(*arrays, *lists, last, start, do, row_stats),
-        )
-        (merged,) = ops.run(
-            gathered_attention.merged(kernel),
-            *(*partial, counts, block_indices, layout.position, start, dq[tokens]),
-        )
+    lists, segments = _segments(ops, spec, spec.D, *selection)
+    key_end = key_bounds.causal_end(ops, layout)
+    for kernel, segment, tokens in segments:
+        inputs = *arrays, *lists, key_end, segment, do, row_stats
+        partials = ops.run(gathered.partial_dq(kernel), *inputs)
+        rows = counts, block_indices, layout.position, segment, dq[tokens]
+        (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)
         dq = ops.write(dq, tokens, merged)
     return dq
 
 
-class _Chunk(NamedTuple):
-    """Tokens whose partial outputs exist at the same time."""
+class _Segment(NamedTuple):
+    """Tokens whose partials exist at the same time."""
 
     kernel: GatheredAttention
-    start: Any  # int32 [1, PLACE]: number of the chunk, its first token, its first tile
+    segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
 
 
-def _chunks(ops, spec, block_indices, counts, layout) -> tuple[Any, Iterator[_Chunk]]:
-    """Items and entries of `gathered_attention.partial_outputs`, and the chunks."""
+def _segments(
+    ops, spec, width: int, block_indices, counts, layout
+) -> tuple[Any, Iterator[_Segment]]:
+    """Work items and entries of `gathered.partials`, and the segments; `width`: of a partial."""
     tile = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    lists = BlockQueryLists(*sizes, tile=tile, limit=spec.limit, interpret=spec.interpret)
+    lists = BlockQueryLists(
+        *sizes, tile=tile, limit=spec.gather_limit, interpret=spec.interpret
+    )
     step = math.lcm(lists.chunk, tile)
-    output_bytes = spec.B * spec.H * spec.width * 2  # of a token
+    output_bytes = spec.B * spec.H * width * 2  # of a token
     size = max(MOST_BYTES, output_bytes * spec.T) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
 
     def starts():
-        number = ops.arange(block_indices, work.segments).reshape(-1, 1)
-        columns = number, number * size, number * (size // tile)
+        index = ops.arange(block_indices, work.segments).reshape(-1, 1)
+        columns = index, index * size, index * (size // tile)
         columns = ops.xp.concatenate(columns, axis=1)
-        return [ops.extend(columns, 1, gathered_attention.PLACE, 0)]
+        return [ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)]
 
-    (start,) = ops.cached(layout, ("chunks", work.segments, size, tile), starts)
+    (start,) = ops.cached(layout, ("segments", work.segments, size, tile), starts)
     fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
-    fields |= {"parts": work.segments, "items": lists.rows * work.items}
+    fields |= {"segments": work.segments, "items": lists.rows * work.items}
 
-    def chunks():
+    def segments():
         for i, first in enumerate(range(0, spec.T, size)):
             last = min(first + size, spec.T)
-            kernel = GatheredAttention(**fields, tokens=last - first)
-            yield _Chunk(kernel, start[i : i + 1], (slice(None), slice(first, last)))
+            kernel = GatheredAttention(**fields, segment_tokens=last - first)
+            yield _Segment(kernel, start[i : i + 1], (slice(None), slice(first, last)))
 
-    return arrays, chunks()
+    return arrays, segments()

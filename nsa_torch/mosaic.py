@@ -14,8 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
-from kernels_pallas.mosaic.operands import slab_width
-from kernels_pallas.mosaic.selected_attention import SelectedAttention
+from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.tile import slab_width
 from nsa_jax import mosaic_attention, mosaic_backward, mosaic_forward
 from nsa_jax.array_ops import zero_padding
 from nsa_jax.config import NSAConfig

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 from kernels_pallas.mosaic import dkv
-from kernels_pallas.mosaic import gathered_attention as kernels
+from kernels_pallas.specs import gathered
 from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
@@ -31,18 +31,20 @@ G3 = Case(30, 330, H=6, Hkv=2, D=128, Dv=64, B=1, config=FEW, dtype="float16")
 
 @pytest.fixture
 def leaving(monkeypatch):
-    """Every tile after one with more than two blocks leaves, in parts of few tokens; what is
-    built.
+    """Every tile after one with more than two blocks is gathered, in segments of few tokens;
+    the kernels of partials that are built.
     """
     monkeypatch.setattr(mosaic_gather, "LONG_UNION", 0.7)
     monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    built, build = [], kernels.partial_outputs
+    built = []
 
-    def remembered(spec):
-        built.append(spec)
-        return build(spec)
+    def remembered(spec, build):
+        built.append(build(spec))
+        return built[-1]
 
-    monkeypatch.setattr(kernels, "partial_outputs", remembered)
+    for name in ("partials", "partial_dq"):
+        build = functools.partial(remembered, build=getattr(gathered, name))
+        monkeypatch.setattr(gathered, name, build)
     yield built
     assert built
 
@@ -61,7 +63,7 @@ def left(case, **change):
 @pytest.mark.parametrize(("case", "parts"), [(G4, 2), (G3, 1)], ids=str)
 def test_forward(case, parts, interpreted, leaving):
     check_steps(left(case), ("selected_attention",))
-    assert {spec.parts for spec in leaving} == {parts}
+    assert {kernel.spec.segments for kernel in leaving} == {parts}
 
 
 def test_gates_and_other_branches(interpreted, leaving):
@@ -70,7 +72,7 @@ def test_gates_and_other_branches(interpreted, leaving):
 
 def test_gradients_of_the_branch(interpreted, leaving):
     check_step(left(G3, S=200), "selected_attention")
-    assert any(spec.gradient for spec in leaving)
+    assert any(kernel.name == "gathered_dq" for kernel in leaving)
 
 
 def test_gradients(interpreted, leaving, monkeypatch):
@@ -116,7 +118,7 @@ def test_shard_map(leaving):
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
     traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert {spec.gradient for spec in leaving} == {False, True}
+    assert {kernel.name for kernel in leaving} == {"gathered_forward", "gathered_dq"}
 
 
 PROBLEM = {"query": (2, 64, 8, 64), "key": (2, 6400, 2, 64), "indices": (2, 64, 2, 16)}

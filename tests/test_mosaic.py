@@ -21,7 +21,7 @@ import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
 from kernels_pallas.mosaic import (
     capability,
-    interval_attention,
+    interval_forward,
     operands,
     scores,
     scores_kq,
@@ -532,16 +532,12 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
     waits = []
 
     def barrier_wait(barrier):
-        if len(waits) != 1:
-            band_plgpu.barrier_wait(barrier)
+        if waits:
+            plgpu.barrier_wait(barrier)
         waits.append(barrier)
 
-    band_plgpu = interval_attention.plgpu
-    monkeypatch.setattr(
-        interval_attention,
-        "plgpu",
-        patched(interval_attention.plgpu, barrier_wait=barrier_wait),
-    )
+    plgpu = interval_forward.plgpu
+    monkeypatch.setattr(interval_forward, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     run(
         "sliding_attention",
         *(getattr(problem(TINY), name) for name in ARRAYS[:3]),

@@ -20,7 +20,8 @@ import numpy as np
 from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import interval_attention, scores, selected_attention
+from kernels_pallas.mosaic import scores
+from kernels_pallas.specs import interval, selected
 from nsa_jax import geometry, mosaic_forward
 from nsa_jax.jax_ops import JAX_OPS
 
@@ -36,10 +37,10 @@ VARIANTS: dict[str, dict[str, tuple[int, ...]]] = {
     "sliding": _BAND,
 }
 SPECS: dict[str, Any] = {
-    "compressed": interval_attention.IntervalAttention,
+    "compressed": interval.IntervalAttention,
     "scores": scores.Scores,
-    "selected": selected_attention.SelectedAttention,
-    "sliding": interval_attention.IntervalAttention,
+    "selected": selected.SelectedAttention,
+    "sliding": interval.IntervalAttention,
 }
 
 
@@ -90,8 +91,8 @@ def variants(kernel: str) -> list[dict[str, int]]:
 def heuristic(kernel: str, settings: Settings) -> dict[str, int]:
     """What the kernel uses without an entry."""
     model = settings.model
-    if SPECS[kernel] is interval_attention.IntervalAttention:
-        return interval_attention.blocks_for(model.d_k, model.d_v, long=kernel == "compressed")
+    if SPECS[kernel] is interval.IntervalAttention:
+        return interval.forward_blocks(model.d_k, model.d_v, long=kernel == "compressed")
     return {name: getattr(SPECS[kernel], name) for name in tiles.TUNABLE[kernel]}
 
 

@@ -59,7 +59,7 @@ class Walk:
         bitmap = BlockBitmap(warp, spec.T, spec.Hkv, spec.n, spec.block, tokens_of_word)
 
         def leaves(token):
-            """As `selected_attention.tile_leaves`."""
+            """As `selected_walk.tile_is_gathered`."""
             tiles, tile = -(-spec.T // spec.tile), token // spec.tile
             before = warp.larger(tile - 1, 0)
             lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (before, 8)

@@ -4,15 +4,13 @@ import contextlib
 import contextvars
 from typing import Any
 
-from kernels_pallas.specs.tile import ROWS, Tile, slab_width
+from kernels_pallas.specs.tile import ROWS, SMEM_BUDGET, Tile, slab_width
 
 HOPPER = (9, 0)
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
 SELECTED = 64  # blocks of a token
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
-SMEM_BYTES = 224 * 1024
-HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
@@ -62,10 +60,10 @@ def why_not(problem: Any) -> str | None:
             f"select_block={config.select_block}"
         )
     needed = selected_bytes(problem, Tile(group, slab))
-    if needed > SMEM_BYTES:
+    if needed > SMEM_BUDGET:
         return (
             "takes D, Dv, select_block and num_selected that fit in "
-            f"{SMEM_BYTES} bytes of shared memory, got {needed}"
+            f"{SMEM_BUDGET} bytes of shared memory, got {needed}"
         )
     return None
 

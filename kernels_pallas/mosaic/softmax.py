@@ -1,65 +1,111 @@
-"""One block of keys of a running softmax, and of its gradient; rows in registers."""
+"""One block of keys of the online softmax and of its gradient, rows of a tile in registers.
+
+With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
+
+    forward   m'  = max(m, max_j c S)                     row_max, in log2
+              P   = 2^(c S - m')
+              l'  = l 2^(m - m') + sum_j P                row_sum
+              O'  = O 2^(m - m') + P V                    acc
+    result    O / l,  lse = (m + log2 l) ln 2
+
+    backward  P   = 2^(c S - lse_log2)
+              dP  = gate * dO V^T
+              dS  = P * (dP - delta)                      delta = gate * rowsum(dO * O) - dlse
+              dQ  = scale * dS K
+
+The callers multiply matrices; what stands here is by element.
+"""
+
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 
-MASKED = -1e30  # logit of a key that a row must not see
+MASKED = -1e30  # score of a key that a row must not see
 EMPTY = -1e20  # no row that sees a key has a maximum below this
 ABSENT = 3e38  # as a row's maximum: every probability becomes exactly 0
 
 
-def nothing(width: int):
-    """The state before the first block: output `[64, width]`, maximum in bits and total."""
-    return (
-        operands.full((ROWS, width), 0.0, MATRIX),
+class SoftmaxState(NamedTuple):
+    """Of the blocks so far; `acc` may be None, for none."""
+
+    acc: Any  # [64, width]
+    row_max: Any  # [64], in log2
+    row_sum: Any  # [64]
+
+
+class SoftmaxStats(NamedTuple):
+    """What the backward pass needs of each row, `[64]`."""
+
+    lse_log2: Any  # +inf: all probabilities are 0
+    gate: Any  # or None, for 1
+    delta: Any
+
+
+def zeros(width: int):
+    """An accumulator `[64, width]`."""
+    return operands.full((ROWS, width), 0.0, MATRIX)
+
+
+def initial_state(width: int) -> SoftmaxState:
+    """Before the first block."""
+    return SoftmaxState(
+        zeros(width),
         operands.full((ROWS,), MASKED, PER_ROW),
         operands.full((ROWS,), 0.0, PER_ROW),
     )
 
 
-def probabilities(state, logits, scale, seen=None, member=None):
-    """Probabilities of a block relative to the new maximum, and the state rescaled to it; its
-    output may be None, for nothing.
+def online_softmax(state: SoftmaxState, scores, c: float, visible=None, member=None):
+    """P `[64, keys]` of a block relative to the new maximum, and the state rescaled to it.
 
-    `scale`: of logits to bits; `seen` `[64, keys]`: or all of them; `member` `[64]`: rows that
-    have this block at all, or every row.
+    Args:
+      state: of the blocks before.
+      scores: S, `[64, keys]`.
+      c: scale * log2(e).
+      visible: `[64, keys]`, the keys that each row sees; None: all.
+      member: `[64]`, the rows that have this block at all; None: all.
     """
-    acc, top, total = state
-    if seen is not None:
-        logits = jnp.where(seen, logits, MASKED)
-    new = jnp.maximum(top, logits.max(axis=1) * scale)
-    base = new if seen is None else jnp.maximum(new, EMPTY)
+    acc, row_max, row_sum = state
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    new_max = jnp.maximum(row_max, scores.max(axis=1) * c)
+    base = new_max if visible is None else jnp.maximum(new_max, EMPTY)
     if member is not None:
-        new = jnp.where(member, new, top)
+        new_max = jnp.where(member, new_max, row_max)
         base = jnp.where(member, base, ABSENT)
-    probs = jnp.exp2(logits * scale - across(base, logits.shape))
-    decay = jnp.exp2(top - new)
-    total = total * decay + probs.sum(axis=1)
+    p = jnp.exp2(scores * c - across(base, scores.shape))  # [64, keys]
+    decay = jnp.exp2(row_max - new_max)  # [64]
+    row_sum = row_sum * decay + p.sum(axis=1)
     if acc is not None:
         acc *= across(decay, acc.shape)
-    return probs, (acc, new, total)
+    return p, SoftmaxState(acc, new_max, row_sum)
 
 
-def result(state):
-    """What the output is to be multiplied by, and the natural log-sum-exp."""
-    _, top, total = state
-    seen = total > 0
-    weight = jnp.where(seen, 1 / total, 0.0)
-    return weight, jnp.where(seen, (top + jnp.log2(total)) / LOG2E, -jnp.inf)
+def normalizer(state: SoftmaxState):
+    """1 / l and the natural log-sum-exp, `[64]`; where no key is seen, 0 and -inf."""
+    _, row_max, row_sum = state
+    seen = row_sum > 0
+    inverse = jnp.where(seen, 1 / row_sum, 0.0)
+    return inverse, jnp.where(seen, (row_max + jnp.log2(row_sum)) / LOG2E, -jnp.inf)
 
 
-def softmax_backward(logits, weights, scale, norm, gate, offset, seen=None):
-    """The gradient of the logits of a block.
+def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
+    """dS = P * (dP - delta) `[64, keys]` of a block, with P = 2^(c S - lse_log2).
 
-    `weights` `[64, keys]`: products of the output's gradient and the values; by row: `norm`,
-    the log-sum-exp in bits (+inf: all probabilities are 0), `gate` or None, and `offset`, gate
-    times the product of the output and its gradient.
+    Args:
+      scores: S, `[64, keys]`.
+      dp: dO V^T, `[64, keys]`, without the gate.
+      c: scale * log2(e).
+      stats: of the rows.
+      visible: `[64, keys]`, the keys that each row sees; None: all.
     """
-    probs = jnp.exp2(logits * scale - across(norm, logits.shape))
-    if seen is not None:
-        probs = jnp.where(seen, probs, 0.0)
+    lse_log2, gate, delta = stats
+    p = jnp.exp2(scores * c - across(lse_log2, scores.shape))
+    if visible is not None:
+        p = jnp.where(visible, p, 0.0)
     if gate is not None:
-        weights = weights * across(gate, weights.shape)
-    return probs * (weights - across(offset, weights.shape))
+        dp = dp * across(gate, dp.shape)
+    return p * (dp - across(delta, dp.shape))

@@ -26,8 +26,8 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
-from kernels_pallas.mosaic.selected_attention import SelectedAttention
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
+from kernels_pallas.specs.selected import SelectedAttention
 from kernels_pallas.specs.tile import LANES
 
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time

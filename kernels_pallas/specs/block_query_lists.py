@@ -34,7 +34,7 @@ class BlockQueryLists:
         in the list of every tile of keys that the block touches.
       packed: sequences may begin at any key.
       tile, limit: with `limit` there are entries of those tokens alone that leave their tile
-        of `tile` tokens (`selected_attention.tile_leaves`).
+        of `tile` tokens (`selected_walk.tile_is_gathered`).
     """
 
     B: int

@@ -12,15 +12,13 @@ Past the count of a list, `starts` and `members` are zero.
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 from kernels_pallas.kernel import Array, Kernel
-
-if TYPE_CHECKING:
-    from kernels_pallas.mosaic.selected_attention import SelectedAttention
+from kernels_pallas.specs.selected import SelectedAttention
 
 
-def list_arrays(spec: "SelectedAttention") -> tuple[Array, ...]:
+
+def list_arrays(spec: SelectedAttention) -> tuple[Array, ...]:
     """`starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles
     shapes = (spec.entries,), (spec.words, spec.entries), (2,)
@@ -28,7 +26,7 @@ def list_arrays(spec: "SelectedAttention") -> tuple[Array, ...]:
 
 
 @functools.cache
-def tile_block_lists(spec: "SelectedAttention") -> Kernel:
+def tile_block_lists(spec: SelectedAttention) -> Kernel:
     """Inputs, int32:
 
     - `indices` `[B, T, Hkv, n]`: the blocks that each token selected, in any order; -1 in empty

@@ -1,0 +1,358 @@
+"""The walk that forward and dq of interval attention share: pairs of tiles over their keys.
+
+Query-stationary and persistent: one CTA an SM takes pairs of neighbouring tiles of 64 query
+rows, the longest first if asked to. Of its three warpgroups two compute, a tile each, and one
+copies the keys and values that both read.
+
+    copying warpgroup      for each pair, for each block:  wait free[stage], copy to ring[stage]
+    computing warpgroups   for each pair:  start the loads of the next query as soon as this one
+                                           is done with
+                             for each block:  wait ready[stage], compute, arrive free[stage]
+
+The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of pairs.
+Of a pair's keys come first the blocks that some row sees in part, under a mask, then those that
+every row sees in full, without one:
+
+    keys of the pair    begin |--- edge ---|------- full -------|--- edge ---| end
+    blocks              0     ..           left        ..       right        ..
+
+Tiles: 64 rows x `block` keys a warpgroup (128 forward, 64 dq; `specs/interval.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
+from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
+
+CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
+
+
+class Pair(NamedTuple):
+    """What the two computing warpgroups do at a time, and its bounds: every row sees the keys
+    from `full_from` to `full_to`, some row those from `begin` to `end`.
+    """
+
+    b: Any
+    kv_head: Any
+    tile0: Any
+    begin: Any
+    full_from: Any
+    full_to: Any
+    end: Any
+
+
+class Tile(NamedTuple):
+    """A warpgroup's tile of a pair."""
+
+    b: Any
+    kv_head: Any
+    index: Any  # along the tokens
+    wg: Any  # the warpgroup, and which of the scratch's tiles is its own
+
+
+class Block(NamedTuple):
+    """A block of keys, at `stage` of the ring buffers."""
+
+    stage: Any
+    visible: Callable[[], Any]  # [64, block], or None where every row sees all of it
+
+
+class Work(NamedTuple):
+    """What a kernel does with a tile, once its rows are there.
+
+    `step(block, state)` waits for `key_ready` and `value_ready` of the block's stage, arrives
+    at `key_free` and `value_free` and returns the next state; `finish(state)` is the result,
+    float32 `[64, width]`.
+    """
+
+    state: Any
+    step: Callable[[Block, Any], Any]
+    finish: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduler:
+    """Hands out pairs: `turns` of them to this CTA, every `ctas`-th."""
+
+    walk: "IntervalWalk"
+    refs: Any
+    cta: Any
+    turns: Any
+
+    @classmethod
+    def of(cls, walk: "IntervalWalk", refs, cta) -> Self:
+        turns = lax.div(walk.pairs - 1 - cta, jnp.int32(walk.ctas)) + 1
+        return cls(walk, refs, cta, turns)
+
+    def pair(self, turn) -> Pair:
+        """What this CTA takes at a turn; past the last one, the last pair."""
+        walk, spec = self.walk, self.walk.spec
+        index = jnp.minimum(turn * walk.ctas + self.cta, walk.pairs - 1)
+        tile0 = lax.div(index, jnp.int32(walk.heads)) * CONSUMERS
+        head = lax.rem(index, jnp.int32(walk.heads))
+        if spec.longest_first:
+            tile0 = spec.tiles - CONSUMERS - tile0
+        b, kv_head = lax.div(head, jnp.int32(spec.Hkv)), lax.rem(head, jnp.int32(spec.Hkv))
+        # Bounds never decrease: those of a pair are those of its first and its last row.
+        tile1, row = tile0 + CONSUMERS - 1, ROWS - 1
+        first_key, key_end = self.refs.first_key, self.refs.key_end
+        begin, full_from = first_key[b, tile0, 0], first_key[b, tile1, row]
+        full_to, end = key_end[b, tile0, 0], key_end[b, tile1, row]
+        return Pair(b, kv_head, tile0, begin, full_from, full_to, end)
+
+
+def split(pair: Pair, block: int):
+    """Number of blocks, number of those under a mask, and the first key of the i-th."""
+    begin, full_from, full_to, end = pair[3:]
+    blocks = lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
+    # Every row sees the blocks [left, right) in full; the others come first.
+    left = lax.div(full_from - begin + (block - 1), jnp.int32(block))
+    left = jnp.minimum(left, blocks)
+    right = lax.div(jnp.maximum(full_to - begin, 0), jnp.int32(block))
+    right = jnp.clip(right, left, blocks)
+    masked = left + blocks - right
+
+    def key_at(i):
+        edge = jnp.where(i < left, i, i - left + right)
+        return begin + jnp.where(i < masked, edge, i - masked + left) * block
+
+    return blocks, masked, key_at
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalWalk:
+    """Sizes that follow from those of the problem.
+
+    Attributes:
+      spec: of the problem.
+      rows: names of scratch for rows of queries, and their widths; the first one may become
+        that of the output.
+      out_width: of the output.
+      registers: of a thread, in a computing and in the copying warpgroup.
+    """
+
+    spec: IntervalAttention
+    rows: Mapping[str, int]
+    out_width: int
+    registers: tuple[int, int]
+
+    @property
+    def buffers(self) -> operands.Buffers:
+        spec = self.spec
+        return operands.Buffers(jnp.dtype(spec.dtype), spec.tile, bool(spec.interpret))
+
+    @property
+    def heads(self) -> int:
+        """Pairs at the same tokens."""
+        return self.spec.B * self.spec.Hkv
+
+    @property
+    def pairs(self) -> int:
+        return self.heads * self.spec.tiles // CONSUMERS
+
+    @property
+    def ctas(self) -> int:
+        return min(self.pairs, CTAS)
+
+    @property
+    def has_out_tile(self) -> bool:
+        """Whether there is room for the output beside the query, so that the next query can be
+        copied while the output is.
+        """
+        spec = self.spec
+        ring = 2 * spec.stages * spec.block * (spec.D + spec.Dv)
+        rows = 2 * CONSUMERS * ROWS * (sum(self.rows.values()) + self.out_width)
+        return ring + rows <= SMEM_BYTES - 1024
+
+    def build(self, kernel: Kernel, body: Callable) -> Callable:
+        """The kernel of `body(refs)`, which calls `run`."""
+        spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
+        operands.check_registers(*[self.registers[0]] * CONSUMERS, self.registers[1])
+        rows = dict(self.rows)
+        if self.has_out_tile:
+            rows["out_tile"] = self.out_width
+        else:
+            query = next(iter(rows))
+            rows[query] = max(rows[query], self.out_width)
+        loaded = sum(self.rows.values()) // slab
+
+        def barriers(arrivals, count):
+            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+        return build_kernel(
+            kernel,
+            body,
+            scratch={
+                **{name: buffers.rows(CONSUMERS, width) for name, width in rows.items()},
+                "key_ring": buffers.ring(spec.stages, spec.block, spec.D),
+                "value_ring": buffers.ring(spec.stages, spec.block, spec.Dv),
+                "rows_ready": barriers(loaded, CONSUMERS),
+                "key_ready": barriers(spec.D // slab, spec.stages),
+                "value_ready": barriers(spec.Dv // slab, spec.stages),
+                "key_free": barriers(CONSUMERS, spec.stages),
+                "value_free": barriers(CONSUMERS, spec.stages),
+                "added_ready": barriers(self.out_width // slab, CONSUMERS),
+            },
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=CONSUMERS + 1,
+            thread_name="wg",
+            interpret=spec.interpret,
+        )
+
+    def run(self, refs, sources: Iterable, out, work: Callable[[Tile], Work]) -> None:
+        """The body of a kernel.
+
+        Args:
+          refs: of the kernel.
+          sources: arrays `[B, T, H, .]` that are loaded into the scratch of `rows`.
+          out: array `[B, T, H, out_width]`.
+          work: what to do with a tile.
+        """
+        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+        scheduler = Scheduler.of(self, refs, cta)
+
+        @pl.when(wg < CONSUMERS)
+        def _():
+            if not self.spec.interpret:
+                plgpu.set_max_registers(self.registers[0], action="increase")
+            self._compute(refs, scheduler, wg, sources, out, work)
+
+        @pl.when(wg == CONSUMERS)
+        def _():
+            if not self.spec.interpret:
+                plgpu.set_max_registers(self.registers[1], action="decrease")
+            self._copy(refs, scheduler)
+
+    def _rows_of(self, array, pair: Pair, wg):
+        """A warpgroup's tile of `[B, T, H, .]`, by columns."""
+        tile = self.spec.tile
+        tokens = pl.ds((pair.tile0 + wg) * tile.tokens, tile.tokens)
+        heads = pl.ds(pair.kv_head * tile.group, tile.group)
+        return lambda columns: array.at[pair.b, tokens, heads, columns]
+
+    def _compute(self, refs, scheduler, wg, sources, out, work):
+        """The loop of a computing warpgroup over its tiles."""
+        spec, buffers = self.spec, self.buffers
+        block, width = spec.block, self.out_width
+        tiles = [(getattr(refs, name), width) for name, width in self.rows.items()]
+        out_tile = refs.out_tile if self.has_out_tile else tiles[0][0]
+
+        def load_rows(pair):
+            for source, (tile, width) in zip(sources, tiles, strict=True):
+                rows = self._rows_of(source, pair, wg)
+                buffers.load_rows(rows, tile, wg, width, refs.rows_ready.at[wg])
+
+        def load_added(pair):
+            rows = self._rows_of(refs.added, pair, wg)
+            buffers.load_rows(rows, out_tile, wg, width, refs.added_ready.at[wg])
+
+        def take(turn, carry):
+            done, pair = carry
+            tile = Tile(pair.b, pair.kv_head, pair.tile0 + wg, wg)
+            following = scheduler.pair(turn + 1)
+            blocks, masked, key_at = split(pair, spec.block)
+            first_key, key_end = (
+                plgpu.load(bound.at[tile.b, tile.index], layout=PER_ROW, optimized=False)
+                for bound in (refs.first_key, refs.key_end)
+            )  # [64]
+            if self.has_out_tile:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if spec.added:
+                    load_added(pair)
+            plgpu.barrier_wait(refs.rows_ready.at[wg])
+
+            def visible(i):
+                shape, first = (ROWS, block), key_at(i)
+                index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + first
+                return (index >= across(first_key, shape)) & (index < across(key_end, shape))
+
+            def step(under_mask, i, state):
+                stage = lax.rem(done + i, jnp.int32(spec.stages))
+                seen = (lambda: visible(i)) if under_mask else (lambda: None)
+                return todo.step(Block(stage, seen), state)
+
+            todo = work(tile)
+            state = lax.fori_loop(0, masked, lambda *x: step(True, *x), todo.state)
+            state = lax.fori_loop(masked, blocks, lambda *x: step(False, *x), state)
+            result = todo.finish(state)  # [64, width]
+
+            def load_next_rows():
+                @pl.when(turn + 1 < scheduler.turns)
+                def _():
+                    load_rows(following)
+
+            if self.has_out_tile:
+                plgpu.commit_smem()  # the warpgroup is done with its query
+                load_next_rows()
+            added = None
+            if spec.added:
+                if not self.has_out_tile:
+                    plgpu.commit_smem()  # the warpgroup is done with its query
+                    load_added(pair)
+                plgpu.barrier_wait(refs.added_ready.at[wg])
+                added = buffers.read_rows(out_tile, wg, width)
+            buffers.write_rows(out_tile, wg, result, added)
+            plgpu.commit_smem()
+            buffers.store_rows(out_tile, wg, width, self._rows_of(out, pair, wg))
+            if not self.has_out_tile:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                load_next_rows()
+            return done + blocks, following
+
+        first = scheduler.pair(0)
+        load_rows(first)
+        lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), first))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _copy(self, refs, scheduler):
+        """The loop of the copying warpgroup: keys and values of every block, in turn."""
+        spec, buffers = self.spec, self.buffers
+        stages, turns = spec.stages, scheduler.turns
+        rings = (
+            (refs.key, refs.key_ring, refs.key_ready, refs.key_free),
+            (refs.value, refs.value_ring, refs.value_ready, refs.value_free),
+        )
+
+        def take(turn, carry):
+            done, pair = carry
+            following = scheduler.pair(turn + 1)
+            blocks, _, key_at = split(pair, spec.block)
+
+            def load(i, _):
+                stage = lax.rem(done + i, jnp.int32(stages))
+                keys = pl.ds(key_at(i), spec.block)
+                for source, ring, ready, free in rings:
+
+                    @pl.when(done + i >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[stage])
+
+                    def columns_of(columns, source=source):
+                        return source.at[pair.b, keys, pair.kv_head, columns]
+
+                    buffers.load_keys(columns_of, ring, stage, ready.at[stage])
+
+            lax.fori_loop(0, blocks, load, None)
+            return done + blocks, following
+
+        done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.pair(0)))
+        if spec.interpret:  # which wants every completed phase waited for
+
+            def drain(i, _):
+                stage = lax.rem(i, jnp.int32(stages))
+                plgpu.barrier_wait(refs.key_free.at[stage])
+                plgpu.barrier_wait(refs.value_free.at[stage])
+
+            lax.fori_loop(jnp.maximum(done - stages, 0), done, drain, None)

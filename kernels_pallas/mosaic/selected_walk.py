@@ -1,0 +1,253 @@
+"""The walk that forward and dq of selected attention share: a tile over its block list.
+
+Query-stationary: a CTA is one warpgroup with one tile of 64 query rows. The tokens of a tile
+share every block that one of them selected (`tile_block_lists.py`); rows of tokens that did not
+are masked. The warpgroup copies for itself: a stage of a ring buffer is refilled as soon as all
+four warps are done with it.
+
+Three small CTAs on an SM hide each other's latency. The key/value head is the slowest grid
+axis, so that the keys of one head stay in L2.
+
+    block list    |--- every member sees the whole block ---|--- some see a part ---|
+    blocks        0                    ..                 whole         ..        count
+
+Tiles: 64 rows x one selection block; two stages of keys, one of values forward.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.specs.selected import LIST_CHUNK, SelectedAttention
+from kernels_pallas.specs.tile import ROWS
+
+
+class Tile(NamedTuple):
+    """The tile of a CTA."""
+
+    b: Any
+    kv_head: Any
+    index: Any  # along the tokens
+
+
+class Block(NamedTuple):
+    """A block of a list, at these stages of the ring buffers.
+
+    `refill_key` and `refill_value` give a stage back, once: it is no more read, and the copy of
+    the block that takes it next starts.
+    """
+
+    key_stage: Any
+    value_stage: Any
+    member: Any  # [64], the rows whose token selected the block
+    visible: Any  # [64, block], or None where the members see all of it
+    refill_key: Callable[[], None]
+    refill_value: Callable[[], None]
+
+
+class Work(NamedTuple):
+    """What a kernel does with a tile, once its rows are there.
+
+    `step(block, state)` waits for `key_ready` and `value_ready` of the block's stages, refills
+    both and returns the next state; `finish(state)` is the result, float32 `[64, width]`.
+    """
+
+    state: Any
+    step: Callable[[Block, Any], Any]
+    finish: Callable[[Any], Any]
+
+
+def tile_is_gathered(block_counts, b, kv_head, tile, gather_limit: int):
+    """Whether a tile is left to `specs/gathered.py`: the block list of the tile before it is
+    longer than `gather_limit`. Its own list cannot decide, as no output may depend on tokens
+    after its own.
+    """
+    before = block_counts[b, kv_head, jnp.maximum(tile - 1, 0), 1]
+    return (tile > 0) & (before > gather_limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedWalk:
+    """Sizes that follow from those of the problem.
+
+    Attributes:
+      spec: of the problem.
+      rows: names of scratch for rows of queries, and their widths; the first one becomes that
+        of the output.
+      out_width: of the output.
+    """
+
+    spec: SelectedAttention
+    rows: Mapping[str, int]
+    out_width: int
+
+    @property
+    def buffers(self) -> operands.Buffers:
+        spec = self.spec
+        return operands.Buffers(jnp.dtype(spec.dtype), spec.tile, bool(spec.interpret))
+
+    def build(self, kernel: Kernel, body: Callable) -> Callable:
+        """The kernel of `body(refs)`, which calls `run`."""
+        spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
+        rows = dict(self.rows)
+        query = next(iter(rows))
+        rows[query] = max(rows[query], self.out_width)
+
+        def barriers(arrivals, count=1):
+            return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+        return build_kernel(
+            kernel,
+            body,
+            scratch={
+                **{name: buffers.rows(1, width) for name, width in rows.items()},
+                "key_ring": buffers.ring(spec.key_stages, spec.block, spec.D),
+                "value_ring": buffers.ring(spec.value_stages, spec.block, spec.Dv),
+                "starts": plgpu.SMEM((spec.entries,), jnp.int32),
+                "members": plgpu.SMEM((spec.words, spec.entries), jnp.int32),
+                "rows_ready": barriers(sum(self.rows.values()) // slab),
+                "list_ready": barriers((1 + spec.words) * spec.entries // LIST_CHUNK),
+                "key_ready": barriers(spec.D // slab, spec.key_stages),
+                "value_ready": barriers(spec.Dv // slab, spec.value_stages),
+                "added_ready": barriers(self.out_width // slab),
+            },
+            grid=(spec.B * spec.Hkv, spec.tiles),
+            grid_names=("head", "tile"),
+            interpret=spec.interpret,
+        )
+
+    def run(self, refs, sources: Iterable, out, work: Callable[[Tile], Work]) -> None:
+        """The body of a kernel.
+
+        Args:
+          refs: of the kernel.
+          sources: arrays `[B, T, H, .]` that are loaded into the scratch of `rows`.
+          out: array `[B, T, H, out_width]`.
+          work: what to do with the tile.
+        """
+        spec, buffers = self.spec, self.buffers
+        b = lax.div(lax.axis_index("head"), jnp.int32(spec.Hkv))
+        kv_head = lax.rem(lax.axis_index("head"), jnp.int32(spec.Hkv))
+        tile = Tile(b, kv_head, lax.axis_index("tile"))
+        self._load_list(refs, tile)
+        tiles = [getattr(refs, name) for name in self.rows]
+        for source, scratch, width in zip(sources, tiles, self.rows.values(), strict=True):
+            rows = self._rows_of(source, tile)
+            buffers.load_rows(rows, scratch, 0, width, refs.rows_ready)
+        whole, count = self._count_blocks(refs, tile)
+        key_end = plgpu.load(refs.key_end.at[b, tile.index], layout=PER_ROW, optimized=False)
+        token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
+
+        def load(source, ring, ready, stages, i):
+            """Starts the copy of block `i`, if there is one."""
+
+            @pl.when(i < count)
+            def _():
+                stage = lax.rem(i, jnp.int32(stages))
+                keys = pl.ds(refs.starts[i], spec.block)
+                buffers.load_keys(
+                    lambda columns: source.at[b, keys, kv_head, columns],
+                    ring,
+                    stage,
+                    ready.at[stage],
+                )
+
+        load_key = functools.partial(
+            load, refs.key, refs.key_ring, refs.key_ready, spec.key_stages
+        )
+        load_value = functools.partial(
+            load, refs.value, refs.value_ring, refs.value_ready, spec.value_stages
+        )
+
+        plgpu.barrier_wait(refs.list_ready)
+        for i in range(spec.key_stages):
+            load_key(jnp.int32(i))
+        for i in range(spec.value_stages):
+            load_value(jnp.int32(i))
+        plgpu.barrier_wait(refs.rows_ready)
+
+        def step(at_edge, i, state):
+            key_stage = lax.rem(i, jnp.int32(spec.key_stages))
+            value_stage = lax.rem(i, jnp.int32(spec.value_stages))
+            bits = lax.broadcast(refs.members[0, i], (ROWS,))
+            if spec.words == 2:
+                high = lax.broadcast(refs.members[1, i], (ROWS,))
+                bits = jnp.where(token < 32, bits, high)
+            member = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
+            visible = None
+            if at_edge:
+                shape = (ROWS, spec.block)
+                index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+                visible = index < across(key_end - refs.starts[i], shape)
+
+            def refill_key():
+                plgpu.commit_smem()  # all four warps are done with this stage
+                load_key(i + spec.key_stages)
+
+            def refill_value():
+                plgpu.commit_smem()
+                load_value(i + spec.value_stages)
+
+            block = Block(key_stage, value_stage, member, visible, refill_key, refill_value)
+            return todo.step(block, state)
+
+        todo = work(tile)
+        state = lax.fori_loop(0, whole, functools.partial(step, False), todo.state)
+        state = lax.fori_loop(whole, count, functools.partial(step, True), state)
+        result = todo.finish(state)  # [64, width]
+
+        out_tile, width, added = tiles[0], self.out_width, None
+        if spec.added:
+            plgpu.commit_smem()  # all four warps are done with the query
+            rows = self._rows_of(refs.added, tile)
+            buffers.load_rows(rows, out_tile, 0, width, refs.added_ready)
+            plgpu.barrier_wait(refs.added_ready)
+            added = buffers.read_rows(out_tile, 0, width)
+        buffers.write_rows(out_tile, 0, result, added)
+        plgpu.commit_smem()
+        buffers.store_rows(out_tile, 0, width, self._rows_of(out, tile))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _load_list(self, refs, tile: Tile):
+        """Starts copies of the tile's block list and its members."""
+        b, kv_head, index = tile
+        for i in range(0, self.spec.entries, LIST_CHUNK):
+            chunk = pl.ds(i, LIST_CHUNK)
+            plgpu.copy_gmem_to_smem(
+                refs.block_starts.at[b, kv_head, index, chunk],
+                refs.starts.at[chunk],
+                refs.list_ready,
+            )
+            for word in range(self.spec.words):
+                plgpu.copy_gmem_to_smem(
+                    refs.block_members.at[b, kv_head, index, word, chunk],
+                    refs.members.at[word, chunk],
+                    refs.list_ready,
+                )
+
+    def _count_blocks(self, refs, tile: Tile):
+        """How many blocks every member sees to their end, and how many there are."""
+        counts, gather_limit = refs.block_counts, self.spec.gather_limit
+        # Sums, not loads: under `shard_map` only they have the type of what varies.
+        whole, count = counts[*tile, 0] + 0, counts[*tile, 1] + 0
+        if gather_limit:
+            gathered = tile_is_gathered(counts, *tile, gather_limit)
+            whole, count = (jnp.where(gathered, 0, x) for x in (whole, count))
+        return whole, count
+
+    def _rows_of(self, array, tile: Tile):
+        """The tile of `[B, T, H, .]`, by columns."""
+        size = self.spec.tile
+        tokens = pl.ds(tile.index * size.tokens, size.tokens)
+        heads = pl.ds(tile.kv_head * size.group, size.group)
+        return lambda columns: array.at[tile.b, tokens, heads, columns]

@@ -1,0 +1,206 @@
+"""Selected attention block by block: of each block, the queries that selected it are gathered.
+
+For tiles whose neighbours chose other blocks (`selected_walk.tile_is_gathered`), so that the
+block list of a tile would be long. Two kernels, forward (`partials`, `merge`) and for the
+query's gradient (`partial_dq`, `merge_dq`):
+
+    partials   one result for each token, key/value head and selected block
+    merge      one for each token: the sum over its blocks, in a fixed order
+
+Partials take memory, so the tokens are taken in segments, one after the other.
+Bodies: `mosaic/gathered_forward.py`, `mosaic/gathered_dq.py`, `mosaic/gathered_merge.py`.
+"""
+
+import dataclasses
+import functools
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs.tile import ITEM_WORDS, ROWS, Tile, row_stats, slab_width
+
+MERGE_STAGES = 4  # partials that `merge` has in flight
+SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredAttention:
+    """Static sizes, in the letters of the shape legend; a selection block has 64 keys."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    n: int  # selected blocks of a token
+    dtype: str
+    scale: float
+    gather_limit: int  # as of `SelectedAttention`
+    segment_tokens: int
+    segments: int
+    items: int  # work items of a segment
+    gated: bool = False  # merge multiplies the output by a gate; dq reads it of `row_stats`
+    stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
+    interpret: bool | object = False
+
+    @property
+    def group(self) -> int:
+        return self.H // self.Hkv
+
+    @property
+    def token_tile(self) -> Tile:
+        """What is gathered at a time: the heads of one token."""
+        return Tile(self.group, slab_width(self.D, self.Dv), self.group)
+
+    @property
+    def tile(self) -> Tile:
+        """Neighbouring tokens that are merged by one CTA."""
+        return Tile(self.group, slab_width(self.D, self.Dv))
+
+    @property
+    def tiles(self) -> int:
+        """Of a segment."""
+        return -(-self.segment_tokens // self.tile.tokens)
+
+    @property
+    def all_tiles(self) -> int:
+        return -(-self.T // self.tile.tokens)
+
+    @property
+    def partial_lse(self) -> Array:
+        """lse_log2 of partial outputs, by slot and row of `tile`."""
+        return Array((self.B, self.Hkv, self.n * self.tiles * ROWS), "float32")
+
+    def rows(self, tokens: int, width: int) -> Array:
+        """`[B, tokens, H, width]`."""
+        return Array((self.B, tokens, self.H, width), self.dtype)
+
+    def by_head(self, tokens: int) -> Array:
+        """A float32 value of each query head, `[B, tokens, H]`."""
+        return Array((self.B, tokens, self.H), "float32")
+
+    def partial_rows(self, width: int) -> Array:
+        """`[B, (token, kv_head, slot), G, width]`."""
+        count = self.segment_tokens * self.Hkv * self.n
+        return Array((self.B, count, self.group, width), self.dtype)
+
+    @property
+    def _segment(self) -> Array:
+        return Array((SEGMENT_WORDS,), "int32")
+
+    @property
+    def _partial_inputs(self) -> dict[str, Array]:
+        return {
+            "query": self.rows(self.T, self.D),
+            "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
+            "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
+            "items": Array((self.segments, self.items, ITEM_WORDS), "int32"),
+            "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
+            "key_end": Array((self.B, self.T), "int32"),
+            "segment": self._segment,
+        }
+
+    def _partials_by_token(self, width: int) -> Array:
+        """`partial_rows` as `[B, segment_tokens, Hkv * n, G, width]`."""
+        shape = self.B, self.segment_tokens, self.Hkv * self.n, self.group, width
+        return Array(shape, self.dtype)
+
+    @property
+    def _selection(self) -> dict[str, Array]:
+        return {
+            "block_counts": Array((self.B, self.Hkv, self.all_tiles, 2), "int32"),
+            "indices": Array((self.B, self.T, self.Hkv, self.n), "int32"),
+            "position": Array((self.B, self.T), "int32"),
+        }
+
+
+@functools.cache
+def partials(spec: GatheredAttention) -> Kernel:
+    """O_j = softmax(scale Q K_j^T) V_j of each token and each block j that it selected.
+
+    Inputs:
+      query: `[B, T, H, D]`.
+      key: `[B, S, Hkv, D]`.
+      value: `[B, S, Hkv, Dv]`.
+      items: int32 `[segments, items, 8]`, a block and some of the entries that chose it: row of
+        `[B, Hkv]` (negative: nothing to do), first key of the block, and in `entries` where
+        those begin, where those of tokens that see the block to its end, and where they end.
+      entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
+      key_end: int32 `[B, T]`, the last key that a token may see, + 1.
+      segment: int32 `[64]`: its index, first token and first tile.
+
+    Outputs, undefined where there is no entry:
+      partials: `[B, segment_tokens * Hkv * n, G, Dv]`.
+      partial_lse: float32 `[B, Hkv, n * tiles * 64]`, lse_log2 by slot and row of `tile`.
+    """
+    outputs = {"partials": spec.partial_rows(spec.Dv), "partial_lse": spec.partial_lse}
+    body = "kernels_pallas.mosaic.gathered_forward:build"
+    return Kernel.named("gathered_forward", spec, body, spec._partial_inputs, outputs)
+
+
+@functools.cache
+def partial_dq(spec: GatheredAttention) -> Kernel:
+    """scale dS_j K_j of each token and each block j that it selected.
+
+    Inputs, after those of `partials`:
+      do: `[B, T, H, Dv]`, the gradient of the output.
+      row_stats: float32, as `bwd_preprocess` makes them, in units of `stats_unit`.
+
+    Output, undefined where there is no entry:
+      partials: `[B, segment_tokens * Hkv * n, G, D]`.
+    """
+    inputs = spec._partial_inputs
+    inputs["do"] = spec.rows(spec.T, spec.Dv)
+    inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
+    outputs = {"partials": spec.partial_rows(spec.D)}
+    return Kernel.named(
+        "gathered_dq", spec, "kernels_pallas.mosaic.gathered_dq:build", inputs, outputs
+    )
+
+
+@functools.cache
+def merge(spec: GatheredAttention) -> Kernel:
+    """O = sum_j 2^(lse_j - lse) O_j of a segment's gathered tiles, times its gate.
+
+    Inputs:
+      partials, partial_lse: of `partials`.
+      block_counts: int32 `[B, Hkv, tiles of T, 2]`, as of `selected.forward`.
+      indices: int32 `[B, T, Hkv, n]`, the selected blocks.
+      position: int32 `[B, T]`, of each token among the keys.
+      selected_lse: float32 `[B, T, H]`, of the tiles that are not gathered.
+      gate: float32 `[B, T, H]`, if `gated`.
+      segment: as of `partials`.
+      added: `[B, segment_tokens, H, Dv]`.
+
+    Outputs:
+      out: `[B, segment_tokens, H, Dv]`, `added` and in gathered tiles the gated output.
+      lse: float32 `[B, segment_tokens, H]`, natural; `selected_lse` where not gathered.
+    """
+    tokens, out = spec.segment_tokens, spec.rows(spec.segment_tokens, spec.Dv)
+    inputs = {"partials": spec._partials_by_token(spec.Dv), "partial_lse": spec.partial_lse}
+    inputs |= spec._selection | {"selected_lse": spec.by_head(spec.T)}
+    if spec.gated:
+        inputs["gate"] = spec.by_head(spec.T)
+    inputs |= {"segment": spec._segment, "added": out}
+    outputs = {"out": out, "lse": spec.by_head(tokens)}
+    body = "kernels_pallas.mosaic.gathered_merge:build_forward"
+    return Kernel.named("gathered_merge", spec, body, inputs, outputs, in_place=True)
+
+
+@functools.cache
+def merge_dq(spec: GatheredAttention) -> Kernel:
+    """dQ = sum_j dQ_j of a segment's gathered tiles.
+
+    Inputs:
+      partials: of `partial_dq`.
+      block_counts, indices, position, segment: as of `merge`.
+      added: `[B, segment_tokens, H, D]`.
+
+    Output:
+      dq: `[B, segment_tokens, H, D]`, `added` and in gathered tiles the sum.
+    """
+    out = spec.rows(spec.segment_tokens, spec.D)
+    inputs = {"partials": spec._partials_by_token(spec.D)} | spec._selection
+    inputs |= {"segment": spec._segment, "added": out}
+    body = "kernels_pallas.mosaic.gathered_merge:build_dq"
+    return Kernel.named("gathered_merge_dq", spec, body, inputs, {"dq": out}, in_place=True)

@@ -1,0 +1,146 @@
+"""Attention of every query to its selected blocks, a tile over the union of its tokens' blocks.
+
+A tile that `gather_limit` hands to `specs/gathered.py` has nothing to do here.
+Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py`, over `mosaic/selected_walk.py`.
+"""
+
+import dataclasses
+import functools
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs.tile import (
+    ROWS,
+    SMEM_BUDGET,
+    SMEM_HALF,
+    Tile,
+    row_stats,
+    slab_width,
+)
+
+LIST_CHUNK = 64  # entries of a block list that are copied at a time
+MAX_LIST_BYTES = 48 * 1024  # of a tile's block list
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedAttention:
+    """Static sizes, in the letters of the shape legend."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    n: int  # selected blocks of a token
+    block: int  # keys of a selection block
+    dtype: str
+    scale: float
+    gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
+    added: bool = False  # add the result to an array of its shape
+    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a unit of dq's `row_stats`
+    gather_limit: int = 0  # longest block list whose next tile is not gathered; 0: none is
+    key_stages: int = 2
+    value_stages: int = 1
+    interpret: bool | object = False
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.H // self.Hkv, slab_width(self.D, self.Dv, self.block))
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.T // self.tile.tokens)
+
+    @property
+    def entries(self) -> int:
+        """Room in a tile's block list, a multiple of `LIST_CHUNK`."""
+        return -(-self.tile.tokens * self.n // LIST_CHUNK) * LIST_CHUNK
+
+    @property
+    def words(self) -> int:
+        """int32 words that have a bit for each token of a tile."""
+        return -(-self.tile.tokens // 32)
+
+    def rows(self, width: int) -> Array:
+        """`[B, T, H, width]`: query, output or a gradient of them."""
+        return Array((self.B, self.T, self.H, width), self.dtype)
+
+    @property
+    def by_head(self) -> Array:
+        """A float32 value of each query head."""
+        return Array((self.B, self.T, self.H), "float32")
+
+    @property
+    def _inputs(self) -> dict[str, Array]:
+        lists = self.B, self.Hkv, self.tiles
+        return {
+            "query": self.rows(self.D),
+            "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
+            "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
+            "block_starts": Array((*lists, self.entries), "int32"),
+            "block_members": Array((*lists, self.words, self.entries), "int32"),
+            "block_counts": Array((*lists, 2), "int32"),
+            "key_end": Array((self.B, self.tiles, ROWS), "int32"),
+        }
+
+
+def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
+    """Stages for `dq`: as many as two CTAs an SM have room for, else what one has."""
+    rows, block = ((key_width + value_width) * 2 * n for n in (ROWS, block))
+    if rows + 2 * block <= SMEM_HALF:
+        return {"key_stages": 2, "value_stages": 2}
+    stages = 2 if rows + 2 * block <= SMEM_BUDGET - MAX_LIST_BYTES else 1
+    return {"key_stages": stages, "value_stages": 1}
+
+
+@functools.cache
+def forward(spec: SelectedAttention) -> Kernel:
+    """O = softmax(scale Q K^T) V over the selected blocks of each token, times its gate.
+
+    Inputs:
+      query: `[B, T, H, D]`.
+      key: `[B, S, Hkv, D]`.
+      value: `[B, S, Hkv, Dv]`.
+      block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
+      block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
+        whether the tile's token `i` selected the block.
+      block_counts: int32 `[B, Hkv, tiles, 2]`: how many blocks, in front, every member sees to
+        their end, and how many there are.
+      key_end: int32 `[B, tiles, 64]`, of each row the last key that it may see, + 1.
+      gate: float32 `[B, T, H]`, if `gated`.
+      added: `[B, T, H, Dv]`, if `added`.
+
+    Outputs:
+      out: `[B, T, H, Dv]`; where no key is seen, and in gathered tiles, 0.
+      lse: float32 `[B, T, H]`, natural log-sum-exp; where `out` is 0 so, -inf.
+    """
+    inputs, out = spec._inputs, spec.rows(spec.Dv)
+    if spec.gated:
+        inputs["gate"] = spec.by_head
+    if spec.added:
+        inputs["added"] = out
+    outputs = {"out": out, "lse": spec.by_head}
+    body = "kernels_pallas.mosaic.selected_forward:build"
+    return Kernel.named("selected_forward", spec, body, inputs, outputs, in_place=spec.added)
+
+
+@functools.cache
+def dq(spec: SelectedAttention) -> Kernel:
+    """dQ = scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
+
+    Inputs, after `forward`'s first seven:
+      do: `[B, T, H, Dv]`, the gradient of the output.
+      row_stats: float32, as `bwd_preprocess` makes them, in units of `stats_unit`.
+      added: `[B, T, H, D]`, if `added`.
+
+    Output:
+      dq: `[B, T, H, D]`.
+    """
+    inputs, out = spec._inputs, spec.rows(spec.D)
+    inputs["do"] = spec.rows(spec.Dv)
+    inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
+    if spec.added:
+        inputs["added"] = out
+    body = "kernels_pallas.mosaic.selected_dq:build"
+    return Kernel.named("selected_dq", spec, body, inputs, {"dq": out}, in_place=spec.added)
