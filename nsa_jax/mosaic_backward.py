@@ -13,7 +13,6 @@ from typing import Any
 from kernels_pallas.mosaic import (
     bwd_preprocess,
     capability,
-    combine,
     dkv,
     interval_attention,
     selected_attention,
@@ -22,6 +21,7 @@ from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
+from kernels_pallas.specs import combine
 from nsa_jax import items, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
@@ -54,7 +54,7 @@ def gated_sum(steps: Framework, outputs, weights):
 
 def output_dots(steps: Framework, grad, *outputs):
     """float32 `[B, T, H]` for each output `[B, T, H, Dv]`: its product with `grad`."""
-    found = steps.run(combine.dots(_row_spec(outputs)), grad, *outputs)
+    found = steps.run(combine.deltas(_row_spec(outputs)), grad, *outputs)
     return [x.reshape(grad.shape[:-1]) for x in found]
 
 

@@ -117,7 +117,7 @@ def mutant(detectors):
 
     def forget():
         for name, module in list(sys.modules.items()):
-            if name.startswith("kernels_pallas.mosaic."):
+            if name.startswith(("kernels_pallas.mosaic.", "kernels_pallas.specs.")):
                 for builder in (x for x in vars(module).values() if hasattr(x, "cache_clear")):
                     builder.cache_clear()
 

@@ -52,7 +52,7 @@ ALLOWED = {
 # Of backward passes only.
 GRADIENTS = {
     "band_query_gradient",
-    "dots",
+    "deltas",
     "gated_sum",
     "inverse_counts",
     "inverse_lists",
