@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 
 class Array(NamedTuple):
@@ -41,6 +41,7 @@ class Kernel:
       outputs: at least one.
       in_place: whether the first output may take the memory of the last input, of which each
         part is read before the same part of the output is written.
+      names: of the inputs, then of the outputs (`Kernel.named`).
     """
 
     name: str
@@ -49,6 +50,22 @@ class Kernel:
     inputs: Sequence[Array]
     outputs: Sequence[Array]
     in_place: bool = False
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        spec: Any,
+        body: str,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        *,
+        in_place: bool = False,
+    ) -> Self:
+        """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`)."""
+        arrays = tuple(inputs.values()), tuple(outputs.values())
+        return cls(name, spec, body, *arrays, in_place, (*inputs, *outputs))
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):

@@ -20,7 +20,7 @@ from kernels_pallas.mosaic import (
 from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
 from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.dkv import Dkv
-from kernels_pallas.mosaic.operands import LOG2E, NUMBERS, NUMBERS_ROWS, ROWS
+from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
 from kernels_pallas.specs import combine
 from nsa_jax import items, mosaic_gather
 from nsa_jax.config import NSAConfig
@@ -210,7 +210,7 @@ def chosen(
     shapes = shapes_of(query, key, value, scale)
     base = Dkv(**shapes, items=0, gated=gated, listed=1)
     sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
-    alone = base.unit.group <= NUMBERS_ROWS and base.unit.slab == ROWS
+    alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
     if alone and not BlockQueryLists(*sizes, 1, packed).marked:
         base = dataclasses.replace(base, single=True)
     spec = selected_attention.SelectedAttention(
@@ -296,11 +296,11 @@ def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
     last = xp.broadcast_to(steps.cast(last, xp.float32)[..., None], offset.shape)
     columns = [x[..., None] for x in (lse * LOG2E, last, gate, offset)]
     found = xp.concatenate(columns, axis=-1)
-    nothing = xp.where(steps.numbers(last, NUMBERS) == 0, float("inf"), 0.0)
+    nothing = xp.where(steps.numbers(last, ROW_STATS) == 0, float("inf"), 0.0)
     # Of padding they may be NaN, and a probability of zero times NaN is NaN.
     sees_nothing = (lse == -float("inf"))[..., None]
     found = xp.where(sees_nothing, steps.cast(nothing, xp.float32), found)
-    found = found.reshape(spec.B, spec.T, spec.Hkv, spec.group, NUMBERS)
+    found = found.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
     found = xp.moveaxis(steps.longer(found, 1, spec.units * spec.tokens, 0.0), 2, 1)
-    found = found.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, NUMBERS)
+    found = found.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, ROW_STATS)
     return steps.longer(found, 3, spec.rows, 0.0)

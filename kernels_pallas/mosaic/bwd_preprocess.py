@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.block_bitmap import LANES
-from kernels_pallas.mosaic.operands import LOG2E, NUMBERS
+from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS
 
 WARPS = 4  # of a block of threads
 
@@ -86,7 +86,7 @@ class Row:
         nothing = warp.where(there, warp.integer(math.inf), 0)
         numbers = norm * warp.real(warp.word(warp.integer(LOG2E))), warp.floating(end)
         numbers = *(warp.bits(x) for x in numbers), gate, warp.bits(offset)
-        lead = (head, spec.units * spec.rows * NUMBERS * 4), (place, NUMBERS * 4)
+        lead = (head, spec.units * spec.rows * ROW_STATS * 4), (place, ROW_STATS * 4)
         for i, x in enumerate(numbers):
             x = warp.where(sees, x, 0 if i else nothing)
             warp.put(warp.element(found, *lead, (warp.word(i), 4)), x, exists)
@@ -94,7 +94,7 @@ class Row:
 
 def array(spec, tokens: int, rows: int) -> jax.ShapeDtypeStruct:
     """The output of `of_units`, for a problem with `B`, `T` and `Hkv`."""
-    shape = spec.B, spec.Hkv, -(-spec.T // tokens), rows, NUMBERS
+    shape = spec.B, spec.Hkv, -(-spec.T // tokens), rows, ROW_STATS
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 

@@ -4,12 +4,12 @@ import contextlib
 import contextvars
 from typing import Any
 
+from kernels_pallas.specs.tile import SMEM_BUDGET
+
 HOPPER = (9, 0)
 HEADS = 64  # of a group: a token's rows fit in one tile
 WIDTH = 256
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
-SMEM_BYTES = 224 * 1024
-HALF = 112 * 1024  # bytes of shared memory that each of two blocks of threads can have
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
 interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=False)
@@ -54,10 +54,10 @@ def why_not(problem: Any) -> str | None:
     )
     tokens = 64 // group
     lists = tokens * config.num_selected * (1 + -(-tokens // 32))
-    if 2 * keys + 4 * lists > SMEM_BYTES:
+    if 2 * keys + 4 * lists > SMEM_BUDGET:
         return (
             f"keeps {2 * keys + 4 * lists} bytes of keys and lists in shared memory, "
-            f"which has {SMEM_BYTES}"
+            f"which has {SMEM_BUDGET}"
         )
     if config.num_selected > 64:
         return f"takes up to 64 selected blocks, got {config.num_selected}"

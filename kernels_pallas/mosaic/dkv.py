@@ -24,16 +24,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import bwd_preprocess, operands
-from kernels_pallas.mosaic.capability import HALF
 from kernels_pallas.mosaic.operands import (
     LOG2E,
     MATRIX,
-    NUMBERS,
-    NUMBERS_ROWS,
     PER_COLUMN,
+    ROW_STATS,
+    ROW_STATS_MIN_ROWS,
     ROWS,
 )
 from kernels_pallas.mosaic.row_io import GatheredRows
+from kernels_pallas.specs.tile import SMEM_HALF
 
 ITEM = 8  # integers of an item
 REACH = 128  # what is added to the place of a block in a tile of keys, so that it is positive
@@ -84,8 +84,8 @@ class Dkv:
         if not self.listed:
             return 2
         keys = ROWS * (self.D + self.Dv) * 2
-        numbers = ROWS // self.unit.rows * self.rows_of_unit * NUMBERS * 4
-        return min(max((HALF - keys) // (keys + numbers), 2), 4)
+        numbers = ROWS // self.unit.rows * self.rows_of_unit * ROW_STATS * 4
+        return min(max((SMEM_HALF - keys) // (keys + numbers), 2), 4)
 
     @property
     def unit(self) -> operands.Tile:
@@ -96,7 +96,7 @@ class Dkv:
     @property
     def rows_of_unit(self) -> int:
         """Rows of numbers that are copied with a unit."""
-        return NUMBERS_ROWS if self.single else self.unit.rows
+        return ROW_STATS_MIN_ROWS if self.single else self.unit.rows
 
     @property
     def units(self) -> int:
@@ -374,7 +374,7 @@ def partial_sums(spec: Dkv) -> Kernel:
             buffers.ring(spec.consumers, ROWS, spec.Dv),
             buffers.rows(stages, spec.D, per_step),
             buffers.rows(stages, spec.Dv, per_step),
-            plgpu.SMEM((stages, per_step * spec.rows_of_unit, NUMBERS), jnp.float32),
+            plgpu.SMEM((stages, per_step * spec.rows_of_unit, ROW_STATS), jnp.float32),
             plgpu.Barrier(num_arrivals=slabs + value_slabs, num_barriers=spec.consumers),
             plgpu.Barrier(
                 num_arrivals=(slabs + value_slabs + 1) * per_step, num_barriers=stages

@@ -25,14 +25,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from kernels_pallas.specs.tile import LOG2E, ROWS, Tile, slab_width  # noqa: F401
+from kernels_pallas.specs.tile import (  # noqa: F401
+    LOG2E,
+    ROW_STATS,
+    ROW_STATS_MIN_ROWS,
+    ROWS,
+    SMEM_BYTES,
+    Tile,
+    slab_width,
+)
 
-NUMBERS = 4  # that come with a row for gradients
-NUMBERS_ROWS = 8  # whose numbers are as short as a copy can be
 MATRIX = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
-SMEM_BYTES = 227 * 1024
 REGISTERS = 65536
 
 PARAMS = plgpu.CompilerParams(
@@ -238,31 +243,35 @@ class Buffers:
 
 
 def column_numbers(ref, start: int, interpret: bool, group: int = 0):
-    """Four values (`NUMBERS`) for each of eight columns from `start` on, from float32 rows
-    `[columns, 4]`; with `group` of `[units, NUMBERS_ROWS, 4]` so many of each unit, and of
+    """Four values (`ROW_STATS`) for each of eight columns from `start` on, from float32 rows
+    `[columns, 4]`; with `group` of `[units, ROW_STATS_MIN_ROWS, 4]` so many of each unit, and of
     columns behind them all the numbers of a row that sees nothing.
     """
     columns = 8
     if interpret:
         found = ref[...]
         if group:
-            found = found.reshape(-1, NUMBERS_ROWS, NUMBERS)[:, :group].reshape(-1, NUMBERS)
-            nothing = jnp.where(jnp.arange(NUMBERS) == 0, jnp.inf, 0.0)
-            nothing = jnp.broadcast_to(nothing, (columns, NUMBERS)).astype(found.dtype)
+            found = found.reshape(-1, ROW_STATS_MIN_ROWS, ROW_STATS)[:, :group].reshape(
+                -1, ROW_STATS
+            )
+            nothing = jnp.where(jnp.arange(ROW_STATS) == 0, jnp.inf, 0.0)
+            nothing = jnp.broadcast_to(nothing, (columns, ROW_STATS)).astype(found.dtype)
             found = jnp.concatenate([found, nothing])
-        return [found[start : start + columns, i] for i in range(NUMBERS)]
+        return [found[start : start + columns, i] for i in range(ROW_STATS)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
-    used = ref.shape[0] // NUMBERS_ROWS * group if group else ref.shape[0]
+    used = ref.shape[0] // ROW_STATS_MIN_ROWS * group if group else ref.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * NUMBERS)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * ROW_STATS)
     def load(_, ref):
         layout, shape = PER_COLUMN.to_mgpu(), (columns,)
-        row_type, pair_type = (ir.VectorType.get((n,), ir.F32Type.get()) for n in (NUMBERS, 2))
+        row_type, pair_type = (
+            ir.VectorType.get((n,), ir.F32Type.get()) for n in (ROW_STATS, 2)
+        )
         nothing = ir.DenseElementsAttr.get(
             np.array([np.inf, 0, 0, 0], np.float32), type=row_type
         )
         nothing = arith.constant(row_type, nothing)
-        found = [np.empty(layout.registers_shape(shape), object) for _ in range(NUMBERS)]
+        found = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
         places = list(np.ndindex(found[0].shape))
         for place, (first,) in zip(places, layout.thread_idxs(shape), strict=True):
             # A register holds two neighbours; one load has all numbers of one of them.
@@ -273,7 +282,7 @@ def column_numbers(ref, start: int, interpret: bool, group: int = 0):
                     at = arith.minui(at, _index(used - 1))
                 if group:
                     unit = arith.divui(at, _index(group))
-                    more = arith.muli(unit, _index(NUMBERS_ROWS - group))
+                    more = arith.muli(unit, _index(ROW_STATS_MIN_ROWS - group))
                     at = arith.addi(at, more)
                 pointer = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, at))
                 row = llvm.load(row_type, pointer)
@@ -281,7 +290,7 @@ def column_numbers(ref, start: int, interpret: bool, group: int = 0):
                     there = arith.cmpi(arith.CmpIPredicate.ult, there, _index(used))
                     row = arith.select(there, row, nothing)
                 rows.append(row)
-            for k in range(NUMBERS):
+            for k in range(ROW_STATS):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):
                     number = llvm.extractelement(row, _constant(k))

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from kernels_pallas.mosaic import warp
-from kernels_pallas.mosaic.operands import NUMBERS, PER_ROW, ROWS, row_index
+from kernels_pallas.mosaic.operands import PER_ROW, ROW_STATS, ROWS, row_index
 from kernels_pallas.mosaic.warp import Word
 
 LANES = 4  # that hold the same row
@@ -88,11 +88,11 @@ class GatheredRows:
                 found.append(array.at[b, g, lax.div(mine, jnp.int32(unit)), rows][...])
             found = jnp.concatenate(found)
             found = jnp.pad(found, ((0, ROWS - found.shape[0]), (0, 0)))
-            return [found[:, i] for i in range(NUMBERS)]
+            return [found[:, i] for i in range(ROW_STATS)]
 
         def number(row, refs, words, token):
             _, heads, units, rows, _ = refs[0].type.shape
-            size = 4 * NUMBERS
+            size = 4 * ROW_STATS
             address = warp.element(
                 refs[0],
                 (words[0], heads * units * rows * size),
@@ -100,9 +100,9 @@ class GatheredRows:
                 (token // unit, rows * size),
                 (token % unit * self.group + row % self.group, size),
             )
-            return [warp.real(warp.fetch(address, 4 * i)) for i in range(NUMBERS)]
+            return [warp.real(warp.fetch(address, 4 * i)) for i in range(ROW_STATS)]
 
-        return _each(number, [array], [b, g], [token], [jnp.float32] * NUMBERS)
+        return _each(number, [array], [b, g], [token], [jnp.float32] * ROW_STATS)
 
     def put(self, array, value, b, g, index, only):
         """`array[b, g, index] = value` where `only`, both by row; float32 `[B, Hkv, .]`, in

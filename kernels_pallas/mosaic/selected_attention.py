@@ -25,9 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import bwd_preprocess, operands, softmax
-from kernels_pallas.mosaic.capability import HALF, SMEM_BYTES
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
+from kernels_pallas.specs.tile import SMEM_BUDGET, SMEM_HALF
 
 CHUNK = 64  # list entries a copy
 MOST_LISTS = 48 * 1024
@@ -88,9 +88,9 @@ def gradient_stages(key_width: int, value_width: int, block: int) -> dict[str, i
     multiprocessor can have, else what one can have.
     """
     rows, block = ((key_width + value_width) * 2 * n for n in (ROWS, block))
-    if rows + 2 * block <= HALF:
+    if rows + 2 * block <= SMEM_HALF:
         return {"key_stages": 2, "value_stages": 2}
-    stages = 2 if rows + 2 * block <= SMEM_BYTES - MOST_LISTS else 1
+    stages = 2 if rows + 2 * block <= SMEM_BUDGET - MOST_LISTS else 1
     return {"key_stages": stages, "value_stages": 1}
 
 

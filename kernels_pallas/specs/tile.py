@@ -6,9 +6,17 @@ A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/
 
 import dataclasses
 import math
+from typing import Any
+
+from kernels_pallas.kernel import Array
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
+ROW_STATS = 4  # of a query row for the backward pass: lse_log2, key_end, gate, delta
+ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
+SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
+SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
+SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +43,14 @@ def slab_width(*widths: int) -> int:
     """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
     common = math.gcd(*widths)
     return next(slab for slab in (64, 32, 16) if common % slab == 0)
+
+
+def row_stats(spec: Any, tokens: int, rows: int) -> Array:
+    """The statistics of query rows, `[B, Hkv, units, rows, 4]`, by units of `tokens` tokens.
+
+    Args:
+      spec: has `B`, `T` and `Hkv`.
+      tokens: of a unit.
+      rows: of a unit; at least `tokens * G`.
+    """
+    return Array((spec.B, spec.Hkv, -(-spec.T // tokens), rows, ROW_STATS), "float32")
