@@ -15,20 +15,20 @@ def longest_item(entries: int) -> int:
 
 
 def interval(steps, bounds, base, pieces):
-    """`items` of `dkv.partial_sums`, and `first` and `count` of `merged`."""
+    """`items` of `dkv.partials`, and `first` and `count` of `dkv.merge`."""
     first, last = bounds
-    tokens, tiles, heads = base.unit.tokens, base.tiles, base.B * base.Hkv
-    span = -(-base.units // pieces)
+    tokens, tiles, heads = base.query_tile.tokens, base.key_tiles, base.B * base.Hkv
+    span = -(-base.query_tiles // pieces)
     xp, integers = steps.xp, steps.integers
-    start = xp.broadcast_to(steps.numbers(first, tiles) * base.keys, (base.B, tiles))
+    start = xp.broadcast_to(steps.numbers(first, tiles) * base.tile_keys, (base.B, tiles))
 
     def token_after(bound, key, side):
         return integers(steps.search(bound, key, side))
 
     begin = token_after(last, start, "right") // tokens
-    end = (token_after(first, start + (base.keys - 1), "right") + (tokens - 1)) // tokens
+    end = (token_after(first, start + (base.tile_keys - 1), "right") + (tokens - 1)) // tokens
     end = xp.maximum(begin, end)
-    whole_from = (token_after(last, start + base.keys, "left") + (tokens - 1)) // tokens
+    whole_from = (token_after(last, start + base.tile_keys, "left") + (tokens - 1)) // tokens
     whole_to = token_after(first, start, "right") // tokens
 
     # Items in the order [piece, head, tile], so that those which run together read the same
@@ -43,7 +43,7 @@ def interval(steps, bounds, base, pieces):
     lower, upper = xp.maximum(begin, piece * span), xp.minimum(end, (piece + 1) * span)
     columns = [
         xp.where(lower < upper, row, -1),
-        tile * base.keys,
+        tile * base.tile_keys,
         lower,
         whole_from,
         whole_to,
@@ -68,7 +68,7 @@ def listed(inverse) -> WorkItems:
 
 
 def table(steps, columns):
-    """int32 `[..., 8]` from the columns of `items` of `dkv.partial_sums`."""
+    """int32 `[..., 8]` from the columns of `items` of `dkv.partials`."""
     columns = [steps.integers(x)[..., None] for x in columns]
     missing = ITEM - len(columns)
     return steps.xp.concatenate([*columns, *columns[:1] * missing], axis=-1)

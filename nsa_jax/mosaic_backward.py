@@ -11,17 +11,15 @@ import math
 from typing import Any
 
 from kernels_pallas.mosaic import (
-    bwd_preprocess,
     capability,
-    dkv,
     interval_attention,
     selected_attention,
 )
 from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
-from kernels_pallas.mosaic.bwd_preprocess import RowStats
-from kernels_pallas.mosaic.dkv import Dkv
 from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
-from kernels_pallas.specs import combine
+from kernels_pallas.specs import bwd_preprocess, combine, dkv
+from kernels_pallas.specs.bwd_preprocess import RowStats
+from kernels_pallas.specs.dkv import Dkv
 from nsa_jax import items, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
@@ -165,7 +163,7 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         gradient=True,
         **interval_attention.gradient_blocks(key.shape[-1], value.shape[-1]),
     )
-    base = Dkv(**shapes_of(query, key, value, scale), items=0, gated=gated)
+    base = Dkv(**shapes_of(query, key, value, scale), work_items=0, gated=gated)
     rows = _numbers(steps, saved, steps.bounds(where, bounds)[1], base)
     arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
@@ -173,16 +171,16 @@ def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added
         interval_attention.attention(spec), query, key, value, *arrays, grad, rows, *extra
     )
 
-    pieces, tiles = 1, base.B * base.Hkv * base.tiles
+    pieces, tiles = 1, base.B * base.Hkv * base.key_tiles
     if long:
-        pieces = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
-    base = dataclasses.replace(base, items=pieces * tiles)
+        pieces = max(min(-(-items.SHARES // tiles), base.query_tiles // SHORTEST), 1)
+    base = dataclasses.replace(base, work_items=pieces * tiles)
     table, *places = steps.once(
         where,
         ("items", bounds, base),
         lambda: items.interval(steps, steps.bounds(where, bounds), base, pieces),
     )
-    first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
+    first, _ = steps.bounds_by_row(where, bounds, base.query_tile, base.query_tiles)
     arrays = query, key, value, grad, rows, table
     return query_grad, *_merged(steps, base, arrays, [first], places)
 
@@ -208,11 +206,11 @@ def chosen(
     width, size = query.shape[-1], config.select_block
     gated = saved.gate is not None
     shapes = shapes_of(query, key, value, scale)
-    base = Dkv(**shapes, items=0, gated=gated, listed=1)
+    base = Dkv(**shapes, work_items=0, gated=gated, list_entries=1)
     sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
-    alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
+    alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
     if alone and not BlockQueryLists(*sizes, 1, packed).marked:
-        base = dataclasses.replace(base, single=True)
+        base = dataclasses.replace(base, single_token=True)
     spec = selected_attention.SelectedAttention(
         **shapes,
         n=indices.shape[-1],
@@ -220,7 +218,7 @@ def chosen(
         gated=gated,
         added=added is not None,
         gradient=True,
-        numbers_unit=(base.unit.tokens, base.rows_of_unit),
+        numbers_unit=(base.query_tile.tokens, base.stats_rows),
         limit=mosaic_gather.limit(query, key, value, indices, config, packed),
         **selected_attention.gradient_stages(width, value.shape[-1], size),
     )
@@ -240,13 +238,13 @@ def chosen(
             steps, spec, arrays, selection, grad, rows, query_grad
         )
 
-    inverse = BlockQueryLists(*sizes, base.unit.tokens, packed)
+    inverse = BlockQueryLists(*sizes, base.query_tile.tokens, packed)
     edges, *queries = steps.inverse_lists(indices, where, inverse)
     table, *places = steps.listed_items(edges, where, items.listed(inverse))
     spec = dataclasses.replace(
         base,
-        items=table.shape[0],
-        listed=inverse.entries,
+        work_items=table.shape[0],
+        list_entries=inverse.entries,
         block=size if inverse.marked else 0,
     )
     arrays = query, key, value, grad, rows, table
@@ -258,36 +256,36 @@ def _merged(steps, spec, arrays, more, places):
     would not hold both.
     """
     wanted = [{}]
-    if spec.D + spec.Dv > (320 if spec.listed else 256):
-        wanted = [{"want_value": False}, {"want_key": False}]
+    if spec.D + spec.Dv > (320 if spec.gathered else 256):
+        wanted = [{"want_dv": False}, {"want_dk": False}]
     found = []
     for options in wanted:
         part = dataclasses.replace(spec, **options)
-        sums = steps.run(dkv.partial_sums(part), *arrays, *more)
-        found += steps.run(dkv.merged(part), *sums, *places)
+        sums = steps.run(dkv.partials(part), *arrays, *more)
+        found += steps.run(dkv.merge(part), *sums, *places)
     return found
 
 
 def _numbers(steps, saved, last, base):
-    """What `bwd_preprocess.of_units` gives for the units of `base`, a `KeyGradient`; `last`: the end
-    of the keys that each query sees.
+    """What `bwd_preprocess.row_stats` gives for the query tiles of `base`, a `Dkv`; `last`: the
+    end of the keys that each query sees.
     """
     extra = [
         steps.cast(x, steps.xp.float32) for x in (saved.gate, saved.lse_grad) if x is not None
     ]
     arrays = saved.lse, saved.dots, steps.integers(last), *extra
     spec = RowStats(
-        *(base.B, base.T, base.H, base.Hkv, base.unit.tokens, base.rows_of_unit),
+        *(base.B, base.T, base.H, base.Hkv, base.query_tile.tokens, base.stats_rows),
         gated=saved.gate is not None,
         lse_grad=saved.lse_grad is not None,
     )
     if base.interpret:
         return _interpreted_numbers(steps, spec, *arrays)
-    return steps.run(bwd_preprocess.of_units(spec), *arrays)[0]
+    return steps.run(bwd_preprocess.row_stats(spec), *arrays)[0]
 
 
 def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
-    """`bwd_preprocess.of_units`, from the same arrays."""
+    """`bwd_preprocess.row_stats`, from the same arrays."""
     xp, extra = steps.xp, list(extra)
     gate = extra.pop(0) if spec.gated else xp.ones_like(dots)
     offset = gate * dots
@@ -301,6 +299,6 @@ def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
     sees_nothing = (lse == -float("inf"))[..., None]
     found = xp.where(sees_nothing, steps.cast(nothing, xp.float32), found)
     found = found.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
-    found = xp.moveaxis(steps.longer(found, 1, spec.units * spec.tokens, 0.0), 2, 1)
-    found = found.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, ROW_STATS)
+    found = xp.moveaxis(steps.longer(found, 1, spec.tiles * spec.tokens, 0.0), 2, 1)
+    found = found.reshape(spec.B, spec.Hkv, spec.tiles, spec.tokens * spec.group, ROW_STATS)
     return steps.longer(found, 3, spec.rows, 0.0)

@@ -14,13 +14,13 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic import dkv
 from kernels_pallas.mosaic import gathered_attention as kernels
+from kernels_pallas.specs import dkv
 from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import PAPER, Case, problem
-from tests.test_inverse import needs_gpu
+from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, puller, whole
 
@@ -75,10 +75,10 @@ def test_gradients_of_the_branch(interpreted, leaving):
 
 def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
-    built, build = [], dkv.partial_sums
-    monkeypatch.setattr(dkv, "partial_sums", lambda x: built.append(x) or build(x))
+    built, build = [], dkv.partials
+    monkeypatch.setattr(dkv, "partials", lambda x: built.append(x) or build(x))
     check_whole(left(G4, T=20, S=200))
-    assert {spec.single for spec in built if spec.listed} == {True}
+    assert {spec.single_token for spec in built if spec.gathered} == {True}
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):

@@ -1,7 +1,7 @@
 """What the gradient kernels are told to do: which queries pass by which tile of keys.
 
 No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
-`dkv.partial_sums` and `merged` do: every pair of a query and a key it saw must count
+`dkv.partials` and `dkv.merge` do: every pair of a query and a key it saw must count
 once, and where no mask is asked for, nothing else may be there.
 """
 
@@ -19,12 +19,10 @@ import torch
 import nsa_torch.mosaic
 from kernels_pallas.mosaic import (
     block_query_lists,
-    bwd_preprocess,
-    dkv,
     interval_attention,
     selected_attention,
 )
-from kernels_pallas.mosaic.operands import ROWS
+from kernels_pallas.specs import bwd_preprocess, dkv
 from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_forward import Framework
@@ -153,9 +151,9 @@ class Told(NamedTuple):
 def no_kernels(monkeypatch):
     for module, name in (
         (interval_attention, "attention"),
-        (dkv, "merged"),
-        (dkv, "partial_sums"),
-        (bwd_preprocess, "of_units"),
+        (dkv, "merge"),
+        (dkv, "partials"),
+        (bwd_preprocess, "row_stats"),
         (selected_attention, "attention"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
@@ -173,17 +171,17 @@ def items_by_sorting(steps, edges, where, spec):
 
 
 def told(steps, shape, branch, indices=None, **options):
-    """Pairs `(partial_sums, merged)` that the gradient of a branch asks for, NumPy arrays."""
+    """Pairs `(partials, merge)` that the gradient of a branch asks for, NumPy arrays."""
     xp, dtype, found = steps.xp, {"dtype": steps.xp.float32}, []
     config, packed = shape.config, shape.segments is not None
 
     def run(kernel, *arrays):
-        if kernel.name == "of_units":
+        if kernel.name == "row_stats":
             return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
         found.append(kernel._replace(arrays=arrays))
         outputs = 1
         if kernel.name != "attention":
-            outputs = kernel.spec.want_key + kernel.spec.want_value
+            outputs = kernel.spec.want_dk + kernel.spec.want_dv
         return [xp.zeros((1,), **dtype)] * outputs
 
     def ask(where, indices):
@@ -219,7 +217,7 @@ def told(steps, shape, branch, indices=None, **options):
     ]
     assert [call.name for call in calls[:1]] == ["attention"]
     pairs = list(zip(calls[1::2], calls[2::2], strict=True))
-    assert {(a.name, b.name) for a, b in pairs} == {("partial_sums", "merged")}
+    assert {(a.name, b.name) for a, b in pairs} == {("partials", "merge")}
     return pairs
 
 
@@ -242,12 +240,12 @@ def visits(sums: Told, merged: Told):
             assert item.place not in done, "two items write to one place"
             done[item.place] = item, visits_of(spec, sums.arrays, item)
     first, count = merged.arrays[-2:]
-    total = np.zeros((spec.B, spec.Hkv, spec.T, spec.tiles * spec.keys), int)
-    for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.tiles):
-        here = slice(tile * spec.keys, (tile + 1) * spec.keys)
+    total = np.zeros((spec.B, spec.Hkv, spec.T, spec.key_tiles * spec.tile_keys), int)
+    for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.key_tiles):
+        here = slice(tile * spec.tile_keys, (tile + 1) * spec.tile_keys)
         for place in range(first[b, g, tile], first[b, g, tile] + count[b, g, tile]):
             item, seen = done.pop(place)
-            assert (item.row, item.first_key) == (b * spec.Hkv + g, tile * spec.keys)
+            assert (item.row, item.first_key) == (b * spec.Hkv + g, tile * spec.tile_keys)
             total[b, g, :, here] += seen
     assert not any(seen.any() for _, seen in done.values()), "sums that nobody adds up"
     assert not total[..., spec.S :].any()
@@ -257,30 +255,30 @@ def visits(sums: Told, merged: Told):
 def visits_of(spec, arrays, item):
     """Of one item `[T, keys]`, step by step as the kernel goes."""
     rows, more = arrays[4], arrays[6:]
-    unit, per = spec.unit, ROWS // spec.unit.rows
+    unit, per = spec.query_tile, spec.tiles_per_step
     b, g = divmod(item.row, spec.Hkv)
-    key = item.first_key + np.arange(spec.keys)
-    found = np.zeros((spec.units * unit.tokens, spec.keys), int)
+    key = item.first_key + np.arange(spec.tile_keys)
+    found = np.zeros((spec.query_tiles * unit.tokens, spec.tile_keys), int)
     steps = -(-(item.end - item.begin) // per)
     left = np.clip(-(-(item.whole_from - item.begin) // per), 0, steps)
     right = np.clip((item.whole_to - item.begin) // per, left, steps)
     for place in range(item.begin, item.begin + steps * per):
         step = (place - item.begin) // per
         at = np.clip(place, item.begin, item.end - 1)
-        index = more[0][at] if spec.listed else place
+        index = more[0][at] if spec.gathered else place
         numbers = rows[b, g, index, : unit.used : unit.group]
-        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.keys, axis=1)
+        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.tile_keys, axis=1)
         mark = int(more[1][at]) if spec.block else 0
         if spec.block:
             seen &= mark >> np.arange(unit.tokens)[:, None] & 1 == 1
         if not left <= step < right:
             seen &= key < numbers[:, 1:2]
-            if not spec.listed:
+            if not spec.gathered:
                 seen &= key >= more[0][b, index, : unit.used : unit.group, None]
             else:
                 seen &= place < item.end
             if spec.block:
-                begins = (mark % 2**32 >> 16) - dkv.REACH + item.first_key
+                begins = (mark % 2**32 >> 16) - dkv.BLOCK_OFFSET_BIAS + item.first_key
                 seen &= (key >= begins) & (key < begins + spec.block)
         here = slice(index * unit.tokens, (index + 1) * unit.tokens)
         found[here] += seen
@@ -320,7 +318,7 @@ def test_every_pair_counts_once(shape, branch, lengths):
     ((sums, merged), *_) = check(mosaic.STEPS, shape, branch)
     # Else nothing would have been merged.
     several = (merged.arrays[-1] > 1).any()
-    assert several == (lengths == "short" and branch != "sliding" and sums.spec.units > 3)
+    assert several == (lengths == "short" and branch != "sliding" and sums.spec.query_tiles > 3)
 
 
 @by_shape
@@ -346,7 +344,8 @@ def test_torch_makes_the_same(shape, branch, short):
 def test_no_more_items_than_entries():
     """Few queries over many keys: no list of most tiles has an entry."""
     ((sums, _),) = check(mosaic.STEPS, Shape(2, 900, 4, block=64), "chosen")
-    assert sums.spec.items <= sums.spec.listed < sums.spec.tiles * sums.spec.B * sums.spec.Hkv
+    spec = sums.spec
+    assert spec.work_items <= spec.list_entries < spec.key_tiles * spec.B * spec.Hkv
 
 
 def test_whole_tiles_are_seen_without_a_mask():

@@ -52,13 +52,13 @@ ALLOWED = {
 # Of backward passes only.
 GRADIENTS = {
     "band_query_gradient",
+    "bwd_preprocess",
     "deltas",
+    "dkv_merge",
+    "dkv_partials",
     "gated_sum",
     "inverse_counts",
     "inverse_lists",
-    "key_gradient",
-    "merged_key_gradient",
-    "numbers",
     "pieces",
     "selected_query_gradient",
 }
@@ -68,11 +68,11 @@ FORWARD = LEAVING | {"inverse_counts", "gathered_attention"}
 BACKWARD = LEAVING | {"gathered_query_gradient"}
 LEFT = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
-# `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most
+# `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
 # at D=192). At D=192 a few of the query's gradient do not fit either. Four warpgroups that make
 # scores have 128 registers a thread; at G=4 one of these is not enough.
 SPILLS = {
-    "key_gradient": {"spill_store_bytes": 256, "spill_load_bytes": 320},
+    "dkv_partials": {"spill_store_bytes": 256, "spill_load_bytes": 320},
     "band_query_gradient": {"spill_store_bytes": 48, "spill_load_bytes": 48},
     "best_blocks": {"spill_store_bytes": 4, "spill_load_bytes": 4},
 }

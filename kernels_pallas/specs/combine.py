@@ -27,8 +27,8 @@ class Combine:
         return -(-self.rows // ROWS)
 
     @property
-    def output(self) -> Array:
-        """An output O_c, or dO."""
+    def out(self) -> Array:
+        """O, dO or the output O_c of a branch."""
         return Array((self.rows, self.width), self.dtype)
 
     @property
@@ -44,9 +44,10 @@ def gated_sum(spec: Combine) -> Kernel:
     Inputs: `branches` gates, float32 `[1, rows, 1]`, then as many outputs `[rows, width]`.
     Output: their gated sum `[rows, width]`.
     """
-    inputs = (spec.per_row,) * spec.branches + (spec.output,) * spec.branches
+    inputs = {f"gate_{c}": spec.per_row for c in range(spec.branches)}
+    inputs |= {f"out_{c}": spec.out for c in range(spec.branches)}
     body = "kernels_pallas.mosaic.combine:gated_sum"
-    return Kernel("gated_sum", spec, body, inputs, (spec.output,))
+    return Kernel.named("gated_sum", spec, body, inputs, {"total": spec.out})
 
 
 @functools.cache
@@ -56,6 +57,7 @@ def deltas(spec: Combine) -> Kernel:
     Inputs: dO, then `branches` outputs, all `[rows, width]`. Outputs: `branches` times float32
     `[1, rows, 1]`.
     """
-    inputs = (spec.output,) * (1 + spec.branches)
+    inputs = {"do": spec.out} | {f"out_{c}": spec.out for c in range(spec.branches)}
+    outputs = {f"delta_{c}": spec.per_row for c in range(spec.branches)}
     body = "kernels_pallas.mosaic.combine:deltas"
-    return Kernel("deltas", spec, body, inputs, (spec.per_row,) * spec.branches)
+    return Kernel.named("deltas", spec, body, inputs, outputs)
