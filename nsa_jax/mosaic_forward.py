@@ -14,11 +14,11 @@ from kernels_pallas.mosaic import (
     block_query_lists,
     capability,
     interval_attention,
-    scores,
     selected_attention,
     tile_block_lists,
     work_items,
 )
+from kernels_pallas.specs import scores
 from kernels_pallas.tiles import tiles_of
 from nsa_jax import mosaic_gather, sorted_lists
 from nsa_jax.config import NSAConfig
@@ -316,7 +316,8 @@ class Framework:
                 for x, fill in ((own, -1), (start, None))
             )
             span = self.integers(self.xp.amax(start + own + 1 - start[..., :1], axis=-1))
-            own, start = self.longer(own, 2, spec.lines, -1), self.longer(start, 2, spec.lines)
+            score_rows = spec.tiling.score_rows
+            own, start = self.longer(own, 2, score_rows, -1), self.longer(start, 2, score_rows)
             return *(self.by_row(x, tile, tiles) for x in (first, last)), own, start, span
 
         # Of packed rows they follow from the keys too.

@@ -19,7 +19,8 @@ from bench.harness import problems, records
 from bench.harness.runners import JaxRunner
 from bench.tuners import tile_search
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import capability, interval_attention, scores, selected_attention
+from kernels_pallas.mosaic import capability, interval_attention, selected_attention
+from kernels_pallas.specs import scores
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches

@@ -20,7 +20,8 @@ import numpy as np
 from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import interval_attention, scores, selected_attention
+from kernels_pallas.mosaic import interval_attention, selected_attention
+from kernels_pallas.specs import scores
 from nsa_jax import geometry
 from nsa_jax.mosaic import STEPS
 
