@@ -21,24 +21,20 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import (
-    bwd_preprocess,
-    combine,
-    dkv,
-)
-from kernels_pallas.mosaic.bwd_preprocess import RowStats
 from kernels_pallas.mosaic.capability import interpret
-from kernels_pallas.mosaic.dkv import Dkv
-from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
-from kernels_pallas.specs import interval, work_items
+from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.bwd_preprocess import RowStats
+from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.tile import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 from nsa_jax.key_bounds import VisibleCompressed, Window
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.validate import dtype_name
+
 
 class Gradients(NamedTuple):
     """Of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
@@ -74,7 +70,7 @@ def gated_sum(ops: ArrayOps, outputs, gates):
 
 def delta_of(ops: ArrayOps, do, *outputs):
     """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
-    deltas = ops.run(combine.dots(_combine_spec(outputs)), do, *outputs)
+    deltas = ops.run(combine.deltas(_combine_spec(outputs)), do, *outputs)
     return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
 
@@ -107,10 +103,10 @@ def compressed(
         zero = ops.xp.zeros_like
         return Gradients(zero(query) if added is None else added, zero(key), zero(value))
     bounds = VisibleCompressed(config)
-    base = Dkv(**sizes_of(query, key, value, scale), items=0, gated=rows.gate is not None)
+    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
     # The first tokens are seen by nearly all queries: a tile of keys is several items.
-    tiles = base.B * base.Hkv * base.tiles
-    segments = work_items.interval_segments(tiles, base.units)
+    tiles = base.B * base.Hkv * base.key_tiles
+    segments = work_items.interval_segments(tiles, base.query_tiles)
     return _interval(
         ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
     )
@@ -130,7 +126,7 @@ def sliding(
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
     bounds = Window(config, key.shape[1])
-    base = Dkv(**sizes_of(query, key, value, scale), items=0, gated=rows.gate is not None)
+    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
     return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, base, 1)
 
 
@@ -153,14 +149,14 @@ def _interval(
     kernel = interval.dq(spec)
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
-    spec = dataclasses.replace(base, items=segments * base.B * base.Hkv * base.tiles)
+    spec = dataclasses.replace(base, work_items=segments * base.B * base.Hkv * base.key_tiles)
 
     def make():
         interval = key_bounds.bounds_of(ops, layout, bounds)
         return work_items.interval_work_items(ops, interval, spec, segments)
 
     table, *sums = ops.cached(layout, ("items", bounds, spec), make)
-    first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.unit, base.units)
+    first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.query_tile, base.query_tiles)
     arrays = query, key, value, do, stats, table, first
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
@@ -187,11 +183,11 @@ def selected(
     """
     block = config.select_block
     sizes = sizes_of(query, key, value, scale)
-    base = Dkv(**sizes, items=0, gated=rows.gate is not None, listed=1)
+    base = Dkv(**sizes, work_items=0, gated=rows.gate is not None, list_entries=1)
     list_sizes = base.B, base.T, base.S, base.Hkv, block_indices.shape[-1], block
-    alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
+    alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
     if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
-        base = dataclasses.replace(base, single=True)
+        base = dataclasses.replace(base, single_token=True)
     widths = query.shape[-1], value.shape[-1]
     stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
     spec = selected_spec.SelectedAttention(
@@ -200,8 +196,10 @@ def selected(
         block=block,
         gated=base.gated,
         added=added is not None,
-        stats_unit=(base.unit.tokens, base.rows_of_unit),
-        gather_limit=mosaic_gather.gather_limit(query, key, value, block_indices, config, layout.packed),
+        stats_unit=(base.query_tile.tokens, base.stats_rows),
+        gather_limit=mosaic_gather.gather_limit(
+            query, key, value, block_indices, config, layout.packed
+        ),
         **stages,
     )
     if block_lists is None:
@@ -217,16 +215,14 @@ def selected(
         dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
 
     lists = BlockQueryLists(
-        *list_sizes, base.unit.tokens, layout.packed, interpret=base.interpret
+        *list_sizes, base.query_tile.tokens, layout.packed, interpret=base.interpret
     )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    table, *sums = mosaic_lists.work_items(
-        ops, edges, layout, work_items.dkv_work_items(lists)
-    )
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work_items.dkv_work_items(lists))
     spec = dataclasses.replace(
         base,
-        items=table.shape[0],
-        listed=lists.entries,
+        work_items=table.shape[0],
+        list_entries=lists.entries,
         block=block if lists.marked else 0,
     )
     arrays = query, key, value, do, stats, table, *queries
@@ -238,35 +234,35 @@ def _dkv(ops, spec, arrays, sums):
     both sums; `sums`: the first partial sum of each key tile, and their count.
     """
     passes = [{}]
-    if spec.D + spec.Dv > (320 if spec.listed else 256):
-        passes = [{"want_value": False}, {"want_key": False}]
+    if spec.D + spec.Dv > (320 if spec.gathered else 256):
+        passes = [{"want_dv": False}, {"want_dk": False}]
     gradients = []
     for options in passes:
         part = dataclasses.replace(spec, **options)
-        partial = ops.run(dkv.partial_sums(part), *arrays)
-        gradients += ops.run(dkv.merged(part), *partial, *sums)
+        partial = ops.run(dkv.partials(part), *arrays)
+        gradients += ops.run(dkv.merge(part), *partial, *sums)
     return gradients
 
 
 def row_stats(ops: ArrayOps, rows: RowResiduals, last, base):
-    """What `bwd_preprocess.of_units` gives for the units of `base`, a `Dkv`.
+    """What `bwd_preprocess.row_stats` gives for the units of `base`, a `Dkv`.
 
     `last`: the end of the keys that each query sees `[B, T]`.
     """
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]
     arrays = rows.lse, rows.delta, ops.to_int32(last), *extra
     spec = RowStats(
-        *(base.B, base.T, base.H, base.Hkv, base.unit.tokens, base.rows_of_unit),
+        *(base.B, base.T, base.H, base.Hkv, base.query_tile.tokens, base.stats_rows),
         gated=rows.gate is not None,
         lse_grad=rows.dlse is not None,
     )
     if base.interpret:
         return interpreted_row_stats(ops, spec, *arrays)
-    return ops.run(bwd_preprocess.of_units(spec), *arrays)[0]
+    return ops.run(bwd_preprocess.row_stats(spec), *arrays)[0]
 
 
 def interpreted_row_stats(ops: ArrayOps, spec, lse, delta, last, *extra):
-    """`bwd_preprocess.of_units`, from the same arrays."""
+    """`bwd_preprocess.row_stats`, from the same arrays."""
     xp, extra = ops.xp, list(extra)
     gate = extra.pop(0) if spec.gated else xp.ones_like(delta)
     offset = gate * delta  # dS = P * (gate * dP - offset)
@@ -280,6 +276,6 @@ def interpreted_row_stats(ops: ArrayOps, spec, lse, delta, last, *extra):
     sees_nothing = (lse == -float("inf"))[..., None]
     stats = xp.where(sees_nothing, ops.to_float32(nothing), stats)
     stats = stats.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
-    stats = xp.moveaxis(ops.extend(stats, 1, spec.units * spec.tokens, 0.0), 2, 1)
-    stats = stats.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, ROW_STATS)
+    stats = xp.moveaxis(ops.extend(stats, 1, spec.tiles * spec.tokens, 0.0), 2, 1)
+    stats = stats.reshape(spec.B, spec.Hkv, spec.tiles, spec.tokens * spec.group, ROW_STATS)
     return ops.extend(stats, 3, spec.rows, 0.0)

@@ -11,10 +11,9 @@ sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 
 from typing import Any
 
-from kernels_pallas.mosaic import scores
-from kernels_pallas.specs import interval
-from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.mosaic.capability import interpret
+from kernels_pallas.specs import interval, scores
+from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.tiles import tiles_of
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
@@ -68,9 +67,7 @@ def _interval(
     ops, branch, query, key, value, bounds, layout, config, scale, gate, added
 ) -> OutLse:
     longest_first = branch == "compressed"  # later queries see more keys
-    heuristic = interval.forward_blocks(
-        query.shape[-1], value.shape[-1], long=longest_first
-    )
+    heuristic = interval.forward_blocks(query.shape[-1], value.shape[-1], long=longest_first)
     spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
         gated=gate is not None,
@@ -122,7 +119,9 @@ def selected(
         block=config.select_block,
         gated=gate is not None,
         added=added is not None,
-        gather_limit=mosaic_gather.gather_limit(query, key, value, block_indices, config, layout.packed),
+        gather_limit=mosaic_gather.gather_limit(
+            query, key, value, block_indices, config, layout.packed
+        ),
         **tiles_of(
             "selected",
             query,
@@ -246,7 +245,10 @@ def _candidates(ops, spec, first, last, base, layout, config):
         for x, fill in ((layout.position // config.select_block, -1), (base, None))
     )
     span = ops.to_int32(ops.xp.amax(start + own + 1 - start[..., :1], axis=-1))
-    own, start = ops.extend(own, 2, spec.lines, -1), ops.extend(start, 2, spec.lines)
+    own, start = (
+        ops.extend(own, 2, spec.tiling.score_rows, -1),
+        ops.extend(start, 2, spec.tiling.score_rows),
+    )
     bounds = (key_bounds.by_row(ops, x, tile, tiles) for x in (first, last))
     return *bounds, own, start, span
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from kernels_pallas.mosaic.block_query_lists import Walk
-from kernels_pallas.mosaic.dkv import REACH
 from kernels_pallas.specs import block_query_lists
-from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
 from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 
 KEYS = 64  # of a tile
@@ -94,7 +93,7 @@ def check(spec, arrays, edges, query_tiles, marks=None):
                 assert here.pop(entry) == 1
             else:
                 mark = int(marks[i]) % 2**32
-                entry = query_tile, (mark >> 16) - REACH + tile * KEYS
+                entry = query_tile, (mark >> 16) - BLOCK_OFFSET_BIAS + tile * KEYS
                 here[entry] -= mark % 2**16
                 assert here.pop(entry) == 0
             order = query_tile // spec.query_tiles_of_word % words, entry[1], query_tile

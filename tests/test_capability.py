@@ -15,8 +15,7 @@ import nsa_torch
 from interop import launch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
-from kernels_pallas.mosaic.operands import SMEM_BYTES
-from kernels_pallas.specs.tile import Tile, slab_width
+from kernels_pallas.specs.tile import SMEM_BYTES, Tile, slab_width
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
 from nsa_torch import mosaic as torch_mosaic

@@ -122,9 +122,10 @@ def test_the_kernels(name):
     made = BlockQueryLists(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
     spec = SPECS.get(name) or WorkItems(made, 8192, 1024)
     arrays = [torch.from_numpy(x).cuda() for x in arrays_of(spec)]
-    steps = nsa_torch.mosaic.STEPS
-    edges = steps._edges(arrays, spec.lists)
-    (entries,) = steps.run(block_query_lists.fill_gather_lists(spec.lists), *arrays, edges)
+    ops = nsa_torch.mosaic.OPS
+    (counts,) = ops.run(block_query_lists.count_entries(spec.lists), *arrays)
+    edges = torch.cumsum(counts, 0, dtype=torch.int32)
+    (entries,) = ops.run(block_query_lists.fill_gather_lists(spec.lists), *arrays, edges)
     edges, entries = edges.cpu().numpy(), entries.cpu().numpy()
     want = by_emulation(spec, [x.cpu().numpy() for x in arrays])
     np.testing.assert_array_equal(edges, want[0])

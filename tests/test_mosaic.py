@@ -23,10 +23,10 @@ from kernels_pallas.mosaic import (
     capability,
     interval_forward,
     operands,
-    scores,
     scores_kq,
     softmax,
 )
+from kernels_pallas.specs import scores
 from nsa_jax import geometry, key_bounds, mosaic, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas.mosaic.operands import REGISTERS, SMEM_BYTES
+from kernels_pallas.mosaic.operands import REGISTERS
+from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JaxOps
@@ -44,37 +45,38 @@ EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three
 # warpgroups, three blocks of one, or four warpgroups; of others as many as a thread can have.
 ALLOWED = {
-    "band_attention": REGISTERS // (3 * 128) // 8 * 8,
-    "band_query_gradient": REGISTERS // (3 * 128) // 8 * 8,
-    "selected_attention": REGISTERS // (3 * 128) // 8 * 8,
-    "merged_gathered": REGISTERS // (2 * 128) // 8 * 8,
+    "interval_forward": REGISTERS // (3 * 128) // 8 * 8,
+    "interval_dq": REGISTERS // (3 * 128) // 8 * 8,
+    "selected_forward": REGISTERS // (3 * 128) // 8 * 8,
+    "gathered_merge": REGISTERS // (2 * 128) // 8 * 8,
+    "gathered_merge_dq": REGISTERS // (2 * 128) // 8 * 8,
     "best_blocks": REGISTERS // (4 * 128),
 }
 # Of backward passes only.
 GRADIENTS = {
-    "band_query_gradient",
-    "dots",
-    "gated_sum",
+    "bwd_preprocess",
     "count_entries",
+    "deltas",
+    "dkv_merge",
+    "dkv_partials",
     "fill_lists",
-    "key_gradient",
-    "merged_key_gradient",
-    "numbers",
+    "gated_sum",
+    "interval_dq",
+    "selected_dq",
     "work_items",
-    "selected_query_gradient",
 }
-# Of tokens that leave the union of their tile, where one can be too long.
-LEAVING = {"fill_gather_lists", "work_items", "merged_gathered"}
-FORWARD = LEAVING | {"count_entries", "gathered_attention"}
-BACKWARD = LEAVING | {"gathered_query_gradient"}
-LEFT = ("G4", "G1")
+# Of gathered tiles, where a block list can be too long.
+LISTS = {"fill_gather_lists", "work_items"}
+FORWARD = LISTS | {"count_entries", "gathered_forward", "gathered_merge"}
+BACKWARD = LISTS | {"gathered_dq", "gathered_merge_dq"}
+GATHERED = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
-# `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most
-# at D=192). At D=192 a few of the query's gradient do not fit either. Four warpgroups that make
-# scores have 128 registers a thread; at G=4 one of these is not enough.
+# `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
+# at D=192). At D=192 a few of dq do not fit either. Four warpgroups that make scores have 128
+# registers a thread; at G=4 one of these is not enough.
 SPILLS = {
-    "key_gradient": {"spill_store_bytes": 256, "spill_load_bytes": 320},
-    "band_query_gradient": {"spill_store_bytes": 48, "spill_load_bytes": 48},
+    "dkv_partials": {"spill_store_bytes": 256, "spill_load_bytes": 320},
+    "interval_dq": {"spill_store_bytes": 48, "spill_load_bytes": 48},
     "best_blocks": {"spill_store_bytes": 4, "spill_load_bytes": 4},
 }
 
@@ -152,8 +154,8 @@ def excess(report):
 def test_kernels_fit_the_chip():
     reports = compiled(SHAPES)
     names = {report["name"] for report in reports}
-    assert names >= set(ALLOWED) - GRADIENTS | FORWARD
-    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(LEFT)
+    assert names >= set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
+    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(GATHERED)
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 
@@ -161,8 +163,8 @@ def test_kernels_fit_the_chip():
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_fit_the_chip(name):
     reports = compiled([name], backward=True)
-    leaving = BACKWARD if name in LEFT else set()
-    assert {report["name"] for report in reports} == GRADIENTS | leaving
+    gathered = BACKWARD if name in GATHERED else set()
+    assert {report["name"] for report in reports} == GRADIENTS | gathered
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 

@@ -11,8 +11,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic import scores
-from kernels_pallas.specs import work_items
+from kernels_pallas.specs import scores, work_items
 from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
@@ -122,7 +121,7 @@ def specs(request, monkeypatch):
 def test_scores_of_both_ways(group, segments, specs):
     case = dataclasses.replace(BLOCKS, H=2 * group, Hkv=2, segments=segments)
     check_steps(problem(case), ("scores",))
-    assert all(spec.by_rows == (group <= 16) for spec in specs)
+    assert all(spec.swap_ab == (group > 16) for spec in specs)
 
 
 @pytest.mark.parametrize(

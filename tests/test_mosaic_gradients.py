@@ -14,8 +14,8 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity
-from kernels_pallas.mosaic import dkv
-from kernels_pallas.specs import block_query_lists, work_items
+from kernels_pallas.mosaic import dkv as dkv_body
+from kernels_pallas.specs import block_query_lists, dkv, work_items
 from kernels_pallas.specs.work_items import WorkItem
 from nsa_jax import mosaic_backward, reference
 from nsa_jax.config import NSAConfig
@@ -312,16 +312,16 @@ def changed_outputs(monkeypatch, module, name, change):
 
 
 def test_a_missing_scale_is_caught(mutant, monkeypatch):
-    original = dkv.partial_sums
+    original = dkv.partials
 
-    def partial_sums(spec):
+    def partials(spec):
         def run(*arrays):
             first, *rest = original(spec)(*arrays)
             return first / spec.scale, *rest
 
         return run
 
-    monkeypatch.setattr(dkv, "partial_sums", partial_sums)
+    monkeypatch.setattr(dkv, "partials", partials)
     caught("sliding_attention", "key")
 
 
@@ -336,9 +336,9 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
         found = plgpu.broadcasted_iota(dtype, shape, dimension, **options)
         return found + int(dimension == 0)
 
-    plgpu = dkv.plgpu
+    plgpu = dkv_body.plgpu
     wrong = patched(plgpu, broadcasted_iota=broadcasted_iota)
-    monkeypatch.setattr(dkv, "plgpu", wrong)
+    monkeypatch.setattr(dkv_body, "plgpu", wrong)
     caught("sliding_attention", "key")
 
 
@@ -355,12 +355,12 @@ def test_a_lost_entry_is_caught(mutant, monkeypatch):
 
 
 def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
-    original = dkv.merged
+    original = dkv.merge
 
-    def merged(spec):
+    def merge(spec):
         return lambda *arrays: original(spec)(*arrays[:-1], (arrays[-1] + 1) // 2)
 
-    monkeypatch.setattr(dkv, "merged", merged)
+    monkeypatch.setattr(dkv, "merge", merge)
     caught("selected_attention", "key", CASES["packed"])
 
 
@@ -384,8 +384,8 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
         if len(waits) != 2:
             plgpu.barrier_wait(barrier)
 
-    plgpu = dkv.plgpu
-    monkeypatch.setattr(dkv, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu = dkv_body.plgpu
+    monkeypatch.setattr(dkv_body, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     with contextlib.suppress(AssertionError, jax.errors.JaxRuntimeError):
         check_step(problem(TINY), name)
     assert any(detector.races_found for detector in mutant)

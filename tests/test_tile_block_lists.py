@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.mosaic import selected_attention, warp_emulation
 from kernels_pallas.mosaic import tile_block_lists as mosaic_lists
+from kernels_pallas.mosaic import warp_emulation
 from kernels_pallas.specs import tile_block_lists
+from kernels_pallas.specs.selected import SelectedAttention
 from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
 
-SPEC = selected_attention.SelectedAttention(
+SPEC = SelectedAttention(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
 )
 # Positions and first keys of the two rows of a batch.

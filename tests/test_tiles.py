@@ -19,7 +19,8 @@ from bench.harness import problems, records
 from bench.harness.runners import JaxRunner
 from bench.tuners import tile_search
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import capability, interval_attention, scores, selected_attention
+from kernels_pallas.mosaic import capability
+from kernels_pallas.specs import interval, scores, selected
 from nsa_jax import jax_problem, mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JAX_OPS, JaxOps
@@ -185,9 +186,9 @@ def specs(monkeypatch):
     """The static parts of the kernels that are built, which none runs."""
     found = []
     for module, name in (
-        (interval_attention, "attention"),
+        (interval, "forward"),
         (scores, "best_blocks"),
-        (selected_attention, "attention"),
+        (selected, "forward"),
     ):
         build = getattr(module, name)
 

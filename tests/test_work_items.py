@@ -228,8 +228,8 @@ def test_the_kernel(name, full):
     spec = (SPECS | LONG)[name]
     given = arrays_of(spec, full or name in LONG)
     on_gpu = [torch.from_numpy(x).cuda() for x in given]
-    steps = nsa_torch.mosaic.STEPS
-    found = [x.cpu().numpy() for x in steps.run(work_items.work_items(spec), *on_gpu)]
+    ops = nsa_torch.mosaic.OPS
+    found = [x.cpu().numpy() for x in ops.run(work_items.work_items(spec), *on_gpu)]
     want = by_emulation(spec, given)
     columns = 7 if spec.halving else 6
     np.testing.assert_array_equal(found[0][:, :columns], want[0][:, :columns])

@@ -20,8 +20,7 @@ import numpy as np
 from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import scores
-from kernels_pallas.specs import interval, selected
+from kernels_pallas.specs import interval, scores, selected
 from nsa_jax import geometry, mosaic_forward
 from nsa_jax.jax_ops import JAX_OPS
 

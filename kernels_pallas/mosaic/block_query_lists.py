@@ -28,9 +28,12 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
-from kernels_pallas.mosaic.dkv import REACH
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
-from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.block_query_lists import (
+    BLOCK_OFFSET_BIAS,
+    BLOCK_OFFSET_SHIFT,
+    BlockQueryLists,
+)
 from kernels_pallas.specs.tile import LANES, ROWS
 
 
@@ -178,9 +181,9 @@ class Walk:
                 query_tiles = query_tiles & self._first_bits
                 if not self.fill:
                     return [state[0] + warp.ones(query_tiles)]
-                reach = (begins - key + REACH) << 16
+                offset = (begins - key + BLOCK_OFFSET_BIAS) << BLOCK_OFFSET_SHIFT
                 return self._write(
-                    warp, state[0], query_tiles, members, reach, query_tile0, outputs
+                    warp, state[0], query_tiles, members, offset, query_tile0, outputs
                 )
 
             before = warp.read(next_entry + offset * 4)
@@ -228,7 +231,7 @@ class Walk:
         bits = sum(1 << (u * spec.tokens) for u in range(spec.query_tiles_of_word))
         return bits - 2**32 if bits >= 2**31 else bits
 
-    def _write(self, warp, entry, query_tiles, members, reach, query_tile0, outputs):
+    def _write(self, warp, entry, query_tiles, members, offset, query_tile0, outputs):
         """Writes an entry for each bit of `query_tiles`, from place `entry` on."""
         spec = self.spec
 
@@ -239,7 +242,7 @@ class Walk:
             query_tile = query_tile0 + bit // spec.tokens
             warp.put(warp.element(outputs[0], (entry, 4)), query_tile, exists)
             if spec.marked:
-                mark = ((members >> bit) & ((1 << spec.tokens) - 1)) + reach
+                mark = ((members >> bit) & ((1 << spec.tokens) - 1)) + offset
                 warp.put(warp.element(outputs[1], (entry, 4)), mark, exists)
             return [entry + warp.number(exists), query_tiles & (query_tiles - 1)]
 

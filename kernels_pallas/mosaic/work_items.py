@@ -21,8 +21,8 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
-from kernels_pallas.specs.tile import LANES, ROWS
-from kernels_pallas.specs.work_items import WORK_ITEM_INTS, WorkItems
+from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs.work_items import WorkItems
 
 
 @dataclasses.dataclass(frozen=True)

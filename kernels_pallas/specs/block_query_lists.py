@@ -19,6 +19,10 @@ import functools
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.specs.tile import LANES, ROWS
 
+# The mark of an entry holds the first key of its block, counted from the first key of the tile,
+# which may be up to 127 before it: with the bias the offset is not negative.
+BLOCK_OFFSET_BIAS = 128
+BLOCK_OFFSET_SHIFT = 16  # bits of a mark below the offset: one a token of the query tile
 CHUNKS = 512  # of a row of tokens at most
 BITS = 1024  # blocks that have their bits in shared memory at a time, and a few more
 
@@ -166,8 +170,8 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
 
     - the query tile of each entry;
-    - if `marked` its mark: `(REACH + first key of the block - first key of the tile) * 2**16`
-      plus one bit a token of the query tile that selected the block.
+    - if `marked` its mark: `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
+      << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
     """
     inputs = *spec.selection, spec.edges
     return _kernel("fill_lists", spec, inputs, (spec.list,) * (1 + spec.marked))

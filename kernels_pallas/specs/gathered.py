@@ -15,7 +15,7 @@ import dataclasses
 import functools
 
 from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.specs.tile import ITEM_WORDS, ROWS, Tile, row_stats, slab_width
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, Tile, row_stats, slab_width
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
 SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
@@ -94,7 +94,7 @@ class GatheredAttention:
             "query": self.rows(self.T, self.D),
             "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
             "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
-            "items": Array((self.segments, self.items, ITEM_WORDS), "int32"),
+            "items": Array((self.segments, self.items, WORK_ITEM_INTS), "int32"),
             "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
             "key_end": Array((self.B, self.T), "int32"),
             "segment": self._segment,

@@ -15,7 +15,9 @@ ROWS = 64  # the M of every wgmma
 LANES = 32  # of a warp, and bits of a word
 ROW_STATS = 4  # of a query row for the backward pass: lse_log2, key_end, gate, delta
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
-ITEM_WORDS = 8  # int32 words of a work item
+WORK_ITEM_INTS = (
+    8  # of a row of a table of work items: 32 bytes, so that no row crosses a sector
+)
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with

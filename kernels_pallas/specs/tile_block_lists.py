@@ -17,7 +17,6 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.specs.selected import SelectedAttention
 
 
-
 def list_arrays(spec: SelectedAttention) -> tuple[Array, ...]:
     """`starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles

@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
-from kernels_pallas.specs.tile import ROWS
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
 
 GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
 MIN_INTERVAL = 64  # query tiles of a work item of an interval
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
 MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
-WORK_ITEM_INTS = 8  # of a row of the table: 32 bytes, so that no row crosses a sector
 
 
 class WorkItem(NamedTuple):
@@ -76,18 +75,20 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
       segments: of the tokens.
     """
     first, last = bounds
-    tokens, tiles, heads = spec.unit.tokens, spec.tiles, spec.B * spec.Hkv
-    span = -(-spec.units // segments)
+    tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
+    span = -(-spec.query_tiles // segments)
     xp, integers = ops.xp, ops.to_int32
-    start = xp.broadcast_to(ops.arange(first, tiles) * spec.keys, (spec.B, tiles))
+    start = xp.broadcast_to(ops.arange(first, tiles) * spec.tile_keys, (spec.B, tiles))
 
     def token_after(bound, key, side):
         return integers(ops.searchsorted(bound, key, side))
 
     begin = token_after(last, start, "right") // tokens
-    end = (token_after(first, start + (spec.keys - 1), "right") + (tokens - 1)) // tokens
+    end = (token_after(first, start + (spec.tile_keys - 1), "right") + (tokens - 1)) // tokens
     end = xp.maximum(begin, end)
-    unmasked_begin = (token_after(last, start + spec.keys, "left") + (tokens - 1)) // tokens
+    unmasked_begin = (
+        token_after(last, start + spec.tile_keys, "left") + (tokens - 1)
+    ) // tokens
     unmasked_end = token_after(first, start, "right") // tokens
 
     shape = (segments, spec.B, spec.Hkv, tiles)
@@ -100,7 +101,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     lower, upper = xp.maximum(begin, segment * span), xp.minimum(end, (segment + 1) * span)
     item = WorkItem(
         row=xp.where(lower < upper, row, -1),
-        first_key=tile * spec.keys,
+        first_key=tile * spec.tile_keys,
         begin=lower,
         unmasked_begin=unmasked_begin,
         unmasked_end=unmasked_end,
