@@ -200,7 +200,7 @@ def partials(kernel: Kernel):
                 if not spec.single_token:
                     stats = refs.stats_s.at[stage, columns], 0
                 of_single = group if spec.single_token else 0
-                lse_log2, *others = operands.column_numbers(*stats, interpret, of_single)
+                lse_log2, *others = operands.column_stats(*stats, interpret, of_single)
                 if spec.block and not under_mask:
                     lse_log2 = jnp.where(selected(j, marks), lse_log2, jnp.inf)
                 lse_log2, key_end, gate, delta = map(down, (lse_log2, *others))

@@ -2,8 +2,10 @@
 
 Algorithm: per slot j of a token's selection, in the order of slots,
 
-    forward   m' = max(m, lse_j),  O' = O 2^(m - m') + O_j 2^(lse_j - m'),
-              l' = l 2^(m - m') + 2^(lse_j - m')            result O / l, lse = (m + log2 l) ln 2
+    forward   m'  = max(m, lse_j)                        lse_j in log2
+              O'  = O 2^(m - m') + O_j 2^(lse_j - m')
+              l'  = l 2^(m - m') + 2^(lse_j - m')
+              result O / l,  lse = (m + log2 l) ln 2
     dq        dQ' = dQ + dQ_j
 
 Tiles that are not gathered keep what `added` has. Slots without a block are passed over: what

@@ -7,8 +7,8 @@ Algorithm: FlashAttention's backward with the queries standing still; per block 
 and dQ is scaled at the end (formulas: `softmax.py`). P is computed again from lse_log2.
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
-(`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then 2,
-then 1 (`specs/interval.py`).
+(`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then
+2, then 1 (`specs/interval.py`).
 
 Bound: compute, three products where forward has two. Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536
 on an H100 (989 TFLOP/s): compressed 6.6 TFLOP = 6.7 ms, sliding 1.65 TFLOP = 1.7 ms.

@@ -5,8 +5,8 @@ Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V; per bloc
     S = Q K^T [64, block],  P = 2^(c S - m),  O += P V      formulas: softmax.py
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
-(`interval_walk.py`). Tiles: 64 rows x 128 keys a warpgroup, two stages; widths above 128 take 64
-keys (`specs/interval.py`).
+(`interval_walk.py`). Tiles: 64 rows x 128 keys a warpgroup, two stages; the widest heads take
+64 keys (`specs/interval.py`).
 
 Bound: compute. Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s):
 compressed 4.40 TFLOP = 4.4 ms, sliding 1.10 TFLOP = 1.1 ms; query and output once, 2.1 GB =

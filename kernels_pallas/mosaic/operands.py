@@ -120,30 +120,30 @@ class Buffers:
             columns = pl.ds(i * self.slab, self.slab)
             plgpu.copy_smem_to_gmem(self._row_box(ref, copy, i, tile), target(columns))
 
-    def load_keys(self, source, ring, slot, barrier):
+    def load_keys(self, source, ring, stage, barrier):
         """Starts copies of `source(columns)`, a `[keys, slab]` slice, one a slab."""
         box = ring if self.interpret else ring[1]
         for i in range(self._slabs(ring)):
             columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_gmem_to_smem(source(columns), box.at[slot, i], barrier)
+            plgpu.copy_gmem_to_smem(source(columns), box.at[stage, i], barrier)
 
-    def store_keys(self, ring, slot, target):
+    def store_keys(self, ring, stage, target):
         """Starts copies to `target(columns)`, a `[keys, slab]` slice, one a slab."""
         box = ring if self.interpret else ring[1]
         for i in range(self._slabs(ring)):
             columns = pl.ds(i * self.slab, self.slab)
-            plgpu.copy_smem_to_gmem(box.at[slot, i], target(columns))
+            plgpu.copy_smem_to_gmem(box.at[stage, i], target(columns))
 
-    def write_keys(self, ring, slot, value):
+    def write_keys(self, ring, stage, value):
         """Puts float32 registers `[keys, width]` where copies read them."""
         ref = ring if self.interpret else ring[0]
         for i in range(self._slabs(ring)):
             part = value[:, i * self.slab : (i + 1) * self.slab]
-            ref.at[slot, i][...] = part.astype(self.dtype)
+            ref.at[stage, i][...] = part.astype(self.dtype)
 
-    def read_keys(self, ring, slot, i):
-        """Slab `i` of a slot in registers, float32."""
-        ref = ring.at[slot, i] if self.interpret else ring[0].at[slot, i]
+    def read_keys(self, ring, stage, i):
+        """Slab `i` of a stage in registers, float32."""
+        ref = ring.at[stage, i] if self.interpret else ring[0].at[stage, i]
         return plgpu.load(ref, layout=MATRIX).astype(jnp.float32)
 
     def read_rows(self, ref, copy, width) -> list:
@@ -189,21 +189,21 @@ class Buffers:
         `meanwhile` returns, which runs beside them. The narrower one says how many columns.
         """
         if self.interpret:
-            found = []
+            products = []
             for left, right in pairs:
                 left, right = self._matrix(*left), self._matrix(*right)
                 width = min(left.shape[1], right.shape[1])
-                found.append(jnp.dot(left[:, :width], right[:, :width].T))
+                products.append(jnp.dot(left[:, :width], right[:, :width].T))
             plgpu.commit_smem()  # else the race detector takes these reads for later ones
-            return *found, meanwhile()
+            return *products, meanwhile()
 
         def run(*accumulators):
             for acc, ((left, i), (right, j)) in zip(accumulators, pairs, strict=True):
                 for slab in range(min(self._slabs(left), self._slabs(right))):
                     operand = right[0].at[j, slab].transpose((1, 0))
                     plgpu.wgmma(acc, left[0].at[i, slab], operand)
-            found = meanwhile()
-            return *(acc[...] for acc in accumulators), found
+            result = meanwhile()
+            return *(acc[...] for acc in accumulators), result
 
         shapes = [(left[0].shape[2], right[0].shape[2]) for (left, _), (right, _) in pairs]
         return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
@@ -242,22 +242,27 @@ class Buffers:
         return product(*(x for term in operands for x in term))
 
 
-def column_numbers(ref, start: int, interpret: bool, group: int = 0):
-    """Four values (`ROW_STATS`) for each of eight columns from `start` on, from float32 rows
-    `[columns, 4]`; with `group` of `[units, ROW_STATS_MIN_ROWS, 4]` so many of each unit, and of
-    columns behind them all the numbers of a row that sees nothing.
+def column_stats(ref, start: int, interpret: bool, group: int = 0):
+    """lse_log2, key_end, gate and delta `[8]` of the columns from `start` on, where queries are
+    the columns of a product.
+
+    Args:
+      ref: float32 `[columns, 4]` in shared memory.
+      start: a column.
+      interpret: whether in interpret mode.
+      group: if not 0, `ref` is `[tokens * ROW_STATS_MIN_ROWS, 4]` of which the first `group`
+        rows of each token count; columns after the last token see nothing.
     """
     columns = 8
     if interpret:
-        found = ref[...]
+        stats = ref[...]
         if group:
-            found = found.reshape(-1, ROW_STATS_MIN_ROWS, ROW_STATS)[:, :group].reshape(
-                -1, ROW_STATS
-            )
+            stats = stats.reshape(-1, ROW_STATS_MIN_ROWS, ROW_STATS)[:, :group]
+            stats = stats.reshape(-1, ROW_STATS)
             nothing = jnp.where(jnp.arange(ROW_STATS) == 0, jnp.inf, 0.0)
-            nothing = jnp.broadcast_to(nothing, (columns, ROW_STATS)).astype(found.dtype)
-            found = jnp.concatenate([found, nothing])
-        return [found[start : start + columns, i] for i in range(ROW_STATS)]
+            nothing = jnp.broadcast_to(nothing, (columns, ROW_STATS)).astype(stats.dtype)
+            stats = jnp.concatenate([stats, nothing])
+        return [stats[start : start + columns, i] for i in range(ROW_STATS)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
     used = ref.shape[0] // ROW_STATS_MIN_ROWS * group if group else ref.shape[0]
 
@@ -271,34 +276,34 @@ def column_numbers(ref, start: int, interpret: bool, group: int = 0):
             np.array([np.inf, 0, 0, 0], np.float32), type=row_type
         )
         nothing = arith.constant(row_type, nothing)
-        found = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
-        places = list(np.ndindex(found[0].shape))
-        for place, (first,) in zip(places, layout.thread_idxs(shape), strict=True):
-            # A register holds two neighbours; one load has all numbers of one of them.
+        registers = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
+        indices = list(np.ndindex(registers[0].shape))
+        for index, (first,) in zip(indices, layout.thread_idxs(shape), strict=True):
+            # A register holds two neighbours; one load has all statistics of one of them.
             rows = []
             for i in range(2):
-                at = there = arith.addi(first, _index(start + i))
+                at = column = arith.addi(first, _index(start + i))
                 if start + columns > used:
                     at = arith.minui(at, _index(used - 1))
                 if group:
-                    unit = arith.divui(at, _index(group))
-                    more = arith.muli(unit, _index(ROW_STATS_MIN_ROWS - group))
-                    at = arith.addi(at, more)
+                    token = arith.divui(at, _index(group))
+                    unused = arith.muli(token, _index(ROW_STATS_MIN_ROWS - group))
+                    at = arith.addi(at, unused)
                 pointer = mgpu_utils.memref_ptr(mgpu.memref_slice(ref, at))
                 row = llvm.load(row_type, pointer)
                 if start + columns > used:
-                    there = arith.cmpi(arith.CmpIPredicate.ult, there, _index(used))
-                    row = arith.select(there, row, nothing)
+                    exists = arith.cmpi(arith.CmpIPredicate.ult, column, _index(used))
+                    row = arith.select(exists, row, nothing)
                 rows.append(row)
             for k in range(ROW_STATS):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):
-                    number = llvm.extractelement(row, _constant(k))
-                    pair = llvm.insertelement(pair, number, _constant(i))
-                found[k][place] = pair
+                    value = llvm.extractelement(row, _constant(k))
+                    pair = llvm.insertelement(pair, value, _constant(i))
+                registers[k][index] = pair
         return [
-            mgpu.FragmentedArray(_registers=part, _layout=layout, _is_signed=None)
-            for part in found
+            mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=None)
+            for x in registers
         ]
 
     return load(ref)
@@ -330,8 +335,10 @@ def _constant(number: int):
 
 
 def by_warps(count: int, function, varies: bool) -> None:
-    """`function(i)` for each `i` below `count`, one by one of four warps; `varies`: by all, as
-    `shard_map` lets nothing that varies along its mesh into `warp_map`.
+    """`function(i)` for each `i` below `count`, dealt out to the four warps.
+
+    `varies`: each by all of them, as `shard_map` lets nothing that varies along its mesh into
+    `warp_map`.
     """
     if varies:
         for i in range(count):
@@ -348,7 +355,7 @@ def by_warps(count: int, function, varies: bool) -> None:
 
 
 def row_index():
-    """Of each row, its number."""
+    """Of each row, its index."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS,), 0), PER_ROW)
 
 

@@ -7,13 +7,13 @@ Algorithm: FlashAttention's backward with the queries standing still; per block 
 and dQ is scaled at the end (formulas: `softmax.py`). Rows of tokens that did not select the
 block have lse_log2 = +inf, so P = 0.
 
-Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one selection
-block; two stages of keys and of values where two CTAs then fit on an SM
-(`specs/selected.py: dq_stages`).
+Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
+selection block; two stages of keys and of values where two CTAs then fit on an SM
+(`specs/selected.py`).
 
 Bound, as forward: L2 to shared memory, which reads the union of a tile's blocks once. Floors at
 B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 3.3 TFLOP = 3.3 ms; the unions are 108 GB on
-random selections, 14 ms at the 7.7 TB/s that copies reach without products.
+random selections, 14 ms at the 7.7 TB/s that copies reach alone.
 """
 
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Attention of every query to one interval of keys: the compressed and the sliding branch.
 
 Token `t` sees the keys `first_key[t] <= i < key_end[t]`; neither bound decreases along `t`.
-Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py`, over `mosaic/interval_walk.py`.
+Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py` over `mosaic/interval_walk.py`.
 """
 
 import dataclasses

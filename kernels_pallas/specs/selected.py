@@ -1,7 +1,7 @@
 """Attention of every query to its selected blocks, a tile over the union of its tokens' blocks.
 
 A tile that `gather_limit` hands to `specs/gathered.py` has nothing to do here.
-Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py`, over `mosaic/selected_walk.py`.
+Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/selected_walk.py`.
 """
 
 import dataclasses
