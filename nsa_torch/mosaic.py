@@ -183,23 +183,29 @@ BRANCHES = (
     ("selected", operators.CHOSEN, _selected, MosaicLayout.seen_tokens),
     ("sliding", operators.THREE, _sliding, MosaicLayout.seen_tokens),
 )
-for branch, tensors, function, seen in BRANCHES:
-    backward = functools.partial(_branch_backward, getattr(mosaic_backward, branch), seen)
-    kept = "Tensor out, Tensor lse"
-    operators.define_branch(f"{branch}_attention", tensors, function, kept, backward)
-PAIR = "Tensor query, Tensor compressed_key"
-operators.define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
-for name in ("attention", "attention_recomputing"):
-    results = "(Tensor out, Tensor selection)"
+
+
+def _define_operators():
+    for branch, tensors, forward, seen in BRANCHES:
+        step = getattr(mosaic_backward, branch)
+        backward = functools.partial(_branch_backward, step, seen)
+        kept = "Tensor out, Tensor lse"
+        operators.define_branch(f"{branch}_attention", tensors, forward, kept, backward)
+    pair = "Tensor query, Tensor compressed_key"
+    operators.define("select_blocks", pair, "Tensor", _select, _select_shapes)
+
+    selection = "Tensor selection"
+    results = f"(Tensor out, {selection})"
+    operators.define("attention", INPUTS, results, _forward, _forward_shapes)
+    name = "attention_recomputing"
     operators.define(name, INPUTS, results, _forward, _forward_shapes)
-operators.differentiate(
-    "attention_recomputing", INPUTS, NUM_INPUTS, "Tensor selection", _backward
-)
-results = f"(Tensor out, {RESIDUALS})"
-operators.define("attention_saving", INPUTS, results, _forward_with_residuals, _residual_shapes)
-operators.differentiate(
-    "attention_saving", INPUTS, NUM_INPUTS, RESIDUALS, _backward_from_residuals
-)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, selection, _backward)
+    name, results = "attention_saving", f"(Tensor out, {RESIDUALS})"
+    operators.define(name, INPUTS, results, _forward_with_residuals, _residual_shapes)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, RESIDUALS, _backward_from_residuals)
+
+
+_define_operators()
 
 
 # The functions that `dispatch.py` names.
