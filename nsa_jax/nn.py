@@ -86,7 +86,7 @@ class Kind(nnx.Module):
     """Gate and phi in the module's state, as names: `gate_sigmoid`, `phi_avg`.
 
     A name is compared without reading a value from a device, under `jit` too: a state of
-    another kind has another structure, which `nnx.update` refuses. (`nnx.merge`
+    another kind has another structure, which `nnx.update` and Orbax refuse. (`nnx.merge`
     compares no names.)
     """
 
