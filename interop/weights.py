@@ -148,7 +148,7 @@ def _layers(module: Module) -> dict[str, LayerSpec]:
 
     return {
         _join(*map(str, steps), KIND_KEY): layer.spec
-        for steps, layer in nnx.iter_modules(module)
+        for steps, layer in nnx.iter_graph(module)
         if isinstance(layer, NSAAttention)
     }
 
