@@ -4,8 +4,8 @@
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
 Not a sample: every query position and key/value head. A row that differs is explained when what
-it gives up is below what float32 resolves of these scores (`bench/judge/selection_shortfall.py`). The exit
-status is 1 when a row is not, and the first such rows are printed.
+it gives up is below what float32 resolves of these scores
+(`bench/judge/selection_shortfall.py`). The first rows that are not explained are printed.
 """
 
 import dataclasses

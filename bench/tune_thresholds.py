@@ -1,13 +1,13 @@
 """From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
 
-    python -m bench.tune_thresholds --records bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
+    python -m bench.tune_thresholds bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
     python -m bench.tune_thresholds --csv fa2.csv --threshold fa2_min_len_win --dry_run
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
 A threshold is the smallest recorded length at which the kernel beats the portable path by the
 margin in all rows of that and of every greater length; `never` where there is none. A kernel
 that failed at a length does not win there. Only measurements count: no rows, no threshold.
-Whether choice then switches where the file says is what `--check` finds out (`switch.py`).
+Whether choice then switches where the file says is what `--check` finds out (`tuners/threshold_check.py`).
 """
 
 import difflib

@@ -20,7 +20,7 @@ SLUG = "nvidia-test-80gb"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`bench.tune_thresholds` with these arguments; its file is `tmp_path/out/<device>.yaml`."""
+    """`bench.tune_thresholds` with these arguments; it writes `tmp_path/out/<device>.yaml`."""
     monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
     policy.of.cache_clear()
 

@@ -185,7 +185,8 @@ def _thresholds(report: Report) -> str:
         cards.append(
             f'<div class="card"><h3>{escape(name)}</h3><p class="soft">No file in '
             "<code>configs/devices/</code>: automatic choice takes the first kernel that can "
-            "run. <code>python -m bench.tune_thresholds</code> writes one from records.</p></div>"
+            "run. <code>python -m bench.tune_thresholds</code> writes one from records."
+            "</p></div>"
         )
     return "".join(cards)
 
