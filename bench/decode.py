@@ -157,7 +157,9 @@ class Case:
     def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
         common = command.about(self.runner, self.settings, self.inputs)
         fields = common | {"implementation": label} | found
-        self.records[key] = self.results.add(branch=branch, mode="decode", **fields)
+        self.records[key] = self.results.add(
+            beside=branch == "dense", branch=branch, mode="decode", **fields
+        )
 
     def row(self) -> dict[str, Any]:
         """The line of the CSV file."""

@@ -8,8 +8,8 @@ is what the kernels did, not what a map of the scores says: whether the block of
 the indices that came out for the last query of each key/value head, the weight that selected
 attention gave to the needle (the output where all values are 0 but the needle's), the cosine
 of the whole output and the planted value (`cos`), the mean error beside the float64 reference
-on the last row (`mae`), and the time of the whole attention over all `S` tokens. Exit status:
-1 where the needle is not attended to, or the output is wrong.
+on the last row (`mae`), and the time of the whole attention over all `S` tokens. A needle
+that is not attended to is a wrong result.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ from absl import app, flags
 
 import configs
 from bench import environment
-from bench.harness import cli, process, records
+from bench.harness import cli, heartbeat, process, records
 from bench.harness.process import Result, Step
 
 SCHEMA = 1
@@ -162,6 +162,7 @@ class Run:
             return Result(step.name, shown, "skipped", reason=reason)
         before = self.files()
         print(f"{step.name} ...", flush=True)
+        heartbeat.say(step.name)
         limit, budget = min(step.timeout_s, left_s), left_s < step.timeout_s
         result = process.run(step.name, command, self.folder, limit, budget)
         return dataclasses.replace(result, files=tuple(sorted(self.files() - before)))

@@ -20,8 +20,8 @@ HEAD = """# Records
 One JSON line a measurement, under the device that made it; `bench/harness/records.py` says what
 the fields mean. The table below is made from them by `python -m bench.parity_table --write`:
 each path with the problem on which its largest error uses most of its bound
-(`bench/judge/parity.py`), over all its problems. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
-summary, report and page.
+(`bench/judge/parity.py`), over all its problems. `oneshot/` beside them is one whole run of
+`bench.oneshot` there: its summary, report and page.
 
 """
 COLUMNS = (

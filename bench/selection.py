@@ -269,7 +269,7 @@ def main(argv: Sequence[str]) -> int:
                 found = {"implementation": asked or "auto"} | refused
                 if fits:
                     found = case.measure(asked, on_unsupported, how)
-                pair.append(results.add(**common | found))
+                pair.append(results.add(beside=len(pair) > 0, **common | found))
             rows.append(row(*pair))
             print(line(rows[-1]), flush=True)
     return results.finish(COLUMNS, rows)

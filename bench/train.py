@@ -6,7 +6,7 @@
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
-and torch do not agree or NSA ends worse than dense, 3 where a loss or gradient is not finite,
+and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
 and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, records
+from bench.harness import cli, command, exit_status, heartbeat, records
 from bench.lm import curves, log, loop, spec, speed, variants
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags
 
-WRONG, DIVERGED, STOPPED = 1, 3, 75  # 75: sysexits.h's "try again"
+WRONG, DIVERGED, STOPPED = exit_status.WRONG, 4, 75  # 75: sysexits.h's "try again"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
 # small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny
@@ -178,6 +178,7 @@ def runs(folder: Path) -> int:
         for run in plan:
             if run.checkpoint() and run.name in ended and ended[run.name].status == "ok":
                 continue
+            heartbeat.say(run.name)
             summary = loop.run(run, stop)
             variants.free()
             if summary.status != "ok":
@@ -204,6 +205,7 @@ def throughput(folder: Path) -> int:
                 for dense in variants.DENSE[framework] if every else (DENSE.value,):
                     variant = _variant(framework, task, dense)
                     given = task, Path(scratch), batches, SECONDS.value
+                    heartbeat.say(f"{framework} {task.model.attention} {length}")
                     found = speed.measure(variant, *given)
                     variants.free()
                     log.append(path, [speed.line(variant, task, COMMIT.value, found)])
@@ -211,7 +213,9 @@ def throughput(folder: Path) -> int:
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
     _finish(folder, [])
-    return WRONG if "error" in statuses else 0
+    if "error" in statuses:
+        return WRONG
+    return exit_status.OK if "ok" in statuses else exit_status.NOT_MEASURED
 
 
 def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:

@@ -7,7 +7,8 @@
 A threshold is the smallest recorded length at which the kernel beats the portable path by the
 margin in all rows of that and of every greater length; `never` where there is none. A kernel
 that failed at a length does not win there. Only measurements count: no rows, no threshold.
-Whether choice then switches where the file says is what `--check` finds out (`tuners/threshold_check.py`).
+Whether choice then switches where the file says is what `--check` finds out
+(`tuners/threshold_check.py`).
 """
 
 import difflib

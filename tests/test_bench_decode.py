@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bench import decode, summarize
+from bench.harness import exit_status
 from nsa_jax.config import NSAConfig
 from tests.commands import break_sliding, run
 
@@ -87,7 +88,7 @@ def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
 
 def test_a_kernel_that_refuses_is_a_row(tmp_path):
     code, found, (row,) = run(decode, tmp_path, "--S_list=61", "--kernels=mosaic", *SMALL)
-    assert code == 0 and row["status"] == "unsupported"
+    assert code == exit_status.NOT_MEASURED and row["status"] == "unsupported"
     assert "needs a Hopper GPU" in row["reason"] and row["ms_total"] == ""
     assert [r.status for r in found] == ["unsupported"] * 5 + ["ok"]  # dense stays
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import configs
 import nsa_jax
-from bench.harness import text
+from bench.harness import heartbeat, text
 from nsa_jax.config import NSAConfig
 from nsa_jax.policy import Thresholds
 from nsa_jax.types import Branches
@@ -139,6 +139,7 @@ def make(
       num_queries: `T`, the last of the `S` tokens; None: all.
       block_indices: int32 `[B, T, Hkv, n]`; None: the selection is their own.
     """
+    heartbeat.say("makes the inputs")
     model, run, config = settings.model, settings.runtime, settings.nsa
     batch, length = run.batch, run.seq_len
     queries = length if num_queries is None else num_queries
