@@ -27,10 +27,6 @@ from nsa_jax import flags as kernel_flags
 
 WRONG, DIVERGED, STOPPED = exit_status.WRONG, 4, 75  # 75: sysexits.h's "try again"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-# Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
-# small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny
-# model, float32 7e-7, bfloat16 1.3e-2; 3 steps of 125m without a warm-up, float32 5e-5.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 # sequences, tokens a sequence, steps, highest learning rate
 DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
 
@@ -68,7 +64,9 @@ CORPUS = flags.DEFINE_integer(
 TOLERATED = flags.DEFINE_float(
     "tolerance", None, "Of a loss of JAX beside torch's; default by dtype.", **_own
 )
-MARGIN = flags.DEFINE_float("margin", 0.01, "How much worse NSA may end than dense.", **_own)
+MARGIN = flags.DEFINE_float(
+    "margin", curves.MARGIN, "How much worse NSA may end than dense.", **_own
+)
 OUT = flags.DEFINE_string(
     "out", None, "Folder of the results; default: bench/results/<time>.", **_own
 )
@@ -184,7 +182,7 @@ def runs(folder: Path) -> int:
             if summary.status != "ok":
                 print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
                 return STOPPED if summary.status == "stopped" else DIVERGED
-    tolerance = TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
+    tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
     verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
     curves.plot(log.read(path), folder / "train.png", tolerance)
     _finish(folder, verdicts)

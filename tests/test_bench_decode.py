@@ -11,6 +11,7 @@ from bench import decode, summarize
 from bench.harness import exit_status
 from nsa_jax.config import NSAConfig
 from tests.commands import break_sliding, run
+from tests.measured import record
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
 SMALL = (*SIZES, "--iters=2", "--warmup=1", "--device=cpu", "--input=random", "--dtype=f32")
@@ -72,6 +73,21 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
             assert float(row[f"{name}_p20"]) <= float(row[name]) <= float(row[f"{name}_p80"])
         assert float(row[f"ms_dense_{dense}"]) == own["dense", dense].time_ms
         assert row["graph"].startswith("no: ") and row["kernel"] == portable
+
+
+def test_a_part_longer_than_the_whole_is_refused():
+    case = object.__new__(decode.Case)
+    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}
+    parts = {"selected": 1.3, "sliding": 0.2}
+    case.records = {name: record(name, "sdpa", ms) for name, ms in parts.items()}
+    assert case._doubt(times) == {}, "its fastest samples are within the noise"
+    case.records["selected"] = record("selected", "sdpa", 1.5)
+    found = case._doubt(times)
+    assert found["status"] == "error" and "selected 1.5 ms" in found["reason"]
+    assert "than the whole, 1 ms" in found["reason"] and "sliding" not in found["reason"]
+    assert case._doubt(times | {"samples": 2}) == {}, "two samples tell no noise"
+    case.records["selected"] = record("selected", "sdpa", None)
+    assert case._doubt(times) == {}, "a part without a time says nothing"
 
 
 def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):

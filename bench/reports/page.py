@@ -218,6 +218,8 @@ def _training(report: Report) -> str:
     parts = []
     for path, lines in report.training:
         parts.append(f"<h3>{escape(records.shown(path))}</h3>")
+        verdicts = "".join(f"<li>{escape(str(x))}</li>" for x in curves.verdicts(lines))
+        parts.append(f"<ul>{verdicts}</ul>" if verdicts else "")
         for names, rows in (curves.run_table(lines), curves.speed_table(lines)):
             if rows:
                 parts.append(_table(names, rows))
