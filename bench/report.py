@@ -121,7 +121,10 @@ def _thresholds(known: Sequence[policy.Device]) -> str:
         for name, value in device.thresholds.given().items():
             about = device.evidence.get(name, {})
             rows, margin = about.get("rows", "?"), about.get("margin", "?")
-            lines.append(f"- runtime.{name}: {value} ({rows} rows, margin {margin})")
+            line = f"- runtime.{name}: {value} ({rows} rows, margin {margin})"
+            if device.limit(name) != value:
+                line += f"; {device.limit(name)} over the portable path, which choice keeps to"
+            lines.append(line)
         for rule in device.policy:
             fate = "allowed" if rule.allowed else "not allowed"
             steps = ", ".join(rule.steps)

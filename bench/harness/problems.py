@@ -40,6 +40,7 @@ class Runtime:
     fa2_min_len_win: int | Literal["never"] | None = None
     fa2_min_len_cmp: int | Literal["never"] | None = None
     sel_min_len: int | Literal["never"] | None = None
+    sel_triton_min_L: int | Literal["never"] | None = None
 
     def __post_init__(self):
         _ = self.thresholds  # checks them
