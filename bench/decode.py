@@ -54,7 +54,11 @@ LENGTHS = flags.DEFINE_list(
     "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
 )
 FORCE = flags.DEFINE_string(
-    "branch_force_mode", "run", "Only `run`: each branch runs alone.", **_own
+    "branch_force_mode",
+    "run",
+    "run: each branch runs alone; env: the same, and the seed system's NSA_FORCE_BRANCH forces "
+    "no gate.",
+    **_own,
 )
 # By how much a part's 20th percentile may be over the whole's 80th.
 NOISE = 1.1
@@ -229,10 +233,12 @@ HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}"
 
 
 def main(argv: Sequence[str]) -> int:
-    if FORCE.value != "run":
+    if FORCE.value == "env":
+        print("branch_force_mode=env: no gate is forced, each branch runs alone", flush=True)
+    elif FORCE.value != "run":
         raise ValueError(
-            "branch_force_mode must be run: to force a gate computes all three branches and "
-            f"times none of them, so each runs alone here; got {FORCE.value!r}"
+            "branch_force_mode must be run or env: to force a gate computes all three branches "
+            f"and times none of them, so each runs alone here; got {FORCE.value!r}"
         )
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"

@@ -59,14 +59,17 @@ LONG = (
 
 def pytest_collection_modifyitems(config, items):
     """Long files come first. Tests that need a GPU are left out, and counted as such, where
-    there is none.
+    there is none; those that -k asks for say why they do not run.
     """
     place = {name: i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
+    if gpu and config.option.keyword:
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    elif gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
 

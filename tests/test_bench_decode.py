@@ -112,7 +112,10 @@ def test_a_kernel_that_refuses_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--branch_force_mode=bias",), "must be run: to force a gate computes all three"),
+        (
+            ("--branch_force_mode=bias",),
+            "must be run or env: to force a gate computes all three",
+        ),
         (("--S_list=",), "S_list must be integers over 0"),
         (("--n_sel=2",), "num_selected must be >= num_initial"),
     ],
@@ -120,6 +123,15 @@ def test_a_kernel_that_refuses_is_a_row(tmp_path):
 def test_bad_arguments_are_named(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(decode, tmp_path, *SMALL, *arguments)
+
+
+def test_the_seeds_mode_env_runs(capsys, monkeypatch):
+    """As its documents call it; further than the line it does what `run` does."""
+    ended = RuntimeError("far enough")
+    monkeypatch.setitem(decode.RUNNERS, "torch", lambda device: (_ for _ in ()).throw(ended))
+    with pytest.raises(RuntimeError, match="far enough"):
+        run(decode, Path("unused"), "--branch_force_mode=env")
+    assert "no gate is forced, each branch runs alone" in capsys.readouterr().out
 
 
 def test_the_summary_of_what_decode_writes(folder, capsys):
