@@ -2,16 +2,19 @@
 
 import dataclasses
 import io
+import logging
 import subprocess
 import sys
 import time
 
 import pytest
 from absl import app, flags
+from absl.testing import flagsaver
 
-from bench import oneshot, summarize
-from bench.harness import cli, exit_status, heartbeat
+from bench import compare, oneshot, summarize
+from bench.harness import cli, exit_status, heartbeat, problems
 from bench.harness.process import ROOT
+from nsa_jax import debug
 from tests.measured import record
 
 FINE = record("sliding", "fa2", 1.0)
@@ -108,3 +111,30 @@ def test_the_run_of_everything_says_which_step_it_is_at(monkeypatch, tmp_path):
     oneshot.FLAGS(["oneshot"])
     run = oneshot.Run([step], tmp_path, "cpu", {})
     assert dataclasses.asdict(run.one(step))["status"] == "ok" and said == ["good"]
+
+
+def test_the_log_tells_of_frameworks_that_were_asked_for():
+    """A run of torch printed refusals of JAX, which only made its inputs."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    kinds = {"torch": {"nsa_torch"}, "jax": {"nsa_jax"}, "both": {"nsa_jax", "nsa_torch"}}
+    loggers = {name: logging.getLogger(f"{name}.timing") for name in debug.FRAMEWORKS}
+    before = {name: (x.handlers, x.propagate) for name, x in loggers.items()}
+    try:
+        for framework, expected in kinds.items():
+            with flagsaver.flagsaver(framework=framework, log=["timing"]):
+                cli._log_events()
+            told = {
+                name
+                for name, logger in loggers.items()
+                if not isinstance(logger.handlers[0], logging.NullHandler)
+            }
+            assert told == expected and compare.FRAMEWORK.name == "framework"
+        assert debug.on
+        with problems.unlogged():
+            assert not debug.on
+        assert debug.on and problems.make.__wrapped__
+    finally:
+        debug.enable()
+        for name, logger in loggers.items():
+            logger.handlers, logger.propagate = before[name]

@@ -100,7 +100,8 @@ def _thresholds() -> policy.Thresholds:
 
 
 def _log_events() -> None:
-    """Lines as they are, without the prefix that absl gives to those of a log."""
+    """Lines as they are, without the prefix that absl gives to those of a log, and of the
+    frameworks that were asked for."""
     perturbing = ",".join(sorted({"timing", "compare"} & set(LOG.value)))
     if perturbing:
         if "save_records" in flags.FLAGS and flags.FLAGS["save_records"].value:
@@ -108,8 +109,10 @@ def _log_events() -> None:
         print(f"warning: --log={perturbing}: times are no measurements", file=sys.stderr)
     if not LOG.value:
         return
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    asked = flags.FLAGS["framework"].value if "framework" in flags.FLAGS else "both"
     for package in debug.FRAMEWORKS:
+        told = asked in ("both", package.removeprefix("nsa_"))
+        handler = logging.StreamHandler(sys.stderr) if told else logging.NullHandler()
         for event in debug.EVENTS:
             logger = logging.getLogger(f"{package}.{event}")
             logger.handlers, logger.propagate = [handler], False

@@ -1,7 +1,8 @@
 """What is measured: settings from a config file, and the inputs that they come to."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import configs
 import nsa_jax
 from bench.harness import heartbeat, text
+from nsa_jax import debug
 from nsa_jax.config import NSAConfig
 from nsa_jax.policy import Thresholds
 from nsa_jax.types import Branches
@@ -126,6 +128,17 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     return configs.build(Settings, merged)
 
 
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within: the debug log is off. What makes inputs is not what a command is asked about."""
+    on, debug.on = debug.on, False
+    try:
+        yield
+    finally:
+        debug.on = on
+
+
+@unlogged()
 def make(
     settings: Settings,
     kind: str,
