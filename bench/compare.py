@@ -39,6 +39,9 @@ MODE = flags.DEFINE_enum("mode", "forward", ["forward", "fwdbwd"], "What is time
 BRANCHES = flags.DEFINE_multi_enum(
     "branch", list(problems.BRANCHES), problems.BRANCHES, "Only these branches (repeatable)."
 )
+CHOSEN = flags.DEFINE_bool(
+    "chosen", False, "Only what automatic choice takes, not every implementation."
+)
 RECOMPUTE = flags.DEFINE_bool(
     "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
 )
@@ -109,6 +112,7 @@ def explain_or_compare(runners, settings) -> int:
             wanted,
             run.on_unsupported,
             branches,
+            chosen=CHOSEN.value,
         )
     ]
     if RECOMPUTE.value:
