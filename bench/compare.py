@@ -2,7 +2,7 @@
 
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
-    python -m bench.compare --framework torch --peers fla
+    python -m bench.compare --framework torch --peers fla --peers fa4
 
 Parity first, then time: a path that is wrong is not timed. A path that was named on the
 command line and refuses was not measured, and that is the exit status.
@@ -46,7 +46,7 @@ RECOMPUTE = flags.DEFINE_bool(
     "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
 )
 PEERS = flags.DEFINE_multi_enum(
-    "peers", [], list(peers.NAMES), "Other libraries' NSA beside it, in torch (repeatable)."
+    "peers", [], list(peers.NAMES), "Other libraries beside it, in torch (repeatable)."
 )
 SEQ_LEN = flags.DEFINE_integer(
     "seq_len", None, "Tokens, instead of the config's.", lower_bound=1
@@ -124,7 +124,9 @@ def explain_or_compare(runners, settings) -> int:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
             raise ValueError(f"peers need --framework torch or both, got {FRAMEWORK.value}")
-        plan += [(torch, job) for job in peers.jobs(asked(settings, torch), branches)]
+        plan += [
+            (torch, job) for job in peers.jobs(asked(settings, torch), branches, PEERS.value)
+        ]
     if EXPLAIN.value:
         print(explanation(plan))
         return 0

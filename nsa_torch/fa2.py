@@ -42,9 +42,10 @@ MOST_SEQUENCES = 65535
 @functools.cache
 def library() -> str:
     """Which FA-2 runs here, with its version."""
-    if importlib.util.find_spec("flash_attn") is not None:
+    try:  # a package flash_attn may also be flash-attn-4's, without these functions
         return f"flash_attn {importlib.metadata.version('flash_attn')}"
-    return f"torch {torch.__version__} (bundled)"
+    except importlib.metadata.PackageNotFoundError:
+        return f"torch {torch.__version__} (bundled)"
 
 
 def why_not(problem) -> str | None:
