@@ -13,12 +13,14 @@ READY := $(VENV)/.ready
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-gpu check format clean
+.PHONY: help setup compare oneshot test test-all durations check format clean
 
 help:
 	@echo "make compare   parity and speed of every path, one table"
 	@echo "make oneshot   environment, tests, every bench and a report, within 10 minutes"
-	@echo "make test      the test suite (GPU tests run where there is a GPU)"
+	@echo "make test      the tests that take seconds (GPU tests run where there is a GPU)"
+	@echo "make test-all  all tests"
+	@echo "make durations all tests, and what each took, into tests/durations.json"
 	@echo "make check     format, lint, types, floors"
 	@echo "make format    rewrite the sources in the house format"
 
@@ -40,8 +42,17 @@ compare: $(READY)
 oneshot: $(READY)
 	$(RUN) -m bench.oneshot $(FLAGS)
 
+# One worker a core; tests of a file share what they compile (tests/durations.py).
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST)
+
+durations: $(READY)
+	$(PYTEST) --record-durations
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

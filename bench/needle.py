@@ -169,12 +169,13 @@ def main(argv: Sequence[str]) -> int:
     settings = command.settings(FLAGS, config, gpu, seq_len=length)
     inputs = plant(problems.make(settings, "random", FLAGS.seed), position, config)
     results, what = command.Results("needle", FLAGS), job(runner, settings)
-    found = {"status": "unsupported", "reason": what.unsupported}
+    found: dict[str, Any] = {"status": "unsupported", "reason": what.unsupported}
     if not what.unsupported:
         search = Search(runner, settings, inputs, position, what)
         how = command.sampling(FLAGS, gpu)
         found = guarded("needle", lambda: search.run(how), library=False)
-    common = command.about(runner, settings, inputs) | {"implementation": what.label}
+    common: dict[str, Any] = command.about(runner, settings, inputs)
+    common |= {"implementation": what.label}
     record = results.add(branch="all", mode="forward", refused=what.refused, **common | found)
     extra = {"pos": position, "cos": None, **record.extra}
     shown = {"S": length, "pos": position, "cos": extra["cos"], "mae": record.error_mean}

@@ -145,7 +145,7 @@ class Run:
 
     def one(self, step: Step) -> Result:
         """What becomes of a step, which runs unless there is a reason against it."""
-        template = template_of(step, self.about.get("hopper", False))
+        template = template_of(step, bool(self.about.get("hopper")))
         made = [str(path) for path in sorted(self.folder.glob("*/*.jsonl"))]
         words = {
             "root": str(self.folder),

@@ -43,26 +43,13 @@ from nsa_jax import policy
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-# Files that take minutes: begun first, so that no worker is left with one of them at the end.
-LONG = (
-    "test_mosaic_compiled",
-    "test_triton",
-    "test_mosaic",
-    "test_mosaic_gradients",
-    "test_torch_mosaic",
-    "test_gathered",
-    "test_pack",
-    "test_torch",
-    "test_train",
-)
+pytest_plugins = ["tests.durations"]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Long files come first. Tests that need a GPU are left out, and counted as such, where
-    there is none; those that -k asks for say why they do not run.
+    """Tests that need a GPU are left out, and counted as such, where there is none; those that
+    -k asks for say why they do not run.
     """
-    place = {name: i for i, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -112,7 +112,9 @@ def _log_events() -> None:
     asked = flags.FLAGS["framework"].value if "framework" in flags.FLAGS else "both"
     for package in debug.FRAMEWORKS:
         told = asked in ("both", package.removeprefix("nsa_"))
-        handler = logging.StreamHandler(sys.stderr) if told else logging.NullHandler()
+        handler: logging.Handler = logging.NullHandler()
+        if told:
+            handler = logging.StreamHandler(sys.stderr)
         for event in debug.EVENTS:
             logger = logging.getLogger(f"{package}.{event}")
             logger.handlers, logger.propagate = [handler], False

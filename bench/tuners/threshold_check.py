@@ -65,6 +65,7 @@ def check(device: Device) -> list[Finding]:
     findings = []
     for name in given:
         value = device.limit(name)
+        assert value is not None  # one is given
         step, kernels = policy.DECIDES[name][0], device.kept_back(name)
         for registry in _registries(step, kernels):
             known = [kernel for kernel in kernels if kernel in registry.names(step)]

@@ -82,8 +82,9 @@ class Pair:
     @property
     def over_portable(self) -> float | None:
         """Of the kernel over the portable path; None where one of them has no time."""
-        known = self.kernel_ms and self.portable_ms
-        return self.portable_ms / self.kernel_ms if known else None
+        if not self.kernel_ms or not self.portable_ms:
+            return None
+        return self.portable_ms / self.kernel_ms
 
     def __str__(self) -> str:
         text = f"{self.length}: {self.speed_up:.3g}x {self.kernel} over {self.over}"

@@ -1,0 +1,237 @@
+"""Tables of the documentation, made from records: no figure in it is typed.
+
+python -m bench.doc_tables            # says which tables are not what the records give
+python -m bench.doc_tables --write    # and writes them
+
+A document names a table between two comments, and this command fills what stands between:
+
+    <!-- table: attention mode=forward -->
+    <!-- end table -->
+
+| table | what it shows | options |
+|---|---|---|
+| `attention` | whole NSA beside dense attention, a row a shape | `mode` |
+| `branches` | the time of each branch, a row a shape | `mode`, `framework` |
+| `variants` | one kernel's variants that were measured while it was written | `kernel` |
+| `counters` | hardware counters of the kernels, by `ncu` | |
+| `training` | time of a training step of the 124 M model | |
+
+A cell shows the newest record of its shape; the column `commit` says which commits those are.
+Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from bench.harness import cli, records
+from bench.harness.records import Record
+
+FLAGS = flags.FlagValues()
+WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)
+
+ROOT = records.FOLDER.parents[1]
+DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
+DOCUMENTS = ("README.md", "docs/*.md")
+MARKER = re.compile(
+    r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
+)
+SHORTEST = 2048  # tokens; shorter records are of correctness
+MISSING = "-"
+
+type Cells = Sequence[str]
+
+
+def table(head: Cells, rows: Iterable[Cells]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def load() -> list[Record]:
+    """The measured records of whole calls and of branches, oldest first."""
+    found = records.read(DEVICE / "compare.jsonl")
+    return sorted((r for r in found if r.status == "ok"), key=lambda r: r.time)
+
+
+def length(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def ms(record: Record | None) -> str:
+    if record is None or record.time_ms is None:
+        return MISSING
+    digits = 2 if record.time_ms < 10 else 1 if record.time_ms < 100 else 0
+    return f"{record.time_ms:.{digits}f}"
+
+
+def shape_of(record: Record) -> tuple[Any, ...]:
+    return record.H, record.Hkv, record.D, record.Dv, record.B, record.T, record.input
+
+
+def described(shape: tuple[Any, ...]) -> Cells:
+    heads, kv_heads, width, value_width, batch, tokens, source = shape
+    what = f"{batch} x {length(tokens)}" if batch > 1 else length(tokens)
+    widths = f"{width}" if width == value_width else f"{width} / {value_width}"
+    return [what, f"{heads} / {kv_heads} ({heads // kv_heads})", widths, source]
+
+
+SHAPE_HEAD = ("tokens", "heads: query / kv (group)", "D / Dv", "input")
+
+
+def commits(found: Iterable[Record | None]) -> str:
+    """Of these records, each once."""
+    names = dict.fromkeys(r.commit[:7] for r in found if r is not None and r.commit)
+    return ", ".join(names) or MISSING
+
+
+class Newest:
+    """The newest record of each shape, branch, framework and implementation of one mode."""
+
+    def __init__(self, found: Iterable[Record], mode: str):
+        self._of = {
+            (shape_of(r), r.branch, r.framework, r.implementation): r
+            for r in found
+            if r.mode == mode and r.T >= SHORTEST and r.T == r.S
+        }
+
+    def shapes(self, branch: str, implementation: str) -> list[tuple[Any, ...]]:
+        """Measured with `implementation`: the most heads first, then the longest."""
+        shapes = {key[0] for key in self._of if key[1] == branch and key[3] == implementation}
+        return sorted(shapes, key=lambda s: (-s[0] * s[2], s[1], s[2], -s[5], s[6]))
+
+    def get(self, shape, branch, framework, implementation) -> Record | None:
+        return self._of.get((shape, branch, framework, implementation))
+
+
+def attention(mode: str = "forward") -> str:
+    newest = Newest(load(), mode)
+    head = [*SHAPE_HEAD, "NSA, JAX", "NSA, torch", "cuDNN", "FA-2", "commit", "... of dense"]
+    rows = []
+    for shape in newest.shapes("all", "mosaic"):
+        ours = [newest.get(shape, "all", name, "mosaic") for name in ("jax", "torch")]
+        dense = [newest.get(shape, "dense", "torch", name) for name in ("cudnn", "flash")]
+        times = [ms(record) for record in (*ours, *dense)]
+        rows.append([*described(shape), *times, commits(ours), commits(dense)])
+    return table(head, rows)
+
+
+BRANCHES = ("compressed", "scores", "selected", "sliding")
+
+
+def branches(mode: str = "forward", framework: str = "torch") -> str:
+    newest = Newest(load(), mode)
+    rows = []
+    shapes = [newest.shapes(branch, "mosaic") for branch in BRANCHES]
+    for shape in sorted(set().union(*shapes), key=lambda s: (-s[0] * s[2], s[1], -s[5], s[6])):
+        ours = [newest.get(shape, branch, framework, "mosaic") for branch in BRANCHES]
+        if any(ours):
+            rows.append([*described(shape), *map(ms, ours), commits(ours)])
+    return table([*SHAPE_HEAD, *BRANCHES, "commit"], rows)
+
+
+def lines_of(name: str) -> list[dict[str, Any]]:
+    """A file of the device's folder that holds other lines than records."""
+    return [data for _, data in records.read_lines(DEVICE / name)]
+
+
+def variants(kernel: str) -> str:
+    """A row a variant, a column a shape; the one in use is bold."""
+    found = [line for line in lines_of("kernel_log/variants.jsonl") if line["kernel"] == kernel]
+    if not found:
+        raise ValueError(f"kernel_log/variants.jsonl has no kernel {kernel!r}")
+    shapes = list(dict.fromkeys(line["shape"] for line in found))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for line in found:
+        text = f"{line['time_ms']:g}"
+        name = f"**{line['variant']}**" if line["in_use"] else line["variant"]
+        rows.setdefault((name, line["commit"] or MISSING), {})[line["shape"]] = text
+    cells = [
+        [name, *(times.get(shape, MISSING) for shape in shapes), commit]
+        for (name, commit), times in rows.items()
+    ]
+    return table(["variant", *shapes, "commit"], cells)
+
+
+def counters() -> str:
+    found = lines_of("kernel_log/counters.jsonl")
+    names = [name for name in found[0] if name != "commit"]
+    rows = [[str(line[name]) for name in (*names, "commit")] for line in found]
+    return table([name.replace("_", " ") for name in (*names, "commit")], rows)
+
+
+def training() -> str:
+    newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for name in ("train.jsonl", "train_mlp_pe.jsonl"):
+        for line in lines_of(name):
+            if line["kind"] == "speed" and line["status"] == "ok":
+                shape = newest.setdefault((line["batch"], line["seq_len"]), {})
+                # NSA's implementations share a column: one kernel choice a line.
+                which = "NSA" if line["attention"] == "nsa" else line["implementation"]
+                shape[line["framework"], which] = line
+    columns = list(dict.fromkeys(key for shape in newest.values() for key in shape))
+    columns.sort(key=lambda key: (key[0] != "torch", key[1] != "NSA", key[1]))
+    rows = []
+    for (batch, seq_len), shape in sorted(newest.items(), key=lambda item: item[0][::-1]):
+        used = dict.fromkeys(shape[c]["commit"][:7] for c in columns if c in shape)
+        cells = [f"{shape[c]['time_ms']:.0f}" if c in shape else MISSING for c in columns]
+        rows.append([f"{batch} x {seq_len}", *cells, ", ".join(used)])
+    names = [
+        f"{which}, {'JAX' if framework == 'jax' else 'torch'}" for framework, which in columns
+    ]
+    return table(["tokens a step", *names, "commit"], rows)
+
+
+TABLES: Mapping[str, Callable[..., str]] = {
+    "attention": attention,
+    "branches": branches,
+    "variants": variants,
+    "counters": counters,
+    "training": training,
+}
+
+
+def filled(text: str, name: str) -> str:
+    """`text` with every table as the records give it; `name`: of the document, for errors.
+
+    Raises:
+      ValueError: a marker names no table, or an option that the table does not have.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        kind, *options = match["what"].split()
+        if kind not in TABLES:
+            raise ValueError(f"{name}: table must be one of {sorted(TABLES)}, got {kind!r}")
+        try:
+            body = TABLES[kind](**dict(option.split("=", 1) for option in options))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: table {match['what']!r}: {error}") from None
+        return f"{match[1]}{body}{match[4]}"
+
+    return MARKER.sub(fill, text)
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    return [path for pattern in DOCUMENTS for path in sorted(root.glob(pattern))]
+
+
+def main(argv: Sequence[str]) -> int:
+    stale = []
+    for path in documents():
+        text = path.read_text()
+        new = filled(text, path.name)
+        if new != text:
+            stale.append(path)
+            if WRITE.value:
+                path.write_text(new)
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'written' if WRITE.value else 'differs'}")
+    return int(bool(stale) and not WRITE.value)
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

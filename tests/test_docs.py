@@ -1,0 +1,104 @@
+"""What the documents say: examples run, links lead somewhere, tables are what the records give."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bench import doc_tables
+
+ROOT = doc_tables.ROOT
+DOCUMENTS = [*doc_tables.documents(), ROOT / "WORKSPACE.md", ROOT / "cloud" / "README.md"]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+EXAMPLES = [path for path in DOCUMENTS if BLOCK.search(path.read_text())]
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def run(text):
+    """What Python says of the blocks of a document, one after the other."""
+    code = "\n".join(BLOCK.findall(text))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=name)
+def test_examples_run(path):
+    done = run(path.read_text())
+    assert not done.returncode, done.stderr
+
+
+def test_an_example_that_fails_is_seen():
+    assert run("```python\nassert 1 + 1 == 3\n```\n").returncode
+
+
+def test_every_document_with_examples_is_run():
+    assert {name(path) for path in EXAMPLES} >= {"README.md", "docs/quickstart.md"}
+
+
+def anchors(text):
+    """Of the headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken(path, text):
+    """The relative links of a document that lead nowhere."""
+    found = []
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = path.parent / target if target else path
+        if not file.exists() or anchor and anchor not in anchors(file.read_text()):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path):
+    assert not broken(path, path.read_text())
+
+
+def test_a_broken_link_is_seen():
+    path = ROOT / "README.md"
+    text = "[a](docs/quickstart.md) [b](docs/none.md) [c](docs/quickstart.md#no-such-heading)"
+    assert broken(path, text) == ["docs/none.md", "docs/quickstart.md#no-such-heading"]
+
+
+@pytest.mark.parametrize("path", doc_tables.documents(), ids=name)
+def test_tables_are_what_the_records_give(path):
+    text = path.read_text()
+    assert doc_tables.filled(text, path.name) == text
+
+
+def test_a_typed_figure_in_a_table_is_seen():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    marker = next(doc_tables.MARKER.finditer(text))
+    figure = re.search(r"\| (\d+\.\d+) \|", marker["body"])
+    start = marker.start("body") + figure.start(1)
+    typed = f"{text[:start]}0.01{text[start + len(figure[1]) :]}"
+    assert doc_tables.filled(typed, "benchmarks.md") == text != typed
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nothing", "table must be one of"),
+        ("attention mode", "attention mode"),
+        ("attention colour=red", "colour"),
+        ("variants kernel=none", "no kernel 'none'"),
+    ],
+)
+def test_markers_that_cannot_be_understood(what, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        doc_tables.filled(f"<!-- table: {what} -->\n<!-- end table -->", "page.md")
+    assert str(raised.value).startswith("page.md: ")

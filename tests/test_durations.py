@@ -1,0 +1,63 @@
+"""Recorded durations: what is slow, which file comes first, what is written."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests import durations
+
+
+@pytest.fixture
+def recorded(monkeypatch, tmp_path):
+    path = tmp_path / "durations.json"
+    monkeypatch.setattr(durations, "FILE", path)
+    monkeypatch.setattr(durations.read, "__defaults__", (path,))
+    path.write_text(json.dumps({"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}))
+    return path
+
+
+class Item:
+    def __init__(self, name):
+        self.nodeid, self.path, self.marks = name, Path(name.split("::")[0]), []
+
+    def add_marker(self, mark):
+        self.marks.append(mark.name)
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+
+def collected(markexpr, *names):
+    """The tests in the order in which they run, and those that are slow."""
+    items = [Item(name) for name in names]
+    durations.pytest_collection_modifyitems(
+        SimpleNamespace(getoption={"markexpr": markexpr}.get), items
+    )
+    return [x.nodeid for x in items], [x.nodeid for x in items if x.marks]
+
+
+NAMES = "c.py::new", "b.py::some", "a.py::short", "a.py::long"
+
+
+def test_what_took_long_is_slow(recorded):
+    assert collected("", *NAMES)[1] == ["a.py::long"]
+
+
+def test_the_longest_file_comes_first(recorded):
+    order, _ = collected("", *NAMES)
+    assert order == ["a.py::short", "a.py::long", "b.py::some", "c.py::new"]
+
+
+def test_what_is_left_out_does_not_count(recorded):
+    order, _ = collected("not slow", *NAMES)
+    assert order == ["b.py::some", "a.py::short", "a.py::long", "c.py::new"]
+
+
+def test_phases_of_a_test_add_up(recorded):
+    recorder = durations.Recorder()
+    for name, seconds in (("a.py::x", 1.0), ("a.py::x", 0.5), ("a.py::y", 0.01)):
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds))
+    recorder.pytest_sessionfinish()
+    assert json.loads(recorded.read_text()) == {"a.py::x": 1.5}
