@@ -57,7 +57,7 @@ def verdict(
         return "FAIL", bad[0].reason.splitlines()[0]
     if judged_by_rows and not any(row.status == "ok" for row in rows):
         if step["status"] == "timeout" or not rows:
-            return "FAIL", step["reason"]
+            return "FAIL", step["reason"] or "the step made no rows"
         return "NOT RUN", rows[0].reason.splitlines()[0]
     if step["status"] != "ok" and not judged_by_rows:
         return "FAIL", step["reason"]
