@@ -1,7 +1,6 @@
 """Automatic choice keeps to a device's thresholds and policy, and says so; names do not."""
 
 import dataclasses
-import logging
 
 import jax.numpy as jnp
 import pytest
@@ -121,6 +120,27 @@ def test_a_branch_alone_counts_queries_and_compile_counts_nothing(device):
     assert chosen(pose("compressed", 0)).implementation == "sdpa"
 
 
+def test_triton_has_a_threshold_of_its_own(device):
+    ampere = pose("selected", config=NSAConfig(num_selected=8))
+    names = [entry.name for entry in torch_dispatch.REGISTRY.table["selected"]]
+    assert names.index("triton") < names.index("fa2")
+
+    def why(**sections):
+        device(**sections)
+        return policy.why_not("triton", ampere)
+
+    assert "not measured on this device" in why(runtime=dict(sel_min_len=512))
+    about = dict(kernel="triton", commits=["c0ffee"])
+    measured = dict(evidence=dict(sel_triton_min_L=about))
+    assert why(runtime=dict(sel_triton_min_L=512, sel_min_len="never"), **measured) is None
+    assert "sel_triton_min_L=1024" in why(runtime=dict(sel_triton_min_L=1024), **measured)
+    device()
+    with policy.overridden(policy.Thresholds(sel_triton_min_L=512), "a flag"):
+        assert policy.why_not("triton", ampere) is None, "whoever gives one has decided"
+    with policy.overridden(policy.Thresholds(sel_min_len=512), "a flag"):
+        assert "not measured" in policy.why_not("triton", ampere)
+
+
 def test_policy_forbids_with_its_reason(device):
     rule = dict(kernel="fa2", steps=["sliding"], allowed=False, reason="too slow")
     path = device(policy=[rule | {"since": "2025-09-04"}])
@@ -173,17 +193,12 @@ def test_flags_override_too(device):
     assert flags.thresholds() == policy.Thresholds()
 
 
-def test_settings_override_too(tmp_path, caplog):
+def test_settings_override_too(tmp_path):
     assert problems.settings("tiny").runtime.thresholds == policy.Thresholds()
     path = tmp_path / "mine.yaml"
     path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
-    with caplog.at_level(logging.WARNING):
-        run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
-    assert run.thresholds == policy.Thresholds("never", 7, 2048)
-    assert "runtime.sel_triton_min_L is called sel_min_len now" in caplog.text
-    path.write_text("runtime: {sel_min_len: 1, sel_triton_min_L: 2048}")
-    with pytest.raises(ValueError, match="both sel_triton_min_L and sel_min_len"):
-        problems.settings(path)
+    run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
+    assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
     for bad in ("-1", "soon", "1.5", "true"):
         path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
         with pytest.raises(ValueError, match="fa2_min_len_win"):

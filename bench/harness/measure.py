@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.harness import cost
+from bench.harness import cost, heartbeat
 from bench.harness.jobs import Job
 from bench.harness.runners import forward, out_of_memory, problem
 from bench.judge.checks import Checker
@@ -19,6 +19,7 @@ def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> 
 
     `library`: the code measured is not ours and may refuse in its own ways.
     """
+    heartbeat.say(name)
     try:
         return take()
     except Exception as error:

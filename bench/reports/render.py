@@ -30,6 +30,7 @@ COLUMNS = (
 )
 NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
+type Over = Literal["dense", "portable", "masked"]
 
 
 def problem_of(record: Record) -> tuple[str, ...]:
@@ -39,11 +40,9 @@ def problem_of(record: Record) -> tuple[str, ...]:
     return tuple(repr(getattr(record, name)) for name in names)
 
 
-def speed_ups(
-    records: Sequence[Record], over: Literal["dense", "portable"] = "dense"
-) -> list[float | None]:
-    """Time of a baseline over the time of each row: of the fastest dense row of its problem,
-    or of the portable path (`sdpa`, `xla`) of its branch.
+def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | None]:
+    """Time of a baseline over the time of each row: of the fastest dense row of its problem, of
+    the portable path (`sdpa`, `xla`) of its branch, or of one SDPA under its whole mask.
 
     None where the row's parity failed or was not judged, where it has no time, or where the
     baseline has none.
@@ -53,11 +52,16 @@ def speed_ups(
         branch = () if over == "dense" else (record.branch,)
         return *problem_of(record), *branch
 
+    names = {"portable": PORTABLE, "masked": ("masked",)}
+
+    def is_base(record):
+        if over == "dense" or record.branch == "dense":
+            return over == record.branch
+        return record.implementation in names[over]
+
     base: dict[tuple[str, ...], float] = {}
     for record in records:
-        dense = record.branch == "dense"
-        wanted = dense if over == "dense" else not dense and record.implementation in PORTABLE
-        if wanted and record.times_ms:
+        if is_base(record) and record.times_ms:
             base[key(record)] = min(record.times_ms[0], base.get(key(record), math.inf))
     found: list[float | None] = []
     for record in records:

@@ -1,8 +1,8 @@
 """Which tiles are fastest: variants of the Mosaic kernels, each beside the heuristic's.
 
-Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the gates and
-sums of the whole forward. It must give what the heuristic's tiles give before it is timed; the
-winner is timed once more in turn with the heuristic, and must gain both times.
+Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the
+gates and sums of the whole forward. It must give what the heuristic's tiles give before it is
+timed; the winner is timed once more in turn with the heuristic, and must gain both times.
 """
 
 import dataclasses
