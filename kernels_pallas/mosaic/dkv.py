@@ -116,7 +116,9 @@ def partials(kernel: Kernel):
             """
             if not spec.single_token:
                 return entries_of_step(refs.query_list, i)
-            GatheredRows(group, interpret).prefetch_entries(refs.query_list, begin + i * per_step, end)
+            GatheredRows(group, interpret).prefetch_entries(
+                refs.query_list, begin + i * per_step, end
+            )
             return ()
 
         def load_step(i, tiles):
