@@ -18,7 +18,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.specs.tile import SMEM_BYTES, Tile, slab_width
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
-from nsa_torch import mosaic as torch_mosaic
+from nsa_torch import torch_ops
 from tests import test_mosaic_compiled
 from tests.cross_compile import compile_report
 from tests.inputs import PAPER, SMALL, Case, problem
@@ -27,8 +27,8 @@ from tests.torch_inputs import on_the_cpu, tensor
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 GROUPS = (1, 2, 3, 5, 6, 8, 10, 16, 64)
-MOVING = ("union_lists", "merged_key_gradient")  # kernels that have sizes of others
-LENGTH = 8192  # so long that tokens may leave their tile to `gathered_attention`
+MOVING = ("tile_block_lists", "dkv_merge")  # kernels that have sizes of others
+LENGTH = 8192  # so long that tiles may be gathered
 
 # (D, Dv, G): each width of keys, each width of values and each group once.
 SAMPLE = (
@@ -43,8 +43,9 @@ SAMPLE = (
     (192, 128, 16),
     (256, 256, 64),
 )
-# The narrowest; the largest odd groups that copies of slabs of 16 and of 32 columns can move.
-BORDERS = ((16, 16, 15), (96, 32, 31))
+# The narrowest; the largest odd groups that copies of slabs of 16 and of 32 columns can move; a
+# group that does not divide the rows of `scores_kq`.
+BORDERS = ((16, 16, 15), (96, 32, 31), (64, 64, 24))
 COPIED = "Only copies transferring a number of bytes divisible by"
 TOO_WIDE = "N must be a multiple of 8 and <= 256, got: 272"  # of wgmma
 # And how compiling it fails.
@@ -123,8 +124,8 @@ def kernels(D=128, Dv=128, G=4, config=PAPER):
         for backward in (False, True):
             for kernel in test_mosaic_compiled.kernels(name, backward):
                 if hasattr(kernel.spec, "D") and kernel.name not in MOVING:
-                    listed = bool(getattr(kernel.spec, "listed", 0))
-                    found[kernel.name, listed] = kernel
+                    gathered = getattr(kernel.spec, "gathered", False)
+                    found[kernel.name, gathered] = kernel
     return list(found.values())
 
 
@@ -132,15 +133,15 @@ def build(shape, index):
     return kernels(*shape)[index]
 
 
-def test_units_of_a_list_can_be_copied():
+def test_gathered_query_tiles_can_be_copied():
     """Three tokens of five heads are 480 bytes a slab, which no copy moves."""
-    kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "listed", 0))
-    assert (kernel.spec.unit, kernel.spec.unit.tokens) == (Tile(5, 16, 32), 4)
+    kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "gathered", False))
+    assert (kernel.spec.query_tile, kernel.spec.query_tile.tokens) == (Tile(5, 16, 32), 4)
     assert launch.lower(kernel)
 
 
 @pytest.mark.slow
-def test_gradients_from_units_with_rows_of_no_token(interpreted):
+def test_gradients_from_query_tiles_with_rows_of_no_token(interpreted):
     case = Case(13, 33, H=5, Hkv=1, D=96, Dv=80, B=1, dtype="bfloat16")
     check_step(problem(case), "selected_attention")
 
@@ -186,7 +187,7 @@ def no_kernel(monkeypatch):
         raise AssertionError("a Mosaic kernel ran")
 
     monkeypatch.setattr(Kernel, "__call__", run)
-    monkeypatch.setattr(torch_mosaic, "launch", run)
+    monkeypatch.setattr(torch_ops, "launch", run)
     with capability.interpreted(True), on_the_cpu(monkeypatch):
         yield
 
