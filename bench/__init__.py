@@ -2,6 +2,10 @@
 
 import os
 
+from nsa_jax import extras
+
+extras.require("bench", "matplotlib", "rich")
+
 # JAX and torch share one GPU here: JAX must not take most of it at its first use.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -2,10 +2,10 @@
 
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
-    python -m bench.compare --framework torch --peers fla
+    python -m bench.compare --framework torch --peers fla --peers fa4
 
-Parity first, then time: a path that is wrong is not timed. The exit status is 1 when a parity
-fails, a path breaks, or a path that was named on the command line refuses.
+Parity first, then time: a path that is wrong is not timed. A path that was named on the
+command line and refuses was not measured, and that is the exit status.
 """
 
 import sys
@@ -16,7 +16,7 @@ from absl import flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness import cli, command, peers, problems, records
+from bench.harness import cli, command, exit_status, peers, problems, records
 from bench.harness.jobs import Job, explanation, jobs, recomputed
 from bench.harness.measure import measure
 from bench.harness.records import Record
@@ -39,11 +39,14 @@ MODE = flags.DEFINE_enum("mode", "forward", ["forward", "fwdbwd"], "What is time
 BRANCHES = flags.DEFINE_multi_enum(
     "branch", list(problems.BRANCHES), problems.BRANCHES, "Only these branches (repeatable)."
 )
+CHOSEN = flags.DEFINE_bool(
+    "chosen", False, "Only what automatic choice takes, not every implementation."
+)
 RECOMPUTE = flags.DEFINE_bool(
     "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
 )
 PEERS = flags.DEFINE_multi_enum(
-    "peers", [], list(peers.NAMES), "Other libraries' NSA beside it, in torch (repeatable)."
+    "peers", [], list(peers.NAMES), "Other libraries beside it, in torch (repeatable)."
 )
 SEQ_LEN = flags.DEFINE_integer(
     "seq_len", None, "Tokens, instead of the config's.", lower_bound=1
@@ -109,6 +112,7 @@ def explain_or_compare(runners, settings) -> int:
             wanted,
             run.on_unsupported,
             branches,
+            chosen=CHOSEN.value,
         )
     ]
     if RECOMPUTE.value:
@@ -120,7 +124,9 @@ def explain_or_compare(runners, settings) -> int:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
             raise ValueError(f"peers need --framework torch or both, got {FRAMEWORK.value}")
-        plan += [(torch, job) for job in peers.jobs(asked(settings, torch), branches)]
+        plan += [
+            (torch, job) for job in peers.jobs(asked(settings, torch), branches, PEERS.value)
+        ]
     if EXPLAIN.value:
         print(explanation(plan))
         return 0
@@ -167,8 +173,11 @@ def compare(plan, settings) -> int:
         for device in {record.device for record in done}:
             kept = [record for record in done if record.device == device]
             records.append(records.folder_of(device) / "compare.jsonl", kept)
-    failed = any(record.status in ("wrong", "error") for record in done)
-    return int(failed or any(job.fails for _, job in plan))
+    beside = [r for r in done if r.branch == "dense"] if len(BRANCHES.value) > 1 else []
+    status = exit_status.of([record for record in done if record not in beside], beside)
+    if status == exit_status.OK and any(job.fails for _, job in plan):
+        return exit_status.NOT_MEASURED
+    return status
 
 
 def _record(runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:

@@ -7,8 +7,9 @@
 `S` counts the tokens in the cache with the new one. `ms_total` is `cached_attention`: it
 appends the token and attends. The branches run by themselves on the same cache: `ms_cmp` is
 compressed attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores`
-without the attention), `ms_win` the sliding window. Dense attention to all of the cache stands
-beside them. In torch on CUDA a CUDA graph replays the step where it can be captured (`graph`).
+without the attention), `ms_win` the sliding window. Times of which a part is longer than the
+whole by more than noise are refused. Dense attention to all of the cache stands beside them. In
+torch on CUDA a CUDA graph replays the step where it can be captured (`graph`).
 
 Reads are key rows, raw or compressed, that one query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
@@ -19,12 +20,12 @@ Reads are key rows, raw or compressed, that one query reads of one key/value hea
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, cost, decode_steps, problems
+from bench.harness import cli, command, cost, decode_steps, problems, timing
 from bench.harness.command import config_of, integers, shown
 from bench.harness.measure import guarded, judged, shape_of, timed
 from bench.harness.records import Record
@@ -53,8 +54,14 @@ LENGTHS = flags.DEFINE_list(
     "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
 )
 FORCE = flags.DEFINE_string(
-    "branch_force_mode", "run", "Only `run`: each branch runs alone.", **_own
+    "branch_force_mode",
+    "run",
+    "run: each branch runs alone; env: the same, and the seed system's NSA_FORCE_BRANCH forces "
+    "no gate.",
+    **_own,
 )
+# By how much a part's 20th percentile may be over the whole's 80th.
+NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 TIMES = {"all": "ms_total", **{branch: f"ms_{name}" for branch, name in PARTS.items()}}
 COLUMNS = ("S", *TIMES.values(), "reads_actual", "reads_expected")
@@ -101,7 +108,8 @@ class Case:
         self.records: dict[str, Record] = {}
 
     def run(self, how: dict[str, Any]) -> None:
-        """Measures every step; the branches first, since the whole is made of them."""
+        """Measures every step; the branches first, since the whole is made of them and cannot
+        be faster than one of them."""
         own = {"status": "unsupported", "reason": self.refusal}
         if not self.refusal:
             own = guarded("selection", self._freeze, library=False)
@@ -109,6 +117,8 @@ class Case:
             found = own or guarded(
                 f"decode {branch}", lambda branch=branch: self._step(branch, how), library=False
             )
+            if branch == "all" and "status" not in found:
+                found |= self._doubt(found)
             self._add(branch, branch, self.labels.get(branch, self.kernel), found)
         for name in self.dense_names:
             found = guarded(
@@ -135,6 +145,22 @@ class Case:
         checker = self.checker if branch == "scores" else self.frozen
         return self._timed(branch, self.cached.step(branch), checker, {}, how)
 
+    def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses the times where a part takes longer than the whole by more than noise, which
+        a few samples do not tell."""
+        enough = timing.MIN_SAMPLES
+        longer = [
+            f"{branch} {part.time_ms:.4g} ms"
+            for branch, part in self.records.items()
+            if part.times_ms
+            and min(part.samples, whole["samples"]) >= enough
+            and part.times_ms[1] > NOISE * whole["p80_ms"]
+        ]
+        if not longer:
+            return {}
+        reason = f"a part takes longer than the whole, {whole['time_ms']:.4g} ms: "
+        return {"status": "error", "reason": reason + ", ".join(longer)}
+
     def _dense(self, name: str, how: dict[str, Any]) -> dict[str, Any]:
         arguments = self.runner.load(self.inputs.arguments("dense"))
         runner = self.runner
@@ -148,16 +174,18 @@ class Case:
         found = judged(checker.check(self.runner, step, branch, arguments), len(checker.rows))
         if "status" in found:
             return found
-        timing, graph = step.timed(how)
+        found_times, graph = step.timed(how)
         shape = shape_of(self.settings, self.inputs)
         done = work(branch, shape, self.config)
-        found |= timed(timing, done, self.runner.device, shape.itemsize)
+        found |= timed(found_times, done, self.runner.device, shape.itemsize)
         return found | {"extra": {"graph": graph}}
 
     def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
         common = command.about(self.runner, self.settings, self.inputs)
         fields = common | {"implementation": label} | found
-        self.records[key] = self.results.add(branch=branch, mode="decode", **fields)
+        self.records[key] = self.results.add(
+            beside=branch == "dense", branch=branch, mode="decode", **fields
+        )
 
     def row(self) -> dict[str, Any]:
         """The line of the CSV file."""
@@ -205,10 +233,12 @@ HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}"
 
 
 def main(argv: Sequence[str]) -> int:
-    if FORCE.value != "run":
+    if FORCE.value == "env":
+        print("branch_force_mode=env: no gate is forced, each branch runs alone", flush=True)
+    elif FORCE.value != "run":
         raise ValueError(
-            "branch_force_mode must be run: to force a gate computes all three branches and "
-            f"times none of them, so each runs alone here; got {FORCE.value!r}"
+            "branch_force_mode must be run or env: to force a gate computes all three branches "
+            f"and times none of them, so each runs alone here; got {FORCE.value!r}"
         )
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"

@@ -20,7 +20,6 @@ A cell shows the newest record of its shape; the column `commit` says which comm
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -52,6 +52,10 @@ import torch
 cuda = torch.cuda.is_available()
 print(torch.cuda.get_device_name() if cuda else "cpu")
 """
+CAPABILITY = """
+import torch
+print(*(torch.cuda.get_device_capability() if torch.cuda.is_available() else ()))
+"""
 BOTH = """
 import torch, jax, jax.numpy as jnp
 x = torch.arange(8.0, device="cuda") + 1
@@ -131,6 +135,12 @@ def device_name() -> str:
     if status:
         raise RuntimeError(f"torch does not say its device: {said.strip()[-2000:]}")
     return said.strip().splitlines()[-1]
+
+
+def is_hopper() -> bool:
+    """Whether the GPU has what the Mosaic kernels need; asked as in `device_name`."""
+    status, said = _python(CAPABILITY)
+    return status == 0 and said.split()[-2:] == ["9", "0"]
 
 
 def _python(program: str) -> tuple[int, str]:

@@ -4,8 +4,8 @@
     python -m bench.indices --framework torch --kernels sdpa --config smallgroup --input text
 
 Not a sample: every query position and key/value head. A row that differs is explained when what
-it gives up is below what float32 resolves of these scores (`bench/judge/selection_shortfall.py`). The exit
-status is 1 when a row is not, and the first such rows are printed.
+it gives up is below what float32 resolves of these scores
+(`bench/judge/selection_shortfall.py`). The first rows that are not explained are printed.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, problems, records
+from bench.harness import cli, exit_status, problems, records
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, forward, out_of_memory, problem
 from bench.judge import selection_shortfall
@@ -198,7 +198,8 @@ def main(argv: Sequence[str]) -> int:
         for device in dict.fromkeys(record.device for record in done):
             kept = [record for record in done if record.device == device]
             records.append(records.folder_of(device) / "indices.jsonl", kept)
-    return int(any(record.status != "ok" for record in done))
+    lacking = any(record.status != "ok" for record in done)
+    return exit_status.of(done) or (exit_status.NOT_MEASURED if lacking else exit_status.OK)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ is what the kernels did, not what a map of the scores says: whether the block of
 the indices that came out for the last query of each key/value head, the weight that selected
 attention gave to the needle (the output where all values are 0 but the needle's), the cosine
 of the whole output and the planted value (`cos`), the mean error beside the float64 reference
-on the last row (`mae`), and the time of the whole attention over all `S` tokens. Exit status:
-1 where the needle is not attended to, or the output is wrong.
+on the last row (`mae`), and the time of the whole attention over all `S` tokens. A needle
+that is not attended to is a wrong result.
 """
 
 import dataclasses
@@ -169,12 +169,13 @@ def main(argv: Sequence[str]) -> int:
     settings = command.settings(FLAGS, config, gpu, seq_len=length)
     inputs = plant(problems.make(settings, "random", FLAGS.seed), position, config)
     results, what = command.Results("needle", FLAGS), job(runner, settings)
-    found = {"status": "unsupported", "reason": what.unsupported}
+    found: dict[str, Any] = {"status": "unsupported", "reason": what.unsupported}
     if not what.unsupported:
         search = Search(runner, settings, inputs, position, what)
         how = command.sampling(FLAGS, gpu)
         found = guarded("needle", lambda: search.run(how), library=False)
-    common = command.about(runner, settings, inputs) | {"implementation": what.label}
+    common: dict[str, Any] = command.about(runner, settings, inputs)
+    common |= {"implementation": what.label}
     record = results.add(branch="all", mode="forward", refused=what.refused, **common | found)
     extra = {"pos": position, "cos": None, **record.extra}
     shown = {"S": length, "pos": position, "cos": extra["cos"], "mae": record.error_mean}

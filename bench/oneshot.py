@@ -1,4 +1,4 @@
-"""Everything once, within a budget: environment, routing, tests, benches, thresholds, report.
+"""Everything once, within a budget: tests, benches, training, thresholds, reports.
 
     python -m bench.oneshot                    # the plan for this device, within 10 minutes
     python -m bench.oneshot --list             # what it would run
@@ -23,7 +23,7 @@ from absl import app, flags
 
 import configs
 from bench import environment
-from bench.harness import cli, process, records
+from bench.harness import cli, heartbeat, process, records
 from bench.harness.process import Result, Step
 
 SCHEMA = 1
@@ -90,10 +90,16 @@ def new_folder(parent: Path, commit: str | None, dirty: bool | None) -> Path:
             return folder.absolute()
 
 
+def template_of(step: Step, hopper: bool) -> str:
+    """The command of a step for this run and this GPU."""
+    return (QUICK.value and step.quick) or (hopper and step.hopper) or step.command
+
+
 class Run:
     """The steps of one run, one after the other, and its summary."""
 
     def __init__(self, plan: Sequence[Step], folder: Path, device: str, about: dict[str, Any]):
+        """`about`: what the summary says besides; `hopper` in it decides between commands."""
         self.plan, self.folder, self.results = plan, folder, list[Result]()
         self.start = time.monotonic()
         self.about = {"schema": SCHEMA, "device": device, **about, "start": records.utc_now()}
@@ -139,7 +145,7 @@ class Run:
 
     def one(self, step: Step) -> Result:
         """What becomes of a step, which runs unless there is a reason against it."""
-        template = (QUICK.value and step.quick) or step.command
+        template = template_of(step, bool(self.about.get("hopper")))
         made = [str(path) for path in sorted(self.folder.glob("*/*.jsonl"))]
         words = {
             "root": str(self.folder),
@@ -162,6 +168,7 @@ class Run:
             return Result(step.name, shown, "skipped", reason=reason)
         before = self.files()
         print(f"{step.name} ...", flush=True)
+        heartbeat.say(step.name)
         limit, budget = min(step.timeout_s, left_s), left_s < step.timeout_s
         result = process.run(step.name, command, self.folder, limit, budget)
         return dataclasses.replace(result, files=tuple(sorted(self.files() - before)))
@@ -211,15 +218,16 @@ def main(argv: Sequence[str]) -> int:
         for name in flag.value:
             if name not in known:
                 raise app.UsageError(f"--{flag.name} must be one of {known}, got {name!r}")
+    hopper = device != "cpu" and any(x.hopper for x in plan) and environment.is_hopper()
     if LIST.value:
         print(f"device: {device}")
         for step in plan:
-            template = (QUICK.value and step.quick) or step.command
+            template = template_of(step, hopper)
             print(f"{step.name}  at most {step.timeout_s:g} s: python -m {template}")
         return 0
     found = records.environment(COMMIT.value)
     folder = new_folder(Path(OUT.value), found["commit"], found["dirty"])
-    about = {**found, "minutes": MINUTES.value, "quick": QUICK.value}
+    about = {**found, "minutes": MINUTES.value, "quick": QUICK.value, "hopper": hopper}
     return Run(plan, folder, device, about).run()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from absl import flags
 
-from bench.harness import cli, cost, problems, records
+from bench.harness import cli, cost, exit_status, problems, records
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, out_of_memory
 from nsa_torch import chunks, fa2, packing
@@ -230,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"device: {runner.device}\n\n{table(done)}\n\nwritten to {lines}")
     if SAVE.value:
         records.append(records.folder_of(runner.device) / "pack.jsonl", done)
-    return int(any(record.status in ("wrong", "error") for record in done))
+    return exit_status.of(done)
 
 
 if __name__ == "__main__":

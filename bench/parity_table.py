@@ -17,11 +17,15 @@ WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")
 
 HEAD = """# Records
 
-One JSON line a measurement, under the device that made it; `bench/harness/records.py` says what the
-fields mean. The table below is made from them by `python -m bench.parity_table --write`: each
-path with the problem on which its largest error uses most of its bound (`bench/judge/parity.py`),
-over all its problems. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
+One JSON line a measurement, under the device that made it; `bench/harness/records.py` says
+what the fields mean. The table below is made from them by
+`python -m bench.parity_table --write`: each path with the problem on which its largest error
+uses most of its bound (`bench/judge/parity.py`), over all its problems. A path of which a row
+fails shows that row. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
 summary, report and page.
+
+Older rows were judged by maximum and mean only: they have no rms and no slope, and the status
+says of how many problems no newer row does. The slope is judged of 10^5 elements or more.
 
 """
 COLUMNS = (
@@ -37,6 +41,9 @@ COLUMNS = (
     "worst",
     "error",
     "bound",
+    "rms",
+    "rms bound",
+    "slope",
     "status",
 )
 
@@ -63,23 +70,49 @@ def table(found: Sequence[Record]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for key, group in sorted(paths(found).items()):
         worst = max(
-            group, key=lambda record: (record.status != "ok", record.bound_share or 0.0)
+            group,
+            key=lambda r: (r.status != "ok", r.error_rms is not None, r.bound_share or 0.0),
         )
-        problems = {(r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input) for r in group}
         groups = sorted({r.H // r.Hkv for r in group})
         cells = (
             *key,
-            str(len(problems)),
+            str(len(set(map(_problem, group)))),
             ", ".join(sorted({r.dtype for r in group})),
             ", ".join(map(str, groups)),
             str(max(r.T for r in group)),
             worst.error_of or "-",
-            "-" if worst.error_max is None else f"{worst.error_max:.2g}",
-            "-" if worst.error_bound is None else f"{worst.error_bound:.2g}",
-            worst.status if worst.status == "ok" else f"{worst.status}: {worst.reason}",
+            *(
+                "-" if error is None else f"{error:.2g}"
+                for error in (
+                    worst.error_max,
+                    worst.error_bound,
+                    worst.error_rms,
+                    worst.error_rms_bound,
+                )
+            ),
+            "-" if worst.slope is None else f"{worst.slope:.5f}",
+            _status(worst, group),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _problem(r: Record) -> tuple:
+    return r.B, r.T, r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
+
+
+def _status(worst: Record, group: Sequence[Record]) -> str:
+    """The worst row's; where all are right, also by which rule."""
+    if worst.status != "ok":
+        return f"{worst.status}: {worst.reason}"
+    if worst.branch == "scores":  # judged by its own rule
+        return "ok"
+    problems = set(map(_problem, group))
+    old = len(problems - {_problem(r) for r in group if r.error_rms is not None})
+    if not old:
+        return "ok"
+    share = "" if old == len(problems) else f", {old} of {len(problems)}"
+    return f"ok{share} by max and mean only"
 
 
 def load(folder: Path = FOLDER) -> list[Record]:

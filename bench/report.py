@@ -24,11 +24,11 @@ from nsa_jax import policy
 FLAGS = flags.FlagValues()
 OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)
 TITLE = flags.DEFINE_string("title", None, "Of the report.", flag_values=FLAGS)
-# The rows of the seed system's report: a branch, the kernel, and the path beside it.
-BESIDE = {
-    "FA-2, sliding": ("sliding", "fa2"),
-    "FA-2, compressed": ("compressed", "fa2"),
-    "selection": ("selected", None),
+# The rows of the seed system's report: a branch, the kernel, and what it is compared with.
+BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
+    "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
+    "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),
+    "selection over the portable path": ("selected", None, "portable"),
 }
 
 
@@ -38,10 +38,10 @@ def markdown(report: Report) -> str:
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
         parts += [f"## {device}", _head(some), "### Parity", _parity(some)]
-        for name, (branch, kernel) in BESIDE.items():
-            lines = _by_length(some, branch, kernel)
+        for name, (branch, kernel, over) in BESIDE.items():
+            lines = _by_length(some, branch, kernel, over)
             if lines:
-                parts += [f"### Speed-up: {name}, over the portable path", "\n".join(lines)]
+                parts += [f"### Speed-up: {name}", "\n".join(lines)]
         decode = [r for r in some if r.mode == "decode"]
         if decode:
             parts += ["### Decode", "\n".join(_decode(decode))]
@@ -50,7 +50,8 @@ def markdown(report: Report) -> str:
         failed = [r for r in some if r.status != "ok"]
         parts += ["### Rows without a time", _failed(failed) or "none"]
     for path, lines in report.training:
-        parts += [f"## Training: {Path(path).name}", curves.markdown(lines, [])]
+        verdicts = curves.verdicts(lines)
+        parts += [f"## Training: {Path(path).name}", curves.markdown(lines, verdicts)]
     parts += ["## Files", "\n".join(f"- `{name}`" for name in map(records.shown, report.files))]
     return "\n\n".join(parts) + "\n"
 
@@ -82,11 +83,14 @@ def _parity(some: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _by_length(some: Sequence[Record], branch: str, kernel: str | None) -> list[str]:
-    """`S=1024: w=512 x1.23, ..`, one line a length, for rows beside the portable path; `L`:
-    selected keys a query, where those were varied."""
+def _by_length(
+    some: Sequence[Record], branch: str, kernel: str | None, over: render.Over
+) -> list[str]:
+    """`S=1024: w=512 x1.23 (..), ..`, one line a length; `L`: selected keys a query, where
+    those were varied. Beside a speed-up over masked SDPA stands that over the portable path."""
     lines: dict[tuple[str, int], list[str]] = {}
-    for r, gain in zip(some, render.speed_ups(some, "portable"), strict=True):
+    gains = (render.speed_ups(some, name) for name in (over, "portable"))
+    for r, gain, portable in zip(some, *gains, strict=True):
         wanted = kernel is None and r.implementation in policy.KERNELS
         if r.branch != branch or gain is None or not (wanted or r.implementation == kernel):
             continue
@@ -95,6 +99,8 @@ def _by_length(some: Sequence[Record], branch: str, kernel: str | None) -> list[
         if what is None:
             what = f"L={config['num_selected'] * config['select_block']} {r.implementation}"
         shape = f"{r.framework} {r.mode} B={r.B} H={r.H}/{r.Hkv} D={r.D}/{r.Dv} {r.dtype}"
+        if over == "masked" and portable is not None:
+            shape = f"x{portable:.2f} over the portable path; {shape}"
         where = ("S" if axis == "tokens" else "L"), at
         lines.setdefault(where, []).append(f"{what} x{gain:.2f} ({shape})".strip())
     return [f"- {name}={at}: {', '.join(cells)}" for (name, at), cells in sorted(lines.items())]
@@ -115,7 +121,10 @@ def _thresholds(known: Sequence[policy.Device]) -> str:
         for name, value in device.thresholds.given().items():
             about = device.evidence.get(name, {})
             rows, margin = about.get("rows", "?"), about.get("margin", "?")
-            lines.append(f"- runtime.{name}: {value} ({rows} rows, margin {margin})")
+            line = f"- runtime.{name}: {value} ({rows} rows, margin {margin})"
+            if device.limit(name) != value:
+                line += f"; {device.limit(name)} over the portable path, which choice keeps to"
+            lines.append(line)
         for rule in device.policy:
             fate = "allowed" if rule.allowed else "not allowed"
             steps = ", ".join(rule.steps)

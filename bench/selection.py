@@ -7,8 +7,9 @@
 `N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
 of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` (the
 seed system's column) is the library's selected attention by what `kernel` names, `ref_ms` the
-portable path, `mae` the kernel's mean error beside the float64 reference. With `--streams k`
-both are k calls on k CUDA streams at once. Both are checked before they are timed.
+portable path, `speedup` the one over the other where `kernel` is a kernel, else nothing, `mae`
+the mean error beside the float64 reference. With `--streams k` both are k calls on k CUDA
+streams at once. Both are checked before they are timed.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, problem
 from bench.judge.checks import Checker
 from nsa_jax import flags as kernel_flags
+from nsa_jax import policy
 from nsa_jax.config import NSAConfig
 
 FLAGS = command.flag_values(frameworks=True, heads=8, groups=1, dk=64, dv=64, l_sel=64)
@@ -179,6 +181,13 @@ def at_once(torch, function, count: int):
     return call
 
 
+def gain(base: Record, fast: Record) -> float | None:
+    """Of a kernel over the portable path; None where no kernel ran."""
+    kernel = fast.implementation in policy.KERNELS
+    over_itself = fast.implementation == base.implementation
+    return speed_up(base, fast) if kernel and not over_itself else None
+
+
 def row(fast: Record, base: Record) -> dict[str, Any]:
     """A line of the CSV file."""
     worst = next((r for r in (fast, base) if r.status != "ok"), fast)
@@ -192,7 +201,7 @@ def row(fast: Record, base: Record) -> dict[str, Any]:
         "streams": extra["streams"],
         "tri_ms": fast.time_ms,
         "ref_ms": base.time_ms,
-        "speedup": speed_up(base, fast),
+        "speedup": gain(base, fast),
         "mae": fast.error_mean,
         "dist": extra["dist"],
         "kernel": fast.implementation,
@@ -269,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
                 found = {"implementation": asked or "auto"} | refused
                 if fits:
                     found = case.measure(asked, on_unsupported, how)
-                pair.append(results.add(**common | found))
+                pair.append(results.add(beside=len(pair) > 0, **common | found))
             rows.append(row(*pair))
             print(line(rows[-1]), flush=True)
     return results.finish(COLUMNS, rows)

@@ -6,7 +6,7 @@
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
-and torch do not agree or NSA ends worse than dense, 3 where a loss or gradient is not finite,
+and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
 and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
 """
 
@@ -20,17 +20,13 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, records
+from bench.harness import cli, command, exit_status, heartbeat, records
 from bench.lm import curves, log, loop, spec, speed, variants
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags
 
-WRONG, DIVERGED, STOPPED = 1, 3, 75  # 75: sysexits.h's "try again"
+WRONG, DIVERGED, STOPPED = exit_status.WRONG, 4, 75  # 75: sysexits.h's "try again"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-# Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
-# small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny
-# model, float32 7e-7, bfloat16 1.3e-2; 3 steps of 125m without a warm-up, float32 5e-5.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 # sequences, tokens a sequence, steps, highest learning rate
 DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
 
@@ -68,7 +64,9 @@ CORPUS = flags.DEFINE_integer(
 TOLERATED = flags.DEFINE_float(
     "tolerance", None, "Of a loss of JAX beside torch's; default by dtype.", **_own
 )
-MARGIN = flags.DEFINE_float("margin", 0.01, "How much worse NSA may end than dense.", **_own)
+MARGIN = flags.DEFINE_float(
+    "margin", curves.MARGIN, "How much worse NSA may end than dense.", **_own
+)
 OUT = flags.DEFINE_string(
     "out", None, "Folder of the results; default: bench/results/<time>.", **_own
 )
@@ -178,12 +176,13 @@ def runs(folder: Path) -> int:
         for run in plan:
             if run.checkpoint() and run.name in ended and ended[run.name].status == "ok":
                 continue
+            heartbeat.say(run.name)
             summary = loop.run(run, stop)
             variants.free()
             if summary.status != "ok":
                 print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
                 return STOPPED if summary.status == "stopped" else DIVERGED
-    tolerance = TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
+    tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
     verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
     curves.plot(log.read(path), folder / "train.png", tolerance)
     _finish(folder, verdicts)
@@ -204,6 +203,7 @@ def throughput(folder: Path) -> int:
                 for dense in variants.DENSE[framework] if every else (DENSE.value,):
                     variant = _variant(framework, task, dense)
                     given = task, Path(scratch), batches, SECONDS.value
+                    heartbeat.say(f"{framework} {task.model.attention} {length}")
                     found = speed.measure(variant, *given)
                     variants.free()
                     log.append(path, [speed.line(variant, task, COMMIT.value, found)])
@@ -211,7 +211,9 @@ def throughput(folder: Path) -> int:
                     shown = " ".join(variant.name.values())
                     print(f"{shown} {length}: {found['status']}", file=sys.stderr)
     _finish(folder, [])
-    return WRONG if "error" in statuses else 0
+    if "error" in statuses:
+        return WRONG
+    return exit_status.OK if "ok" in statuses else exit_status.NOT_MEASURED
 
 
 def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:

@@ -1,15 +1,19 @@
 """From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
 
-    python -m bench.tune_thresholds --records bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
+    python -m bench.tune_thresholds bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
     python -m bench.tune_thresholds --csv fa2.csv --threshold fa2_min_len_win --dry_run
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
 
-A threshold is the smallest recorded length at which the kernel beats the portable path by the
-margin in all rows of that and of every greater length; `never` where there is none. A kernel
-that failed at a length does not win there. Only measurements count: no rows, no threshold.
-Whether choice then switches where the file says is what `--check` finds out (`switch.py`).
+A threshold is the smallest recorded length at which the kernel is faster by the margin in all
+rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
+SDPA under the whole mask, as the seed system asks, and the portable path stands beside it; the
+kernels of the selection are compared with the portable path. A kernel that failed at a length
+does not win there. Only measurements count: no rows, no threshold.
+Whether choice then switches where the file says is what `--check` finds out
+(`tuners/threshold_check.py`).
 """
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -51,9 +55,10 @@ MARGIN = flags.DEFINE_float(
 )
 WANTED = flags.DEFINE_multi_enum(
     "threshold",
+    [],
     list(policy.DECIDES),
-    list(policy.DECIDES),
-    "Only these (repeatable); the others stay as they are in the file.",
+    "Only these (repeatable), which must have rows; default: all that have. The others stay as "
+    "they are in the file.",
     **_own,
 )
 OUT = flags.DEFINE_string("out", None, "Folder of the file; default: configs/devices.", **_own)
@@ -89,8 +94,11 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
     """The sections `runtime` and `evidence` of a device's file.
 
     Raises:
-      ValueError: no measured rows for a threshold that is wanted, or rows of several devices.
+      ValueError: no measured rows for a threshold that is wanted, or for any where none is
+        named, or rows of several devices.
     """
+    if not wanted:
+        wanted = [name for name in policy.DECIDES if found.of(name)] or list(policy.DECIDES)
     if len(found.devices) > 1:
         raise ValueError(f"records of several devices, name one by --device: {found.devices}")
     runtime: dict[str, policy.Length] = {}
@@ -100,14 +108,16 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
         if not pairs:
             branch, kernels = policy.DECIDES[name]
             raise ValueError(
-                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of the "
-                f"portable path (sdpa or xla) on the same problem of the {branch} branch; "
-                f"name the other thresholds by --threshold to do without it"
+                f"no rows for {name}: it needs times of {'/'.join(kernels)} and of "
+                f"{_over(name)} on the same problem of the {branch} branch"
             )
         runtime[name] = threshold(pairs, margin)
         said[name] = {
             "margin": margin,
             "kernel": pairs[0].kernel,
+            "value": runtime[name],
+            "over": pairs[0].over,
+            **_over_portable(pairs, margin),
             "files": sorted({_file(pair) for pair in pairs}),
             "commits": sorted({pair.commit for pair in pairs if pair.commit}),
             "time": max(pair.time for pair in pairs) or None,
@@ -117,6 +127,7 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
                 {
                     "length": pair.length,
                     "speed_up": round(pair.speed_up, 3),
+                    **_beside(pair),
                     "row": f"{_file(pair)}:{pair.where.rpartition(':')[2]}",
                     "problem": pair.problem,
                 }
@@ -124,6 +135,31 @@ def tune(found: Evidence, wanted: Sequence[str], margin: float) -> dict[str, Any
             ],
         }
     return {"runtime": runtime, "evidence": said}
+
+
+def _over(name: str) -> str:
+    """What the kernels of a threshold are compared with, in words."""
+    if policy.DECIDES[name][0] == "selected":
+        return "the portable path (sdpa or xla)"
+    return "masked SDPA (bench.fa2)"
+
+
+def _beside(pair: Pair) -> dict[str, float]:
+    """The second column of a pair that another decides."""
+    if pair.over != threshold_evidence.MASKED or pair.over_portable is None:
+        return {}
+    return {"over_portable": round(pair.over_portable, 3)}
+
+
+def _over_portable(pairs: Sequence[Pair], margin: float) -> dict[str, policy.Length]:
+    """The threshold that the second column would give."""
+    if not all(_beside(pair) or not pair.kernel_ms for pair in pairs):
+        return {}
+    return {
+        "over_portable_path": threshold(
+            [dataclasses.replace(pair, over_ms=pair.portable_ms) for pair in pairs], margin
+        )
+    }
 
 
 def _file(pair: Pair) -> str:
@@ -167,7 +203,13 @@ def report(found: Evidence, tuned: dict[str, Any], margin: float) -> str:
     lines = []
     for name, value in tuned["runtime"].items():
         pairs = found.of(name)
-        lines.append(f"runtime.{name}: {value}  ({len(pairs)} rows, margin {margin:g})")
+        second = "".join(
+            f"; over the portable path {x}" for x in _over_portable(pairs, margin).values()
+        )
+        lines.append(
+            f"runtime.{name}: {value}  ({pairs[0].kernel} over {pairs[0].over}, {len(pairs)} "
+            f"rows, margin {margin:g}{second})"
+        )
         for pair in sorted(pairs, key=lambda p: (p.length, p.speed_up)):
             mark = "wins " if pair.speed_up >= margin else "loses"
             lines.append(f"  {mark} {pair}  [{pair.where}]")

@@ -1,20 +1,28 @@
 """`bench.oneshot` on one GPU of Modal; what it wrote comes back to artifacts/ here.
 
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
-    modal run cloud/modal_app.py --quick
+    GPU=L4 modal run cloud/modal_app.py --quick     # or A100
 
-The container ends when the function returns, and is ended after `TIMEOUT_S`.
+What it may cost is printed before it starts, and what it took after it. The container ends when
+the function returns, and is ended after `TIMEOUT_S`.
 """
 
 import datetime
 import io
+import os
 import subprocess
+import sys
 import tarfile
+import time
 from pathlib import Path
 
 import modal
 
-GPU = "H100!"  # this one, and not a newer one for its price
+sys.path.insert(0, str(Path(__file__).parent))
+import cost
+
+NAME = os.environ.get("GPU", "H100")
+GPU = cost.MODAL_GPUS.get(NAME)
 TIMEOUT_S = 25 * 60
 SOURCES = "/root/native-sparse-attention"
 ROOT = Path(__file__).parents[1]
@@ -31,6 +39,7 @@ image = (
         "&& pip install --requirement requirements.txt"
     )
     .add_local_dir(ROOT, SOURCES, ignore=IGNORED)
+    .add_local_python_source("cost")
 )
 app = modal.App("native-sparse-attention", image=image)
 
@@ -50,10 +59,14 @@ def oneshot(arguments: list[str]) -> tuple[int, bytes]:
 @app.local_entrypoint()
 def main(quick: bool = False, minutes: float = 10.0):
     """Runs it there, unpacks here, and fails where it failed."""
+    hourly = cost.modal_hourly(NAME)
+    print(f"{NAME}: at most ${cost.dollars(hourly, TIMEOUT_S / 60):.2f} for {TIMEOUT_S} s")
     if _git("status", "--porcelain"):
         raise SystemExit("the tree has changes, which the results could not name: commit first")
     arguments = [f"--minutes={minutes}", f"--commit={_git('rev-parse', 'HEAD')}"]
+    start = time.monotonic()
     status, packed = oneshot.remote([*arguments, *(["--quick"] if quick else [])])
+    print(cost.used(hourly, time.monotonic() - start))
     print(f"written to {unpack(packed, ROOT / 'artifacts')}")
     if status:
         raise SystemExit(status)

@@ -9,7 +9,6 @@ into a dataclass. An unknown key is an error, and numbers are read by the type o
 import dataclasses
 import functools
 import json
-import logging
 import re
 import types
 import typing
@@ -19,11 +18,7 @@ from typing import Any
 
 import yaml
 
-log = logging.getLogger(__name__)
-
 FOLDER = Path(__file__).parent
-# The seed system's names of keys, by section.
-ALIASES = {"runtime": {"sel_triton_min_L": "sel_min_len"}}
 
 
 @functools.cache
@@ -58,20 +53,6 @@ def load(name: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path.name} must hold a mapping, got {type(data).__name__}")
-    return _renamed(data, path)
-
-
-def _renamed(data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """`data` with today's names for those of `ALIASES`."""
-    for section, names in ALIASES.items():
-        for old, new in names.items():
-            found = data.get(section)
-            if not isinstance(found, dict) or old not in found:
-                continue
-            if new in found:
-                raise ValueError(f"{path}: {section} has both {old} and {new}, its new name")
-            log.warning("%s: %s.%s is called %s now", path, section, old, new)
-            data = data | {section: {new if k == old else k: v for k, v in found.items()}}
     return data
 
 

@@ -1,4 +1,8 @@
 """Between the frameworks: arrays (`interop.dlpack`) and weights (`interop.weights`).
 
-Nothing is imported here, so that a user of one part does not load the others.
+No part is imported here, so that a user of one does not load the others.
 """
+
+from nsa_jax import extras
+
+extras.require("torch", "torch")

@@ -9,21 +9,26 @@ has the same names, so a path maps to a key by one rule:
   any other               the path with dots   as it is
 
 Dtypes are kept, bfloat16 included; nothing is cast. The file's metadata records what
-`module.hyper_parameters()` returns (names to numbers or words), as JSON.
+`module.hyper_parameters()` returns (names to numbers or words), as JSON. Each attention layer's
+gate and phi stand in the file too (`nsa_jax.layer.KIND_KEY`), as in the torch state_dict.
 """
 
 import json
 import os
 import uuid
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from flax import nnx
+
+from nsa_jax.layer import KIND, KIND_KEY, LayerSpec
+
+if TYPE_CHECKING:  # a torch module is saved and loaded without Flax
+    from flax import nnx
 
 METADATA_KEY = "hyper_parameters"
 
@@ -60,22 +65,32 @@ def load(path: str | Path, module: Module) -> None:
     """Reads the weights in `path` into `module`, in place.
 
     Values go to the device (or sharding) of the parameter they replace. A file without
-    recorded hyper-parameters is taken if its keys, shapes and dtypes fit.
+    recorded hyper-parameters is taken if its keys, shapes and dtypes fit, and if it states the
+    gate and phi of each attention layer, or these were named when the layer was made.
 
     Raises:
-      ValueError: the hyper-parameters, keys, shapes or dtypes differ; the message names the
-        first difference, what was expected and what the file has. The module is unchanged.
+      ValueError: the hyper-parameters, gate, phi, keys, shapes or dtypes differ; the message
+        names the first difference, what was expected and what the file has. The module is
+        unchanged.
     """
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}
+    recorded = json.loads(metadata.get(METADATA_KEY, "{}"))
     if METADATA_KEY in metadata:
-        recorded = json.loads(metadata[METADATA_KEY])
         _check_hyper_parameters(path, module.hyper_parameters(), recorded)
+    for key, spec in _layers(module).items():
+        if key in tensors:
+            spec.check_kind(f"{path}: {key}", bytes(tensors[key].tolist()))
+        elif not recorded.keys() >= set(KIND):
+            spec.check_kind(f"{path}: {key}", None)
+        tensors[key] = _kind(spec)
     _check_tensors(path, _tensors(module), tensors)
     if isinstance(module, torch.nn.Module):
         module.load_state_dict(tensors)
         return
+    from flax import nnx
+
     loaded = [
         (steps, param.replace(_to_nnx(steps, tensors[_key(steps)], param.get_value())))
         for steps, param in _params(module)
@@ -112,18 +127,49 @@ def _tensors(module: Module) -> dict[str, torch.Tensor]:
     """The module's weights as they stand in the file."""
     if isinstance(module, torch.nn.Module):
         return {key: value.contiguous() for key, value in module.state_dict().items()}
+    tensors = {key: _kind(spec) for key, spec in _layers(module).items()}
+    for steps, param in _params(module):
+        tensors[_key(steps)] = _from_nnx(steps, param.get_value())
+    return tensors
+
+
+def _layers(module: Module) -> dict[str, LayerSpec]:
+    """The attention layers in `module`, each by the key that states its gate and phi."""
+    if isinstance(module, torch.nn.Module):
+        keys = module.state_dict().keys()
+        found = {
+            _join(name, KIND_KEY): getattr(layer, "spec", None)
+            for name, layer in module.named_modules()
+        }
+        return {k: x for k, x in found.items() if k in keys and isinstance(x, LayerSpec)}
+    from flax import nnx
+
+    from nsa_jax.nn import NSAAttention
+
     return {
-        _key(steps): _from_nnx(steps, param.get_value()) for steps, param in _params(module)
+        _join(*map(str, steps), KIND_KEY): layer.spec
+        for steps, layer in nnx.iter_graph(module)
+        if isinstance(layer, NSAAttention)
     }
 
 
-def _params(module: Module) -> nnx.FlatState:
+def _kind(spec: LayerSpec) -> torch.Tensor:
+    return torch.tensor(list(spec.kind()), dtype=torch.uint8)
+
+
+def _params(module: Module) -> "nnx.FlatState":
+    from flax import nnx
+
     return nnx.to_flat_state(nnx.state(module, nnx.Param))
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
 
 
 def _key(steps: tuple[Any, ...]) -> str:
     *parents, name = map(str, steps)
-    return ".".join([*parents, "weight" if name == "kernel" else name])
+    return _join(*parents, "weight" if name == "kernel" else name)
 
 
 def _is_matrix(name: str, steps: tuple[Any, ...], array: np.ndarray | jax.Array) -> bool:

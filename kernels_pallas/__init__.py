@@ -16,6 +16,7 @@ KERNELS: dict[tuple[str, str], Callable[[Any], str | None]] = {
     ("mosaic", "scores"): mosaic.why_not,
     ("mosaic", "selected"): mosaic.why_not,
     ("mosaic", "sliding"): mosaic.why_not,
+    ("mosaic", "attention"): mosaic.why_not,  # all steps at once
     ("triton", "selected"): triton.why_not,
 }
 

@@ -1,8 +1,8 @@
 """Which tiles a kernel uses: those measured for its shape on this device, else its heuristic.
 
-`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry a kernel and
-`Shape`, with the measurement that chose it. Only an exact match counts. It is read when a
-kernel is built; a file that cannot be understood is an error, a missing one is not.
+`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry for each
+kernel and `Shape`, with the measurement that chose it. Only an exact match counts. The file is
+read when a kernel is built; one that cannot be understood is an error, a missing one is not.
 """
 
 import contextlib
@@ -13,10 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 import configs
-from kernels_pallas.mosaic import capability
 
 SCHEMA = 1
 FOLDER = configs.FOLDER / "tiles"
@@ -88,7 +85,7 @@ def forced(**tiles: Mapping[str, int]) -> Iterator[None]:
 def tiles_of(
     kernel: str,
     query: Any,
-    xp: Any,
+    device: str | None,
     *,
     kv_heads: int,
     keys: int,
@@ -99,7 +96,8 @@ def tiles_of(
     """The tiles of `kernel`, integers by the names of its static part's fields.
 
     Args:
-      query: `[B, T, H, D]`, an array of `xp`, `jax.numpy` or `torch`.
+      query: `[B, T, H, D]`; its shape and dtype are read.
+      device: what the driver calls the GPU that the kernel runs on; None: no GPU.
       keys: how many it walks over: keys, compressed tokens or blocks.
       config: the `NSAConfig`.
       otherwise: the heuristic; None: the defaults of the static part.
@@ -109,7 +107,7 @@ def tiles_of(
     """
     given = (_forced.get() or {}).get(kernel)
     if given is None:
-        given, device = {}, device_of(query, xp)
+        given = {}
         measured = {} if device is None else table(configs.slug(device))
         if measured:
             _, queries, heads, width = query.shape
@@ -119,35 +117,6 @@ def tiles_of(
             shape = Shape.of(kernel, dtype=dtype, config=config, **sizes)
             given = measured.get(shape, {})
     return {**(otherwise or {}), **given}
-
-
-def device_of(x: Any, xp: Any) -> str | None:
-    """What the driver calls the GPU that kernels on `x` run on, or None; `xp` is `jax.numpy`
-    (its default device counts) or `torch` (the tensor's)."""
-    if isinstance(x, jax.Array):
-        return jax_device()
-    if capability.interpret.get():
-        return None
-    return cuda_name(xp, x.device.index) if x.device.type == "cuda" else None
-
-
-def jax_device() -> str | None:
-    """What the driver calls JAX's default device where that is a GPU, or None."""
-    if capability.interpret.get():
-        return None
-    device = jax.config.jax_default_device or jax.devices()[0]
-    device = jax.devices(device)[0] if isinstance(device, str) else device
-    return device.device_kind if device.platform in ("gpu", "cuda") else None
-
-
-def cuda_name(torch: Any, index: int | None) -> str:
-    """What the driver calls the GPU with this index."""
-    return _cuda_name(torch, index)
-
-
-@functools.cache
-def _cuda_name(torch, index):
-    return torch.cuda.get_device_name(index)
 
 
 @functools.cache

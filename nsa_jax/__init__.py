@@ -1,18 +1,28 @@
-"""Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_jax.types`."""
+"""Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_jax.types`.
 
-from nsa_jax.api import (
-    attention,
-    compress,
-    compressed_attention,
-    explain,
-    select_blocks,
-    selected_attention,
-    sliding_attention,
-)
-from nsa_jax.cache import NSACache, cached_attention, init_cache
-from nsa_jax.compress import MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+Names are imported when they are first asked for: `import nsa_jax` imports no JAX, so that
+`nsa_torch` can share what needs none.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nsa_jax import debug as debug
+    from nsa_jax import nn as nn
+    from nsa_jax.api import (
+        attention,
+        compress,
+        compressed_attention,
+        explain,
+        select_blocks,
+        selected_attention,
+        sliding_attention,
+    )
+    from nsa_jax.cache import NSACache, cached_attention, init_cache
+    from nsa_jax.compress_params import MLPParams, PoolParams
+    from nsa_jax.config import NSAConfig
+    from nsa_jax.types import Branches
 
 __all__ = [
     "Branches",
@@ -30,3 +40,29 @@ __all__ = [
     "selected_attention",
     "sliding_attention",
 ]
+
+_MODULES = ("debug", "nn")
+# Where a public name is, if not in `nsa_jax.api`.
+_HOMES = {
+    "Branches": "types",
+    "MLPParams": "compress_params",
+    "NSACache": "cache",
+    "NSAConfig": "config",
+    "PoolParams": "compress_params",
+    "cached_attention": "cache",
+    "init_cache": "cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
+    globals()[name] = found = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -9,16 +9,15 @@ names the argument, what was expected and what came) and `NotImplementedError` w
 implementation cannot run the problem.
 """
 
-import importlib
-
 import jax
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import branches, debug, validate
-from nsa_jax.compress import CompressParams
-from nsa_jax.compress import compress as compress_windows
+from nsa_jax.compression import CompressParams
+from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import REGISTRY, Plan, problem_of
+from nsa_jax.dispatch import REGISTRY, Plan
+from nsa_jax.jax_problem import problem_of
 from nsa_jax.types import Branches
 
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
@@ -105,33 +104,30 @@ def attend(
     plan = _plan(
         query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
     )
-    where = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
+    rest = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
     compressed_key, compressed_value = compressed
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    fused = {choice.implementation for choice in plan} == {"mosaic"}
-    if fused and not debug.stepwise(debug.JAX, query, key, value, gates, compressed):
-        whole = importlib.import_module("nsa_jax.mosaic").attention
-        whole = debug.watch(debug.JAX, "all", "mosaic", whole)
-        if block_indices is not None:
-            validate.indices(block_indices, query, key.selected, config)
-        tensors = query, key, value, gates, compressed, block_indices
-        return whole(*tensors, **where, recompute=recompute)
+    if block_indices is not None:
+        validate.indices(block_indices, query, key.selected, config)
+    arrays = query, key, value, gates, compressed
+    if plan.attention is not None and not debug.stepwise(debug.JAX, *arrays):
+        return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
-        block_indices = plan.scores.load()(query, compressed_key, **where)
-    validate.indices(block_indices, query, key.selected, config)
+        block_indices = plan.scores.load()(query, compressed_key, **rest)
+        validate.indices(block_indices, query, key.selected, config)
 
     def by_branch(query, key, value, gates, compressed):
-        chosen = key.selected, value.selected, block_indices
+        selected = key.selected, value.selected, block_indices
         outputs = Branches(
-            plan.compressed.load()(query, *compressed, **where)[0],
-            plan.selected.load()(query, *chosen, **where)[0],
-            plan.sliding.load()(query, key.sliding, value.sliding, **where)[0],
+            plan.compressed.load()(query, *compressed, **rest)[0],
+            plan.selected.load()(query, *selected, **rest)[0],
+            plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
         )
         return debug.watch(debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
     if recompute:
         by_branch = jax.checkpoint(by_branch)
-    return by_branch(query, key, value, gates, compressed)
+    return by_branch(*arrays)
 
 
 def compress(
@@ -145,7 +141,7 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_jax.compress`).
+      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_jax.compress_params`).
       segment_ids: `[B, S]`; the tokens of all sequences then stand in the order of their first
         token, without gaps, zeros in the slots left over.
 

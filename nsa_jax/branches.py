@@ -7,6 +7,7 @@ and the sliding branch slices the band that its chunk can see. Each returns the 
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from nsa_jax import geometry
@@ -15,10 +16,9 @@ from nsa_jax.numerics import grouped, logits_of, precision_of, scale_of, softmax
 
 
 def _rows(out, lse, query):
-    """`[B, Q, Hkv, G, Dv]` and `[B, Hkv, G, Q]` as the public shapes."""
-    batch, length, heads, _ = query.shape
-    out = out.reshape(batch, length, heads, out.shape[-1]).astype(query.dtype)
-    return out, lse.transpose(0, 3, 1, 2).reshape(batch, length, heads)
+    """The heads of all groups side by side: the public shapes."""
+    out = rearrange(out, "b q k g d -> b q (k g) d").astype(query.dtype)
+    return out, rearrange(lse, "b k g q -> b q (k g)")
 
 
 def _attend(query, key, value, seen, scale):
@@ -49,7 +49,7 @@ def compressed_attention(
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
     batch, length, heads, _ = query.shape
     count = compressed_key.shape[1]
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=length if kv_len is None else kv_len,
@@ -83,7 +83,7 @@ def selected_attention(
     batch, length, _, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     size = config.select_block
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=num_keys if kv_len is None else kv_len,
@@ -112,21 +112,20 @@ def selected_attention(
         seen = (token >= first[..., None]) & (token <= last[..., None])
         seen &= (indices >= 0)[..., None]  # [B, Q, Hkv, n, l']
         keys, values = (gather(x, slice_at).astype(query.dtype) for x in (key, value))
-        merge = (*indices.shape[:3], -1)
+        keys, values = (rearrange(x, "b q k n l d -> b q k (n l) d") for x in (keys, values))
         logits = jnp.einsum(
             "bqkgd,bqksd->bkgqs",
             grouped(query, key),
-            keys.reshape(*merge, width),
+            keys,
             precision=precision_of(query.dtype),
             preferred_element_type=wide(query.dtype),
         )
         logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
-        seen = seen.reshape(merge).transpose(0, 2, 1, 3)[:, :, None]
-        probs, lse = softmax(logits, seen)
+        probs, lse = softmax(logits, rearrange(seen, "b q k n l -> b k 1 q (n l)"))
         out = jnp.einsum(
             "bkgqs,bqksd->bqkgd",
             probs.astype(query.dtype),
-            values.reshape(*merge, value.shape[-1]),
+            values,
             precision=precision_of(query.dtype),
             preferred_element_type=wide(query.dtype),
         )
@@ -142,7 +141,7 @@ def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=Non
     """The last `window` keys of the sequence, the query's own included."""
     batch, length, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch,
         length,
         kv_len=num_keys if kv_len is None else kv_len,

@@ -14,7 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import api, validate
-from nsa_jax.compress import CompressParams, apply_phi
+from nsa_jax.compress_params import CompressParams
+from nsa_jax.compression import apply_phi
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 
@@ -98,7 +99,7 @@ def cached_attention(
     Args:
       query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
-      compress_params: of the keys and of the values (`nsa_jax.compress`).
+      compress_params: of the keys and of the values (`nsa_jax.compress_params`).
 
     Raises:
       ValueError: bad shapes, or more tokens than the capacity.

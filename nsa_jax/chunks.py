@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from nsa_jax.numerics import wide
@@ -88,11 +89,10 @@ def _split(tree, count):
         fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
         pad = [(0, 0), (0, count * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, pad, constant_values=fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+        return rearrange(x, "b (c q) ... -> c b q ...", c=count)
 
     return jax.tree.map(split, tree)
 
 
 def _join(x, length):
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+    return rearrange(x, "c b q ... -> b (c q) ...")[:, :length]

@@ -35,7 +35,7 @@ ARGUMENTS = {
     "selected": ("query", "key", "value", "block_indices"),
     "sliding": ("query", "key", "value"),
     "combine": ("outputs", "gates"),
-    "all": ("query", "key", "value", "gates", "compressed", "block_indices"),
+    "attention": ("query", "key", "value", "gates", "compressed", "block_indices"),
 }
 SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 # The reference is dense: some arrays [B, H, T, S] in float32 beside each other.
@@ -109,11 +109,18 @@ def watched(backend: Backend, registry, chosen):
     """The `Plan` with functions that tell what they do."""
 
     def load(choice):
-        entries = {entry.name: entry for entry in registry.table[choice.branch]}
-        oracle = entries["reference"].load if "reference" in entries else None
-        return watch(backend, choice.branch, choice.implementation, choice.load(), oracle)
+        step, name = choice.branch, choice.implementation
+        return watch(backend, step, name, choice.load(), oracle_of(registry, step))
 
-    return type(chosen)(*(dataclasses.replace(x, load=lambda x=x: load(x)) for x in chosen))
+    choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
+    told = {x.branch: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
+    return dataclasses.replace(chosen, **told)
+
+
+def oracle_of(registry, step: str) -> Callable[[], Callable] | None:
+    """What loads the reference of `step`, if there is one."""
+    entry = registry.entry(step, "reference")
+    return None if entry is None else entry.load
 
 
 def watch(

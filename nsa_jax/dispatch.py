@@ -3,19 +3,19 @@
 An implementation named by the caller never falls back. Automatic choice walks the order and
 takes the first that does not refuse, and that the device's thresholds and policy do not keep
 back (`policy.py`); the refusals travel with the choice.
+
+The step `attention` is all steps at once. An implementation of it runs where the choice of
+every single step has its name.
 """
 
 import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import jax
-
 import kernels_pallas
-from kernels_pallas import tiles
 from nsa_jax import policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 type OnUnsupported = Literal["error", "fallback"]
 
 STEPS = ("compressed", "scores", "selected", "sliding")
+WHOLE = "attention"  # the step that is all of them
 
 
 class Problem(NamedTuple):
@@ -46,15 +47,24 @@ class Problem(NamedTuple):
     capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
     strided: str | None = None  # which tensor should lie in memory in another way, and how
     device: str | None = None  # the GPU, as its driver calls it
+    requires_grad: bool = False  # whether a backward pass may follow
+    cached: bool = False  # whether the keys are a cache, whose lengths the device knows
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """A way to compute one step; `target` is `module:function`, imported when it is called."""
+    """A way to compute one step.
+
+    Attributes:
+      target: `module:function`, imported when it is called.
+      why_not: why it cannot run a problem, or None.
+      compresses: of the step `attention`: whether it makes compressed tokens that are None.
+    """
 
     name: str
     target: str
     why_not: Callable[[Problem], str | None] = lambda problem: None
+    compresses: bool = False
 
     def load(self) -> Callable:
         module, function = self.target.split(":")
@@ -75,29 +85,60 @@ class Choice:
         return f"{self.branch}: {self.implementation}" + (f" ({why})" if why else "")
 
 
-class Plan(NamedTuple):
-    """The choice of every step of one call; prints as one line a step."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The choice of every step of one call; prints as one line a step.
+
+    Attributes:
+      attention: what runs all steps at once, or None: they run one by one.
+      apart: why each implementation of all steps does not run.
+    """
 
     compressed: Choice
     scores: Choice
     selected: Choice
     sliding: Choice
+    attention: Choice | None = None
+    apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Choice]:
+        """The choice of every single step, in the order of `STEPS`."""
+        return (getattr(self, step) for step in STEPS)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self))
+        whole = self.attention
+        if whole is None:
+            why = "".join(f"; not {name}: {why}" for name, why in self.apart.items())
+            whole = f"{WHOLE}: step by step" + (f" ({why[2:]})" if why else "")
+        return "\n".join(map(str, (*self, whole)))
 
 
 class Registry:
-    """Implementations of each step in the order in which automatic choice tries them."""
+    """Implementations of each step in the order in which automatic choice tries them.
 
-    def __init__(self, framework: str, table: Mapping[str, tuple[Implementation, ...]]):
+    Args:
+      table: by step; `attention` may be missing.
+      elsewhere: names that other frameworks have, and why this one has not.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        table: Mapping[str, tuple[Implementation, ...]],
+        elsewhere: Mapping[str, str] | None = None,
+    ):
         self.framework = framework
         self.table = dict(table)
+        self.elsewhere = dict(elsewhere or {})
 
     def names(self, branch: str | None = None) -> tuple[str, ...]:
         """Known implementations of `branch` (of any), in order."""
         rows = [self.table[branch]] if branch else self.table.values()
         return tuple(dict.fromkeys(entry.name for row in rows for entry in row))
+
+    def entry(self, step: str, name: str) -> Implementation | None:
+        """The implementation of `step` called `name`, if there is one."""
+        return next((x for x in self.table.get(step, ()) if x.name == name), None)
 
     def choose(
         self,
@@ -115,14 +156,14 @@ class Registry:
         entries = {entry.name: entry for entry in self.table[problem.branch]}
         refused: dict[str, str] = {}
         if name is not None and name != "auto":
-            if name not in self.names():
-                raise ValueError(
-                    f"implementation must be one of {self.names()} or None, got {name!r}"
-                )
+            known = (*self.names(), *self.elsewhere)
+            if name not in known:
+                raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
             if name in entries:
                 reason = entries[name].why_not(problem)
             else:
-                reason = f"no {name} implementation of {problem.branch} here"
+                reason = f"{self.framework} has no {name} implementation of this step"
+                reason = self.elsewhere.get(name, reason)
             if reason is None:
                 return Choice(problem.branch, name, {}, entries[name].load)
             if on_unsupported == "error":
@@ -158,16 +199,41 @@ class Registry:
         branches is meant for them too, where it has scores at all.
         """
         at = {step: problem._replace(branch=step) for step in STEPS}
+        at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
         if step is not None:
             names = dict.fromkeys(STEPS) | {step: implementation}
-            return Plan(*(self.choose(at[x], names[x], on_unsupported) for x in STEPS))
+            choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
+            return self._planned(problem, choices)
         names = Branches.each(implementation)._asdict()
         scoring = {entry.name: entry for entry in self.table["scores"]}
         own = scoring.get(names["selected"])
         strict = isinstance(implementation, str) and own is not None
         able = own is not None and own.why_not(at["scores"]) is None
         names["scores"] = names["selected"] if strict or able else None
-        return Plan(*(self.choose(at[step], names[step], on_unsupported) for step in STEPS))
+        choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
+        return self._planned(problem, choices)
+
+    def _planned(self, problem: Problem, choices: Sequence[Choice]) -> Plan:
+        """The plan of these choices, with what runs all of them at once."""
+        compressed, scores, selected, sliding = choices
+        whole, apart = self._whole(problem._replace(branch=WHOLE), choices)
+        return Plan(compressed, scores, selected, sliding, whole, apart)
+
+    def _whole(
+        self, problem: Problem, choices: Sequence[Choice]
+    ) -> tuple[Choice | None, dict[str, str]]:
+        """What runs all steps at once, and why not each implementation before it."""
+        refused = dict[str, str]()
+        for entry in self.table.get(WHOLE, ()):
+            other = next((x for x in choices if x.implementation != entry.name), None)
+            if other is not None:
+                reason = f"{other.branch} runs on {other.implementation}"
+            else:
+                reason = entry.why_not(problem)
+            if reason is None:
+                return Choice(WHOLE, entry.name, {}, entry.load), refused
+            refused[entry.name] = reason
+        return None, refused
 
 
 @functools.cache
@@ -180,11 +246,10 @@ def kernel(name: str, target: str) -> Implementation:
     return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))
 
 
-def _table(step: str, function: str) -> tuple[Implementation, ...]:
+def _table(function: str) -> tuple[Implementation, ...]:
     name = function.split(":")[1]
     return (
         kernel("mosaic", f"nsa_jax.mosaic:{name}"),  # built for Hopper
-        kernel("triton", f"nsa_jax.triton:{name}"),  # none yet: it refuses
         Implementation("xla", f"nsa_jax.{function}"),  # any device, memory bounded
         Implementation("reference", f"nsa_jax.reference:{name}"),
     )
@@ -193,40 +258,11 @@ def _table(step: str, function: str) -> tuple[Implementation, ...]:
 REGISTRY = Registry(
     "jax",
     {
-        "compressed": _table("compressed", "branches:compressed_attention"),
-        "scores": _table("scores", "select:select_blocks"),
-        "selected": _table("selected", "branches:selected_attention"),
-        "sliding": _table("sliding", "branches:sliding_attention"),
+        "compressed": _table("branches:compressed_attention"),
+        "scores": _table("select:select_blocks"),
+        "selected": _table("branches:selected_attention"),
+        "sliding": _table("branches:sliding_attention"),
+        WHOLE: (kernel("mosaic", "nsa_jax.mosaic:attention"),),
     },
+    {"triton": "is called from torch only, got jax"},
 )
-
-
-def capability() -> tuple[int, int] | None:
-    """The compute capability of JAX's first device, or None where that is no NVIDIA GPU."""
-    version = str(getattr(jax.devices()[0], "compute_capability", ""))
-    major, _, minor = version.partition(".")
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-
-
-def problem_of(
-    query, kv_heads: int, num_keys: int, value_width: int, config: NSAConfig, packed: bool
-) -> Problem:
-    """The problem that `query` [B, T, H, D] poses on the default JAX backend."""
-    batch, length, heads, width = query.shape
-    return Problem(
-        framework="jax",
-        branch="",
-        platform=jax.default_backend(),
-        capability=capability(),
-        dtype=str(query.dtype),
-        B=batch,
-        T=length,
-        S=num_keys,
-        H=heads,
-        Hkv=kv_heads,
-        D=width,
-        Dv=value_width,
-        packed=packed,
-        config=config,
-        device=tiles.jax_device(),
-    )

@@ -68,7 +68,8 @@ def on_unsupported() -> OnUnsupported:
 
 
 def thresholds() -> policy.Thresholds:
-    """The values of `--fa2_min_len_win`, `--fa2_min_len_cmp` and `--sel_min_len`."""
+    """The values of `--fa2_min_len_win`, `--fa2_min_len_cmp`, `--sel_min_len` and
+    `--sel_triton_min_L`."""
     return policy.Thresholds(**{name: flag.value for name, flag in _THRESHOLDS.items()})
 
 

@@ -1,6 +1,6 @@
 """Where each query stands: in its sequence, in the key array, in the compressed array."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +10,42 @@ from jaxtyping import Array, Int
 from nsa_jax.config import NSAConfig
 
 
-class Positions(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class QueryLayout:
     """One entry a query. Key index `k` belongs to local position `k - key_start`."""
 
     position: Int[Array, "B T"]  # in its own sequence; -1: padding, sees nothing
     key_start: Int[Array, "B T"]  # key index of the sequence's first token
-    compressed_start: Int[Array, "B T"]  # slot of the sequence's first compressed token
+    compressed_start: Int[Array, "B T"]  # index of the sequence's first compressed token
     first_key: Int[Array, " B"]  # key index of query 0
+    packed: bool  # whether sequences may begin at any key
+    padded: bool  # whether some queries may be padding
 
 
-def positions(
+def query_layout(
     batch: int,
     num_queries: int,
     *,
     kv_len: "int | Int[Array, ''] | Int[Array, ' B']",
     segment_ids: "Int[Array, 'B S'] | None",
     config: NSAConfig,
-) -> Positions:
-    """Positions of the last `num_queries` tokens of `kv_len` (or of the packed row)."""
+) -> QueryLayout:
+    """That of the last `num_queries` tokens of `kv_len` (or of the packed row)."""
     if segment_ids is not None:
         kv_len = segment_ids.shape[1]
     first = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32) - num_queries, (batch,))
     index = first[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
     if segment_ids is None:
         start = jnp.zeros_like(index)
-        return Positions(index, start, start, first)
+        padded = not isinstance(kv_len, int) or kv_len < num_queries
+        return QueryLayout(index, start, start, first, packed=False, padded=padded)
     position, window = _packed(segment_ids, config)
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
     start = jnp.arange(kv_len, dtype=jnp.int32) - jnp.maximum(position, 0)
     slot = jax.vmap(lambda row, at: row[at])(before, start)
     tail = slice(kv_len - num_queries, None)
-    return Positions(position[:, tail], start[:, tail], slot[:, tail], first)
+    arrays = position[:, tail], start[:, tail], slot[:, tail], first
+    return QueryLayout(*arrays, packed=True, padded=True)
 
 
 def _packed(segment_ids, config):

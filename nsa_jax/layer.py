@@ -1,12 +1,27 @@
 """What an NSA attention layer is, in the seed system's words, for both frameworks' modules."""
 
 import dataclasses
+import json
 from typing import Any
 
 from nsa_jax.config import NSAConfig
 
 PHI = ("avg", "mlp", "mlp_pe")
 GATES = ("sigmoid", "softmax")
+
+# What a layer's weights alone do not tell. A checkpoint states it under this key of torch's
+# state_dict: `KIND_BYTES` bytes of JSON, the same number for every layer, as uint8.
+KIND = ("gate", "phi")
+KIND_KEY = "_extra_state"
+KIND_BYTES = 64
+
+
+class Unnamed(str):
+    """A default that the caller did not name: equal to the word, told apart by its type."""
+
+
+DEFAULT_PHI = Unnamed("avg")
+DEFAULT_GATE = Unnamed("sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +60,9 @@ class LayerSpec:
     l_sel: int = 64
     n_sel: int = 16
     w: int = 512
-    phi: str = "avg"
+    phi: str = DEFAULT_PHI
     phi_hidden: int | None = None
-    gate: str = "sigmoid"
+    gate: str = DEFAULT_GATE
     gate_hidden: int | None = None
     gate_temp: float = 1.0
     rope_base: float = 10000.0
@@ -95,4 +110,40 @@ class LayerSpec:
     def as_dict(self) -> dict[str, Any]:
         """The values that differ from None, for a checkpoint's metadata."""
         values = dataclasses.asdict(self)
+        values |= {name: str(values[name]) for name in KIND}
         return {name: value for name, value in values.items() if value is not None}
+
+    def kind(self) -> bytes:
+        """Gate and phi as a checkpoint states them."""
+        values = self.as_dict()
+        text = json.dumps({name: values[name] for name in KIND})
+        return text.ljust(KIND_BYTES).encode()
+
+    def check_kind(self, key: str, stated: bytes | None) -> None:
+        """That the weights of a checkpoint are of a layer with this gate and this phi.
+
+        Args:
+          key: where the checkpoint states it; named in the message.
+          stated: as `kind` of the layer that was saved; None: the checkpoint does not say
+            (the seed system's do not), and its weights are taken if the caller named both.
+
+        Raises:
+          ValueError: gate or phi differ, or nobody says what they are.
+        """
+        if stated is None:
+            missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
+            if missing:
+                raise ValueError(
+                    f"{' and '.join(missing)} must be named when the layer is made, to load "
+                    f"weights that do not say theirs, got no key {key!r} in the checkpoint "
+                    f"(the seed system's layers have gate='softmax')"
+                )
+            return
+        found = json.loads(stated)
+        for name in KIND:
+            ours, theirs = getattr(self, name), found.get(name, "no such name")
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} must be {str(ours)!r} as in the module, got {theirs!r} in the "
+                    f"checkpoint ({key})"
+                )

@@ -1,50 +1,21 @@
 """The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients.
 
-Arguments are those of `branches.py` and `select.py`. For the backward pass each branch's own
-output and log-sum-exp are kept, and the selection.
+The steps themselves are `mosaic_forward`, `mosaic_backward` and `mosaic_attention`; here are
+the transforms around them. Arguments are those of `branches.py` and `select.py`. For the
+backward pass each branch's own output and log-sum-exp are kept, and the selection.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.mosaic.operands import slab_width
-from nsa_jax import geometry, mosaic_backward, select
-from nsa_jax.mosaic_forward import Framework
+from kernels_pallas.specs.tile import slab_width
+from nsa_jax import geometry, mosaic_attention, mosaic_backward, mosaic_forward, select
+from nsa_jax.array_ops import zero_padding
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_jax.mosaic_attention import Inputs, Residuals
 from nsa_jax.types import Branches
 
-
-def _run(kernel, *arrays):
-    return kernel(*arrays)
-
-
-def _search(rows, values, side):
-    return jax.vmap(functools.partial(jnp.searchsorted, side=side))(rows, values)
-
-
-def _sort_pairs(keys, values):
-    return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
-
-
-def _pad(x, axis, count, value):
-    widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value)
-
-
-STEPS = Framework(
-    jnp,
-    _run,
-    jax.vmap(lambda row, index: row[index]),
-    _search,
-    jnp.asarray,
-    jnp.sort,
-    _sort_pairs,
-    lambda x, n: jnp.arange(n, dtype=jnp.int32)[None],
-    lambda where, name, make: make(),
-    _pad,
-    lambda x, index, part: x.at[index].set(part),
-)
+OPS = JAX_OPS  # read at each call: tests put others in its place
 
 
 def _varying(x, axes):
@@ -76,83 +47,90 @@ def _foldable(function):
     return folded
 
 
-def _differentiable(fast, saving, pull, arrays, integers):
-    """The output of `fast(arrays, integers)`, with gradients of the arrays.
+def _differentiable(forward, forward_with_residuals, backward, arrays, integers):
+    """The output of `forward(arrays, integers)`, with gradients of the arrays.
 
-    `saving` returns besides what `pull(arrays, integers, saved, cotangents)` needs.
+    `forward_with_residuals` returns besides what `backward(arrays, integers, residuals,
+    cotangents)` needs.
     """
 
     @jax.custom_vjp
     def function(arrays, integers):
-        return _foldable(fast)(arrays, integers)
+        return _foldable(forward)(arrays, integers)
 
-    def forward(arrays, integers):
-        output, saved = _foldable(saving)(arrays, integers)
-        return output, (arrays, integers, saved)
+    def keep(arrays, integers):
+        output, residuals = _foldable(forward_with_residuals)(arrays, integers)
+        return output, (arrays, integers, residuals)
 
-    def backward(residuals, cotangents):
-        return _foldable(pull)(*residuals, cotangents), None
+    def pull_back(kept, cotangents):
+        return _foldable(backward)(*kept, cotangents), None
 
-    function.defvjp(forward, backward)
+    function.defvjp(keep, pull_back)
     return function(arrays, integers)
 
 
-class _Place:
+class _Lengths:
     """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over."""
 
-    def __init__(self, query, num_keys, kv_len, segment_ids):
-        self.static = kv_len if isinstance(kv_len, int) or kv_len is None else None
-        self.batch, self.length = query.shape[:2]
-        if self.static is None and kv_len is None:
+    def __init__(self, query, num_keys, kv_len, segment_ids, config):
+        self.config = config
+        self.static = kv_len if isinstance(kv_len, int) else None
+        if kv_len is None:
             self.static = num_keys
         self.integers = {}
         if segment_ids is not None:
             self.integers["segment_ids"] = segment_ids
         elif self.static is None:
-            self.integers["kv_len"] = jnp.broadcast_to(
-                jnp.asarray(kv_len, jnp.int32), (self.batch,)
-            )
+            shape = query.shape[:1]
+            kv_len = jnp.asarray(kv_len, jnp.int32)
+            self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)
 
-    def options(self, integers):
-        return {
-            "kv_len": integers.get("kv_len", self.static),
-            "segment_ids": integers.get("segment_ids"),
-        }
-
-    def where(self, query, integers, config):
-        batch, length = query.shape[:2]
-        return geometry.positions(batch, length, **self.options(integers), config=config)
-
-    def queries(self, query, where):
-        """`query` with zeros for padding, whose rows `selected` does not mask."""
-        if "segment_ids" not in self.integers and (self.static or 0) >= self.length:
-            return query  # no padding
-        zero = jnp.zeros((), query.dtype)
-        return jnp.where((where.position >= 0)[..., None, None], query, zero)
+    def layout(self, query, integers):
+        """Of `query` `[B, T, H, D]`."""
+        return geometry.query_layout(
+            *query.shape[:2],
+            kv_len=integers.get("kv_len", self.static),
+            segment_ids=integers.get("segment_ids"),
+            config=self.config,
+        )
 
 
-def _branch(attend, differentiate, arrays, place, integers=None):
-    """`(out, lse)` of one branch: `attend(query, key, value, integers)` with its gradients
-    `differentiate(query, key, value, integers, grad, saved)`.
+def _branch(name, arrays, lengths, config, scale, block_indices=None):
+    """`(out, lse)` of the branch `name`, a function of `mosaic_forward`, with the gradients of
+    query, key and value that its namesake in `mosaic_backward` gives.
     """
-    integers = place.integers if integers is None else integers
+    forward_step = getattr(mosaic_forward, name)
+    backward_step = getattr(mosaic_backward, name)
+    integers = lengths.integers
+    if block_indices is not None:
+        integers = integers | {"block_indices": block_indices}
 
-    def fast(arrays, integers):
-        return attend(*arrays, integers)
+    def indices_of(integers):
+        return [integers["block_indices"]] if "block_indices" in integers else []
 
-    def saving(arrays, integers):
-        output = attend(*arrays, integers)
+    def forward(arrays, integers):
+        query, key, value = arrays
+        layout, indices = lengths.layout(query, integers), indices_of(integers)
+        if indices:
+            query = zero_padding(OPS, query, layout)
+        return forward_step(OPS, query, key, value, *indices, layout, config, scale)
+
+    def forward_with_residuals(arrays, integers):
+        output = forward(arrays, integers)
         return output, output
 
-    def pull(arrays, integers, output, cotangents):
-        (out, lse), (grad, lse_grad) = output, cotangents
-        (dots,) = mosaic_backward.output_dots(STEPS, grad, out)
+    def backward(arrays, integers, output, cotangents):
+        (query, key, value), (out, lse), (do, dlse) = arrays, output, cotangents
+        (delta,) = mosaic_backward.delta_of(OPS, do, out)
         # What sees nothing has no log-sum-exp that could change.
-        lse_grad = jnp.where(lse == -jnp.inf, 0.0, lse_grad)
-        saved = mosaic_backward.Saved(lse, dots, lse_grad=lse_grad)
-        return tuple(differentiate(*arrays, integers, grad, saved))
+        dlse = jnp.where(lse == -jnp.inf, 0.0, dlse)
+        rows = mosaic_backward.RowResiduals(lse, delta, dlse=dlse)
+        layout, indices = lengths.layout(query, integers), indices_of(integers)
+        query, do = (zero_padding(OPS, x, layout) for x in (query, do))
+        arrays = query, key, value, *indices, do
+        return tuple(backward_step(OPS, *arrays, rows, layout, config, scale))
 
-    return _differentiable(fast, saving, pull, arrays, integers)
+    return _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
 
 def compressed_attention(
@@ -166,93 +144,42 @@ def compressed_attention(
     scale=None,
 ):
     """`branches.compressed_attention`."""
-    place = _Place(query, query.shape[1], kv_len, segment_ids)
-
-    def attend(query, key, value, integers):
-        where = place.where(query, integers, config)
-        return STEPS.compressed(query, key, value, where, config, scale)
-
-    def differentiate(query, key, value, integers, grad, saved):
-        where = place.where(query, integers, config)
-        query, grad = (place.queries(x, where) for x in (query, grad))
-        return mosaic_backward.compressed(
-            STEPS, query, key, value, grad, saved, where, config, scale
-        )
-
-    arrays = (query, compressed_key, compressed_value)
-    return _branch(attend, differentiate, arrays, place)
+    lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+    arrays = query, compressed_key, compressed_value
+    return _branch("compressed", arrays, lengths, config, scale)
 
 
 def selected_attention(
     query, key, value, block_indices, *, config, kv_len=None, segment_ids=None, scale=None
 ):
     """`branches.selected_attention`."""
-    place = _Place(query, key.shape[1], kv_len, segment_ids)
-    packed = segment_ids is not None
-
-    def attend(query, key, value, integers):
-        where = place.where(query, integers, config)
-        query = place.queries(query, where)
-        rest = integers["indices"], where, config, scale
-        return STEPS.selected(query, key, value, *rest, packed=packed)
-
-    def differentiate(query, key, value, integers, grad, saved):
-        where = place.where(query, integers, config)
-        query, grad = (place.queries(x, where) for x in (query, grad))
-        return mosaic_backward.chosen(
-            STEPS,
-            query,
-            key,
-            value,
-            integers["indices"],
-            grad,
-            saved,
-            where,
-            config,
-            scale,
-            packed,
-        )
-
+    lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-    integers = place.integers | {"indices": block_indices}
-    return _branch(attend, differentiate, (query, key, value), place, integers)
+    return _branch("selected", (query, key, value), lengths, config, scale, block_indices)
 
 
 def sliding_attention(query, key, value, *, config, kv_len=None, segment_ids=None, scale=None):
     """`branches.sliding_attention`."""
-    place = _Place(query, key.shape[1], kv_len, segment_ids)
-
-    def attend(query, key, value, integers):
-        where = place.where(query, integers, config)
-        return STEPS.sliding(query, key, value, where, config, scale)
-
-    def differentiate(query, key, value, integers, grad, saved):
-        where = place.where(query, integers, config)
-        query, grad = (place.queries(x, where) for x in (query, grad))
-        return mosaic_backward.sliding(
-            STEPS, query, key, value, grad, saved, where, config, scale
-        )
-
+    lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
     key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
-    return _branch(attend, differentiate, (query, key, value), place)
+    return _branch("sliding", (query, key, value), lengths, config, scale)
 
 
 def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None):
     """`select.select_blocks`; the normalisation is a pass of its own here."""
     query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
-    place = _Place(query, query.shape[1], kv_len, segment_ids)
-    blocks = select.num_blocks(query, compressed_key, kv_len, segment_ids, config)
+    lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+    num_blocks = select.num_blocks(query, compressed_key, kv_len, segment_ids, config)
 
-    def fast(arrays, integers):
+    def forward(arrays, integers):
         query, key = arrays
-        where = place.where(query, integers, config)
-        # Only the log-sum-exp is wanted: the narrowest values do.
+        rest = lengths.layout(query, integers), config, scale
+        # Only the log-sum-exp is read: the narrowest values do.
         value = key[..., : slab_width(key.shape[-1])]
-        _, lse = STEPS.compressed(query, key, value, where, config, scale)
-        packed = segment_ids is not None
-        return STEPS.best_blocks(query, key, lse, where, config, scale, blocks, packed)
+        _, lse = mosaic_forward.compressed(OPS, query, key, value, *rest)
+        return mosaic_forward.select_blocks(OPS, query, key, lse, *rest, num_blocks)
 
-    return _foldable(fast)((query, compressed_key), place.integers)
+    return _foldable(forward)((query, compressed_key), lengths.integers)
 
 
 def attention(
@@ -272,86 +199,47 @@ def attention(
     """All steps: gates and the sum of the branches are part of the last kernels.
 
     Kept for the backward pass are the inputs, the selection, its lists, and each branch's
-    output and log-sum-exp; inputs and selection alone if it shall `recompute` the rest.
+    output and log-sum-exp; inputs and selection alone if it shall `recompute` the others.
+
+    Args:
+      key, value: the compressed field is not read.
+      compressed: `(k_cmp, v_cmp)`.
     """
-    place = _Place(query, key.selected.shape[1], kv_len, segment_ids)
-    blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
-    packed = segment_ids is not None
+    lengths = _Lengths(query, key.selected.shape[1], kv_len, segment_ids, config)
+    num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
 
-    def best_blocks(query, key, lse, where, integers):
-        if "indices" in integers:
-            return integers["indices"]
-        return STEPS.best_blocks(query, key, lse, where, config, scale, blocks, packed)
+    def run(function, inputs, integers):
+        layout = lengths.layout(inputs.query, integers)
+        given = integers.get("block_indices")
+        return function(OPS, inputs, given, layout, config, scale, num_blocks)
 
-    def fused(arrays, integers):
-        query, key, value, gates, (compressed_key, compressed_value) = arrays
-        where = place.where(query, integers, config)
-        rest = where, config, scale
-        out, lse = STEPS.compressed(
-            query, compressed_key, compressed_value, *rest, gates.compressed
+    def forward(inputs, integers):
+        out, _ = run(mosaic_attention.forward, inputs, integers)
+        return out
+
+    def forward_with_residuals(inputs, integers):
+        if not recompute:
+            return run(mosaic_attention.forward_with_residuals, inputs, integers)
+        out, indices = run(mosaic_attention.forward, inputs, integers)
+        return out, Residuals.recomputed(indices)
+
+    def backward(inputs, integers, residuals, do):
+        layout = lengths.layout(inputs.query, integers)
+        found = mosaic_attention.backward(OPS, inputs, residuals, do, layout, config, scale)
+        gates = (
+            x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
         )
-        indices = best_blocks(query, compressed_key, lse, where, integers)
-        out, _ = STEPS.sliding(query, key.sliding, value.sliding, *rest, gates.sliding, out)
-        chosen = place.queries(query, where), key.selected, value.selected, indices
-        out, _ = STEPS.selected(*chosen, *rest, gates.selected, out, packed=packed)
-        return out, indices
+        return found._replace(gates=Branches(*gates))
 
-    def fast(arrays, integers):
-        return fused(arrays, integers)[0]
-
-    def again(arrays, integers):
-        out, indices = fused(arrays, integers)
-        return out, (None, indices, None)
-
-    def saving(arrays, integers):
-        query, key, value, gates, (compressed_key, compressed_value) = arrays
-        where = place.where(query, integers, config)
-        rest = where, config, scale
-        first = STEPS.compressed(query, compressed_key, compressed_value, *rest)
-        indices = best_blocks(query, compressed_key, first[1], where, integers)
-        chosen = place.queries(query, where), key.selected, value.selected, indices
-        lists = STEPS.selected_lists(*chosen, *rest)
-        found = Branches(
-            first,
-            STEPS.selected(*chosen, *rest, lists=lists, packed=packed),
-            STEPS.sliding(query, key.sliding, value.sliding, *rest),
-        )
-        out = mosaic_backward.gated_sum(STEPS, [out for out, _ in found], gates)
-        return out, (found, indices, lists)
-
-    def pull(arrays, integers, saved, grad):
-        query, key, value, gates, compressed = arrays
-        found, indices, lists = saved
-        where = place.where(query, integers, config)
-        query, grad = (place.queries(x, where) for x in (query, grad))
-        query_grad, pairs, dots = mosaic_backward.whole(
-            STEPS,
-            query,
-            key,
-            value,
-            gates,
-            compressed,
-            indices,
-            grad,
-            found,
-            where,
-            config,
-            scale,
-            packed,
-            lists,
-        )
-        keys, values = (
-            Branches(None, *each) for each in zip(pairs.selected, pairs.sliding, strict=True)
-        )
-        gates = Branches(*(x.astype(y.dtype) for x, y in zip(dots, gates, strict=True)))
-        return query_grad, keys, values, gates, tuple(pairs.compressed)
+    def inputs_of(compressed, branches):
+        padded = (geometry.without_padding(x, kv_len, segment_ids) for x in branches[1:])
+        return Branches(compressed, *padded)
 
     key, value = (
-        Branches(None, *(geometry.without_padding(x, kv_len, segment_ids) for x in each[1:]))
-        for each in (key, value)
+        inputs_of(x, branches) for x, branches in zip(compressed, (key, value), strict=True)
     )
-    integers = place.integers
+    integers = lengths.integers
     if block_indices is not None:
-        integers = integers | {"indices": block_indices}
-    arrays = query, key, value, gates, tuple(compressed)
-    return _differentiable(fast, again if recompute else saving, pull, arrays, integers)
+        integers = integers | {"block_indices": block_indices}
+    inputs = Inputs(query, key, value, gates)
+    return _differentiable(forward, forward_with_residuals, backward, inputs, integers)

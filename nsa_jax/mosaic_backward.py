@@ -1,299 +1,281 @@
-"""Gradients of the branches on Mosaic kernels, for either framework (`tiled.Framework`).
+"""Gradients of the branches on Mosaic kernels, for either framework (`array_ops.ArrayOps`).
 
-Of each branch: the query's by the walk of the forward pass, keys' and values' from the queries
-that saw them, found on the device: by search where a query sees an interval, by counting where
-it chose blocks. No gradient passes through scores and selection. Every sum has a fixed order.
+For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
+
+    dO_c    = g_c dO
+    delta_c = rowsum(dO * O_c) = dg_c
+    P_c     = exp(scale * Q K_c^T - lse_c)
+    dS_c    = P_c * (dO_c V_c^T - (g_c delta_c - dlse_c))
+    dQ      = scale * sum_c dS_c K_c
+    dK_c    = scale * dS_c^T Q
+    dV_c    = P_c^T dO_c
+
+dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
+queries that saw a key tile are found on the device, by search where a query sees an interval,
+from query lists where it chose blocks. Long lists are several work items, whose partial sums
+another kernel merges. No gradient passes through scores and selection. Every sum has a fixed
+order.
 """
 
 import dataclasses
-import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import (
-    bwd_preprocess,
-    capability,
-    combine,
-    dkv,
-)
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
-from kernels_pallas.mosaic.bwd_preprocess import RowStats
-from kernels_pallas.mosaic.dkv import Dkv
-from kernels_pallas.mosaic.operands import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
-from kernels_pallas.specs import interval, selected
-from nsa_jax import items, mosaic_gather
+from kernels_pallas.mosaic.capability import interpret
+from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
+from kernels_pallas.specs import selected as selected_spec
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.bwd_preprocess import RowStats
+from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.tile import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
+from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
+from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
-from nsa_jax.mosaic_forward import Framework, name_of, shapes_of
-from nsa_jax.types import Branches
+from nsa_jax.key_bounds import VisibleCompressed, Window
+from nsa_jax.mosaic_forward import sizes_of
+from nsa_jax.validate import dtype_name
 
-SHORTEST = 64  # tiles of queries of an item
+
+class Gradients(NamedTuple):
+    """Of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
+
+    query: Any
+    key: Any
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """What a branch's gradient needs besides its inputs; all `[B, T, H]`, float32.
+class RowResiduals:
+    """What a branch's gradient needs of each query row besides its inputs, `[B, T, H]` float32.
 
-    `lse`: natural, -inf where a query sees nothing; `dots`: the output's gradient times the
-    branch's own output, which is also the gate's gradient; `gate`: or None; `lse_grad`: the
-    gradient of `lse`, or None.
+    Attributes:
+      lse: natural log-sum-exp, -inf where the query sees nothing.
+      delta: rowsum(dO * O) of the ungated output; also the gate's gradient.
+      gate: g, or None for 1.
+      dlse: the gradient of `lse`, or None for 0.
     """
 
     lse: Any
-    dots: Any
+    delta: Any
     gate: Any = None
-    lse_grad: Any = None
+    dlse: Any = None
 
 
-def gated_sum(steps: Framework, outputs, weights):
-    """`[B, T, H, Dv]`: the sum of the outputs, each times its gate `[B, T, H]`."""
-    weights = [steps.cast(weight, steps.xp.float32) for weight in weights]
-    (total,) = steps.run(combine.gated_sum(_row_spec(outputs)), *weights, *outputs)
+def gated_sum(ops: ArrayOps, outputs, gates):
+    """`sum_c gate[c] * out[c]`, `[B, T, H, Dv]`, of outputs in that shape."""
+    gates = [ops.to_float32(gate) for gate in gates]
+    (total,) = ops.run(combine.gated_sum(_combine_spec(outputs)), *gates, *outputs)
     return total.reshape(outputs[0].shape)
 
 
-def output_dots(steps: Framework, grad, *outputs):
-    """float32 `[B, T, H]` for each output `[B, T, H, Dv]`: its product with `grad`."""
-    found = steps.run(combine.dots(_row_spec(outputs)), grad, *outputs)
-    return [x.reshape(grad.shape[:-1]) for x in found]
+def delta_of(ops: ArrayOps, do, *outputs):
+    """rowsum(dO * O) of each output, float32 `[B, T, H]`."""
+    deltas = ops.run(combine.deltas(_combine_spec(outputs)), do, *outputs)
+    return [delta.reshape(do.shape[:-1]) for delta in deltas]
 
 
-def _row_spec(outputs):
+def _combine_spec(outputs):
     *shape, width = outputs[0].shape
-    dtype = name_of(outputs[0].dtype)
-    return combine.Combine(
-        math.prod(shape), width, len(outputs), dtype, capability.interpret.get()
-    )
-
-
-def whole(
-    steps: Framework,
-    query,
-    key,
-    value,
-    gates,
-    compressed_tokens: tuple[Any, Any],
-    indices,
-    grad,
-    found,
-    where,
-    config,
-    scale,
-    packed: bool,
-    lists=None,
-):
-    """Gradients of the gated sum of the branches: query, `(key, value)` of each branch as
-    `Branches`, gates (float32).
-
-    `found`: `Branches` of `(out, lse)`, or None: each branch is computed again, when its turn
-    comes; `lists`: `Framework.selected_lists`, or None. `key`, `value`: the compressed field is
-    not read; `compressed_tokens` stands for it.
-    """
-    rest: dict[str, Any] = {"where": where, "config": config, "scale": scale}
-    first = query, *compressed_tokens
-    second = query, key.sliding, value.sliding
-    third = query, key.selected, value.selected, indices
-    if lists is None:
-        lists = steps.selected_lists(*third, **rest)
-    forward: Branches[Any] = Branches(
-        functools.partial(steps.compressed, *first, **rest),
-        functools.partial(steps.selected, *third, **rest, lists=lists, packed=packed),
-        functools.partial(steps.sliding, *second, **rest),
-    )
-    known = None
-    if found is not None:
-        dots = output_dots(steps, grad, *(out for out, _ in found))
-        known = Branches(*zip((lse for _, lse in found), dots, strict=True))
-
-    def saved(branch):
-        if known is not None:
-            lse, dots = getattr(known, branch)
-        else:
-            out, lse = getattr(forward, branch)()
-            (dots,) = output_dots(steps, grad, out)
-        return Saved(lse, dots, getattr(gates, branch))
-
-    far = saved("compressed")
-    total, *far_pair = compressed(steps, *first, grad, far, **rest)
-    near = saved("sliding")
-    total, *near_pair = sliding(steps, *second, grad, near, **rest, added=total)
-    best = saved("selected")
-    total, *best_pair = chosen(
-        steps, *third, grad, best, **rest, packed=packed, added=total, lists=lists
-    )
-    pairs = Branches(far_pair, best_pair, near_pair)
-    return total, pairs, Branches(far.dots, best.dots, near.dots)
+    dtype = dtype_name(outputs[0])
+    return combine.Combine(math.prod(shape), width, len(outputs), dtype, interpret.get())
 
 
 def compressed(
-    steps: Framework, query, key, value, grad, saved, where, config, scale, added=None
-):
-    """Gradients `(query, key, value)`; `grad` `[B, T, H, Dv]` is the whole output's, `added`
-    `[B, T, H, D]` what is added to the query's.
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    do,
+    rows: RowResiduals,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    added=None,
+) -> Gradients:
+    """Of the compressed branch.
+
+    Args:
+      key, value: `[B, C, Hkv, .]`.
+      do: of the gated sum `[B, T, H, Dv]`, or of the output where `rows` has no gate.
+      added: `[B, T, H, D]`, added to dq, perhaps in place.
     """
     if key.shape[1] == 0:
-        zero = steps.xp.zeros_like
-        return zero(query) if added is None else added, zero(key), zero(value)
-    bounds = ("visible", config)
-    return _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, True)
+        zero = ops.xp.zeros_like
+        return Gradients(zero(query) if added is None else added, zero(key), zero(value))
+    bounds = VisibleCompressed(config)
+    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
+    # The first tokens are seen by nearly all queries: a tile of keys is several items.
+    tiles = base.B * base.Hkv * base.key_tiles
+    segments = work_items.interval_segments(tiles, base.query_tiles)
+    return _interval(
+        ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
+    )
 
 
 def sliding(
-    steps: Framework,
+    ops: ArrayOps,
     query,
     key,
     value,
-    grad,
-    saved,
-    where,
+    do,
+    rows: RowResiduals,
+    layout: QueryLayout,
     config: NSAConfig,
-    scale,
+    scale: float | None,
     added=None,
-):
-    """As `compressed`."""
-    bounds = ("window", config, key.shape[1])
-    return _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, False)
+) -> Gradients:
+    """Of the sliding branch; arguments as of `compressed`."""
+    bounds = Window(config, key.shape[1])
+    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, base, 1)
 
 
-def _interval(steps, query, key, value, grad, saved, bounds, where, scale, added, long):
-    gated = saved.gate is not None
+def _interval(
+    ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
+) -> Gradients:
+    """`base`: the `Dkv` but for its items, of which each key tile has `segments`."""
+    tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
     spec = interval.IntervalAttention(
-        **shapes_of(query, key, value, scale),
-        gated=gated,
+        **sizes_of(query, key, value, scale),
+        gated=base.gated,
         added=added is not None,
-        longest_first=long,
-        **interval.dq_blocks(key.shape[-1], value.shape[-1]),
+        longest_first=isinstance(bounds, VisibleCompressed),
+        **tiles,
     )
-    base = Dkv(**shapes_of(query, key, value, scale), items=0, gated=gated)
-    rows = _numbers(steps, saved, steps.bounds(where, bounds)[1], base)
-    arrays = steps.bounds_by_row(where, bounds, spec.tile, spec.tiles)
+    _, last = key_bounds.bounds_of(ops, layout, bounds)
+    stats = row_stats(ops, rows, last, base)
+    by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
-    (query_grad,) = steps.run(interval.dq(spec), query, key, value, *arrays, grad, rows, *extra)
+    kernel = interval.dq(spec)
+    (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
-    pieces, tiles = 1, base.B * base.Hkv * base.tiles
-    if long:
-        pieces = max(min(-(-items.SHARES // tiles), base.units // SHORTEST), 1)
-    base = dataclasses.replace(base, items=pieces * tiles)
-    table, *places = steps.once(
-        where,
-        ("items", bounds, base),
-        lambda: items.interval(steps, steps.bounds(where, bounds), base, pieces),
-    )
-    first, _ = steps.bounds_by_row(where, bounds, base.unit, base.units)
-    arrays = query, key, value, grad, rows, table
-    return query_grad, *_merged(steps, base, arrays, [first], places)
+    spec = dataclasses.replace(base, work_items=segments * base.B * base.Hkv * base.key_tiles)
+
+    def make():
+        interval = key_bounds.bounds_of(ops, layout, bounds)
+        return work_items.interval_work_items(ops, interval, spec, segments)
+
+    table, *sums = ops.cached(layout, ("items", bounds, spec), make)
+    first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.query_tile, base.query_tiles)
+    arrays = query, key, value, do, stats, table, first
+    return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
 
-def chosen(
-    steps: Framework,
+def selected(
+    ops: ArrayOps,
     query,
     key,
     value,
-    indices,
-    grad,
-    saved,
-    where,
+    block_indices,
+    do,
+    rows: RowResiduals,
+    layout: QueryLayout,
     config: NSAConfig,
-    scale,
-    packed: bool,
+    scale: float | None,
     added=None,
-    lists=None,
-):
-    """As `compressed`, for the selected branch; `packed`: sequences may begin at any key;
-    `lists`: `Framework.selected_lists`, or None.
-    """
-    width, size = query.shape[-1], config.select_block
-    gated = saved.gate is not None
-    shapes = shapes_of(query, key, value, scale)
-    base = Dkv(**shapes, items=0, gated=gated, listed=1)
-    sizes = base.B, base.T, base.S, base.Hkv, indices.shape[-1], size
-    alone = base.unit.group <= ROW_STATS_MIN_ROWS and base.unit.slab == ROWS
-    if alone and not BlockQueryLists(*sizes, 1, packed).marked:
-        base = dataclasses.replace(base, single=True)
-    spec = selected.SelectedAttention(
-        **shapes,
-        n=indices.shape[-1],
-        block=size,
-        gated=gated,
-        added=added is not None,
-        stats_unit=(base.unit.tokens, base.rows_of_unit),
-        gather_limit=mosaic_gather.limit(query, key, value, indices, config, packed),
-        **selected.dq_stages(width, value.shape[-1], size),
-    )
-    last = steps.end(where)
-    if lists is None:
-        lists = steps.lists(indices, where, spec)
-    rows = _numbers(steps, saved, last, base)
-    extra = [] if added is None else [added]
-    by_row = steps.last_by_row(where, spec.tile, spec.tiles)
-    arrays = query, key, value
-    (query_grad,) = steps.run(selected.dq(spec), *arrays, *lists, by_row, grad, rows, *extra)
-    if spec.gather_limit:
-        selection = indices, lists[-1], where
-        query_grad = mosaic_gather.query_gradient(
-            steps, spec, arrays, selection, grad, rows, query_grad
-        )
+    block_lists=None,
+) -> Gradients:
+    """Of the selected branch.
 
-    inverse = BlockQueryLists(*sizes, base.unit.tokens, packed)
-    edges, *queries = steps.inverse_lists(indices, where, inverse)
-    table, *places = steps.listed_items(edges, where, items.listed(inverse))
+    Args:
+      block_lists: `mosaic_forward.tile_block_lists` where they are there already.
+      query, key, value, do, rows, added: as of `compressed`.
+    """
+    block = config.select_block
+    sizes = sizes_of(query, key, value, scale)
+    base = Dkv(**sizes, work_items=0, gated=rows.gate is not None, list_entries=1)
+    list_sizes = base.B, base.T, base.S, base.Hkv, block_indices.shape[-1], block
+    alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
+    if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
+        base = dataclasses.replace(base, single_token=True)
+    widths = query.shape[-1], value.shape[-1]
+    stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
+    spec = selected_spec.SelectedAttention(
+        **sizes,
+        n=block_indices.shape[-1],
+        block=block,
+        gated=base.gated,
+        added=added is not None,
+        stats_unit=(base.query_tile.tokens, base.stats_rows),
+        gather_limit=mosaic_gather.gather_limit(
+            query, key, value, block_indices, config, layout.packed
+        ),
+        **stages,
+    )
+    if block_lists is None:
+        block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
+    stats = row_stats(ops, rows, key_bounds.causal_end(ops, layout), base)
+    last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
+    extra = [] if added is None else [added]
+    arrays = query, key, value
+    kernel = selected_spec.dq(spec)
+    (dq,) = ops.run(kernel, *arrays, *block_lists, last, do, stats, *extra)
+    if spec.gather_limit:
+        selection = block_indices, block_lists[-1], layout
+        dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
+
+    lists = BlockQueryLists(
+        *list_sizes, base.query_tile.tokens, layout.packed, interpret=base.interpret
+    )
+    edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work_items.dkv_work_items(lists))
     spec = dataclasses.replace(
         base,
-        items=table.shape[0],
-        listed=inverse.entries,
-        block=size if inverse.marked else 0,
+        work_items=table.shape[0],
+        list_entries=lists.entries,
+        block=block if lists.marked else 0,
     )
-    arrays = query, key, value, grad, rows, table
-    return query_grad, *_merged(steps, spec, arrays, queries, places)
+    arrays = query, key, value, do, stats, table, *queries
+    return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
 
-def _merged(steps, spec, arrays, more, places):
-    """Gradients of key and value; by one pass over the queries, or two where registers of one
-    would not hold both.
+def _dkv(ops, spec, arrays, sums):
+    """dk and dv, by one pass over the queries, or two where registers of one would not hold
+    both sums; `sums`: the first partial sum of each key tile, and their count.
     """
-    wanted = [{}]
-    if spec.D + spec.Dv > (320 if spec.listed else 256):
-        wanted = [{"want_value": False}, {"want_key": False}]
-    found = []
-    for options in wanted:
+    passes = [{}]
+    if spec.D + spec.Dv > (320 if spec.gathered else 256):
+        passes = [{"want_dv": False}, {"want_dk": False}]
+    gradients = []
+    for options in passes:
         part = dataclasses.replace(spec, **options)
-        sums = steps.run(dkv.partial_sums(part), *arrays, *more)
-        found += steps.run(dkv.merged(part), *sums, *places)
-    return found
+        partial = ops.run(dkv.partials(part), *arrays)
+        gradients += ops.run(dkv.merge(part), *partial, *sums)
+    return gradients
 
 
-def _numbers(steps, saved, last, base):
-    """What `bwd_preprocess.of_units` gives for the units of `base`, a `KeyGradient`; `last`: the end
-    of the keys that each query sees.
+def row_stats(ops: ArrayOps, rows: RowResiduals, last, base):
+    """What `bwd_preprocess.row_stats` gives for the units of `base`, a `Dkv`.
+
+    `last`: the end of the keys that each query sees `[B, T]`.
     """
-    extra = [
-        steps.cast(x, steps.xp.float32) for x in (saved.gate, saved.lse_grad) if x is not None
-    ]
-    arrays = saved.lse, saved.dots, steps.integers(last), *extra
+    extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]
+    arrays = rows.lse, rows.delta, ops.to_int32(last), *extra
     spec = RowStats(
-        *(base.B, base.T, base.H, base.Hkv, base.unit.tokens, base.rows_of_unit),
-        gated=saved.gate is not None,
-        lse_grad=saved.lse_grad is not None,
+        *(base.B, base.T, base.H, base.Hkv, base.query_tile.tokens, base.stats_rows),
+        gated=rows.gate is not None,
+        lse_grad=rows.dlse is not None,
     )
     if base.interpret:
-        return _interpreted_numbers(steps, spec, *arrays)
-    return steps.run(bwd_preprocess.of_units(spec), *arrays)[0]
+        return interpreted_row_stats(ops, spec, *arrays)
+    return ops.run(bwd_preprocess.row_stats(spec), *arrays)[0]
 
 
-def _interpreted_numbers(steps, spec, lse, dots, last, *extra):
-    """`bwd_preprocess.of_units`, from the same arrays."""
-    xp, extra = steps.xp, list(extra)
-    gate = extra.pop(0) if spec.gated else xp.ones_like(dots)
-    offset = gate * dots
+def interpreted_row_stats(ops: ArrayOps, spec, lse, delta, last, *extra):
+    """`bwd_preprocess.row_stats`, from the same arrays."""
+    xp, extra = ops.xp, list(extra)
+    gate = extra.pop(0) if spec.gated else xp.ones_like(delta)
+    offset = gate * delta  # dS = P * (gate * dP - offset)
     if spec.lse_grad:
         offset = offset - extra.pop(0)
-    last = xp.broadcast_to(steps.cast(last, xp.float32)[..., None], offset.shape)
+    last = xp.broadcast_to(ops.to_float32(last)[..., None], offset.shape)
     columns = [x[..., None] for x in (lse * LOG2E, last, gate, offset)]
-    found = xp.concatenate(columns, axis=-1)
-    nothing = xp.where(steps.numbers(last, ROW_STATS) == 0, float("inf"), 0.0)
+    stats = xp.concatenate(columns, axis=-1)  # [B, T, H, ROW_STATS]
+    nothing = xp.where(ops.arange(last, ROW_STATS) == 0, float("inf"), 0.0)
     # Of padding they may be NaN, and a probability of zero times NaN is NaN.
     sees_nothing = (lse == -float("inf"))[..., None]
-    found = xp.where(sees_nothing, steps.cast(nothing, xp.float32), found)
-    found = found.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
-    found = xp.moveaxis(steps.longer(found, 1, spec.units * spec.tokens, 0.0), 2, 1)
-    found = found.reshape(spec.B, spec.Hkv, spec.units, spec.tokens * spec.group, ROW_STATS)
-    return steps.longer(found, 3, spec.rows, 0.0)
+    stats = xp.where(sees_nothing, ops.to_float32(nothing), stats)
+    stats = stats.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
+    stats = xp.moveaxis(ops.extend(stats, 1, spec.tiles * spec.tokens, 0.0), 2, 1)
+    stats = stats.reshape(spec.B, spec.Hkv, spec.tiles, spec.tokens * spec.group, ROW_STATS)
+    return ops.extend(stats, 3, spec.rows, 0.0)

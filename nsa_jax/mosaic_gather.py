@@ -1,122 +1,137 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Where the union of the blocks of a tile's tokens is too long for
-`kernels_pallas.mosaic.selected`, the next tile leaves its tokens to
-`kernels_pallas.mosaic.gathered`: neighbours are alike, and no output depends on later tokens.
-The device decides, so the host never waits, and either kernel passes over what is the other's.
+Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the
+next tile leaves its tokens to `kernels_pallas.specs.gathered`: neighbours are alike,
+and no output depends on later tokens. The device decides, so the host never waits, and either
+kernel passes over what is the other's.
+
+The gathering kernel is key-stationary: its partial outputs, one for each selected block of a
+token, are merged by another kernel. Tokens go in segments, so that partials stay small.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
-from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.mosaic.work_items import WorkItems
 from kernels_pallas.specs import gathered
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.gathered import GatheredAttention
-from nsa_jax import items
+from kernels_pallas.specs.tile import ROWS, Tile, slab_width
+from kernels_pallas.specs.work_items import WorkItems, entries_of_item
+from nsa_jax import key_bounds, mosaic_lists
+from nsa_jax.array_ops import ArrayOps
 
-# Blocks of a union, for each that a token selects, beyond which gathering takes less time.
-LONG_UNION = 4
+# Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
+LONG_LIST = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
-MOST_BYTES = 2**30  # of partial outputs at a time; or an output's, or of one run of chunks
+MOST_BYTES = 2**30  # of partials at a time; or an output's, or of one run of list chunks
 MOST_SLOTS = 31  # of a token: each has a bit
+# The fields that the gathering kernel has in common with the one that leaves tokens to it.
+SHARED_FIELDS = (
+    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated"),
+    *("gather_limit", "stats_unit", "interpret"),
+)
 
 
-def limit(query, key, value, indices, config, packed: bool) -> int:
-    """The longest block list of a tile (`SelectedAttention.gather_limit`); 0: any length, where
-    none is too long, or the other kernels cannot run.
+def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
+    """How many blocks the list of a tile may have (`SelectedAttention.gather_limit`).
+
+    0: any number, because none is too long, or because the gathering kernel cannot run.
     """
-    group, n = query.shape[2] // key.shape[2], indices.shape[-1]
-    widths = query.shape[-1], value.shape[-1]
-    found = int(LONG_UNION * n)
+    group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
+    most = int(LONG_LIST * n)
     if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
         return 0
-    if math.prod(indices.shape) >= 2**31:  # the place of an entry is an int32
+    if math.prod(block_indices.shape) >= 2**31:  # the index of an entry is an int32
         return 0
-    tile = operands.Tile(group, operands.slab_width(*widths))
+    tile = Tile(group, slab_width(query.shape[-1], value.shape[-1]))
     longest = min(tile.tokens * n, -(-key.shape[1] // ROWS))
-    if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= found:
+    if tile.slab != ROWS or query.shape[1] < tile.tokens or longest <= most:
         return 0
-    return found
+    return most
 
 
-def attention(steps, spec, arrays, selection, out, lse, gate):
-    """`out` and `lse` (`[B, T, H]`) of `spec`, a `SelectedAttention`, with its gathered tiles.
+def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
+    """`out` `[B, T, H, Dv]` and `lse` `[B, T, H]` with the gathered tiles, which `spec` left.
 
-    `arrays`: query, key and value; `selection`: indices, `counts` of the tiles' lists, and
-    where the queries stand; `gate`: float32 `[B, T, H]`, or None.
+    Args:
+      spec: the `SelectedAttention` that made `out` and `lse`.
+      arrays: query, key and value.
+      selection: block indices, `counts` of the tiles' block lists, and the layout.
+      gate: float32 `[B, T, H]`, or None.
     """
-    indices, counts, where = selection
-    lists, parts = _parts(steps, spec, spec.Dv, *selection)
+    block_indices, counts, layout = selection
+    lists, segments = _segments(ops, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
-    for part in parts:
-        partial = gathered.partials(part.kernel)
-        partial = steps.run(partial, *arrays, *lists, steps.end(where), part.place)
-        rest = counts, indices, where.position, *extra, part.place, out[part.tokens]
-        mine = steps.run(gathered.merge(part.kernel), *partial, *rest)
-        out = steps.put(out, part.tokens, mine[0])
+    key_end = key_bounds.causal_end(ops, layout)
+    for kernel, segment, tokens in segments:
+        partials = ops.run(gathered.partials(kernel), *arrays, *lists, key_end, segment)
+        rows = counts, block_indices, layout.position, *extra, segment, out[tokens]
+        merged = ops.run(gathered.merge(kernel), *partials, *rows)
+        out = ops.write(out, tokens, merged[0])
         if not spec.added:
-            lse = steps.put(lse, part.tokens, mine[1])
+            lse = ops.write(lse, tokens, merged[1])
     return out, lse
 
 
-def query_gradient(steps, spec, arrays, selection, grad, numbers, total):
-    """`total`, the gradient of `spec`'s query, with the tokens that it left.
+def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
+    """`dq` `[B, T, H, D]` with the gathered tiles, which `spec` left.
 
-    `grad`: of the output; `numbers`: as `kernels_pallas.mosaic.selected` takes them; the rest
-    as in `attention`.
+    Args:
+      do: the output's gradient `[B, T, H, Dv]`.
+      row_stats: as `spec`'s kernel takes them.
+      spec, arrays, selection: as in `attention`.
     """
-    indices, counts, where = selection
-    lists, parts = _parts(steps, spec, spec.D, *selection)
-    for part in parts:
-        rest = steps.end(where), part.place, grad, numbers
-        partial = steps.run(gathered.partial_dq(part.kernel), *arrays, *lists, *rest)
-        rest = counts, indices, where.position, part.place, total[part.tokens]
-        (mine,) = steps.run(gathered.merge_dq(part.kernel), *partial, *rest)
-        total = steps.put(total, part.tokens, mine)
-    return total
+    block_indices, counts, layout = selection
+    lists, segments = _segments(ops, spec, spec.D, *selection)
+    key_end = key_bounds.causal_end(ops, layout)
+    for kernel, segment, tokens in segments:
+        inputs = *arrays, *lists, key_end, segment, do, row_stats
+        partials = ops.run(gathered.partial_dq(kernel), *inputs)
+        rows = counts, block_indices, layout.position, segment, dq[tokens]
+        (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)
+        dq = ops.write(dq, tokens, merged)
+    return dq
 
 
-class _Part(NamedTuple):
-    """Some tokens, whose partial outputs there are at a time."""
+class _Segment(NamedTuple):
+    """Tokens whose partials exist at the same time."""
 
     kernel: GatheredAttention
-    place: Any
+    segment: Any  # int32 [1, SEGMENT_WORDS]: its index, first token and first tile
     tokens: tuple[slice, ...]  # of arrays `[B, T, ...]`
 
 
-def _parts(steps, spec, width: int, indices, counts, where):
-    """Items and entries of `gathered.partials`, and the parts; `width`: of partial results."""
-    tokens = spec.tile.tokens
+def _segments(
+    ops, spec, width: int, block_indices, counts, layout
+) -> tuple[Any, Iterator[_Segment]]:
+    """Work items and entries of `gathered.partials`, and the segments; `width`: of a partial."""
+    tile = spec.tile.tokens
     sizes = spec.B, spec.T, spec.S, spec.Hkv, spec.n, ROWS, 1, False
-    inverse = BlockQueryLists(*sizes, tile=tokens, limit=spec.gather_limit)
-    step = math.lcm(inverse.chunk, tokens)
-    output = spec.B * spec.H * width * 2  # bytes a token
-    size = max(MOST_BYTES, output * spec.T) // (output * spec.n * step)
+    lists = BlockQueryLists(
+        *sizes, tile=tile, limit=spec.gather_limit, interpret=spec.interpret
+    )
+    step = math.lcm(lists.chunk, tile)
+    output_bytes = spec.B * spec.H * width * 2  # of a token
+    size = max(MOST_BYTES, output_bytes * spec.T) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
-    longest = items.longest_item(size * spec.B * spec.Hkv * spec.n)
-    pieces = WorkItems(inverse, size, longest)
-    lists = steps.slot_lists(indices, counts, where, pieces)
+    work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
+    arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
 
-    def places():
-        part = steps.numbers(indices, pieces.parts).reshape(-1, 1)
-        columns = part, part * size, part * (size // tokens)
-        columns = steps.xp.concatenate(columns, axis=1)
-        return [steps.longer(columns, 1, gathered.SEGMENT_WORDS, 0)]
+    def starts():
+        index = ops.arange(block_indices, work.segments).reshape(-1, 1)
+        columns = index, index * size, index * (size // tile)
+        columns = ops.xp.concatenate(columns, axis=1)
+        return [ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)]
 
-    (places_,) = steps.once(where, ("parts", pieces.parts, size, tokens), places)
-    fields = ("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated")
-    fields += ("gather_limit", "stats_unit", "interpret")
-    parts = []
-    for i, first in enumerate(range(0, spec.T, size)):
-        last = min(first + size, spec.T)
-        kernel = GatheredAttention(
-            **{name: getattr(spec, name) for name in fields},
-            segment_tokens=last - first,
-            segments=pieces.parts,
-            items=inverse.rows * pieces.items,
-        )
-        parts.append(_Part(kernel, places_[i : i + 1], (slice(None), slice(first, last))))
-    return lists, parts
+    (start,) = ops.cached(layout, ("segments", work.segments, size, tile), starts)
+    fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
+    fields |= {"segments": work.segments, "items": lists.rows * work.items}
+
+    def segments():
+        for i, first in enumerate(range(0, spec.T, size)):
+            last = min(first + size, spec.T)
+            kernel = GatheredAttention(**fields, segment_tokens=last - first)
+            yield _Segment(kernel, start[i : i + 1], (slice(None), slice(first, last)))
+
+    return arrays, segments()

@@ -8,12 +8,16 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from nsa_jax import api, cache, geometry
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
-from nsa_jax.layer import LayerSpec
+from nsa_jax import api, cache, extras, geometry
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_jax.layer import KIND, LayerSpec
 from nsa_jax.types import Branches
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise extras.missing("nnx", error) from error
 
 
 def apply_rope(x, position, *, base: float = 10000.0, scale: float = 1.0):
@@ -55,7 +59,7 @@ class Pool(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+    """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
     def __init__(self, length: int, width: int, hidden: int, *, param_dtype, rngs: nnx.Rngs):
         def normal(shape, deviation):
@@ -72,6 +76,34 @@ class MLP(nnx.Module):
         return MLPParams(
             self.position[...], self.w1[...], self.b1[...], self.w2[...], self.b2[...]
         )
+
+
+class Mark(nnx.Variable):
+    """A scalar without a meaning of its own: its name in the state is what it tells."""
+
+
+class Kind(nnx.Module):
+    """Gate and phi in the module's state, as names: `gate_sigmoid`, `phi_avg`.
+
+    A name is compared without reading a value from a device, under `jit` too: a state of
+    another kind has another structure, which `nnx.update` and Orbax refuse. (`nnx.merge`
+    compares no names.)
+    """
+
+    def __init__(self, spec: LayerSpec):
+        self.spec = spec
+        for name in KIND:
+            # Not an integer: `jax.grad` takes the whole state of a module.
+            setattr(self, f"{name}_{getattr(spec, name)}", Mark(jnp.zeros(())))
+
+    def __setattr__(self, name: str, value) -> None:
+        kind, _, got = name.partition("_")
+        if kind in KIND and got != getattr(self.spec, kind):
+            ours = str(getattr(self.spec, kind))
+            raise ValueError(
+                f"{kind} must be {ours!r} as in the module, got {got!r} in the state"
+            )
+        super().__setattr__(name, value)
 
 
 class NSAAttention(nnx.Module):
@@ -114,6 +146,7 @@ class NSAAttention(nnx.Module):
         self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
         self.out = linear(spec.n_heads * spec.d_v, spec.dim)
         self.gate = Gate(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.kind = Kind(spec)
         if spec.phi == "mlp":
             self.phi_k_conv = Pool(spec.l, spec.d_k, param_dtype=param_dtype)
             self.phi_v_conv = Pool(spec.l, spec.d_v, param_dtype=param_dtype)
@@ -191,7 +224,7 @@ class NSAAttention(nnx.Module):
         if kv is not None and segment_ids is not None:
             raise ValueError("segment_ids must be None where a cache is given, got both")
         batch, length, _ = x.shape
-        where = geometry.positions(
+        where = geometry.query_layout(
             batch,
             length,
             kv_len=length if kv is None else kv.length + length,

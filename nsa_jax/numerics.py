@@ -1,6 +1,7 @@
 """The numerics that every XLA branch shares: grouped logits and a softmax that may be empty."""
 
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -19,8 +20,7 @@ def wide(dtype):
 
 def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
     """`[B, T, Hkv, G, D]`: the query heads by the key/value head that they read."""
-    batch, length, heads, width = query.shape
-    return query.reshape(batch, length, key.shape[2], heads // key.shape[2], width)
+    return rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
 
 
 def logits_of(query: Float[Array, "B Q Hkv G D"], key: Float[Array, "B K Hkv D"], scale):

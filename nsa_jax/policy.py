@@ -1,10 +1,14 @@
 """What automatic choice leaves out on a device although it could run: thresholds and policy.
 
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
-`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed there at all.
-It is read once a process; a file that cannot be understood is an error, a missing one leaves
-out only kernels that must have been measured (`MEASURED_ONLY`). An implementation that is
-named is not affected.
+`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed
+there at all. It is read once a process; a file that cannot be understood is an error, a missing
+one leaves out only kernels that must have been measured (`MEASURED_ONLY`). An implementation
+that is named is not affected.
+
+The thresholds of FA-2 answer the seed system's question: from which length does it beat one
+SDPA under the whole mask? This library has its portable path in FA-2's place, so automatic
+choice keeps to the length from which FA-2 beats that one (`Device.limit`), which stands beside.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
     policy: [{kernel: triton, steps: [selected], allowed: false, reason: .., since: 2025-08-20}]
@@ -28,11 +32,12 @@ STEPS = ("compressed", "scores", "selected", "sliding")
 # Automatic choice takes these only where the device's file has a threshold of the step that was
 # measured for them, by a commit of this library.
 MEASURED_ONLY = ("triton",)
-# Which kernels of which step a threshold keeps back.
+# Which kernels of which step a threshold keeps back. Triton's has the seed system's name.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fa2_min_len_win": ("sliding", ("fa2",)),
     "fa2_min_len_cmp": ("compressed", ("fa2",)),
-    "sel_min_len": ("selected", KERNELS),
+    "sel_min_len": ("selected", ("mosaic", "fa2")),
+    "sel_triton_min_L": ("selected", ("triton",)),
 }
 
 type Length = int | Literal["never"]
@@ -63,6 +68,7 @@ class Thresholds:
     fa2_min_len_win: int | Literal["never"] | None = None
     fa2_min_len_cmp: int | Literal["never"] | None = None
     sel_min_len: int | Literal["never"] | None = None
+    sel_triton_min_L: int | Literal["never"] | None = None
 
     def __post_init__(self):
         for name, value in self.given().items():
@@ -108,6 +114,14 @@ class Device:
         """The kernels that a threshold is about: the measured one and those tried after it."""
         kernels, measured = DECIDES[threshold][1], self.measured(threshold)
         return kernels[kernels.index(measured) :] if measured in kernels else kernels
+
+    def limit(self, threshold: str) -> Length | None:
+        """The length that automatic choice keeps to: the threshold, or, where that was measured
+        over what this library does not run, the one measured over the portable path."""
+        value, about = getattr(self.thresholds, threshold), self._evidence(threshold)
+        if value is None or about.get("value") != value:  # or a person's
+            return value
+        return parse(about.get("over_portable_path", value))
 
     def measured(self, threshold: str) -> str | None:
         """The kernel that a threshold was measured for, where the file says so."""
@@ -155,20 +169,30 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
-    if implementation in MEASURED_ONLY:
-        if device is None or not device.has_measured(implementation, problem.branch):
-            return "not measured on this device: name it, or let bench.tune_thresholds find its threshold"
     given, giver = _overridden.get()
+    if implementation in MEASURED_ONLY and not _is_given(given, implementation, problem.branch):
+        if device is None or not device.has_measured(implementation, problem.branch):
+            return (
+                "not measured on this device: name it, or let bench.tune_thresholds find its "
+                "threshold"
+            )
     for name, (branch, kernels) in DECIDES.items():
         if branch != problem.branch:
             continue
         value, source = getattr(given, name), giver
         if value is None and device:
-            value, source = getattr(device.thresholds, name), device.source
+            value, source = device.limit(name), device.source
+            if value != getattr(device.thresholds, name):
+                source += ": over the portable path"
             kernels = device.kept_back(name)
         if implementation in kernels and (reason := _below(name, value, problem)):
             return f"{reason} ({source})"
     return None
+
+
+def _is_given(thresholds: Thresholds, implementation: str, step: str) -> bool:
+    """Whether a threshold of the kernel for this step is among these."""
+    return any(DECIDES[name] == (step, (implementation,)) for name in thresholds.given())
 
 
 def _below(name: str, value: Length | None, problem: Any) -> str | None:
@@ -176,7 +200,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
         return None
     if value == NEVER:
         return f"{name} is {NEVER}: no length at which it pays"
-    if name == "sel_min_len":
+    if DECIDES[name][0] == "selected":
         length = problem.config.num_selected * problem.config.select_block
         what = f"{length} selected keys are"
     else:

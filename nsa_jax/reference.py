@@ -9,9 +9,10 @@ Source: arXiv 2502.11089 v2, Eqs. 5-12. Arguments and shapes as in `nsa_jax.api`
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 
 EXACT = lax.Precision.HIGHEST
@@ -57,11 +58,9 @@ def _attend(query, key, value, mask, scale, dtype):
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
     out_dtype = dtype or query.dtype
     dtype = dtype or _wide(query.dtype)
-    batch, num_queries, heads, width = query.shape
-    kv_heads = key.shape[2]
-    query = query.reshape(batch, num_queries, kv_heads, heads // kv_heads, width)
+    scale = jnp.asarray(query.shape[-1] ** -0.5 if scale is None else scale, dtype)
+    query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    scale = jnp.asarray(width**-0.5 if scale is None else scale, dtype)
     mask = mask[:, :, None]
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=EXACT) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
@@ -74,9 +73,9 @@ def _attend(query, key, value, mask, scale, dtype):
     probs = weights / total
     out = jnp.einsum("bkgts,bskd->btkgd", probs, value, precision=EXACT)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0]
-    lse = lse.transpose(0, 3, 1, 2).reshape(batch, num_queries, heads)
-    out = out.reshape(batch, num_queries, heads, value.shape[-1]).astype(out_dtype)
-    return out, lse.astype(_wide(dtype)), probs
+    out = rearrange(out, "b t k g d -> b t (k g) d").astype(out_dtype)
+    lse = rearrange(lse, "b k g t -> b t (k g)").astype(_wide(dtype))
+    return out, lse, probs
 
 
 def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
@@ -93,8 +92,7 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         out = jnp.einsum("bclkd,ld->bckd", windows, weight, precision=EXACT)
     elif isinstance(params, MLPParams):
         position, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params)
-        flat = (windows + position[:, None]).transpose(0, 1, 3, 2, 4)
-        flat = flat.reshape(*flat.shape[:3], flat.shape[3] * flat.shape[4])
+        flat = rearrange(windows + position[:, None], "b c l k d -> b c k (l d)")
         hidden = jax.nn.gelu(jnp.matmul(flat, w1, precision=EXACT) + b1, approximate=True)
         out = jnp.matmul(hidden, w2, precision=EXACT) + b2
     return jnp.where(starts[:, :, None, None] >= 0, out, 0).astype(x.dtype)
@@ -216,7 +214,7 @@ def selected_attention(
         chosen |= block_indices[..., slot, None] == block
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= _iota(num_keys) <= index[:, :, None]
-    mask = chosen.transpose(0, 2, 1, 3) & mask[:, None]
+    mask = rearrange(chosen, "b t k s -> b k t s") & mask[:, None]
     key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
     return _attend(query, key, value, mask, scale, compute_dtype)[:2]
 

@@ -4,6 +4,7 @@ Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries n
 """
 
 import jax.numpy as jnp
+from einops import rearrange, reduce
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -27,7 +28,7 @@ def map_to_blocks(probs: Float[Array, "... C"], num_blocks: int, config: NSAConf
     for shift in range(cover):
         tail = max(size - shift - count, 0)
         by_stride += jnp.pad(probs, [*lead, (shift, tail)])[..., :size]
-    return by_stride.reshape(*probs.shape[:-1], num_blocks, ratio).sum(axis=-1)
+    return reduce(by_stride, "... (n r) -> ... n", "sum", r=ratio)
 
 
 def choose(
@@ -78,7 +79,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
         kv_len = segment_ids.shape[1]
     kv_len = num_queries if kv_len is None else kv_len
     blocks = num_blocks(query, compressed_key, kv_len, segment_ids, config)
-    where = geometry.positions(
+    where = geometry.query_layout(
         batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config
     )
     last_token = config.compress_block - 1
@@ -95,7 +96,7 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
             shift = jnp.minimum(start[..., None] + slot, count - 1)[:, None]
             shifted = jnp.take_along_axis(probs, shift, axis=-1)
             probs = jnp.where(start[:, None, :, None] + slot < count, shifted, 0)
-        return map_to_blocks(probs, blocks, config).transpose(0, 2, 1, 3)
+        return rearrange(map_to_blocks(probs, blocks, config), "b k q n -> b q k n")
 
     arrays = (query, where.position, where.compressed_start)
     return scores, arrays, batch * heads * max(count, 1) * 4

@@ -6,7 +6,7 @@ They read only `shape` and `dtype`, so the torch front end checks its tensors wi
 import math
 import numbers
 
-from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 
@@ -78,8 +78,8 @@ def attention(query, key, value, config, segment_ids, scale, branch=None) -> Non
     _same_dtype(key_name, key, query)
     _same_dtype(value_name, value, query)
     shape(key_name, key, (query.shape[0], key.shape[1], key.shape[2], query.shape[3]))
-    shape(value_name, value, (*key.shape[:3], value.shape[3]))
     heads(query, key, key_name)
+    _same_tokens(query, key, value, key_name, value_name)
     if query.shape[1] > key.shape[1]:
         raise ValueError(
             f"query must not be longer than {key_name}, "
@@ -87,6 +87,21 @@ def attention(query, key, value, config, segment_ids, scale, branch=None) -> Non
         )
     segments(segment_ids, key.shape[0], key.shape[1])
     scaling(scale)
+
+
+def _same_tokens(query, key, value, key_name: str, value_name: str) -> None:
+    """The message names the one that has not the tokens of the queries, where that tells."""
+    if tuple(key.shape[:3]) == tuple(value.shape[:3]):
+        return
+    tokens = query.shape[1]
+    if value.shape[1] == tokens != key.shape[1]:
+        shape(key_name, key, (*value.shape[:3], key.shape[3]))
+    if key.shape[1] == tokens != value.shape[1]:
+        shape(value_name, value, (*key.shape[:3], value.shape[3]))
+    raise ValueError(
+        f"{key_name} and {value_name} must have the same [B, S, Hkv], "
+        f"got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}"
+    )
 
 
 def gates(gates, query) -> Branches:

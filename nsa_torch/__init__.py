@@ -4,6 +4,10 @@ The configuration and the container of the branches are JAX's own objects. Impor
 package starts none of JAX's backends, so JAX takes no GPU memory before it is asked to run.
 """
 
+from nsa_jax import extras
+
+extras.require("torch", "torch", "jax")  # what the imports below need
+
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from nsa_torch.cache import NSACache, cached_attention, init_cache

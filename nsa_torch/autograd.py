@@ -138,6 +138,34 @@ def _branch(name: str, arrays: dict, config, kv_len, cu_seqlens, scale):
     return jax_function(name, arrays, static)
 
 
+def attention(
+    query,
+    key: Branches,
+    value: Branches,
+    gates: Branches,
+    compressed,
+    block_indices,
+    *,
+    config,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+    clean=False,
+    recompute=False,
+):
+    """All steps in one call; `compressed` None: compressed there."""
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "gates": gates,
+        "compressed": compressed,
+        "block_indices": block_indices,
+        "segment_ids": segment_ids(cu_seqlens, kv_len, query.device),
+    }
+    return jax_function("attention", arrays, {"config": config, "scale": scale})
+
+
 def compressed_attention(
     query,
     compressed_key,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from nsa_jax import validate
-from nsa_jax.compress import CompressParams
+from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
-from nsa_torch.dispatch import choose
+from nsa_torch.dispatch import choose, description
 
 
 @dataclasses.dataclass
@@ -126,7 +126,8 @@ def cached_attention(
         if isinstance(x := getattr(cache, field.name), Tensor)
     }
     memory["query"] = query
-    chosen = choose(query, cache.selected_key, width, config, False, memory, implementation)
+    problem = query, cache.selected_key, width, config, False, memory
+    chosen = choose(description(*problem, gates, cached=True), implementation)
     tokens, slots = cache.longest, config.num_compressed(cache.longest)
     if "mosaic" in chosen:
         # Kernels are made for one number of keys: all that there is room for.
@@ -137,9 +138,9 @@ def cached_attention(
         sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
     compressed = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
     keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-    where = {"config": config, "kv_len": cache.length, "cu_seqlens": None, "scale": scale}
+    lengths = {"config": config, "kv_len": cache.length, "cu_seqlens": None, "scale": scale}
     tensors = query, keys, values, gates, compressed, None
-    return functional.attend(*tensors, chosen, where, clean=True), cache
+    return functional.attend(*tensors, chosen, lengths, clean=True), cache
 
 
 def update(cache, key, value, config, compress_params) -> NSACache:

@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import geometry, window_starts
@@ -33,11 +34,11 @@ def compress(
         # A window is l/d stride blocks: slices, so that the gradient needs no scatter.
         shifts = block // stride
         number = count + shifts - 1
-        blocks = x[:, : number * stride].reshape(batch, number, stride, kv_heads, width)
+        blocks = rearrange(x[:, : number * stride], "b (c s) k d -> b c s k d", s=stride)
         if params is None:  # a block's sum serves all its windows
-            sums = blocks.sum(dim=2, dtype=wide(x.dtype)).reshape(batch, number, -1)
+            sums = rearrange(blocks.sum(dim=2, dtype=wide(x.dtype)), "b c k d -> b c (k d)")
             means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
-            return means.to(x.dtype).reshape(batch, count, kv_heads, width)
+            return rearrange(means.to(x.dtype), "b c (k d) -> b c k d", k=kv_heads)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         return apply_phi(torch.cat(windows, dim=2), params)
     where = geometry(
@@ -58,7 +59,7 @@ def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
         return (windows * params.weight.to(total)[:, None]).sum(dim=2).to(dtype)
     position, w1, b1, w2, b2 = params
     embedded = (windows + position.to(total)[:, None]).to(dtype)
-    flat = embedded.transpose(2, 3).flatten(3)  # [B, C, Hkv, l*D]
+    flat = rearrange(embedded, "b c l k d -> b c k (l d)")
     hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
     hidden = F.gelu(hidden, approximate="tanh").to(dtype)
     return ((hidden @ w2.to(dtype)).to(total) + b2.to(total)).to(dtype)

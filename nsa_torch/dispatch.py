@@ -1,13 +1,14 @@
 """Which implementation runs on torch tensors; the registry itself is `nsa_jax.dispatch`'s.
 
-A target takes the arguments of its public function, `kv_len` never None, and `with_lse`:
-False allows it to return None for the log-sum-exp.
+A target takes the arguments of its public function, `kv_len` never None, and, of a branch,
+`with_lse`: False allows it to return None for the log-sum-exp. Targets of the step `attention`,
+which is all steps at once, take those of `mosaic.attention`.
 """
 
 import functools
 import importlib.util
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,21 +16,21 @@ import torch
 
 import kernels_pallas
 from interop.launch import ALIGNMENT
-from kernels_pallas import tiles
 from nsa_jax import debug
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Implementation, Problem, Registry, kernel
+from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry, kernel
 from nsa_jax.types import Branches
 from nsa_torch import fa2
 from nsa_torch.debug import TORCH
-from nsa_torch.operators import config_of
+from nsa_torch.operators import FIELDS, config_of, requires_grad
+from nsa_torch.torch_ops import device_name
 
-NUMBERS = tuple(NSAConfig.__dataclass_fields__)
 FUNCTIONS = {
     "compressed": "compressed_attention",
     "scores": "select_blocks",
     "selected": "selected_attention",
     "sliding": "sliding_attention",
+    WHOLE: "attention",
 }
 
 
@@ -83,16 +84,30 @@ def _table(step: str) -> tuple[Implementation, ...]:
     )
 
 
-REGISTRY = Registry("torch", {step: _table(step) for step in FUNCTIONS})
+def jax_attention_why_not(problem: Problem) -> str | None:
+    """Why JAX cannot run all steps in one call."""
+    if problem.cached:
+        return "JAX runs all steps of whole sequences only, got a cache"
+    return jax_why_not(problem)
+
+
+TABLE = {step: _table(step) for step in FUNCTIONS if step != WHOLE}
+TABLE[WHOLE] = (
+    Implementation("mosaic", "nsa_torch.mosaic:attention", mosaic_why_not),
+    Implementation("jax", "nsa_torch.autograd:attention", jax_attention_why_not, True),
+)
+REGISTRY = Registry("torch", TABLE)
 
 
 class Chosen(NamedTuple):
-    """The implementation of every step of one call."""
+    """The implementation of every step of one call, plain enough for torch.compile."""
 
     compressed: str
     scores: str
     selected: str
     sliding: str
+    attention: str | None  # what runs all steps at once; None: nothing does
+    compresses: bool  # whether that makes the compressed tokens too
 
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
@@ -101,38 +116,27 @@ class Chosen(NamedTuple):
             # In place of importlib: torch.compile follows import statements only.
             from nsa_torch import mosaic, triton
 
-            module = mosaic if name == "mosaic" else triton
+            module = {"mosaic": mosaic, "triton": triton}[name]
             function = getattr(module, FUNCTIONS[step])
         else:
             function = _entry(step, name).load()
         if not debug.on:
             return function
-        return debug.watch(TORCH, step, name, function, _entry(step, "reference").load)
+        return debug.watch(TORCH, step, name, function, debug.oracle_of(REGISTRY, step))
 
 
 def _entry(step: str, name: str) -> Implementation:
     return next(entry for entry in REGISTRY.table[step] if entry.name == name)
 
 
-def choose(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value_width: int,
-    config: NSAConfig,
-    packed: bool,
-    memory: Mapping[str, torch.Tensor],
-    implementation,
-    step: str | None = None,
-) -> Chosen:
-    """What runs for these tensors; `memory`: by name, those that kernels read in place; `step`:
-    as in `Registry.plan`.
+def choose(problem: tuple, implementation, step: str | None = None) -> Chosen:
+    """What runs a problem, as `description` gives it; `step`: as in `Registry.plan`.
 
     Under `torch.compile` the choice is a constant, whatever the number of tokens.
     """
-    problem = query, key, value_width, config, packed, memory
     # Plain, as the rest of what torch.compile takes as constant.
     names = tuple(implementation) if isinstance(implementation, Branches) else implementation
-    return Chosen(*_names(names, step, *_description(*problem)))
+    return Chosen(*_chosen(names, step, *problem))
 
 
 def problem_of(
@@ -144,22 +148,42 @@ def problem_of(
     memory: Mapping[str, torch.Tensor] | None = None,
 ) -> Problem:
     """What the registry is asked about these tensors; `branch` is filled in later."""
-    return _problem(*_description(query, key, value_width, config, packed, memory or {}))
+    return _problem(*description(query, key, value_width, config, packed, memory or {}))
 
 
 @torch.compiler.assume_constant_result
-def _names(implementation, step, *description) -> tuple[str, ...]:
-    problem = _problem(*description)
+def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
+    asked = _problem(*problem)
     if isinstance(implementation, tuple):
         implementation = Branches(*implementation)
-    plan = REGISTRY.plan(problem, implementation, step=step)
+    plan = REGISTRY.plan(asked, implementation, step=step)
     if debug.on:
-        debug.plan(TORCH, problem, plan)
-    return tuple(choice.implementation for choice in plan)
+        debug.plan(TORCH, asked, plan)
+    names = tuple(choice.implementation for choice in plan)
+    if plan.attention is None:
+        return *names, None, False
+    whole = plan.attention.implementation
+    return *names, whole, _entry(WHOLE, whole).compresses
 
 
-def _description(query, key, value_width, config, packed, memory):
-    """The problem in plain numbers and strings."""
+def description(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value_width: int,
+    config: NSAConfig,
+    packed: bool,
+    memory: Mapping[str, torch.Tensor],
+    gates: Iterable[torch.Tensor] = (),
+    cached: bool = False,
+) -> tuple:
+    """A problem in plain numbers and strings, for `choose`.
+
+    Args:
+      query, key: `[B, T, H, D]`, `[B, S, Hkv, D]` (the compressed keys, of a step of them).
+      memory: by name, the tensors that kernels read in place.
+      gates: other tensors of which a gradient may be wanted.
+      cached: whether the keys are a cache's.
+    """
     device = query.device.type, query.device.index
     dtype = str(query.dtype).removeprefix("torch.")
     batch, length, heads, width = query.shape
@@ -167,32 +191,28 @@ def _description(query, key, value_width, config, packed, memory):
     if torch.compiler.is_compiling():
         length = num_keys = 0  # may have no number; no threshold of a length applies
     sizes = batch, length, num_keys, heads, kv_heads, width, value_width
-    numbers = tuple(getattr(config, name) for name in NUMBERS)
-    return device, dtype, tuple(map(operator.index, sizes)), numbers, packed, _strided(memory)
+    numbers = tuple(getattr(config, name) for name in FIELDS)
+    flags = packed, requires_grad(*memory.values(), *gates), cached
+    return device, dtype, tuple(map(operator.index, sizes)), numbers, flags, _strided(memory)
 
 
-def _problem(device, dtype, sizes, numbers, packed, strided) -> Problem:
-    (platform, index), (batch, length, num_keys, heads, kv_heads, width, value_width) = (
-        device,
-        sizes,
-    )
+def _problem(device, dtype, sizes, numbers, flags, strided) -> Problem:
+    platform, index = device
+    names = "B", "T", "S", "H", "Hkv", "D", "Dv"
+    packed, gradient, cached = flags
     return Problem(
         framework="torch",
         branch="",
         platform=platform,
         capability=torch.cuda.get_device_capability(index) if platform == "cuda" else None,
         dtype=dtype,
-        B=batch,
-        T=length,
-        S=num_keys,
-        H=heads,
-        Hkv=kv_heads,
-        D=width,
-        Dv=value_width,
+        **dict(zip(names, sizes, strict=True)),
         packed=packed,
         config=config_of(*numbers),
         strided=strided,
-        device=tiles.cuda_name(torch, index) if platform == "cuda" else None,
+        device=device_name(index) if platform == "cuda" else None,
+        requires_grad=gradient,
+        cached=cached,
     )
 
 

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa_jax import debug, validate
-from nsa_jax.compress import CompressParams
+from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 from nsa_torch import autograd, checks
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
-from nsa_torch.dispatch import REGISTRY, choose, problem_of
+from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
 
 type Names = str | Branches[str | None] | None
 
@@ -82,47 +82,16 @@ def attention(
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    chosen = choose(*problem, implementation)
-    where = {"config": config, "cu_seqlens": cu_seqlens, "scale": scale}
-    tensors = query, key, value, gates, compressed, block_indices
+    chosen = choose(description(*problem, gates), implementation)
+    packed = {"config": config, "cu_seqlens": cu_seqlens}
     with _as_given(query):
-        return _attention(*tensors, chosen, **where, recompute=recompute)
-
-
-def _attention(
-    query,
-    key,
-    value,
-    gates,
-    compressed,
-    block_indices,
-    chosen,
-    *,
-    config,
-    cu_seqlens,
-    scale,
-    recompute,
-):
-    kv_len = key.selected.shape[1]
-    fused = all(name == "jax" for name in chosen)
-    if fused and not debug.stepwise(TORCH, query):
-        arrays = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "gates": gates,
-            "compressed": compressed,
-            "block_indices": block_indices,
-            "segment_ids": autograd.segment_ids(cu_seqlens, kv_len, query.device),
-        }
-        return autograd.jax_function("attention", arrays, {"config": config, "scale": scale})
-    where = {"config": config, "cu_seqlens": cu_seqlens}
-    if compressed is None:
-        phi = debug.watch(TORCH, "compress", "torch", compress_windows)
-        compressed = phi(key.compressed, **where), phi(value.compressed, **where)
-    where |= {"kv_len": kv_len, "scale": scale}
-    tensors = query, key, value, gates, compressed, block_indices
-    return attend(*tensors, chosen, where, recompute=recompute)
+        fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
+        if compressed is None and not (fused and chosen.compresses):
+            phi = debug.watch(TORCH, "compress", "torch", compress_windows)
+            compressed = phi(key.compressed, **packed), phi(value.compressed, **packed)
+        lengths = packed | {"kv_len": kv_len, "scale": scale}
+        tensors = query, key, value, gates, compressed, block_indices
+        return attend(*tensors, chosen, lengths, recompute=recompute)
 
 
 def attend(
@@ -133,38 +102,38 @@ def attend(
     compressed,
     block_indices,
     chosen,
-    where,
+    lengths,
     clean=False,
     recompute=False,
 ):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
-    `clean`: keys and values that no query may look at are finite.
+    Args:
+      compressed: None only where `chosen` runs all steps at once and `compresses`.
+      lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
+      clean: keys and values that no query may look at are finite.
     """
     with _as_given(query):
-        fused = all(name == "mosaic" for name in chosen)
-        if fused and not debug.stepwise(TORCH, query):
-            from nsa_torch import mosaic
-
-            tensors = query, key, value, gates, compressed, block_indices
-            whole = debug.watch(TORCH, "all", "mosaic", mosaic.attention)
-            return whole(*tensors, **where, clean=clean, recompute=recompute)
+        tensors = query, key, value, gates, compressed, block_indices
+        if chosen.attention is not None and not debug.stepwise(TORCH, query):
+            whole = chosen.load("attention")
+            return whole(*tensors, **lengths, clean=clean, recompute=recompute)
         if block_indices is None:
-            block_indices = chosen.load("scores")(query, compressed[0], **where)
-        tensors = query, key, value, gates, compressed, block_indices, chosen, where
+            block_indices = chosen.load("scores")(query, compressed[0], **lengths)
+        tensors = query, key, value, gates, compressed, block_indices, chosen, lengths
         if recompute and torch.is_grad_enabled():
             options = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(_by_branch, *tensors, **options)
         return _by_branch(*tensors)
 
 
-def _by_branch(query, key, value, gates, compressed, block_indices, chosen, where):
-    where = where | {"with_lse": False}
+def _by_branch(query, key, value, gates, compressed, block_indices, chosen, lengths):
+    rest = lengths | {"with_lse": False}
     selected = key.selected, value.selected, block_indices
     outputs = Branches(
-        chosen.load("compressed")(query, *compressed, **where)[0],
-        chosen.load("selected")(query, *selected, **where)[0],
-        chosen.load("sliding")(query, key.sliding, value.sliding, **where)[0],
+        chosen.load("compressed")(query, *compressed, **rest)[0],
+        chosen.load("selected")(query, *selected, **rest)[0],
+        chosen.load("sliding")(query, key.sliding, value.sliding, **rest)[0],
     )
     return debug.watch(TORCH, "combine", "torch", autograd.combine)(outputs, gates)
 
@@ -220,8 +189,8 @@ def select_blocks(
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     packed, memory = cu_seqlens is not None, {"query": query, "compressed_key": compressed_key}
     width = query.shape[-1]
-    problem = query, compressed_key, width, config, packed, memory
-    chosen = choose(*problem, implementation, "scores")
+    problem = description(query, compressed_key, width, config, packed, memory)
+    chosen = choose(problem, implementation, "scores")
     with _as_given(query):
         return chosen.load("scores")(
             query,
@@ -260,8 +229,8 @@ def compressed_attention(
         "compressed_key": compressed_key,
         "compressed_value": compressed_value,
     }
-    problem = query, compressed_key, width, config, packed, memory
-    chosen = choose(*problem, implementation, "compressed")
+    problem = description(query, compressed_key, width, config, packed, memory)
+    chosen = choose(problem, implementation, "compressed")
     with _as_given(query):
         return chosen.load("compressed")(
             query,
@@ -297,8 +266,8 @@ def selected_attention(
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    problem = query, key, value.shape[-1], config, packed, memory
-    chosen = choose(*problem, implementation, "selected")
+    problem = description(query, key, value.shape[-1], config, packed, memory)
+    chosen = choose(problem, implementation, "selected")
     with _as_given(query):
         return chosen.load("selected")(
             query,
@@ -327,8 +296,8 @@ def sliding_attention(
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
-    problem = query, key, value.shape[-1], config, packed, memory
-    chosen = choose(*problem, implementation, "sliding")
+    problem = description(query, key, value.shape[-1], config, packed, memory)
+    chosen = choose(problem, implementation, "sliding")
     with _as_given(query):
         return chosen.load("sliding")(
             query,

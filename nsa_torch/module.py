@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_jax.compress import CompressParams, MLPParams, PoolParams
-from nsa_jax.layer import LayerSpec
+from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
 from nsa_jax.types import Branches
 from nsa_torch import cache, functional, geometry
 
@@ -48,7 +48,7 @@ class Gate(nn.Module):
 
 
 class MLP(nn.Module):
-    """The paper's `phi` (`nsa_jax.compress.MLPParams`)."""
+    """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
     def __init__(self, length: int, width: int, hidden: int):
         super().__init__()
@@ -78,6 +78,9 @@ class NSAAttention(nn.Module):
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
       use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
+
+    The state_dict states gate and phi. `load_state_dict` raises `ValueError` where they differ,
+    and where weights come without them (the seed's) unless both were named here.
     """
 
     def __init__(
@@ -92,14 +95,14 @@ class NSAAttention(nn.Module):
         l_sel: int = 64,
         n_sel: int = 16,
         w: int = 512,
-        phi: str = "avg",
+        phi: str = DEFAULT_PHI,
         gate_hidden: int | None = None,
         gate_temp: float = 1.0,
         rope_impl: str = "llama",
         use_flash: bool = True,
         use_triton_sel: bool = False,
         *,
-        gate: str = "sigmoid",
+        gate: str = DEFAULT_GATE,
         phi_hidden: int | None = None,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
@@ -143,10 +146,18 @@ class NSAAttention(nn.Module):
         elif phi == "mlp_pe":
             self.phi_k_mlp = MLP(l, d_k, spec.phi_width(d_k))
             self.phi_v_mlp = MLP(l, d_v, spec.phi_width(d_v))
+        self.register_load_state_dict_pre_hook(_check_kind)
 
     def hyper_parameters(self) -> dict[str, Any]:
         """What makes this layer's function, for a checkpoint's metadata."""
         return self.spec.as_dict()
+
+    def get_extra_state(self) -> Tensor:
+        """Gate and phi in the state_dict: with the same weights, others are other functions."""
+        return torch.tensor(list(self.spec.kind()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.spec.check_kind(KIND_KEY, bytes(state.to("cpu", torch.uint8).tolist()))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
@@ -267,6 +278,20 @@ class NSAAttention(nn.Module):
             implementation=self.implementation,
         )
         return self.out(out.flatten(2)), None
+
+
+def _check_kind(module, state_dict, prefix, *_) -> None:
+    """Before any weight is copied: the checkpoint's gate and phi are the module's.
+
+    A state_dict without them (the seed's) is completed where the caller named both; one
+    without any weight of this layer is left to `strict`.
+    """
+    key = prefix + KIND_KEY
+    if key in state_dict:
+        module.set_extra_state(state_dict[key])
+    elif any(f"{prefix}{name}.weight" in state_dict for name, _ in module.named_children()):
+        module.spec.check_kind(key, None)
+        state_dict[key] = module.get_extra_state()
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel):

@@ -2,240 +2,72 @@
 
 Every function is one operator (`operators.py`) on the current stream: the host never waits for
 the device, and after one call of the same shape, which compiles the kernels, a CUDA graph can
-capture it. Arguments are those of `functional.py`, with `kv_len` never None.
+capture it. Arguments are those of `functional.py`, with `kv_len` never None. The steps
+themselves are `nsa_jax.mosaic_forward`, `mosaic_backward` and `mosaic_attention`.
 
 Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
 backward pass, and the selection. It cannot be differentiated once more.
 """
 
 import functools
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from interop.launch import ALIGNMENT, launch
-from kernels_pallas.mosaic.operands import slab_width
 from kernels_pallas.specs.selected import SelectedAttention
-from nsa_jax import mosaic_backward
+from kernels_pallas.specs.tile import slab_width
+from nsa_jax import mosaic_attention, mosaic_backward, mosaic_forward
+from nsa_jax.array_ops import zero_padding
 from nsa_jax.config import NSAConfig
-from nsa_jax.mosaic_forward import Framework, shapes_of
+from nsa_jax.mosaic_attention import Inputs, Residuals
+from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.types import Branches
 from nsa_torch import operators
-from nsa_torch.geometry import geometry
-from nsa_torch.shared import SHARED
+from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.torch_ops import TORCH_OPS as OPS
 
-
-def _run(kernel, *tensors):
-    tensors = [_readable(x) for x in tensors]
-    # What a branch is added to is always made here, and read by nothing else afterwards.
-    out = [tensors[-1], *[None] * (len(kernel.outputs) - 1)] if kernel.in_place else ()
-    return launch(kernel, *tensors, out=out)
-
-
-def _readable(x):
-    """`x`, or a copy where kernels cannot read it in place.
-
-    Only bounds, gates, block indices and what torch.compile laid out are ever copied:
-    `dispatch.choose` refuses other such tensors of the caller.
-    """
-    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _rows(x, index):
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    return x[row, index]
-
-
-def _search(rows, values, side):
-    values = values.to(rows.dtype).contiguous()
-    return torch.searchsorted(rows.contiguous(), values, side=side)
-
-
-def _cast(x, dtype):
-    return x.to(dtype, memory_format=torch.contiguous_format)
-
-
-def _sort(x):
-    return torch.sort(x, dim=-1).values
-
-
-def _sort_pairs(keys, values):
-    keys, order = torch.sort(keys, dim=-1, stable=True)
-    return keys, torch.gather(values, -1, order)
-
-
-def _numbers(x, n):
-    return torch.arange(n, dtype=torch.int32, device=x.device)[None]
-
-
-def _once(where, name, make):
-    return where.once(name, make)
-
-
-def _pad(x, axis, count, value):
-    return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)
-
-
-def _put(x, index, part):
-    if x[index].data_ptr() != part.data_ptr():  # else the kernel has written it there
-        x[index] = part
-    return x
-
-
-STEPS = Framework(
-    torch, _run, _rows, _search, _cast, _sort, _sort_pairs, _numbers, _once, _pad, _put
-)
-
-
-class _Place:
-    """Where the queries of one call stand, int32 `[B, T]`, as `Framework` asks for it."""
-
-    def __init__(self, query, kv_len, lengths, cu_seqlens, config, scale):
-        self.config, self.scale = operators.config_of(*config), scale
-        self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
-        self.shape, self.device = tuple(query.shape[:2]), query.device
-        self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
-
-    def once(self, name, make):
-        """What `make()` gives, shared by calls of the same sizes."""
-        if not self.fixed:
-            return list(make())
-        key = self.shape, self.kv_len, self.config, self.device, name
-        return SHARED.get(key, self.device, make)
-
-    @functools.cached_property
-    def _where(self):
-        return self.once(("where",), self._positions)
-
-    def _positions(self):
-        where = geometry(
-            *self.shape,
-            config=self.config,
-            kv_len=self.kv_len if self.lengths is None else self.lengths,
-            cu_seqlens=self.cu_seqlens,
-            device=self.device,
-        )
-        start = where.key_start if self.cu_seqlens is None else where.compressed_start
-        return [x.to(torch.int32) for x in (where.position, where.key_start, start)]
-
-    packed = property(lambda self: self.cu_seqlens is not None)
-    position = property(lambda self: self._where[0])
-    key_start = property(lambda self: self._where[1])
-    compressed_start = property(lambda self: self._where[2])
-
-    def run(self, step, *tensors, **options) -> Any:
-        return step(*tensors, where=self, config=self.config, scale=self.scale, **options)
-
-    def queries(self, query):
-        """`query` with zeros for padding, whose rows `selected` does not mask."""
-        if self.fixed and self.kv_len >= self.shape[1]:
-            return query  # no padding
-        return torch.where((self.position >= 0)[..., None, None], query, 0)
-
-    def gradients(self, step, *tensors, saved, **options):
-        """Gradients of a branch: `step` of `nsa_jax.mosaic_backward`."""
-        return self.run(functools.partial(step, STEPS), *tensors, saved, **options)
-
-    # A probability of zero times a value that is NaN is NaN, so values behind the last key
-    # that a query may see are zeroed; of keys only the logits are masked, forward.
-
-    def values(self, value):
-        """`value` [B, S, Hkv, Dv] with zeros behind the tokens that there are."""
-        if self.cu_seqlens is not None:
-            return _cut(value, self.cu_seqlens[-1:])
-        return _cut(value, self.kv_len if self.lengths is None else self.lengths)
-
-    def compressed_values(self, value):
-        """`value` [B, C, Hkv, Dv] with zeros behind the compressed tokens that there are."""
-        if self.cu_seqlens is None and self.lengths is None:
-            return value
-        return _cut(value, STEPS.visible(self, self.config)[1][:, -1])
-
-    def num_blocks(self, compressed_key) -> int:
-        """The most selection blocks that a sequence can have."""
-        longest = self.kv_len
-        if self.lengths is not None:
-            stride, block = self.config.compress_stride, self.config.compress_block
-            longest = compressed_key.shape[1] * stride + block - 1
-        return self.config.num_blocks(longest)
-
-    def best_blocks(self, query, compressed_key, lse):
-        blocks, packed = self.num_blocks(compressed_key), self.packed
-        options = {"num_blocks": blocks, "packed": packed}
-        return self.run(STEPS.best_blocks, query, compressed_key, lse, **options).contiguous()
-
-
-def _cut(x, end):
-    """`x` [B, S, ...] with zeros from index `end` on, an int or a tensor `[]`, `[1]`, `[B]`."""
-    length = x.shape[1]
-    if isinstance(end, int) and end >= length:
-        return x
-    there = torch.arange(length, device=x.device)
-    there = there < (end if isinstance(end, int) else end.reshape(-1, 1))
-    return torch.where(there.reshape(-1, length, 1, 1), x, 0)
+# One branch, or the selection alone.
 
 
 def _compressed(query, key, value, *place):
-    place = _Place(query, *place)
-    value = place.compressed_values(value)
-    out, lse = place.run(STEPS.compressed, query, key, value)
+    layout = MosaicLayout(query, *place)
+    value = layout.seen_compressed(value)
+    out, lse = mosaic_forward.compressed(OPS, query, key, value, *layout.rest)
     return out, lse.contiguous()
 
 
-def _select(query, key, *place):
-    place = _Place(query, *place)
-    # Only the log-sum-exp is wanted: the narrowest values do.
-    value = key[..., : slab_width(key.shape[-1])].contiguous()
-    _, lse = place.run(STEPS.compressed, query, key, value)
-    return place.best_blocks(query, key, lse)
-
-
-def _selected(query, key, value, indices, *place):
-    place = _Place(query, *place)
-    query, value = place.queries(query), place.values(value)
-    out, lse = place.run(STEPS.selected, query, key, value, indices, packed=place.packed)
+def _selected(query, key, value, block_indices, *place):
+    layout = MosaicLayout(query, *place)
+    query, value = zero_padding(OPS, query, layout), layout.seen_tokens(value)
+    out, lse = mosaic_forward.selected(OPS, query, key, value, block_indices, *layout.rest)
     return out, lse.contiguous()
 
 
 def _sliding(query, key, value, *place):
-    place = _Place(query, *place)
-    out, lse = place.run(STEPS.sliding, query, key, place.values(value))
+    layout = MosaicLayout(query, *place)
+    value = layout.seen_tokens(value)
+    out, lse = mosaic_forward.sliding(OPS, query, key, value, *layout.rest)
     return out, lse.contiguous()
 
 
-def _attention(query, *tensors_and_place):
-    keys, values, gates, compressed, indices, clean, place = _parts(*tensors_and_place)
-    place = _Place(query, *place)
-    padded = query
-    if not clean:
-        shared = values.sliding is values.selected
-        selected = place.values(values.selected)
-        sliding = selected if shared else place.values(values.sliding)
-        values = Branches(None, selected, sliding)
-        compressed = compressed[0], place.compressed_values(compressed[1])
-        padded = place.queries(query)
-    out, lse = place.run(STEPS.compressed, query, *compressed, gate=gates.compressed)
-    found = query.new_empty(0, dtype=torch.int32)
-    if indices is None:
-        indices = found = place.best_blocks(query, compressed[0], lse)
-    local = query, keys.sliding, values.sliding
-    out, _ = place.run(STEPS.sliding, *local, gate=gates.sliding, added=out)
-    chosen = padded, keys.selected, values.selected, indices
-    out, _ = place.run(
-        STEPS.selected, *chosen, gate=gates.selected, added=out, packed=place.packed
-    )
-    return out, found
+def _branch_backward(step, seen, do, out, lse, query, key, value, *rest):
+    """`step`: of `mosaic_backward`; `seen`: the method of the layout for its keys."""
+    indices, place = rest[:-5], rest[-5:]
+    layout = MosaicLayout(query, *place)
+    query, do = zero_padding(OPS, query, layout), zero_padding(OPS, do, layout)
+    (delta,) = mosaic_backward.delta_of(OPS, do, out)
+    rows = mosaic_backward.RowResiduals(lse, delta)
+    key, value = seen(layout, key), seen(layout, value)
+    return list(step(OPS, query, key, value, *indices, do, rows, *layout.rest))
 
 
-def _parts(*tensors_and_place):
-    """The arguments of `nsa::attention` after the query, put together."""
-    (*tensors, indices, clean), place = tensors_and_place[:11], tensors_and_place[11:]
-    keys, values = (Branches(None, *tensors[i : i + 2]) for i in (0, 2))
-    return keys, values, Branches(*tensors[4:7]), tuple(tensors[7:9]), indices, clean, place
+def _select(query, key, *place):
+    layout = MosaicLayout(query, *place)
+    # Only the log-sum-exp is read: the narrowest values do.
+    value = key[..., : slab_width(key.shape[-1])].contiguous()
+    _, lse = mosaic_forward.compressed(OPS, query, key, value, *layout.rest)
+    num_blocks = layout.num_blocks(key)
+    return mosaic_forward.select_blocks(OPS, query, key, lse, *layout.rest, num_blocks)
 
 
 def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
@@ -243,124 +75,137 @@ def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
     return query.new_empty(shape, dtype=torch.int32)
 
 
-def _attention_shapes(query, *tensors_and_place):
-    keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
-    out, _ = operators.branch_shapes(query, keys.selected, values.selected)
-    if indices is None:
-        return out, _select_shapes(query, keys.selected, *place)
-    return out, query.new_empty(0, dtype=torch.int32)
+# All steps. An operator returns `selection`: the block indices, or nothing where the caller
+# gave them, because no output may be an input.
 
 
-def _saving(query, *tensors_and_place):
-    """`_attention`, and what its gradients need: the branches one by one (`SAVED`)."""
-    keys, values, gates, compressed, indices, clean, place = _parts(*tensors_and_place)
-    place = _Place(query, *place)
-    padded = query
-    if not clean:
-        values = Branches(None, *map(place.values, values[1:]))
-        compressed = compressed[0], place.compressed_values(compressed[1])
-        padded = place.queries(query)
-    first = place.run(STEPS.compressed, query, *compressed)
-    found = query.new_empty(0, dtype=torch.int32)
-    if indices is None:
-        indices = found = place.best_blocks(query, compressed[0], first[1])
-    selected = padded, keys.selected, values.selected, indices
-    lists = [x.contiguous() for x in place.run(STEPS.selected_lists, *selected)]
-    chosen = place.run(STEPS.selected, *selected, lists=lists, packed=place.packed)
-    local = place.run(STEPS.sliding, query, keys.sliding, values.sliding)
-    outputs, norms = zip(first, chosen, local, strict=True)
-    out = mosaic_backward.gated_sum(STEPS, outputs, gates)
-    return out, found, *outputs, *(lse.contiguous() for lse in norms), *lists
+def _forward(*arguments):
+    inputs, given, layout = _arguments(*arguments)
+    inputs = inputs._replace(value=layout.seen(inputs.value))
+    num_blocks = layout.num_blocks(inputs.key.compressed)
+    out, indices = mosaic_attention.forward(OPS, inputs, given, *layout.rest, num_blocks)
+    return out, _selection(inputs.query, given, indices)
 
 
-def _saving_shapes(query, *tensors_and_place):
-    out, found = _attention_shapes(query, *tensors_and_place)
+def _forward_with_residuals(*arguments):
+    """`_forward`, and what its gradients need: the branches one by one (`RESIDUALS`)."""
+    inputs, given, layout = _arguments(*arguments)
+    inputs = inputs._replace(value=layout.seen(inputs.value))
+    num_blocks = layout.num_blocks(inputs.key.compressed)
+    out, (indices, lists, outputs, lses) = mosaic_attention.forward_with_residuals(
+        OPS, inputs, given, *layout.rest, num_blocks
+    )
+    contiguous = (x.contiguous() for x in (*lses, *lists))
+    return out, _selection(inputs.query, given, indices), *outputs, *contiguous
+
+
+def _backward(do, selection, *arguments):
+    """The branches are computed again."""
+    given = arguments[NUM_INPUTS]
+    residuals = Residuals.recomputed(selection if given is None else given)
+    return _gradients(do, residuals, arguments)
+
+
+def _backward_from_residuals(do, selection, *tensors):
+    branches, lists, arguments = tensors[:6], tensors[6:9], tensors[9:]
+    given = arguments[NUM_INPUTS]
+    indices = selection if given is None else given
+    outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
+    return _gradients(do, Residuals(indices, lists, outputs, lses), arguments)
+
+
+def _gradients(do, residuals, arguments):
+    inputs, _, layout = _arguments(*arguments)
+    inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
+    found = mosaic_attention.backward(OPS, inputs, residuals, do, *layout.rest)
+    gates = zip(found.gates, inputs.gates, strict=True)
+    gates = (x.to(gate.dtype, copy=True) for x, gate in gates)
+    return [found.query, *found.key, *found.value, *gates]
+
+
+def _arguments(*arguments):
+    """`Inputs`, the block indices or None, and the layout, from those of `nsa::attention`."""
+    clean, *place = arguments[NUM_INPUTS + 1 :]
+    inputs = _inputs(arguments)
+    layout = MosaicLayout(inputs.query, *place, clean=clean)
+    return inputs, arguments[NUM_INPUTS], layout
+
+
+def _inputs(arguments):
+    query, *branches = arguments[:NUM_INPUTS]
+    return Inputs(query, *(Branches(*branches[i : i + 3]) for i in (0, 3, 6)))
+
+
+def _selection(query, given, indices):
+    return indices if given is None else query.new_empty(0, dtype=torch.int32)
+
+
+def _forward_shapes(*arguments):
+    query, key, value, _ = _inputs(arguments)
+    given, _, *place = arguments[NUM_INPUTS:]
+    out, _ = operators.branch_shapes(query, key.selected, value.selected)
+    indices = _select_shapes(query, key.selected, *place) if given is None else None
+    return out, _selection(query, given, indices)
+
+
+def _residual_shapes(*arguments):
+    query, key, value, _ = _inputs(arguments)
+    given, _, *place = arguments[NUM_INPUTS:]
+    out, selection = _forward_shapes(*arguments)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    keys, values, _, _, indices, _, place = _parts(*tensors_and_place)
-    indices = found if indices is None else indices
-    shape = shapes_of(query, keys.selected, values.selected, None)
+    n = (selection if given is None else given).shape[-1]
     block = place[3][operators.FIELDS.index("select_block")]
-    spec = SelectedAttention(**shape, n=indices.shape[-1], block=block)
+    spec = SelectedAttention(
+        **sizes_of(query, key.selected, value.selected, None), n=n, block=block
+    )
     by_tile = spec.B, spec.Hkv, spec.tiles
     lists = (
-        query.new_empty(*by_tile, *sizes, dtype=torch.int32)
-        for sizes in ((spec.entries,), (spec.words, spec.entries), (2,))
+        query.new_empty(*by_tile, *shape, dtype=torch.int32)
+        for shape in ((spec.entries,), (spec.words, spec.entries), (2,))
     )
-    return out, found, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3), *lists
+    return out, selection, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3), *lists
 
 
-def _branch_backward(step, grad, out, lse, query, key, value, *rest):
-    indices, place = rest[:-5], _Place(query, *rest[-5:])
-    clean = place.compressed_values if step is mosaic_backward.compressed else place.values
-    query, grad = place.queries(query), place.queries(grad)
-    (dots,) = mosaic_backward.output_dots(STEPS, grad, out)
-    saved = mosaic_backward.Saved(lse, dots)
-    options = {"packed": place.packed} if indices else {}
-    tensors = query, clean(key), clean(value), *indices, grad
-    return list(place.gradients(step, *tensors, saved=saved, **options))
-
-
-def _attention_backward(grad, found, query, *rest, outputs=None, lists=None):
-    """`outputs`: `Branches` of `(out, lse)`, `lists`: `selected_lists`; or None, and they are
-    computed again.
-    """
-    keys, values, gates, compressed, indices, clean, place = _parts(*rest)
-    indices = found if indices is None else indices
-    place = _Place(query, *place)
-    if not clean:
-        query, grad = place.queries(query), place.queries(grad)
-        keys, values = (Branches(None, *map(place.values, x[1:])) for x in (keys, values))
-        compressed = tuple(map(place.compressed_values, compressed))
-    total, pairs, dots = place.run(
-        functools.partial(mosaic_backward.whole, STEPS),
-        query,
-        keys,
-        values,
-        gates,
-        compressed,
-        indices,
-        grad,
-        outputs,
-        packed=place.packed,
-        lists=lists,
-    )
-    gates = [x.to(gate.dtype, copy=True) for x, gate in zip(dots, gates, strict=True)]
-    local = zip(pairs.selected, pairs.sliding, strict=True)
-    return [total, *(x for pair in local for x in pair), *gates, *pairs.compressed]
-
-
-def _saving_backward(grad, found, *tensors):
-    outputs = Branches(*zip(tensors[:3], tensors[3:6], strict=True))
-    return _attention_backward(grad, found, *tensors[9:], outputs=outputs, lists=tensors[6:9])
-
-
-def _define_branch(name, tensors, function, step):
-    backward = functools.partial(_branch_backward, step)
-    operators.define_branch(name, tensors, function, "Tensor out, Tensor lse", backward)
-
-
-PAIR = "Tensor query, Tensor compressed_key"
-ALL = (
-    "Tensor query, Tensor selected_key, Tensor sliding_key, Tensor selected_value, "
-    "Tensor sliding_value, Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
-    "Tensor compressed_key, Tensor compressed_value, Tensor? block_indices, bool clean"
+NUM_INPUTS = 10  # tensors of `Inputs`
+INPUTS = (
+    "Tensor query, Tensor compressed_key, Tensor selected_key, Tensor sliding_key, "
+    "Tensor compressed_value, Tensor selected_value, Tensor sliding_value, "
+    "Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
+    "Tensor? block_indices, bool clean"
 )
-SAVED = (
-    "Tensor found, Tensor compressed_out, Tensor selected_out, Tensor sliding_out, "
+RESIDUALS = (
+    "Tensor selection, Tensor compressed_out, Tensor selected_out, Tensor sliding_out, "
     "Tensor compressed_lse, Tensor selected_lse, Tensor sliding_lse, "
     "Tensor starts, Tensor members, Tensor counts"
 )
-_define_branch("compressed_attention", operators.THREE, _compressed, mosaic_backward.compressed)
-_define_branch("selected_attention", operators.CHOSEN, _selected, mosaic_backward.chosen)
-_define_branch("sliding_attention", operators.THREE, _sliding, mosaic_backward.sliding)
-operators.define("select_blocks", PAIR, "Tensor", _select, _select_shapes)
-operators.define("attention", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes)
-operators.define(
-    "attention_recomputing", ALL, "(Tensor out, Tensor found)", _attention, _attention_shapes
+BRANCHES = (
+    ("compressed", operators.THREE, _compressed, MosaicLayout.seen_compressed),
+    ("selected", operators.CHOSEN, _selected, MosaicLayout.seen_tokens),
+    ("sliding", operators.THREE, _sliding, MosaicLayout.seen_tokens),
 )
-operators.define("attention_saving", ALL, f"(Tensor out, {SAVED})", _saving, _saving_shapes)
-operators.differentiate("attention_recomputing", ALL, 10, "Tensor found", _attention_backward)
-operators.differentiate("attention_saving", ALL, 10, SAVED, _saving_backward)
+
+
+def _define_operators():
+    for branch, tensors, forward, seen in BRANCHES:
+        step = getattr(mosaic_backward, branch)
+        backward = functools.partial(_branch_backward, step, seen)
+        kept = "Tensor out, Tensor lse"
+        operators.define_branch(f"{branch}_attention", tensors, forward, kept, backward)
+    pair = "Tensor query, Tensor compressed_key"
+    operators.define("select_blocks", pair, "Tensor", _select, _select_shapes)
+
+    selection = "Tensor selection"
+    results = f"(Tensor out, {selection})"
+    operators.define("attention", INPUTS, results, _forward, _forward_shapes)
+    name = "attention_recomputing"
+    operators.define(name, INPUTS, results, _forward, _forward_shapes)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, selection, _backward)
+    name, results = "attention_saving", f"(Tensor out, {RESIDUALS})"
+    operators.define(name, INPUTS, results, _forward_with_residuals, _residual_shapes)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, RESIDUALS, _backward_from_residuals)
+
+
+_define_operators()
 
 
 # The functions that `dispatch.py` names.
@@ -443,10 +288,10 @@ def attention(
       recompute: the backward pass computes the branches again. Else it keeps their outputs.
     """
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    tensors = query, *key[1:], *value[1:], *gates, *compressed
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    key, value = (Branches(c, *x[1:]) for c, x in zip(compressed, (key, value), strict=True))
+    inputs = query, *key, *value, *gates
     name = "attention"
-    if learns:
+    if operators.requires_grad(*inputs):
         name = "attention_recomputing" if recompute else "attention_saving"
     operator = getattr(torch.ops.nsa, name)
-    return operator(*tensors, block_indices, clean, *place)[0]
+    return operator(*inputs, block_indices, clean, *place)[0]

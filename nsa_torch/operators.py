@@ -29,6 +29,11 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
     return kv_len, lengths, cu_seqlens, numbers, None if scale is None else float(scale)
 
 
+def requires_grad(*tensors: Tensor) -> bool:
+    """Whether autograd records what is made of these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def branch_shapes(query, key, value, *rest):
     """Output and log-sum-exp of a branch, unwritten."""
     out = query.new_empty(*query.shape[:3], value.shape[-1])
@@ -64,7 +69,9 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
     # and one of torch.library.custom_op would keep autograd from working inside.
     schema = f"Tensor grad, {kept}, {tensors}"
     define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    operator, pull_back = (getattr(torch.ops.nsa, x) for x in (name, f"{name}_backward"))
+    operator, backward_operator = (
+        getattr(torch.ops.nsa, x) for x in (name, f"{name}_backward")
+    )
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -83,7 +90,7 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
-            return *pull_back(grad, *arguments), *nothing
+            return *backward_operator(grad, *arguments), *nothing
 
     # Not torch.library.register_autograd, which at each call lists all arguments of the schema
     # once for each of them.

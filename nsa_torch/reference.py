@@ -6,6 +6,7 @@ Eqs. 5-12. Arguments and shapes as in `nsa_torch.functional`.
 """
 
 import torch
+from einops import rearrange, reduce
 
 
 def _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, device):
@@ -41,23 +42,22 @@ def _windows(sequence, position, config):
 def _attend(query, key, value, mask, scale):
     """Softmax attention under `mask` [B, Hkv or 1, T, S]: out, lse, probabilities."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    kv_heads = key.shape[2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = query.to(dtype).unflatten(2, (kv_heads, query.shape[2] // kv_heads))
+    grouped = rearrange(query.to(dtype), "b t (k g) d -> b t k g d", k=key.shape[2])
     mask = mask[:, :, None]
     # Unread keys must not count, be they NaN.
-    read = mask.any(dim=3)[:, :, 0]  # [B, Hkv or 1, S]
-    read = read.transpose(1, 2)[..., None]
+    read = rearrange(mask.any(dim=3), "b k 1 s -> b s k 1")  # k: Hkv or 1
     key, value = (torch.where(read, x.to(dtype), 0) for x in (key, value))
     some = mask.any(dim=-1, keepdim=True)  # [B, Hkv or 1, 1, T, 1]
-    grouped = torch.where(some.permute(0, 3, 1, 2, 4), grouped, 0)
+    grouped = torch.where(rearrange(some, "b k g t 1 -> b t k g 1"), grouped, 0)
     logits = torch.einsum("btkgd,bskd->bkgts", grouped, key) * scale
     # Rows without keys keep finite logits, so that no NaN is ever made.
     logits = torch.where(mask, logits, float("-inf")).masked_fill(~some, 0)
     lse = logits.detach().logsumexp(dim=-1).masked_fill(~some[..., 0], float("-inf"))
     probs = logits.softmax(dim=-1).masked_fill(~some, 0)
-    out = torch.einsum("bkgts,bskd->btkgd", probs, value).flatten(2, 3)
-    return out.to(query.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3), probs
+    out = torch.einsum("bkgts,bskd->btkgd", probs, value)
+    out = rearrange(out, "b t k g d -> b t (k g) d").to(query.dtype)
+    return out, rearrange(lse, "b k g t -> b t (k g)"), probs
 
 
 def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
@@ -86,7 +86,7 @@ def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
         config.num_blocks(num_keys),
         config.select_block // config.compress_stride,
     )
-    group = probs.sum(dim=2).transpose(1, 2)
+    group = reduce(probs, "b k g t c -> b t k c", "sum")
     scores = group.new_zeros(*group.shape[:3], num_blocks + 1)
     for part in range(config.compress_block // config.compress_stride):
         block = (local // config.compress_stride + part) // ratio
@@ -171,7 +171,7 @@ def selected_attention(
         chosen = chosen | (slot[..., None] == block)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= torch.arange(num_keys, device=query.device) <= index[:, :, None]
-    mask = chosen.transpose(1, 2) & mask[:, None]
+    mask = rearrange(chosen, "b t k s -> b k t s") & mask[:, None]
     return _attend(query, key, value, mask, scale)[:2]
 
 

@@ -7,6 +7,7 @@ positions. SDPA gives no log-sum-exp: `with_lse` computes it by a second product
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
@@ -103,17 +104,17 @@ def selected_attention(
         rows, seen = block_rows(where, block_indices, queries, num_keys, config)
 
         def attend(query, keys, values):
-            part = query.shape[1]
             out, lse = _attend(
-                query.reshape(batch * part, kv_heads, group, width),
-                keys.flatten(0, 1),
-                values.flatten(0, 1),
-                seen.flatten(0, 1)[:, :, None],
+                rearrange(query, "b q (k g) d -> (b q) k g d", k=kv_heads),
+                rearrange(keys, "b q k s d -> (b q) k s d"),
+                rearrange(values, "b q k s d -> (b q) k s d"),
+                rearrange(seen, "b q k s -> (b q) k 1 s"),
                 scale,
                 with_lse,
             )
-            lse = lse if lse is None else lse.reshape(batch, part, heads)
-            return out.reshape(batch, part, heads, -1), lse
+            if lse is not None:
+                lse = rearrange(lse, "(b q) k g -> b q (k g)", b=batch)
+            return rearrange(out, "(b q) k g d -> b q (k g) d", b=batch), lse
 
         return Chunk(Rows(rows, axes=3), attend)
 
@@ -134,35 +135,31 @@ def block_rows(where, block_indices, queries, num_keys, config):
     batch_start = torch.arange(batch, device=blocks.device) * num_keys
     head = torch.arange(kv_heads, device=blocks.device)[:, None, None]
     rows = (index + batch_start[:, None, None, None, None]) * kv_heads + head
-    return rows.flatten(3), seen.flatten(3)
+    merged = "b q k n l -> b q k (n l)"
+    return rearrange(rows, merged), rearrange(seen, merged)
 
 
 def _dense(seen, scale, with_lse):
     """Attention over keys `[B, K, Hkv, D]` that all queries share; `seen` [B, Q, K]."""
 
     def attend(query, key, value):
-        batch, length, heads, width = query.shape
-        kv_heads, count = key.shape[2], key.shape[1]
+        length = query.shape[1]
         # A key that no query sees may be padding, and 0 * NaN is NaN.
         unseen = ~seen.any(dim=1)[..., None, None]
         key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         # The heads of a group are rows of one matrix, so that K and V are not repeated.
-        query = query.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        group = query.shape[2]
-        rows = seen[:, None].expand(batch, group, length, count)
+        group = query.shape[2] // key.shape[2]
         out, lse = _attend(
-            query.reshape(batch, kv_heads, -1, width),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            rows.reshape(batch, 1, -1, count),
+            rearrange(query, "b q (k g) d -> b k (g q) d", g=group),
+            rearrange(key, "b s k d -> b k s d"),
+            rearrange(value, "b s k d -> b k s d"),
+            repeat(seen, "b q s -> b 1 (g q) s", g=group),
             scale,
             with_lse,
         )
-        out = out.unflatten(2, (group, length)).permute(0, 3, 1, 2, 4)
         if lse is not None:
-            lse = lse.unflatten(2, (group, length)).permute(0, 3, 1, 2)
-            lse = lse.reshape(batch, length, heads)
-        return out.reshape(batch, length, heads, -1), lse
+            lse = rearrange(lse, "b k (g q) -> b q (k g)", q=length)
+        return rearrange(out, "b k (g q) d -> b q (k g) d", q=length), lse
 
     return attend
 

@@ -5,6 +5,7 @@ Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries n
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, reduce
 from torch import Tensor
 
 from nsa_jax.config import NSAConfig
@@ -85,7 +86,7 @@ def map_to_blocks(probs: Tensor, num_blocks: int, config: NSAConfig) -> Tensor:
     for shift in range(config.compress_block // config.compress_stride):
         end = min(size, shift + count)
         by_stride[..., shift:end] += probs[..., : max(end - shift, 0)]
-    return by_stride.unflatten(-1, (num_blocks, ratio)).sum(dim=-1)
+    return reduce(by_stride, "... (n r) -> ... n", "sum", r=ratio)
 
 
 def _where(query, compressed_key, config, kv_len, cu_seqlens) -> tuple[Geometry, int]:
@@ -108,11 +109,12 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale):
     dtype = wide(query.dtype)
     if where.offset is not None:
         count = min(count, config.num_compressed(part.stop + where.offset))
-    query = query[:, part].to(dtype).unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    length = query.shape[3]
-    key = compressed_key[:, :count].to(dtype).permute(0, 2, 3, 1)  # [B, Hkv, D, C]
+    query = query[:, part].to(dtype)
+    length = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = (query.flatten(2, 3) @ key).mul_(scale).unflatten(2, (-1, length))
+    query = rearrange(query, "b q (k g) d -> b k (g q) d", k=kv_heads)
+    key = rearrange(compressed_key[:, :count].to(dtype), "b c k d -> b k d c")
+    logits = rearrange((query @ key).mul_(scale), "b k (g q) c -> b k g q c", q=length)
     seen = where.sees_compressed(part, count, config)[:, None]
     logits.masked_fill_(~seen[:, :, None], float("-inf"))
     # Softmax makes NaN of a row without keys, and a hidden key may be NaN itself.
@@ -121,4 +123,4 @@ def _scores(query, compressed_key, where, part, num_blocks, config, scale):
         slot = torch.arange(count, device=query.device)
         slot = (where.compressed_start[:, None, part, None] + slot).clamp(max=count)
         probs = F.pad(probs, (0, 1)).gather(-1, slot.expand_as(probs))
-    return map_to_blocks(probs, num_blocks, config).transpose(1, 2)
+    return rearrange(map_to_blocks(probs, num_blocks, config), "b k q n -> b q k n")

@@ -27,7 +27,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 from jaxtyping import install_import_hook
 
-CHECKED = ["branches", "chunks", "compress", "geometry", "numerics", "reference", "select"]
+CHECKED = ["branches", "chunks", "compression", "geometry", "numerics", "reference", "select"]
 install_import_hook([f"nsa_jax.{name}" for name in CHECKED], "beartype.beartype")
 
 import jax
@@ -47,11 +47,16 @@ pytest_plugins = ["tests.durations"]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a GPU are left out, and counted as such, where there is none."""
+    """Tests that need a GPU are left out, and counted as such, where there is none; those that
+    -k asks for say why they do not run.
+    """
     if torch.cuda.is_available():
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
+    if gpu and config.option.keyword:
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    elif gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
 

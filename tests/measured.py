@@ -27,14 +27,16 @@ def record(branch: str, implementation: str, ms: float | None, **fields: Any) ->
     return Record(**values | fields, branch=branch, implementation=implementation)
 
 
-def pairs(branch: str, gains: dict[int, float | None], fast: str = "fa2", **fields) -> list:
-    """Rows of the kernel and of sdpa, 1 ms, at each length; `gains`: speed-up by length."""
+def pairs(
+    branch: str, gains: dict[int, float | None], fast: str = "fa2", *, base="sdpa", **fields
+) -> list:
+    """Rows of the kernel and of `base`, 1 ms, at each length; `gains`: speed-up by length."""
     rows = []
     for length, gain in gains.items():
         own = {"S": length}
         if branch == "selected":
             config = NSAConfig(num_selected=length // 64, num_initial=0, num_local=1)
             own = {"S": 8192, "config": config}
-        rows.append(record(branch, "sdpa", 1.0, **own | fields))
+        rows.append(record(branch, base, 1.0, **own | fields))
         rows.append(record(branch, fast, gain and 1.0 / gain, **own | fields))
     return rows

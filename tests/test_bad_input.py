@@ -47,6 +47,19 @@ CASES = {
         lambda: attention(key=jnp.zeros((1, 20, 2, 8))),
         "key.compressed must have shape (2, 20, 2, 8), got (1, 20, 2, 8)",
     ),
+    "key length": (
+        lambda: attention(key=jnp.zeros((2, 21, 2, 8))),
+        "key.compressed must have shape (2, 20, 2, 8), got (2, 21, 2, 8)",
+    ),
+    "key heads": (
+        lambda: attention(key=jnp.zeros((2, 20, 3, 8))),
+        "query heads must be a multiple of key.compressed heads, got 4 and 3",
+    ),
+    "heads of keys and values": (
+        lambda: attention(key=jnp.zeros((2, 20, 1, 8))),
+        "key.compressed and value.compressed must have the same [B, S, Hkv], "
+        "got (2, 20, 1) and (2, 20, 2)",
+    ),
     "value length": (
         lambda: attention(value=jnp.zeros((2, 19, 2, 6))),
         "value.compressed must have shape (2, 20, 2, 6), got (2, 19, 2, 6)",
@@ -103,7 +116,7 @@ CASES = {
     ),
     "implementation": (
         lambda: attention(implementation="cuda"),
-        "implementation must be one of ('mosaic', 'triton', 'xla', 'reference') or None, "
+        "implementation must be one of ('mosaic', 'xla', 'reference', 'triton') or None, "
         "got 'cuda'",
     ),
     "kv_len short": (lambda: select(kv_len=19), "kv_len must be at least T=20, got 19"),

@@ -16,7 +16,7 @@ import configs
 import nsa_jax
 import nsa_torch
 from bench import compare
-from bench.harness import cost, problems, records, text, timing
+from bench.harness import cost, exit_status, problems, records, text, timing
 from bench.harness.records import Record
 from bench.judge import oracle
 from bench.reports import render
@@ -363,6 +363,8 @@ def test_compare_writes_the_table_in_four_forms(run, tmp_path):
     assert {r.status for r in found} <= {"ok", "unsupported"}
     xla = rows["jax", "selected", "xla"]
     assert xla.rows_checked == 63 and xla.error_max <= xla.error_bound
+    assert 0 < xla.error_rms <= xla.error_rms_bound and xla.slope is None
+    assert all(f"| {name} |" in printed for name in ("rms bound", "slope"))
     assert xla.input == "text" and len(xla.input_sha256) == 64 and 0 < xla.overlap < 1
     assert rows["jax", "sliding", "mosaic"].reason
     assert printed.count("speed-up") >= 1 and "x |" in printed
@@ -482,7 +484,10 @@ def select_last(query, compressed_key, *, config, **options):
 def test_a_named_kernel_that_refuses(run):
     only = ("--framework=jax", "--branch=sliding", "--sliding_kernel=mosaic")
     code, _, found = run(*only, "--on_unsupported=error")
-    assert code == 1
+    assert code == exit_status.NOT_MEASURED
+    code, _, found = run(*only, "--branch=dense", folder="beside")
+    assert code == exit_status.NOT_MEASURED and found[-1].status == "ok", "dense is no answer"
+    found.pop()
     assert [(r.implementation, r.status) for r in found] == [("mosaic", "unsupported")]
 
 

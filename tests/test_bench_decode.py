@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from bench import decode, summarize
+from bench.harness import exit_status
 from nsa_jax.config import NSAConfig
 from tests.commands import break_sliding, run
+from tests.measured import record
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")
 SMALL = (*SIZES, "--iters=2", "--warmup=1", "--device=cpu", "--input=random", "--dtype=f32")
@@ -73,6 +75,21 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         assert row["graph"].startswith("no: ") and row["kernel"] == portable
 
 
+def test_a_part_longer_than_the_whole_is_refused():
+    case = object.__new__(decode.Case)
+    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}
+    parts = {"selected": 1.3, "sliding": 0.2}
+    case.records = {name: record(name, "sdpa", ms) for name, ms in parts.items()}
+    assert case._doubt(times) == {}, "its fastest samples are within the noise"
+    case.records["selected"] = record("selected", "sdpa", 1.5)
+    found = case._doubt(times)
+    assert found["status"] == "error" and "selected 1.5 ms" in found["reason"]
+    assert "than the whole, 1 ms" in found["reason"] and "sliding" not in found["reason"]
+    assert case._doubt(times | {"samples": 2}) == {}, "two samples tell no noise"
+    case.records["selected"] = record("selected", "sdpa", None)
+    assert case._doubt(times) == {}, "a part without a time says nothing"
+
+
 def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
     break_sliding(monkeypatch)
     given = ("--framework=jax", "--B=2", "--S_list=61")
@@ -87,7 +104,7 @@ def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
 
 def test_a_kernel_that_refuses_is_a_row(tmp_path):
     code, found, (row,) = run(decode, tmp_path, "--S_list=61", "--kernels=mosaic", *SMALL)
-    assert code == 0 and row["status"] == "unsupported"
+    assert code == exit_status.NOT_MEASURED and row["status"] == "unsupported"
     assert "needs a Hopper GPU" in row["reason"] and row["ms_total"] == ""
     assert [r.status for r in found] == ["unsupported"] * 5 + ["ok"]  # dense stays
 
@@ -95,7 +112,10 @@ def test_a_kernel_that_refuses_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--branch_force_mode=bias",), "must be run: to force a gate computes all three"),
+        (
+            ("--branch_force_mode=bias",),
+            "must be run or env: to force a gate computes all three",
+        ),
         (("--S_list=",), "S_list must be integers over 0"),
         (("--n_sel=2",), "num_selected must be >= num_initial"),
     ],
@@ -103,6 +123,15 @@ def test_a_kernel_that_refuses_is_a_row(tmp_path):
 def test_bad_arguments_are_named(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(decode, tmp_path, *SMALL, *arguments)
+
+
+def test_the_seeds_mode_env_runs(capsys, monkeypatch):
+    """As its documents call it; further than the line it does what `run` does."""
+    ended = RuntimeError("far enough")
+    monkeypatch.setitem(decode.RUNNERS, "torch", lambda device: (_ for _ in ()).throw(ended))
+    with pytest.raises(RuntimeError, match="far enough"):
+        run(decode, Path("unused"), "--branch_force_mode=env")
+    assert "no gate is forced, each branch runs alone" in capsys.readouterr().out
 
 
 def test_the_summary_of_what_decode_writes(folder, capsys):

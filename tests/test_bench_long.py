@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench import needle, prefill, ranges
-from bench.harness import records
+from bench.harness import exit_status, records
 from nsa_jax import ranges as library
 from nsa_jax import select
 from nsa_jax.config import NSAConfig
@@ -49,7 +49,8 @@ def test_a_wrong_prefill_has_no_time(tmp_path, capsys, monkeypatch):
 def test_a_prefill_that_refuses_is_a_row(tmp_path):
     given = ("--S_list=31", "--kernels=mosaic", "--input=random")
     status, found, (row,) = run(prefill, tmp_path, *SMALL, *given)
-    assert status == 0 and found[0].status == row["status"] == "unsupported"
+    assert status == exit_status.NOT_MEASURED
+    assert found[0].status == row["status"] == "unsupported"
     assert "needs a Hopper GPU" in row["reason"] and row["kernel"] == "mosaic/mosaic/mosaic"
 
 

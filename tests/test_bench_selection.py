@@ -8,10 +8,11 @@ import pytest
 
 import nsa_torch.dispatch
 from bench import selection
-from bench.harness import records
+from bench.harness import exit_status, records
 from nsa_jax.dispatch import Implementation
 from nsa_torch import sdpa
 from tests.commands import run
+from tests.measured import record
 
 SMALL = ("--N=6", "--H=2", "--D=8", "--Dv=8", "--l_sel=8", "--iters=2", "--device=cpu")
 
@@ -54,16 +55,22 @@ def test_the_command(framework, tmp_path, capsys):
     for row in table:
         if row["status"] == "ok":
             assert row["kernel"] == row["ref_kernel"] == portable
+            assert row["speedup"] == "", "no speed-up of a path over itself"
             assert 0 < float(row["mae"]) < float(row["error_bound"])
-            assert float(row["speedup"]) == float(row["ref_ms"]) / float(row["tri_ms"])
         else:
             assert "8 runs need 8 blocks of 8, L=16 has 2" in row["reason"] or row["L"] == "16"
             assert row["tri_ms"] == row["speedup"] == row["mae"] == ""
     assert len(found) == 12 and {(r.T, r.bench) for r in found} == {(6, "selection")}
     line = r"varlen,N=6,H=2,D=8,Dv=8,L=64,nspans=8,streams=1 tri_ms=\d+\.\d{3}, "
-    assert re.search(
-        line + r"ref_ms=\d+\.\d{3}, speedup=\d+\.\d\dx, mae=", capsys.readouterr().out
-    )
+    assert re.search(line + r"ref_ms=\d+\.\d{3}, speedup=n/a, mae=", capsys.readouterr().out)
+
+
+def test_a_speed_up_is_of_a_kernel_over_the_portable_path():
+    base, itself = record("selected", "sdpa", 3.0), record("selected", "sdpa", 2.0)
+    assert selection.gain(base, record("selected", "triton", 2.0)) == 1.5
+    assert selection.gain(base, itself) is None
+    assert selection.gain(base, record("selected", "reference", 2.0)) is None
+    assert selection.gain(base, record("selected", "triton", None)) is None
 
 
 def test_one_query_is_decoding(tmp_path, monkeypatch):
@@ -103,7 +110,8 @@ def test_a_bad_kernel_has_no_time(name, status, tmp_path, capsys, monkeypatch):
 def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
     given = ("--L_list=16", "--dist=few", "--selected_kernel=mosaic")
     code, found, (row,) = run(selection, tmp_path, *SMALL, *given)
-    assert code == 0 and [r.status for r in found] == ["unsupported", "ok"]
+    assert code == exit_status.NOT_MEASURED
+    assert [r.status for r in found] == ["unsupported", "ok"]
     assert "needs a Hopper GPU" in row["reason"] and row["kernel"] == "mosaic"
 
 

@@ -1,30 +1,23 @@
-"""Lists of the queries that chose a tile of keys, by warps and by sorting; the oracle is plain
-Python.
-"""
+"""The query lists of blocks, emulated and on a GPU, against plain Python."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-import nsa_torch.mosaic
-from kernels_pallas.mosaic import block_bitmap, block_query_lists
-from kernels_pallas.mosaic.block_query_lists import BlockQueryLists
-from kernels_pallas.mosaic.dkv import REACH
-from nsa_jax import mosaic, sorted_lists
-from tests import warp_emulation
-from tests.warp_emulation import WANTED_MUTANTS, lanes
+from kernels_pallas.mosaic.block_query_lists import Walk
+from kernels_pallas.specs import block_query_lists
+from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BlockQueryLists
+from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
 
 KEYS = 64  # of a tile
 # First keys and positions of the tokens of both rows of a batch.
 SPECS = {
-    "a token a unit": BlockQueryLists(2, 70, 70, 2, 4, 64, 1, False),
+    "a token a query tile": BlockQueryLists(2, 70, 70, 2, 4, 64, 1, False),
     "chunk of a long prompt": BlockQueryLists(2, 50, 700, 2, 4, 64, 1, False),
     "small blocks": BlockQueryLists(2, 90, 150, 2, 4, 16, 2, False),
     "long blocks": BlockQueryLists(2, 90, 300, 1, 2, 128, 4, False),
     "blocks across borders": BlockQueryLists(1, 90, 300, 2, 3, 48, 5, False),
-    "sixteen tokens a unit": BlockQueryLists(1, 150, 200, 2, 3, 64, 16, False),
+    "sixteen tokens a query tile": BlockQueryLists(1, 150, 200, 2, 3, 64, 16, False),
     "packed": BlockQueryLists(2, 90, 90, 2, 3, 16, 3, True),
     "packed, longer blocks": BlockQueryLists(1, 300, 300, 1, 3, 64, 8, True),
     "packed, long blocks": BlockQueryLists(1, 300, 300, 1, 2, 128, 1, True),
@@ -66,8 +59,8 @@ def draw(spec, seed=0):
 
 
 def expected(spec, indices, position, start):
-    """By row, tile of keys and chunk of tokens: the entries `(unit, first key of the block)`
-    and the bits of their tokens.
+    """By row, tile of keys and chunk of tokens: the entries `(query tile, first key of the
+    block)` and the bits of their tokens.
     """
     found: dict = {}
     for b, t, g in np.ndindex(spec.B, spec.T, spec.Hkv):
@@ -77,35 +70,34 @@ def expected(spec, indices, position, start):
             first = int(start[b, t]) + block * spec.block
             end = min(first + spec.block, int(start[b, t] + position[b, t]) + 1)
             for tile in range(first // KEYS, (end - 1) // KEYS + 1):
-                unit = t // spec.tokens
-                here = found.setdefault((b * spec.Hkv + g, tile, unit // spec.chunk), {})
-                entry = unit, first
+                query_tile = t // spec.tokens
+                here = found.setdefault((b * spec.Hkv + g, tile, query_tile // spec.chunk), {})
+                entry = query_tile, first
                 here[entry] = here.get(entry, 0) | 1 << t % spec.tokens
     return found
 
 
-def check(spec, arrays, edges, units, marks=None, merged=True):
-    edges, units = np.asarray(edges), np.asarray(units)
+def check(spec, arrays, edges, query_tiles, marks=None):
+    edges, query_tiles = np.asarray(edges), np.asarray(query_tiles)
     want = expected(spec, *arrays)
-    assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.tiles * spec.chunks
+    assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.key_tiles * spec.chunks
     place, words = 0, spec.words_of_chunk
-    for row, tile, chunk in np.ndindex(spec.rows, spec.tiles, spec.chunks):
+    for row, tile, chunk in np.ndindex(spec.rows, spec.key_tiles, spec.chunks):
         here = dict(want.get((row, tile, chunk), {}))
         assert edges[place] <= edges[place + 1]
         before = ()
         for i in range(edges[place], edges[place + 1]):
-            unit = int(units[i])
+            query_tile = int(query_tiles[i])
             if marks is None:
-                (entry,) = (x for x in here if x[0] == unit)
+                (entry,) = (x for x in here if x[0] == query_tile)
                 assert here.pop(entry) == 1
             else:
                 mark = int(marks[i]) % 2**32
-                entry = unit, (mark >> 16) - REACH + tile * KEYS
+                entry = query_tile, (mark >> 16) - BLOCK_OFFSET_BIAS + tile * KEYS
                 here[entry] -= mark % 2**16
-                if merged or not here[entry]:
-                    assert here.pop(entry) == 0
-            order = unit // spec.units_of_word % words, entry[1], unit
-            assert order > before or not merged
+                assert here.pop(entry) == 0
+            order = query_tile // spec.query_tiles_of_word % words, entry[1], query_tile
+            assert order > before
             before = order
         assert not here
         place += 1
@@ -116,69 +108,42 @@ def check(spec, arrays, edges, units, marks=None, merged=True):
 by_spec = pytest.mark.parametrize("name", SPECS)
 
 
-@by_spec
-def test_sorting(name):
-    spec = SPECS[name]
-    arrays = draw(spec)
-    found = jax.jit(lambda *x: sorted_lists.inverse(mosaic.STEPS, *x, spec))(
-        *map(jnp.asarray, arrays)
-    )
-    assert check(spec, arrays, *found, merged=False)
-    tensors = map(torch.from_numpy, arrays)
-    other = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *tensors, spec)
-    for x, y in zip(found, other, strict=True):
-        assert y.dtype == torch.int32
-        np.testing.assert_array_equal(x, y)
-
-
-def by_warps(spec, arrays, monkeypatch):
-    """`inverse.Walk.make` of every warp, on numpy."""
-    bits = block_query_lists.WARPS * spec.bits
-    shared = 4 * (bits + block_query_lists.WARPS * spec.window)
-    machine = warp_emulation.machine(monkeypatch, shared, block_query_lists, block_bitmap)
-
-    def walk(fill, *outputs):
-        given = *arrays, *outputs, 0, 4 * bits
-        function = block_query_lists.Walk(spec, fill).make
-        machine.each(function, spec.rows, spec.chunks, block_query_lists.WARPS, *given)
-
-    counts = np.full(1 + spec.rows * spec.tiles * spec.chunks, -99, np.int32)
-    walk(False, counts)
+def by_emulation(spec, arrays):
+    spec = interpreted(spec)
+    (counts,) = emulated(block_query_lists.count_entries, spec, *arrays)
     edges = np.cumsum(counts, dtype=np.int32)
-    lists = [np.full(spec.entries, -99, np.int32) for _ in range(1 + spec.marked)]
-    walk(True, edges, *lists)
-    return edges, *lists
+    return edges, *emulated(block_query_lists.fill_lists, spec, *arrays, edges)
 
 
 @by_spec
-def test_warps(monkeypatch, name):
+def test_emulated(name):
     spec = SPECS[name]
     arrays = draw(spec)
-    assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+    assert check(spec, arrays, *by_emulation(spec, arrays))
 
 
 @by_spec
-def test_warps_with_several_words_and_windows(monkeypatch, name):
+def test_several_words_and_windows(monkeypatch, name):
     """Chunks are longer than a word, sequences longer than what has bits at a time."""
     monkeypatch.setattr(block_query_lists, "CHUNKS", 1)
     monkeypatch.setattr(block_query_lists, "BITS", 32)
     spec = SPECS[name]
     assert spec.words_of_chunk > 1
-    assert (spec.tiles > spec.window) == name.endswith("long")
+    assert (spec.key_tiles > spec.window) == name.endswith("long")
     arrays = draw(spec, seed=1)
-    assert check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+    assert check(spec, arrays, *by_emulation(spec, arrays))
 
 
-MUTANTS = WANTED_MUTANTS | {
+MUTANTS = BITMAP_MUTANTS | {
     "tokens before the tile count": (
-        block_query_lists.Walk,
+        Walk,
         "_ends",
-        lambda self, tokens, first: (
-            lanes((first + tokens.position[0] + 1).max()),
-            lanes(2**20),
+        lambda self, warp, tokens, first_key: (
+            warp.largest(first_key + tokens.position[0] + 1),
+            warp.word(2**20),
         ),
     ),
-    "units of one token": (block_query_lists.Walk, "_first_bits", -1),
+    "query tiles of one token": (Walk, "_first_bits", -1),
 }
 
 
@@ -188,15 +153,15 @@ def test_mutants_are_caught(monkeypatch, name):
     with pytest.raises((AssertionError, KeyError, ValueError)):
         for spec in SPECS.values():
             arrays = draw(spec)
-            check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+            check(spec, arrays, *by_emulation(spec, arrays))
 
 
 def by_kernels(spec, arrays):
     from interop.launch import launch
 
-    (counts,) = launch(block_query_lists.counted(spec), *arrays)
+    (counts,) = launch(block_query_lists.count_entries(spec), *arrays)
     edges = torch.cumsum(counts, 0, dtype=torch.int32)
-    return edges, *launch(block_query_lists.filled(spec), *arrays, edges)
+    return edges, *launch(block_query_lists.fill_lists(spec), *arrays, edges)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
@@ -220,7 +185,7 @@ def test_the_kernels(name):
     ("tokens", "heads", "length"),
     [(1, 4, 65536), (1, 1, 150_000), (4, 2, 150_000), (4, 8, 32768), (16, 2, 16384)],
 )
-def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
+def test_the_kernels_do_what_is_emulated(tokens, heads, length):
     """Random blocks of long rows; the longest need several windows of bits."""
     spec = BlockQueryLists(1, length, length, heads, 16, 64, tokens, False)
     position = torch.arange(length, device="cuda", dtype=torch.int32)[None]
@@ -230,8 +195,9 @@ def test_the_kernels_list_what_sorting_lists(tokens, heads, length):
     again = torch.diff(indices, prepend=torch.full_like(indices[..., :1], -1)) == 0
     arrays = torch.where(again, -1, indices)[None], position, 0 * position
     found = by_kernels(spec, arrays)
-    wanted = sorted_lists.inverse(nsa_torch.mosaic.STEPS, *arrays, spec)
+    found = [x.cpu().numpy() for x in found]
+    want = by_emulation(spec, [x.cpu().numpy() for x in arrays])
+    np.testing.assert_array_equal(found[0], want[0])
     total = int(found[0][-1])
-    assert torch.equal(found[0], wanted[0])
-    for one, other in zip(found[1:], wanted[1:], strict=True):
-        assert torch.equal(one[:total], other[:total])
+    for one, other in zip(found[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(one[:total], other[:total])

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,8 +127,7 @@ def test_chunks_change_nothing(budget, monkeypatch):
     whole = run()
     monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
     monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(run()), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(run(), whole, rtol=0, atol=1e-6)
 
 
 def test_branches_of_keys():
@@ -159,18 +159,14 @@ def test_padding_may_be_nan(implementation):
     poison[:, 50:] = np.nan
     key, value = jnp.asarray(poison), jnp.asarray(poison)
     indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
-    for got, want in (
-        (
-            nsa_jax.selected_attention(p.query, key, value, indices, **clean),
-            nsa_jax.selected_attention(p.query, p.key, p.key, indices, **clean),
-        ),
-        (
-            nsa_jax.sliding_attention(p.query, key, value, **clean),
-            nsa_jax.sliding_attention(p.query, p.key, p.key, **clean),
-        ),
-    ):
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    chex.assert_trees_all_equal(
+        nsa_jax.selected_attention(p.query, key, value, indices, **clean),
+        nsa_jax.selected_attention(p.query, p.key, p.key, indices, **clean),
+    )
+    chex.assert_trees_all_equal(
+        nsa_jax.sliding_attention(p.query, key, value, **clean),
+        nsa_jax.sliding_attention(p.query, p.key, p.key, **clean),
+    )
     out, lse = nsa_jax.sliding_attention(p.query, key, value, **clean)
     assert (np.asarray(out)[:, -40:] == 0).all() and np.isneginf(np.asarray(lse)[:, -40:]).all()
 
@@ -208,9 +204,9 @@ def test_lengths_of_a_buffer(implementation):
             nsa_jax.selected_attention(query, keys, values, indices, **one)[0],
             nsa_jax.sliding_attention(query, keys, values, **one)[0],
         )
-        np.testing.assert_array_equal(np.asarray(together[0][row]), np.asarray(alone[0][0]))
-        for a, b in zip(together[1:], alone[1:], strict=True):
-            np.testing.assert_allclose(np.asarray(a[row]), np.asarray(b[0]), atol=2e-6)
+        got, want = [x[row] for x in together], [x[0] for x in alone]
+        chex.assert_trees_all_equal(got[0], want[0])
+        chex.assert_trees_all_close(got[1:], want[1:], rtol=1e-7, atol=2e-6)
 
 
 def test_repeat_runs_are_bitwise_equal():
@@ -219,5 +215,4 @@ def test_repeat_runs_are_bitwise_equal():
         np.asarray(nsa_jax.attention(p.query, p.key, p.value, p.gates, config=p.case.config))
         for _ in range(3)
     ]
-    np.testing.assert_array_equal(runs[0], runs[1])
-    np.testing.assert_array_equal(runs[0], runs[2])
+    chex.assert_trees_all_equal(*runs)

@@ -1,7 +1,6 @@
-"""The numbers of query heads that gradients need: by warps and by arrays; the oracle is plain
-Python.
-"""
+"""Row statistics of the backward pass: by warps and by arrays; the oracle is plain Python."""
 
+import functools
 import math
 
 import numpy as np
@@ -9,49 +8,49 @@ import pytest
 import torch
 
 from kernels_pallas.mosaic import bwd_preprocess
-from kernels_pallas.mosaic.bwd_preprocess import Row, RowStats
-from kernels_pallas.mosaic.operands import LOG2E
+from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
+from kernels_pallas.specs.tile import LOG2E
 from nsa_jax import mosaic_backward
 from tests import warp_emulation
-from tests.test_inverse import needs_gpu
+from tests.test_block_query_lists import needs_gpu
 from tests.torch_inputs import FRAMEWORKS
 from tests.warp_emulation import lanes
 
 SPECS = {
     "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
-    "units with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
+    "tiles with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
     "tokens": RowStats(2, 5, 8, 2, 1, 8, lse_grad=True),
-    "several blocks of threads": RowStats(1, 40, 6, 1, 10, 64),
+    "several CTAs": RowStats(1, 40, 6, 1, 10, 64),
 }
 by_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def draw(spec):
-    """The inputs of `of_units`; what sees nothing, and padding, is NaN elsewhere."""
+    """The inputs of `row_stats`; what sees nothing, and padding, is NaN elsewhere."""
     rng = np.random.default_rng(7)
     shape = spec.B, spec.T, spec.H
     count = 2 + spec.gated + spec.lse_grad
-    lse, dots, *extra = rng.normal(size=(count, *shape)).astype(np.float32) * 3
+    lse, delta, *extra = rng.normal(size=(count, *shape)).astype(np.float32) * 3
     lse[:, 1] = lse[:, -1, ::2] = -np.inf
-    for x in (dots, *extra):
+    for x in (delta, *extra):
         x[:, 1] = np.nan
-    last = rng.integers(0, 2**20, size=shape[:2], dtype=np.int32)
-    return [lse, dots, last, *extra]
+    key_end = rng.integers(0, 2**20, size=shape[:2], dtype=np.int32)
+    return [lse, delta, key_end, *extra]
 
 
-def expected(spec, lse, dots, last, *extra):
+def expected(spec, lse, delta, key_end, *extra):
     extra = list(extra)
-    gate = extra.pop(0) if spec.gated else np.ones_like(dots)
-    lse_grad = extra.pop(0) if spec.lse_grad else np.zeros_like(dots)
-    found = np.zeros((spec.B, spec.Hkv, spec.units, spec.rows, 4), np.float32)
+    gate = extra.pop(0) if spec.gated else np.ones_like(delta)
+    dlse = extra.pop(0) if spec.lse_grad else np.zeros_like(delta)
+    found = np.zeros((spec.B, spec.Hkv, spec.tiles, spec.rows, 4), np.float32)
     for b, t, h in np.ndindex(lse.shape):
         g, member = divmod(h, spec.H // spec.Hkv)
-        unit, place = divmod(t, spec.tokens)
+        tile, place = divmod(t, spec.tokens)
         row = math.inf, 0.0, 0.0, 0.0
         if lse[b, t, h] > -math.inf:
-            offset = gate[b, t, h] * dots[b, t, h] - lse_grad[b, t, h]
-            row = lse[b, t, h] * np.float32(LOG2E), last[b, t], gate[b, t, h], offset
-        found[b, g, unit, place * spec.group + member] = row
+            delta_of_row = gate[b, t, h] * delta[b, t, h] - dlse[b, t, h]
+            row = lse[b, t, h] * np.float32(LOG2E), key_end[b, t], gate[b, t, h], delta_of_row
+        found[b, g, tile, place * spec.group + member] = row
     return found
 
 
@@ -61,16 +60,15 @@ def test_arrays(name, framework):
     spec = SPECS[name]
     arrays = draw(spec)
     steps, convert = FRAMEWORKS[framework]
-    found = mosaic_backward._interpreted_numbers(steps, spec, *map(convert, arrays))
+    found = mosaic_backward.interpreted_row_stats(steps, spec, *map(convert, arrays))
     np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
 
 
 def by_warps(spec, arrays, machine):
-    found = np.full((spec.B, spec.Hkv, spec.units, spec.rows, 4), -77, np.int32)
-    blocks = -(-spec.units * spec.rows // 32)
-    machine.each(
-        Row(spec).make, spec.B * spec.Hkv, blocks, bwd_preprocess.WARPS, *arrays, found
-    )
+    found = np.full((spec.B, spec.Hkv, spec.tiles, spec.rows, 4), -77, np.int32)
+    warps = -(-spec.tiles * spec.rows // 32)
+    program = functools.partial(bwd_preprocess.write_row, row_stats(spec))
+    machine.each(program, spec.B * spec.Hkv, warps, bwd_preprocess.WARPS, *arrays, found)
     return found.view(np.float32)
 
 
@@ -83,7 +81,7 @@ def test_warps(monkeypatch, name):
 
 
 MUTANTS = {
-    "numbers of what sees nothing": ("different", lambda a, b: lanes(a) == lanes(a)),
+    "statistics of what sees nothing": ("different", lambda a, b: lanes(a) == lanes(a)),
     "no end of the tokens": ("where", lambda condition, a, b: lanes(a)),
     "the lane is the warp": ("lane", lambda: lanes(0)),
 }
@@ -91,7 +89,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(monkeypatch, mutant):
-    spec = SPECS["units with rows of none"]
+    spec = SPECS["tiles with rows of none"]
     arrays = draw(spec)
     machine = warp_emulation.machine(monkeypatch, 4, bwd_preprocess)
     monkeypatch.setattr(machine, *MUTANTS[mutant])
@@ -108,7 +106,5 @@ def test_the_kernel(name):
 
     spec = SPECS[name]
     arrays = draw(spec)
-    (found,) = launch(
-        bwd_preprocess.of_units(spec), *(torch.from_numpy(x).cuda() for x in arrays)
-    )
+    (found,) = launch(row_stats(spec), *(torch.from_numpy(x).cuda() for x in arrays))
     np.testing.assert_allclose(found.cpu().numpy(), expected(spec, *arrays), rtol=1e-6)

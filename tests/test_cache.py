@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
-from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.compress_params import MLPParams, PoolParams
 from tests.inputs import SMALL, Case, call, problem
 
 CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)
@@ -54,15 +55,14 @@ def test_decode_equals_attention(split, kind, rng):
         functools.partial(nsa_jax.cached_attention, config=SMALL, compress_params=params)
     )
     out, cache = decode(p, SPLITS[split], step, cache)
-    np.testing.assert_allclose(np.asarray(out), np.asarray(whole), rtol=0, atol=FLOAT32_MAX)
+    chex.assert_trees_all_close(out, whole, rtol=0, atol=FLOAT32_MAX)
     assert cache.length.tolist() == [63, 63]
     # What the cache made of the windows is what `compress` makes of the whole.
     count = SMALL.num_compressed(63)
-    for got, want in zip(
-        (cache.compressed_key, cache.compressed_value), compressed, strict=True
-    ):
-        np.testing.assert_allclose(np.asarray(got)[:, :count], np.asarray(want), atol=1e-6)
-        assert not np.asarray(got)[:, count:].any()
+    kept = cache.compressed_key, cache.compressed_value
+    begun = tuple(x[:, :count] for x in kept)
+    chex.assert_trees_all_close(begun, compressed, rtol=1e-7, atol=1e-6)
+    assert not any(x[:, count:].any() for x in kept)
 
 
 GROUPS = {
@@ -83,7 +83,7 @@ def test_every_group_decodes_as_a_whole(split, group):
     cache = nsa_jax.init_cache(2, 120, case.Hkv, case.D, case.Dv, config=SMALL)
     step = jax.jit(functools.partial(nsa_jax.cached_attention, config=SMALL))
     out, _ = decode(p, sizes, step, cache)
-    np.testing.assert_allclose(np.asarray(out), np.asarray(whole), rtol=0, atol=FLOAT32_MAX)
+    chex.assert_trees_all_close(out, whole, rtol=0, atol=FLOAT32_MAX)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -100,7 +100,7 @@ def test_indices_are_bitwise_those_of_the_whole(split, group):
     for size in sizes:
         begin += size
         parts.append(select(p.query[:, begin - size : begin], jnp.int32(begin)))
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    chex.assert_trees_all_equal(np.concatenate(parts, axis=1), whole)
 
 
 def test_rows_of_different_length():
@@ -111,11 +111,11 @@ def test_rows_of_different_length():
     cache = cache._replace(length=jnp.array([0, 5], jnp.int32))
     late, _ = decode(p, [30, 33], step, cache)
     fresh, _ = decode(p, [30, 33], step, nsa_jax.init_cache(2, 70, 2, 8, 5, config=SMALL))
-    np.testing.assert_allclose(np.asarray(late)[0], np.asarray(fresh)[0], atol=1e-6)
+    chex.assert_trees_all_close(late[0], fresh[0], rtol=1e-7, atol=1e-6)
     # Row 1 has five zero tokens before it: attention over them and the rest.
     pad = lambda x: jnp.pad(x[1:], ((0, 0), (5, 0), (0, 0), (0, 0)))
     whole = nsa_jax.attention(*map(pad, (p.query, p.key, p.value, p.gates)), config=SMALL)
-    np.testing.assert_allclose(np.asarray(late)[1], np.asarray(whole)[0, 5:], atol=2e-6)
+    chex.assert_trees_all_close(late[1], whole[0, 5:], rtol=1e-7, atol=2e-6)
 
 
 def test_separate_keys_of_the_branches():
@@ -131,7 +131,7 @@ def test_separate_keys_of_the_branches():
             *map(cut, (p.query, key, value, p.gates)), cache, config=SMALL
         )
         outs.append(out)
-    np.testing.assert_allclose(np.concatenate(outs, 1), np.asarray(whole), atol=2e-6)
+    chex.assert_trees_all_close(jnp.concatenate(outs, 1), whole, rtol=1e-7, atol=2e-6)
 
 
 def test_full_cache_is_an_error_or_nan():

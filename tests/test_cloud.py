@@ -2,6 +2,7 @@
 
 import ast
 import datetime
+import importlib
 import importlib.util
 import io
 import os
@@ -21,6 +22,7 @@ SKY = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODAL = ROOT / "cloud" / "modal_app.py"
 CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
+GPUS = {"a100": "A100", "l4": "L4", "rtx4090": "RTX4090"}  # on any cloud
 # SkyPilot refuses autostop there; what ends the machine in its place.
 NO_AUTOSTOP = {"primeintellect": "sky down", "slurm": "time:"}
 TASK_KEYS = {"name", "workdir", "resources", "config", "setup", "run"}
@@ -52,7 +54,9 @@ def check_task(task: dict, cloud: str, text: str) -> None:
     assert set(task) <= TASK_KEYS, set(task) - TASK_KEYS
     resources = task["resources"]
     assert set(resources) <= RESOURCE_KEYS, set(resources) - RESOURCE_KEYS
-    assert resources["infra"] == cloud and resources["use_spot"] is False
+    assert resources.get("infra") == (None if cloud in GPUS else cloud)
+    assert resources["accelerators"] == f"{GPUS.get(cloud, 'H100')}:1"
+    assert resources["use_spot"] is False
     if cloud in NO_AUTOSTOP:
         assert "autostop" not in resources and NO_AUTOSTOP[cloud] in text
     else:
@@ -67,9 +71,9 @@ def check_task(task: dict, cloud: str, text: str) -> None:
 
 
 def test_there_is_a_task_for_each_cloud():
-    assert {path.stem for path in SKY} == CLOUDS
+    assert {path.stem for path in SKY} == CLOUDS | set(GPUS)
     readme = (ROOT / "cloud" / "README.md").read_text()
-    assert all(cloud in readme for cloud in CLOUDS)
+    assert all(f"`{name}`" in readme for name in CLOUDS | set(GPUS))
 
 
 @pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
@@ -137,11 +141,11 @@ import sys, sky, yaml
 for path in sys.argv[1:]:
     task = sky.Task.from_yaml_str(open(path).read())
     (found,) = task.resources
-    assert found.accelerators == {"H100": 1} and not found.use_spot, path
+    assert set(found.accelerators.values()) == {1} and not found.use_spot, path
     print(found.infra.cloud)
 """
     printed = in_scratch(program, tmp_path, *map(str, SKY))
-    assert {word.lower() for word in printed.split()} == CLOUDS
+    assert {word.lower() for word in printed.split()} == CLOUDS | {"none"}
 
 
 @needs("modal")
@@ -181,6 +185,48 @@ def test_modal_results_lie_in_a_new_folder(tmp_path):
     folder = space["unpack"](buffer.getvalue(), tmp_path / "artifacts")
     assert folder.parent == tmp_path / "artifacts"
     assert (folder / "abc" / "summary.json").read_text() == "{}"
+
+
+@pytest.fixture
+def cost(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "cloud")
+    return importlib.import_module("cost")
+
+
+def test_the_cost_is_said_before_and_after(cost, tmp_path, capsys):
+    task = yaml.safe_load((ROOT / "cloud" / "sky" / "l4.yaml").read_text())
+    limit = task["resources"]["max_hourly_cost"]
+    assert cost.task_minutes(task) == 15 + 20 + 15
+    assert f"at most ${limit * 50 / 60:.2f}: 50 minutes" in cost.estimate(task)
+    (tmp_path / "summary.json").write_text('{"seconds": 600}')
+    assert cost.main(["cost", str(ROOT / "cloud" / "sky" / "l4.yaml"), str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"the run took 600 s: ${limit / 6:.2f} of" in printed and "at most" in printed
+    assert cost.main(["cost"]) == 2
+    assert cost.modal_hourly("A100") < cost.modal_hourly("H100")
+    with pytest.raises(ValueError, match=r"gpu must be one of .* got 'RTX4090'"):
+        cost.modal_hourly("RTX4090")
+    main = MODAL.read_text().partition("def main")[2]
+    before, _, after = main.partition(".remote(")
+    assert "cost.dollars(" in before and "cost.used(" in after
+
+
+def test_a_comment_starts_the_benchmark_for_those_who_may():
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
+    assert flow[True]["issue_comment"] == {"types": ["created"]}
+    bench, answer = flow["jobs"]["bench"], flow["jobs"]["answer"]
+    for part in (
+        "github.event.issue.pull_request &&",
+        "startsWith(github.event.comment.body, '/benchmark')",
+        """contains(fromJSON('["OWNER", "MEMBER", "COLLABORATOR"]'), """
+        "github.event.comment.author_association)",
+    ):
+        assert part in bench["if"], part
+    checkout = bench["steps"][0]["with"]
+    assert "refs/pull/{0}/head" in checkout["ref"] and checkout["persist-credentials"] is False
+    # What may write runs no code of the pull request.
+    assert not any("uses" in step for step in answer["steps"])
+    assert "github.event_name != 'issue_comment'" in flow["jobs"]["propose"]["if"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -4,12 +4,15 @@ import logging
 
 import jax.numpy as jnp
 import pytest
+import torch
 from absl import flags as absl_flags
 
 import kernels_pallas
 import nsa_jax
 from nsa_jax import flags
-from nsa_jax.dispatch import REGISTRY, Implementation, Problem, Registry, problem_of
+from nsa_jax.dispatch import REGISTRY, STEPS, WHOLE, Implementation, Problem, Registry
+from nsa_jax.jax_problem import problem_of
+from nsa_torch import dispatch as torch_dispatch
 from nsa_torch.dispatch import REGISTRY as TORCH_REGISTRY
 from tests.inputs import SMALL, Case, problem
 
@@ -57,7 +60,7 @@ def test_kernels_say_why_they_refuse():
     p = problem(Case(20, 20))
     reasons = {
         "mosaic": "needs a Hopper GPU|needs compute capability|computes in bfloat16",
-        "triton": "kernels_pallas has no triton kernel for the compressed step",
+        "triton": "is called from torch only",
     }
     for name, reason in reasons.items():
         with pytest.raises(NotImplementedError, match=f"^compressed: {name}: ({reason})"):
@@ -69,11 +72,11 @@ def test_kernels_say_why_they_refuse():
 def test_every_registered_kernel_is_there():
     for name, step in kernels_pallas.KERNELS:
         for registry in (REGISTRY, TORCH_REGISTRY):
-            entries = {entry.name: entry for entry in registry.table[step]}
-            if name == "triton" and registry is REGISTRY:  # from torch only
-                assert "torch only" in entries[name].why_not(PROBLEM)
+            entry = registry.entry(step, name)
+            if name == "triton" and registry is REGISTRY:
+                assert entry is None and "torch only" in registry.elsewhere[name]
             else:
-                assert callable(entries[name].load())
+                assert entry and callable(entry.load())
     at = PROBLEM._replace(branch="selected")
     assert kernels_pallas.why_not("cuda", at).startswith("kernels_pallas has no cuda kernel")
 
@@ -86,6 +89,50 @@ def test_explain_is_what_runs():
     mixed = nsa_jax.Branches("reference", "xla", None)
     plan = nsa_jax.explain(p.query, p.key, p.value, config=SMALL, implementation=mixed)
     assert [c.implementation for c in plan] == ["reference", "xla", "xla", "xla"]
+
+
+def named(name, why_not=lambda problem: None):
+    return Implementation(name, "nsa_jax.branches:combine", why_not)
+
+
+def test_all_steps_run_at_once_where_every_step_has_the_name():
+    row = named("a"), named("b")
+    refuses = named("a", lambda problem: "too long" if problem.T > 8 else None)
+    table = dict.fromkeys(STEPS, row) | {WHOLE: (refuses,)}
+    plan = Registry("jax", table).plan(PROBLEM)
+    assert plan.attention.implementation == "a" and plan.attention.branch == WHOLE
+    assert str(plan).splitlines()[4:] == ["attention: a"]
+    mixed = Registry("jax", table).plan(PROBLEM, nsa_jax.Branches(None, None, "b"))
+    assert mixed.attention is None and mixed.apart == {"a": "sliding runs on b"}
+    longer = Registry("jax", table).plan(PROBLEM._replace(T=9, S=9))
+    assert [c.implementation for c in longer] == ["a"] * 4
+    assert str(longer).endswith("attention: step by step (not a: too long)")
+
+
+def test_what_cannot_go_backward_is_refused_before_it_runs_forward():
+    forward_only = named("a", lambda p: "no gradient" if p.requires_grad else None)
+    table = Registry("jax", dict.fromkeys(STEPS, (forward_only, named("b"))))
+    assert [c.implementation for c in table.plan(PROBLEM)] == ["a"] * 4
+    plan = table.plan(PROBLEM._replace(requires_grad=True))
+    assert [c.implementation for c in plan] == ["b", "a", "b", "b"]  # no gradient of scores
+    assert problem_of(jnp.zeros((1, 8, 2, 4)), 1, 8, 4, SMALL, False).requires_grad
+
+
+def test_torch_knows_whether_a_gradient_is_wanted():
+    tensors = torch.zeros(1, 8, 2, 4), torch.zeros(1, 8, 1, 4)
+    gate = torch.zeros(1, 8, 2, requires_grad=True)
+
+    def requires_grad(*gates):
+        memory = dict(zip(("query", "key"), tensors, strict=True))
+        given = torch_dispatch.description(*tensors, 4, SMALL, False, memory, gates)
+        return torch_dispatch._problem(*given).requires_grad
+
+    assert requires_grad() is False
+    assert requires_grad(gate) is True
+    with torch.no_grad():
+        assert requires_grad(gate) is False
+    tensors[1].requires_grad_()
+    assert requires_grad() is True
 
 
 def test_choice_is_logged_once(caplog):

@@ -58,7 +58,7 @@ def broken(path, text):
             continue
         target, _, anchor = link.partition("#")
         file = path.parent / target if target else path
-        if not file.exists() or anchor and anchor not in anchors(file.read_text()):
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
             found.append(link)
     return found
 

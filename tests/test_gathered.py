@@ -14,8 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic import dkv
-from kernels_pallas.specs import gathered
+from kernels_pallas.specs import dkv, gathered
 from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
@@ -77,10 +76,10 @@ def test_gradients_of_the_branch(interpreted, leaving):
 
 def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
-    built, build = [], dkv.partial_sums
-    monkeypatch.setattr(dkv, "partial_sums", lambda x: built.append(x) or build(x))
+    built, build = [], dkv.partials
+    monkeypatch.setattr(dkv, "partials", lambda x: built.append(x) or build(x))
     check_whole(left(G4, T=20, S=200))
-    assert {spec.single for spec in built if spec.listed} == {True}
+    assert {spec.single_token for spec in built if spec.gathered} == {True}
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):

@@ -1,8 +1,8 @@
-"""What the gradient kernels are told to do: which queries pass by which tile of keys.
+"""What the gradient kernels are told to do: which queries meet which tile of keys.
 
-No kernel runs. Their descriptions are recorded, and plain NumPy follows each item as
-`dkv.partial_sums` and `merged` do: every pair of a query and a key it saw must count
-once, and where no mask is asked for, nothing else may be there.
+Of the kernels the lists alone are made, emulated. The other descriptions are recorded, and
+plain NumPy follows each work item as `dkv.partials` and `dkv.merge` do: every pair of a query
+and a key it saw must count once, and where no mask is asked for, nothing else may be there.
 """
 
 import dataclasses
@@ -17,16 +17,18 @@ import pytest
 import torch
 
 import nsa_torch.mosaic
-from kernels_pallas.mosaic import (
+from kernels_pallas.mosaic import capability
+from kernels_pallas.specs import (
     block_query_lists,
     bwd_preprocess,
     dkv,
+    interval,
+    selected,
+    work_items,
 )
-from kernels_pallas.mosaic.operands import ROWS
-from kernels_pallas.specs import interval, selected
-from nsa_jax import geometry, items, mosaic, mosaic_backward, sorted_lists
+from kernels_pallas.specs.work_items import WorkItem
+from nsa_jax import geometry, mosaic, mosaic_backward, mosaic_lists
 from nsa_jax.config import NSAConfig
-from nsa_jax.mosaic_forward import Framework
 from tests.inputs import segment_ids
 
 FIELDS = ("position", "key_start", "compressed_start")
@@ -55,18 +57,18 @@ class Shape:
         return NSAConfig(8, 4, self.block, num_selected=self.n, num_local=1, window=37)
 
     @functools.cached_property
-    def where(self):
+    def layout(self):
         ids = None
         if self.segments:
             ids = jnp.asarray(np.repeat(segment_ids(self.segments), self.batch, axis=0))
         options = {"kv_len": self.S, "segment_ids": ids, "config": self.config}
-        return geometry.positions(self.batch, self.T, **options)
+        return geometry.query_layout(self.batch, self.T, **options)
 
     @functools.cached_property
     def indices(self):
         """A random selection int32 `[B, T, Hkv, n]`: some slots empty, some queries bare."""
         rng = np.random.default_rng(self.T)
-        position = np.asarray(self.where.position)
+        position = np.asarray(self.layout.position)
         out = np.full((self.batch, self.T, self.heads, self.n), -1, np.int32)
         for place in np.ndindex(out.shape[:-1]):
             candidates = rng.permutation(position[place[:2]] // self.block + 1)
@@ -105,7 +107,7 @@ class Shape:
             mask = np.zeros((self.T, self.compressed), bool)
             mask[:, : len(starts)] = seen
             return np.broadcast_to(mask, (*shape[:3], self.compressed))
-        if branch == "chosen":
+        if branch == "selected":
             block = place // self.block
             chosen = (indices[..., None] == block).any(axis=-2)
             mask = mask & np.moveaxis(chosen, 2, 1)
@@ -114,7 +116,7 @@ class Shape:
     def popular(self):
         """The same with every query at the first block of its sequence."""
         indices = self.indices.copy()
-        seen = np.asarray(self.where.position)[..., None] >= 0
+        seen = np.asarray(self.layout.position)[..., None] >= 0
         indices[indices == 0] = -1
         indices[..., 0] = np.where(seen, 0, -1)
         return indices
@@ -152,43 +154,44 @@ class Told(NamedTuple):
 def no_kernels(monkeypatch):
     for module, name in (
         (interval, "dq"),
-        (dkv, "merged"),
-        (dkv, "partial_sums"),
-        (bwd_preprocess, "of_units"),
+        (dkv, "merge"),
+        (dkv, "partials"),
+        (bwd_preprocess, "row_stats"),
         (selected, "dq"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
-    monkeypatch.setattr(Framework, "lists", lambda *arguments: ())
-    monkeypatch.setattr(Framework, "inverse_lists", by_sorting)
-    monkeypatch.setattr(Framework, "listed_items", items_by_sorting)
+    monkeypatch.setattr(mosaic_lists, "tile_block_lists", lambda *arguments: ())
+    with capability.interpreted(True):
+        yield
 
 
-def by_sorting(steps, indices, where, spec):
-    return sorted_lists.inverse(steps, indices, where.position, where.key_start, spec)
+def emulated(kernel, *arrays):
+    """The outputs of a list kernel for arrays of either framework."""
+    if not torch.is_tensor(arrays[0]):
+        return kernel(*arrays)
+    return [torch.from_numpy(x) for x in kernel(*(x.numpy() for x in arrays))]
 
 
-def items_by_sorting(steps, edges, where, spec):
-    return sorted_lists.items(steps, edges, where.position, spec)
+def told(ops, shape, branch, indices=None, **options):
+    """Pairs `(partials, merge)` that the gradient of a branch asks for, NumPy arrays."""
+    xp, dtype, found = ops.xp, {"dtype": ops.xp.float32}, []
+    config = shape.config
 
+    class Recording(type(ops)):
+        def run(self, kernel, *arrays):
+            if not isinstance(kernel, Told):
+                return emulated(kernel, *arrays)
+            found.append(kernel._replace(arrays=arrays))
+            outputs = 1
+            if kernel.name != "dq":
+                outputs = kernel.spec.want_dk + kernel.spec.want_dv
+            return [xp.zeros((1,), **dtype)] * outputs
 
-def told(steps, shape, branch, indices=None, **options):
-    """Pairs `(partial_sums, merged)` that the gradient of a branch asks for, NumPy arrays."""
-    xp, dtype, found = steps.xp, {"dtype": steps.xp.float32}, []
-    config, packed = shape.config, shape.segments is not None
+        def cached(self, layout, name, make):
+            return make()
 
-    def run(kernel, *arrays):
-        if kernel.name == "of_units":
-            return [mosaic_backward._interpreted_numbers(steps, kernel.spec, *arrays)]
-        found.append(kernel._replace(arrays=arrays))
-        outputs = 1
-        if kernel.name != "dq":
-            outputs = kernel.spec.want_key + kernel.spec.want_value
-        return [xp.zeros((1,), **dtype)] * outputs
-
-    def ask(where, indices):
+    def ask(layout, indices):
         found.clear()
-        again = {"run": run, "once": lambda where, name, make: make()}
-        steps_of = dataclasses.replace(steps, **again)
         heads = shape.heads * shape.group
         keys = shape.compressed if branch == "compressed" else shape.S
         query, key = (
@@ -198,55 +201,45 @@ def told(steps, shape, branch, indices=None, **options):
         seen = shape.mask(branch, indices_np).any(axis=-1)
         lse = np.where(np.repeat(np.moveaxis(seen, 1, 2), shape.group, axis=2), 0, -np.inf)
         lse = xp.asarray(lse.astype(np.float32))
-        saved = mosaic_backward.Saved(lse, xp.zeros_like(lse))
-        before = (indices,) if branch == "chosen" else ()
-        after = (packed,) if branch == "chosen" else ()
+        rows = mosaic_backward.RowResiduals(lse, xp.zeros_like(lse))
+        before = (indices,) if branch == "selected" else ()
         function = getattr(mosaic_backward, branch)
-        function(steps_of, query, key, key, *before, query, saved, where, config, None, *after)
+        function(Recording(), query, key, key, *before, query, rows, layout, config, None)
         return [x.arrays for x in found]
 
     indices_np = shape.indices if indices is None else indices
-    where = shape.where
+    layout = shape.layout
     if xp is torch:
-        place = {name: torch.from_numpy(np.array(getattr(where, name))) for name in FIELDS}
-        arrays = ask(types.SimpleNamespace(**place), torch.from_numpy(indices_np))
+        fields = {name: torch.from_numpy(np.array(getattr(layout, name))) for name in FIELDS}
+        tensors = types.SimpleNamespace(**fields, packed=layout.packed)
+        arrays = ask(tensors, torch.from_numpy(indices_np))
     else:
-        arrays = jax.jit(ask)(where, jnp.asarray(indices_np))
+        arrays = jax.jit(functools.partial(ask, layout))(jnp.asarray(indices_np))
     calls = [
         call._replace(arrays=tuple(map(np.asarray, each)))
         for call, each in zip(found, arrays, strict=True)
     ]
     assert [call.name for call in calls[:1]] == ["dq"]
     pairs = list(zip(calls[1::2], calls[2::2], strict=True))
-    assert {(a.name, b.name) for a, b in pairs} == {("partial_sums", "merged")}
+    assert {(a.name, b.name) for a, b in pairs} == {("partials", "merge")}
     return pairs
-
-
-class Item(NamedTuple):
-    row: int
-    first_key: int
-    begin: int
-    whole_from: int
-    whole_to: int
-    end: int
-    place: int
 
 
 def visits(sums: Told, merged: Told):
     """How often each pair of a query and a key is part of a gradient, `[B, Hkv, T, S]`."""
     spec, done = sums.spec, {}
     for row in sums.arrays[5]:
-        item = Item(*row[:7].tolist())
+        item = WorkItem(*row[:7].tolist())
         if item.row >= 0:
-            assert item.place not in done, "two items write to one place"
-            done[item.place] = item, visits_of(spec, sums.arrays, item)
+            assert item.partial not in done, "two work items write one partial"
+            done[item.partial] = item, visits_of(spec, sums.arrays, item)
     first, count = merged.arrays[-2:]
-    total = np.zeros((spec.B, spec.Hkv, spec.T, spec.tiles * spec.keys), int)
-    for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.tiles):
-        here = slice(tile * spec.keys, (tile + 1) * spec.keys)
+    total = np.zeros((spec.B, spec.Hkv, spec.T, spec.key_tiles * spec.tile_keys), int)
+    for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.key_tiles):
+        here = slice(tile * spec.tile_keys, (tile + 1) * spec.tile_keys)
         for place in range(first[b, g, tile], first[b, g, tile] + count[b, g, tile]):
             item, seen = done.pop(place)
-            assert (item.row, item.first_key) == (b * spec.Hkv + g, tile * spec.keys)
+            assert (item.row, item.first_key) == (b * spec.Hkv + g, tile * spec.tile_keys)
             total[b, g, :, here] += seen
     assert not any(seen.any() for _, seen in done.values()), "sums that nobody adds up"
     assert not total[..., spec.S :].any()
@@ -256,30 +249,32 @@ def visits(sums: Told, merged: Told):
 def visits_of(spec, arrays, item):
     """Of one item `[T, keys]`, step by step as the kernel goes."""
     rows, more = arrays[4], arrays[6:]
-    unit, per = spec.unit, ROWS // spec.unit.rows
+    unit, per = spec.query_tile, spec.tiles_per_step
     b, g = divmod(item.row, spec.Hkv)
-    key = item.first_key + np.arange(spec.keys)
-    found = np.zeros((spec.units * unit.tokens, spec.keys), int)
+    key = item.first_key + np.arange(spec.tile_keys)
+    found = np.zeros((spec.query_tiles * unit.tokens, spec.tile_keys), int)
     steps = -(-(item.end - item.begin) // per)
-    left = np.clip(-(-(item.whole_from - item.begin) // per), 0, steps)
-    right = np.clip((item.whole_to - item.begin) // per, left, steps)
+    left = np.clip(-(-(item.unmasked_begin - item.begin) // per), 0, steps)
+    right = np.clip((item.unmasked_end - item.begin) // per, left, steps)
     for place in range(item.begin, item.begin + steps * per):
         step = (place - item.begin) // per
         at = np.clip(place, item.begin, item.end - 1)
-        index = more[0][at] if spec.listed else place
+        index = more[0][at] if spec.gathered else place
         numbers = rows[b, g, index, : unit.used : unit.group]
-        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.keys, axis=1)
+        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.tile_keys, axis=1)
         mark = int(more[1][at]) if spec.block else 0
         if spec.block:
             seen &= mark >> np.arange(unit.tokens)[:, None] & 1 == 1
         if not left <= step < right:
             seen &= key < numbers[:, 1:2]
-            if not spec.listed:
+            if not spec.gathered:
                 seen &= key >= more[0][b, index, : unit.used : unit.group, None]
             else:
                 seen &= place < item.end
             if spec.block:
-                begins = (mark % 2**32 >> 16) - dkv.REACH + item.first_key
+                begins = (
+                    (mark % 2**32 >> 16) - block_query_lists.BLOCK_OFFSET_BIAS + item.first_key
+                )
                 seen &= (key >= begins) & (key < begins + spec.block)
         here = slice(index * unit.tokens, (index + 1) * unit.tokens)
         found[here] += seen
@@ -287,8 +282,8 @@ def visits_of(spec, arrays, item):
     return found[: spec.T]
 
 
-def check(steps, shape, branch, indices=None):
-    pairs = told(steps, shape, branch, indices)
+def check(ops, shape, branch, indices=None):
+    pairs = told(ops, shape, branch, indices)
     want = shape.mask(branch, shape.indices if indices is None else indices)
     assert len(pairs) == (2 if shape.width > 128 else 1)
     for sums, merged in pairs:
@@ -298,11 +293,14 @@ def check(steps, shape, branch, indices=None):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Items are many and short, and there are several windows of tokens."""
-    monkeypatch.setattr(items, "SHORTEST_WINDOW", 2)
+    """Work items are many and short, and there are several segments of tokens."""
+    describes = block_query_lists.count_entries, block_query_lists.fill_lists
+    for describe in (*describes, work_items.work_items):  # which know no `CHUNKS`
+        monkeypatch.setattr(describe.__module__ + "." + describe.__name__, describe.__wrapped__)
+    monkeypatch.setattr(work_items, "MIN_SEGMENT", 2)
     monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
-    monkeypatch.setattr(mosaic_backward, "SHORTEST", 2)
-    monkeypatch.setattr(items, "LONGEST", 3)
+    monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
 
 
 @pytest.fixture(params=["long", "short"])
@@ -313,26 +311,26 @@ def lengths(request):
     return request.param
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
 @by_shape
 def test_every_pair_counts_once(shape, branch, lengths):
-    ((sums, merged), *_) = check(mosaic.STEPS, shape, branch)
+    ((sums, merged), *_) = check(mosaic.OPS, shape, branch)
     # Else nothing would have been merged.
     several = (merged.arrays[-1] > 1).any()
-    assert several == (lengths == "short" and branch != "sliding" and sums.spec.units > 3)
+    assert several == (lengths == "short" and branch != "sliding" and sums.spec.query_tiles > 3)
 
 
 @by_shape
 def test_popular_blocks(shape, short):
-    check(mosaic.STEPS, shape, "chosen", shape.popular())
+    check(mosaic.OPS, shape, "selected", shape.popular())
 
 
-@pytest.mark.parametrize("branch", ["compressed", "sliding", "chosen"])
+@pytest.mark.parametrize("branch", ["compressed", "sliding", "selected"])
 @by_shape
 def test_torch_makes_the_same(shape, branch, short):
     for ours, theirs in zip(
-        told(mosaic.STEPS, shape, branch),
-        told(nsa_torch.mosaic.STEPS, shape, branch),
+        told(mosaic.OPS, shape, branch),
+        told(nsa_torch.mosaic.OPS, shape, branch),
         strict=True,
     ):
         for one, other in zip(ours, theirs, strict=True):
@@ -344,15 +342,18 @@ def test_torch_makes_the_same(shape, branch, short):
 
 def test_no_more_items_than_entries():
     """Few queries over many keys: no list of most tiles has an entry."""
-    ((sums, _),) = check(mosaic.STEPS, Shape(2, 900, 4, block=64), "chosen")
-    assert sums.spec.items <= sums.spec.listed < sums.spec.tiles * sums.spec.B * sums.spec.Hkv
+    ((sums, _),) = check(mosaic.OPS, Shape(2, 900, 4, block=64), "selected")
+    spec = sums.spec
+    assert spec.work_items <= spec.list_entries < spec.key_tiles * spec.B * spec.Hkv
 
 
 def test_whole_tiles_are_seen_without_a_mask():
     """Most of a long problem needs none."""
     shape = Shape(512, 2048, 16, block=64, n=8)
-    for branch in ("chosen", "compressed"):
-        ((sums, _),) = told(mosaic.STEPS, shape, branch)
-        items = [Item(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
-        plain = sum(max(min(x.whole_to, x.end) - max(x.whole_from, x.begin), 0) for x in items)
+    for branch in ("selected", "compressed"):
+        ((sums, _),) = told(mosaic.OPS, shape, branch)
+        items = [WorkItem(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
+        plain = sum(
+            max(min(x.unmasked_end, x.end) - max(x.unmasked_begin, x.begin), 0) for x in items
+        )
         assert plain > 0.6 * sum(x.end - x.begin for x in items)

@@ -23,14 +23,13 @@ from kernels_pallas.mosaic import (
     capability,
     interval_forward,
     operands,
-    scores,
     scores_kq,
     softmax,
 )
-from nsa_jax import geometry, mosaic, reference
+from kernels_pallas.specs import scores
+from nsa_jax import geometry, key_bounds, mosaic, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
-from nsa_jax.mosaic_forward import Framework
 from tests.inputs import PAPER, SMALL, Case, call, oracle, problem, yardstick
 from tests.test_branches import compare, compressed_of
 from tests.test_cache import equations
@@ -70,7 +69,7 @@ def check_selection(p, key, indices):
     """`indices` are the oracle's, or worse by less than `RESOLUTION`."""
     scores = oracle("block_scores", p.query, key, **p.where)
     length = {"kv_len": p.case.S}
-    where = geometry.positions(p.case.B, p.case.T, **p.where | length)
+    where = geometry.query_layout(p.case.B, p.case.T, **p.where | length)
     position = np.asarray(where.position)
     assert (position == position[0]).all()
     parity = check_indices(np.asarray(indices), scores, position[0], p.case.config)
@@ -459,7 +458,8 @@ FIT = Problem(
                 "Dv": 256,
                 "config": NSAConfig(select_block=128, num_selected=64),
             },
-            "keeps 278528 bytes of keys and lists in shared memory, which has 229376",
+            "takes D, Dv, select_block and num_selected that fit in 229376 bytes of shared "
+            "memory, got 278528",
         ),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
@@ -499,17 +499,19 @@ def test_a_mask_that_does_not_hide_is_caught(mutant, monkeypatch):
 
 
 def test_a_token_too_many_is_caught(mutant, monkeypatch):
-    visible = Framework.visible
+    visible = key_bounds.visible_compressed
     monkeypatch.setattr(
-        Framework, "visible", lambda *args: (visible(*args)[0], visible(*args)[1] + 1)
+        key_bounds,
+        "visible_compressed",
+        lambda *args: (visible(*args)[0], visible(*args)[1] + 1),
     )
     with pytest.raises(AssertionError, match=r"compressed_attention\.out: "):
         check_steps(problem(TINY), ("compressed_attention",))
 
 
 def test_a_future_key_in_a_block_is_caught(mutant, monkeypatch):
-    by_row = Framework.by_row
-    monkeypatch.setattr(Framework, "by_row", lambda *args: by_row(*args) + 1)
+    by_row = key_bounds.by_row
+    monkeypatch.setattr(key_bounds, "by_row", lambda *args: by_row(*args) + 1)
     with pytest.raises(AssertionError, match=r"selected_attention\.out: m"):
         check_steps(problem(TINY), ("selected_attention",))
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas.mosaic.operands import REGISTERS, SMEM_BYTES
+from kernels_pallas.mosaic.operands import REGISTERS
+from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JaxOps
 from nsa_jax.types import Branches
 from tests.cross_compile import compile_report
 from tests.inputs import PAPER, Case
@@ -52,28 +54,28 @@ ALLOWED = {
 }
 # Of backward passes only.
 GRADIENTS = {
-    "interval_dq",
-    "dots",
+    "bwd_preprocess",
+    "count_entries",
+    "deltas",
+    "dkv_merge",
+    "dkv_partials",
+    "fill_lists",
     "gated_sum",
-    "inverse_counts",
-    "inverse_lists",
-    "key_gradient",
-    "merged_key_gradient",
-    "numbers",
-    "pieces",
+    "interval_dq",
     "selected_dq",
+    "work_items",
 }
-# Of tiles that are gathered, where a block list can be too long.
-GATHERED = {"inverse_slots", "pieces", "gathered_merge"}
-FORWARD = GATHERED | {"inverse_counts", "gathered_forward"}
-BACKWARD = GATHERED | {"gathered_dq", "gathered_merge_dq"}
-LEFT = ("G4", "G1")
+# Of gathered tiles, where a block list can be too long.
+LISTS = {"fill_gather_lists", "work_items"}
+FORWARD = LISTS | {"count_entries", "gathered_forward", "gathered_merge"}
+BACKWARD = LISTS | {"gathered_dq", "gathered_merge_dq"}
+GATHERED = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
-# `key_gradient`: what is left over, addresses of operands, costs a few local loads a step (most
-# at D=192). At D=192 a few of the query's gradient do not fit either. Four warpgroups that make
-# scores have 128 registers a thread; at G=4 one of these is not enough.
+# `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
+# at D=192). At D=192 a few of dq do not fit either. Four warpgroups that make scores have 128
+# registers a thread; at G=4 one of these is not enough.
 SPILLS = {
-    "key_gradient": {"spill_store_bytes": 256, "spill_load_bytes": 320},
+    "dkv_partials": {"spill_store_bytes": 256, "spill_load_bytes": 320},
     "interval_dq": {"spill_store_bytes": 48, "spill_load_bytes": 48},
     "best_blocks": {"spill_store_bytes": 4, "spill_load_bytes": 4},
 }
@@ -84,10 +86,11 @@ def kernels(name, backward=False):
     """The kernels that `nsa_jax.mosaic` builds for a shape; `backward`: those of gradients."""
     case, found = (SHAPES | EDGES)[name], []
 
-    def record(kernel, *arrays):
-        assert [x.size for x in arrays] == [x.size for x in kernel.inputs]
-        found.append(kernel)
-        return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
+    class Recording(JaxOps):
+        def run(self, kernel, *arrays):
+            assert [x.size for x in arrays] == [x.size for x in kernel.inputs]
+            found.append(kernel)
+            return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
 
     def array(*shape, dtype=case.dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -106,7 +109,7 @@ def kernels(name, backward=False):
         (mosaic.selected_attention, query, key, value, indices),
         (mosaic.sliding_attention, query, key, value),
     ]
-    with mock.patch.object(mosaic, "STEPS", dataclasses.replace(mosaic.STEPS, run=record)):
+    with mock.patch.object(mosaic, "OPS", Recording()):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)
@@ -152,7 +155,7 @@ def test_kernels_fit_the_chip():
     reports = compiled(SHAPES)
     names = {report["name"] for report in reports}
     assert names >= set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
-    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(LEFT)
+    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(GATHERED)
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 
@@ -160,8 +163,8 @@ def test_kernels_fit_the_chip():
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_fit_the_chip(name):
     reports = compiled([name], backward=True)
-    leaving = BACKWARD if name in LEFT else set()
-    assert {report["name"] for report in reports} == GRADIENTS | leaving
+    gathered = BACKWARD if name in GATHERED else set()
+    assert {report["name"] for report in reports} == GRADIENTS | gathered
     bad = [report for report in reports if excess(report)]
     assert not bad, bad
 

@@ -11,8 +11,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from kernels_pallas.mosaic import scores
-from nsa_jax import items
+from kernels_pallas.specs import scores, work_items
 from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
@@ -122,7 +121,7 @@ def specs(request, monkeypatch):
 def test_scores_of_both_ways(group, segments, specs):
     case = dataclasses.replace(BLOCKS, H=2 * group, Hkv=2, segments=segments)
     check_steps(problem(case), ("scores",))
-    assert all(spec.by_rows == (group <= 16) for spec in specs)
+    assert all(spec.swap_ab == (group > 16) for spec in specs)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +203,8 @@ GRADIENTS = (
     dataclasses.replace(PAPER_HEADS, D=128, B=2, T=301, S=1049, dtype="float16"),
     dataclasses.replace(PAPER_HEADS, D=256, Dv=256, H=8, T=300, S=300),
     dataclasses.replace(PAPER_HEADS, D=48, Dv=80, H=6, config=MIDDLE, B=3, T=200, S=500),
+    dataclasses.replace(PAPER_HEADS, D=96, Dv=80, H=10, T=300, S=300),
+    dataclasses.replace(PAPER_HEADS, D=16, Dv=48, H=18, config=MIDDLE, T=200, S=300),
     dataclasses.replace(
         PAPER_HEADS,
         H=12,
@@ -251,10 +252,10 @@ def test_gradients_of_a_step(case, name):
     check_step(problem(case), name)
 
 
-@pytest.mark.parametrize("longest", [100, items.LONGEST])
+@pytest.mark.parametrize("longest", [100, work_items.MAX_ENTRIES])
 def test_gradients_of_popular_blocks(longest, monkeypatch):
-    """Every query has the first block: its list is many items."""
-    monkeypatch.setattr(items, "LONGEST", longest)
+    """Every query has the first block: its list is many work items."""
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", longest)
     p = problem(dataclasses.replace(GRADIENTS[6], T=900, S=900))
     indices = np.asarray(arrays_of(p)[1])
     assert (indices == 0).any(axis=-1).all()

@@ -14,8 +14,10 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity
-from kernels_pallas.mosaic import dkv
-from nsa_jax import items, mosaic_backward, reference, sorted_lists
+from kernels_pallas.mosaic import dkv as dkv_body
+from kernels_pallas.specs import block_query_lists, dkv, work_items
+from kernels_pallas.specs.work_items import WorkItem
+from nsa_jax import mosaic_backward, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests.inputs import Case, call, problem
@@ -155,8 +157,8 @@ def check_whole(p):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
-    monkeypatch.setattr(mosaic_backward, "SHORTEST", 1)
-    monkeypatch.setattr(items, "LONGEST", 4)
+    monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
+    monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -302,23 +304,30 @@ def changed(monkeypatch, module, name, change):
     monkeypatch.setattr(module, name, lambda *args: change(original(*args)))
 
 
-def test_a_missing_scale_is_caught(mutant, monkeypatch):
-    original = dkv.partial_sums
+def changed_outputs(monkeypatch, module, name, change):
+    """The kernel `module.name(spec)` with `change(outputs)` for its outputs."""
+    original = getattr(module, name)
+    kernel = lambda spec: lambda *arrays: change(original(spec)(*arrays))
+    monkeypatch.setattr(module, name, kernel)
 
-    def partial_sums(spec):
+
+def test_a_missing_scale_is_caught(mutant, monkeypatch):
+    original = dkv.partials
+
+    def partials(spec):
         def run(*arrays):
             first, *rest = original(spec)(*arrays)
             return first / spec.scale, *rest
 
         return run
 
-    monkeypatch.setattr(dkv, "partial_sums", partial_sums)
+    monkeypatch.setattr(dkv, "partials", partials)
     caught("sliding_attention", "key")
 
 
 def test_a_missing_offset_is_caught(mutant, monkeypatch):
     """The gate times the product of the output and its gradient."""
-    changed(monkeypatch, mosaic_backward, "_numbers", lambda found: found.at[..., 3].set(0.0))
+    changed(monkeypatch, mosaic_backward, "row_stats", lambda found: found.at[..., 3].set(0.0))
     caught("compressed_attention", "query")
 
 
@@ -327,38 +336,41 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
         found = plgpu.broadcasted_iota(dtype, shape, dimension, **options)
         return found + int(dimension == 0)
 
-    plgpu = dkv.plgpu
+    plgpu = dkv_body.plgpu
     wrong = patched(plgpu, broadcasted_iota=broadcasted_iota)
-    monkeypatch.setattr(dkv, "plgpu", wrong)
+    monkeypatch.setattr(dkv_body, "plgpu", wrong)
     caught("sliding_attention", "key")
 
 
 def test_a_lost_entry_is_caught(mutant, monkeypatch):
-    def shorter(table):
-        begin, end = table[..., 2], table[..., 5]
-        return table.at[..., 5].set(jnp.maximum(begin, end - 1))
+    begin, end = map(WorkItem._fields.index, ("begin", "end"))
 
-    changed(monkeypatch, sorted_lists, "table", shorter)
+    def shorter(outputs):
+        table, *partials = outputs
+        last = jnp.maximum(table[:, begin], table[:, end] - 1)
+        return table.at[:, end].set(last), *partials
+
+    changed_outputs(monkeypatch, work_items, "work_items", shorter)
     caught("selected_attention", "key")
 
 
 def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
-    original = dkv.merged
+    original = dkv.merge
 
-    def merged(spec):
+    def merge(spec):
         return lambda *arrays: original(spec)(*arrays[:-1], (arrays[-1] + 1) // 2)
 
-    monkeypatch.setattr(dkv, "merged", merged)
+    monkeypatch.setattr(dkv, "merge", merge)
     caught("selected_attention", "key", CASES["packed"])
 
 
 def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
-    def first_token_only(found):
-        order, mark = found
+    def first_token_only(outputs):
+        unit, mark = outputs
         bits = mark & (2**16 - 1)
-        return order, mark - bits + (bits & -bits)
+        return unit, mark - bits + (bits & -bits)
 
-    changed(monkeypatch, sorted_lists, "_together", first_token_only)
+    changed_outputs(monkeypatch, block_query_lists, "fill_lists", first_token_only)
     caught("selected_attention", "key")
 
 
@@ -372,8 +384,8 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
         if len(waits) != 2:
             plgpu.barrier_wait(barrier)
 
-    plgpu = dkv.plgpu
-    monkeypatch.setattr(dkv, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu = dkv_body.plgpu
+    monkeypatch.setattr(dkv_body, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     with contextlib.suppress(AssertionError, jax.errors.JaxRuntimeError):
         check_step(problem(TINY), name)
     assert any(detector.races_found for detector in mutant)

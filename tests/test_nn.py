@@ -10,7 +10,7 @@ from flax import nnx
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
 from interop import weights
-from nsa_jax.layer import GATES, PHI, LayerSpec
+from nsa_jax.layer import GATES, KIND_KEY, PHI, LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
@@ -85,9 +85,10 @@ def test_the_seeds_state_dict_keys():
     keys = {f"{name}.weight" for name in linear}
     keys |= {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
     module, _ = modules()
-    assert set(module.state_dict()) == keys
+    assert set(module.state_dict()) == keys | {KIND_KEY}
     module, _ = modules(phi="mlp")
-    assert set(module.state_dict()) == keys | {"phi_k_conv.weight", "phi_v_conv.weight"}
+    convolutions = {"phi_k_conv.weight", "phi_v_conv.weight"}
+    assert set(module.state_dict()) == keys | convolutions | {KIND_KEY}
     assert module.state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
 
 
@@ -181,14 +182,16 @@ def test_packed_batches_of_both_modules(tmp_path):
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
     mean, mean_twin = modules(phi="avg")
-    conv, conv_twin = modules(phi="mlp")
+    conv, conv_twin = modules(phi="mlp", gate="sigmoid")
     x = tokens()
     if framework == "torch":
-        conv.load_state_dict(mean.state_dict(), strict=False)
+        shared = mean.state_dict()
+        del shared[KIND_KEY]  # as the seed's: phi is what the module says
+        conv.load_state_dict(shared, strict=False)
         with torch.no_grad():
             a, b = mean(torch.from_numpy(x))[0].numpy(), conv(torch.from_numpy(x))[0].numpy()
     else:
-        shared = nnx.state(mean_twin)
+        shared = nnx.state(mean_twin, nnx.Param)
         nnx.update(conv_twin, shared)
         a, b = (
             np.asarray(mean_twin(jnp.asarray(x))[0]),

@@ -179,7 +179,7 @@ def test_plans_name_commands_that_exist(name):
     plan = oneshot.load(name)
     words = {"root": "root", "out": "out", "commit": "", "save": ""}
     for step in plan:
-        for template in filter(None, (step.command, step.quick)):
+        for template in filter(None, (step.command, step.quick, step.hopper)):
             command = expand(template, words, ["a.jsonl"])
             assert importlib.util.find_spec(command[0]), command[0]
             assert not any("{" in word for word in command)
@@ -188,7 +188,8 @@ def test_plans_name_commands_that_exist(name):
                 function = f"def {function.partition('[')[0]}(" if function else ""
                 assert function in (ROOT / file).read_text(), test
     last = [step.name for step in plan if step.last]
-    assert last == (["thresholds", "report"] if name == "gpu" else ["report"])
+    made = ["report", "seed_report"]
+    assert last == (["thresholds", *made] if name == "gpu" else made)
     assert sum(step.timeout_s for step in plan if step.last) <= 60
 
 

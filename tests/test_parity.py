@@ -1,10 +1,13 @@
 """Each rule of the tolerance can fail: a path that breaks it is called broken."""
 
+import dataclasses
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from bench.judge import parity
+from bench.judge import heartbeat, parity
 from nsa_jax.config import NSAConfig
 
 CONFIG = NSAConfig(
@@ -25,6 +28,12 @@ def oracle(rng):
     return rng.standard_normal((1, 8, 2, 4))
 
 
+@pytest.fixture
+def many(rng):
+    """So many elements that a single one counts for little in the rms."""
+    return rng.standard_normal((64, 8, 16, 4))
+
+
 def check(oracle, actual, *, yardstick=None, dtype=np.float32, **options):
     yardstick = oracle if yardstick is None else yardstick
     return parity.check_parity("x", actual.astype(dtype), oracle, yardstick, **options)
@@ -37,24 +46,27 @@ def test_exact_result_passes(oracle):
         assert result.ok and result.error_max == 0 and result.share == 0
 
 
-def test_four_roundings_pass_and_eight_fail(oracle):
-    peak = np.unravel_index(np.abs(oracle).argmax(), oracle.shape)
+def test_four_roundings_pass_and_eight_fail(many):
+    exact = many.astype(np.float16).astype(np.float64)
+    peak = np.unravel_index(np.abs(exact).argmax(), exact.shape)
     eps = np.finfo(np.float16).eps
     for roundings, ok in ((3, True), (8, False)):
-        actual = oracle.copy()
+        actual = exact.copy()
         actual[peak] *= 1 + roundings * eps
-        result = check(oracle, actual.astype(np.float16), dtype=np.float16)
+        result = check(exact, actual, dtype=np.float16)
         assert result.ok == ok, result
+    assert "max error" in result.reason
 
 
-def test_max_bound_is_twice_the_yardstick(oracle):
-    yardstick = oracle.copy()
+def test_max_bound_is_twice_the_yardstick(many):
+    exact = many.astype(np.float16).astype(np.float64)
+    yardstick = exact.copy()
     yardstick[0, 0, 0, 0] += 1e-2
     for error, ok in ((1.9e-2, True), (4e-2, False)):
-        actual = oracle.astype(np.float16)
+        actual = exact.astype(np.float16)
         actual[0, 3, 1, 2] += np.float16(error)
         # Mean errors of both stay small: only the largest one decides.
-        result = check(oracle, actual, yardstick=yardstick, dtype=np.float16)
+        result = check(exact, actual, yardstick=yardstick, dtype=np.float16)
         assert result.ok == ok, result
     assert "max error" in result.reason
 
@@ -86,11 +98,65 @@ def test_selection_in_low_precision_has_an_absolute_mean(oracle):
 
 def test_precision_of_a_converted_array_counts(oracle):
     oracle = oracle.astype(ml_dtypes.bfloat16).astype(np.float64)
-    actual = (oracle * 1.01).astype(np.float32)
+    actual = (oracle * (1 + 2**-11)).astype(np.float32)
     assert not check(oracle, actual).ok
     assert check(oracle, actual, dtype=np.float32, yardstick=oracle).reason
     low = parity.check_parity("x", actual, oracle, oracle, dtype=ml_dtypes.bfloat16)
     assert low.ok
+
+
+DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("part", "ok"), [(0.9, True), (1.1, False)])
+def test_rms_has_a_share_of_the_oracle(many, dtype, part, ok):
+    """An error of no direction; its maximum and mean are within their bounds."""
+    error = np.where(np.arange(many.size).reshape(many.shape) % 2, 1.0, -1.0)
+    most = parity.RMS_OF_ORACLE[np.dtype(dtype).name] * np.sqrt(np.square(many).mean())
+    result = parity.check_parity("x", many + part * most * error, many, many, dtype=dtype)
+    assert (result.error_rms <= result.bound_rms) == ok
+    if np.dtype(dtype).itemsize == 2:
+        assert result.ok == ok, result
+        assert ok or "rms error" in result.reason
+    else:  # 32 roundings, of which the maximum and the mean allow 4
+        assert not result.ok
+
+
+@pytest.mark.parametrize(("times", "ok"), [(1.4, True), (1.6, False)])
+def test_rms_bound_is_one_and_a_half_of_the_yardstick(many, rng, times, ok):
+    error = 0.1 * rng.standard_normal(many.shape)
+    shifted = times * np.roll(error, 1)
+    result = parity.check_parity(
+        "x", many + shifted, many, many + error, dtype=ml_dtypes.bfloat16
+    )
+    assert result.ok == ok, result
+    assert ok or "rms error" in result.reason
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0009, True), (1.0011, False), (0.9989, False)])
+def test_slope_of_many_elements_is_one(rng, factor, ok):
+    """The yardstick's error hides the factor from all other bounds."""
+    exact = rng.standard_normal(parity.SLOPE_ELEMENTS)
+    yardstick = exact + 0.1 * rng.standard_normal(exact.shape)
+    how = {"dtype": ml_dtypes.bfloat16}
+    result = parity.check_parity("x", factor * exact, exact, yardstick, **how)
+    assert result.ok == ok and result.slope == pytest.approx(factor), result
+    assert ok or "slope" in result.reason
+    few = parity.check_parity("x", factor * exact[1:], exact[1:], yardstick[1:], **how)
+    assert few.ok and few.slope is None
+
+
+def test_chunks_change_nothing(many, rng, monkeypatch):
+    actual = many + 1e-3 * rng.standard_normal(many.shape)
+    monkeypatch.setattr(parity, "SLOPE_ELEMENTS", many.size)
+    whole = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
+    monkeypatch.setattr(parity, "CHUNK", 1000)
+    parts = check(many, actual, yardstick=actual[::-1], dtype=np.float64)
+    for name in ("error_max", "error_mean", "error_rms", "bound_max", "bound_rms", "slope"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+    actual[-1, -1, -1, -1] = np.nan
+    assert "at other places than the oracle (1)" in check(many, actual, dtype=np.float64).reason
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -194,6 +260,16 @@ def test_equal_scores_take_the_lower_block(scores):
     assert result.ok and result.rows_differ == 1
 
 
+def test_rms_and_slope_count_in_the_share():
+    fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
+    for worse, share in (
+        ({"error_rms": 3.0, "bound_rms": 4.0}, 0.75),
+        ({"slope": 1 + 0.9 * parity.SLOPE}, 0.9),
+        ({"error_rms": 1.0, "bound_rms": 4.0, "slope": 1 - 0.5 * parity.SLOPE}, 0.5),
+    ):
+        assert dataclasses.replace(fine, **worse).share == pytest.approx(share)
+
+
 def test_the_worst_part_speaks_and_a_broken_one_before_it():
     fine = parity.Parity(1e-7, 1e-8, 1e-6, 1e-6, True)
     near = parity.Parity(9e-7, 1e-8, 1e-6, 1e-6, True, rows_differ=3)
@@ -201,3 +277,13 @@ def test_the_worst_part_speaks_and_a_broken_one_before_it():
     assert parity.merge([fine, near]) == near
     merged = parity.merge([near, bad])
     assert not merged.ok and merged.reason == "bad" and merged.rows_differ == 3
+
+
+def test_a_long_judgement_is_not_silent(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "QUIET_SECONDS", 0.01)
+    with heartbeat.heartbeat("comparing"):
+        time.sleep(0.1)
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(line == "comparing: 0 s" for line in said)
+    time.sleep(0.05)
+    assert not capsys.readouterr().err

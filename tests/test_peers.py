@@ -51,11 +51,48 @@ def test_refusals_say_why(installed):
 
 def test_rows_that_are_not_ours_say_so(installed):
     installed("fla", "flash_attn")
-    found = {job.branch: job for job in peers.jobs(asked(), BRANCHES)}
+    found = {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
     assert list(found) == ["selected", "sliding", "all"]
     assert [job.judged for job in found.values()] == [True, True, False]
     assert "means of 32 tokens without overlap (ours: of 16, one each 8)" in found["all"].note
     assert list(peers.jobs(asked(), ["scores"])) == []
+
+
+@pytest.mark.parametrize("name", ["fa4", "flash_attn"])
+def test_flash_attention_packages_are_recorded_as_such(name, inputs, monkeypatch):
+    (first, *_) = peers.jobs(asked(), BRANCHES, [name])
+    assert first.unsupported == f"{peers.FLASH[name][0]} is not installed"
+    monkeypatch.setattr(peers.records, "version", lambda package: "4.0.0")
+    found = list(peers.jobs(asked(dtype="bfloat16"), BRANCHES, [name]))
+    assert [(job.branch, job.label) for job in found] == [("sliding", name), ("dense", name)]
+    assert {job.note for job in found} == {f"{peers.FLASH[name][0]} 4.0.0"}
+    assert not any(job.unsupported for job in found)
+    for changes, reason in (
+        ({"platform": "cpu"}, "needs CUDA tensors, got cpu"),
+        ({"dtype": "float32"}, "needs float16 or bfloat16, got float32"),
+        ({"capability": (7, 5)}, "needs compute capability"),
+    ):
+        assert reason in peers.flash_why_not(name, asked(**{"dtype": "bfloat16"} | changes))
+
+    def flash_attn_func(q, k, v, *, causal, window_size=(-1, -1)):
+        window = q.shape[1] if window_size[0] < 0 else window_size[0] + 1
+        config = problems.dataclasses.replace(SETTINGS.nsa, window=window)
+        out = functional.sliding_attention(q, k, v, config=config)[0]
+        return (out, None) if name == "fa4" else out
+
+    for module in ("flash_attn", "flash_attn.cute"):
+        package = types.ModuleType(module)
+        package.flash_attn_func = flash_attn_func
+        monkeypatch.setitem(sys.modules, module, package)
+    assert all(row(job, inputs)["time_ms"] > 0 for job in found), "they agree with the oracle"
+
+
+def test_torchs_flash_is_said_to_be_a_copy(monkeypatch):
+    runner = TorchRunner("cpu")
+    assert runner.note("dense", "flash", asked(D=64, Dv=64)) == ""
+    monkeypatch.setattr(runner, "platform", "cuda")
+    said = f"the copy of FA-2 in torch {runner.torch.__version__}"
+    assert runner.note("dense", "flash", asked(D=64, Dv=64)) == said
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +122,7 @@ def stand_in(monkeypatch, shift=0):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "fla.ops.nsa", package)
     monkeypatch.setattr(peers, "why_not", lambda problem, branch: None)
-    return {job.branch: job for job in peers.jobs(asked(), BRANCHES)}
+    return {job.branch: job for job in peers.jobs(asked(), BRANCHES, ["fla"])}
 
 
 @pytest.mark.parametrize(("shift", "status"), [(0, "ok"), (1, "wrong")])

@@ -1,16 +1,33 @@
-"""The committed records: readable, none wrong, and the page beside them made from them."""
+"""The committed records: readable, what fails is shown, and the page is made from them."""
 
 import dataclasses
+import json
+
+import pytest
 
 from bench import parity_table
+from bench.harness import records
 
 RECORDS = parity_table.load()
+RULE = {"error_rms": 1e-3, "error_rms_bound": 4e-3, "slope": 1.0002}
 
 
-def test_the_committed_records_hold_no_failing_row():
+def row_of(table, record):
+    """Cells by column of the row of a record's path."""
+    path = [record.device, record.framework, record.branch, record.implementation, record.mode]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    (cells,) = (cells for cells in lines if cells[:5] == path)
+    return dict(zip(parity_table.COLUMNS, cells, strict=True))
+
+
+def test_no_committed_row_broke_and_what_is_wrong_is_shown():
     assert RECORDS, "bench/records holds no record of bench.compare"
-    bad = [r for r in RECORDS if r.status in ("wrong", "error")]
-    assert not bad, [(r.device, r.framework, r.branch, r.implementation, r.reason) for r in bad]
+    broken = [r for r in RECORDS if r.status == "error"]
+    assert not broken, [(r.device, r.branch, r.implementation, r.reason) for r in broken]
+    table = parity_table.table(RECORDS)
+    for record in RECORDS:
+        if record.status == "wrong" and record.branch != "dense":
+            assert row_of(table, record)["status"].startswith("wrong: "), record
 
 
 def test_the_page_is_made_from_the_records():
@@ -18,16 +35,46 @@ def test_the_page_is_made_from_the_records():
     assert page == parity_table.HEAD + parity_table.table(RECORDS)
 
 
+def good(**fields):
+    found = next(r for r in RECORDS if r.status == "ok" and r.branch == "selected")
+    return dataclasses.replace(found, **fields)
+
+
 def test_a_failing_record_shows_in_the_table():
-    good = next(r for r in RECORDS if r.status == "ok" and r.branch == "selected")
-    bad = dataclasses.replace(good, status="wrong", reason="far off", T=3)
-    row = next(
-        line
-        for line in parity_table.table([good, bad]).splitlines()
-        if f"| {good.implementation} | {good.mode} |" in line
-    )
-    assert row.endswith("| wrong: far off |")
-    assert "| 2 |" in row
+    for rule in ({}, RULE):
+        bad = good(status="wrong", reason="far off", T=3)
+        row = row_of(parity_table.table([good(**rule), bad, good(**rule)]), bad)
+        assert row["status"] == "wrong: far off" and row["problems"] == "2"
+
+
+def test_a_record_without_rms_is_shown_as_such():
+    old, new, other = good(), good(**RULE), good(T=3)
+    assert old.error_rms is None and old.slope is None
+    for some, said in (
+        ([old], "ok by max and mean only"),
+        ([old, new], "ok"),  # measured again
+        ([old, new, other], "ok, 1 of 2 by max and mean only"),
+    ):
+        row = row_of(parity_table.table(some), old)
+        assert row["status"] == said
+        judged = new in some
+        assert row["rms"] == ("0.001" if judged else "-")
+        assert row["slope"] == ("1.00020" if judged else "-")
+
+
+def test_a_slope_that_fails_uses_more_than_its_bound():
+    assert good(**RULE).bound_share == pytest.approx(max(0.25, 0.2, good().bound_share))
+    assert good(**RULE | {"slope": 0.998}).bound_share == pytest.approx(2)
+
+
+def test_a_line_without_the_fields_of_the_rule_is_read(tmp_path):
+    line = dataclasses.asdict(good(**RULE))
+    records.append(tmp_path / "new.jsonl", [good(**RULE)])
+    assert records.read(tmp_path / "new.jsonl") == [good(**RULE)]
+    for name in RULE:
+        del line[name]
+    (tmp_path / "old.jsonl").write_text(json.dumps(line) + "\n")
+    assert records.read(tmp_path / "old.jsonl") == [good()]
 
 
 def test_dense_and_refused_rows_are_no_paths():

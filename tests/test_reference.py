@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from nsa_jax import reference
-from nsa_jax.compress import MLPParams, PoolParams
+from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from tests import loops

@@ -119,16 +119,27 @@ def test_lines_join_what_differs_in_length_only():
 
 
 def test_markdown_has_the_seeds_sections(build):
-    rows = pairs("sliding", {512: 2.0}) + pairs("compressed", {1024: 3.0})
+    rows = pairs("sliding", {512: 29.0}) + pairs("compressed", {1024: 3.0})
+    rows += [record("sliding", "masked", 1.07 / 29)]
     rows += pairs("selected", {256: 1.5}, "mosaic")
     rows += [record("all", "mosaic", 1.0, mode="decode", T=1, S=4096)]
     text = report.markdown(build(rows))
-    assert "- S=512: w=512 x2.00 (torch forward B=1 H=8/2 D=64/64 bfloat16)" in text
-    assert "- S=1024: x3.00 (torch" in text
+    shape = "torch forward B=1 H=8/2 D=64/64 bfloat16"
+    assert f"- S=512: w=512 x1.07 (x29.00 over the portable path; {shape})" in text
+    # Without a masked row the seed's question has no answer; another is no substitute.
+    assert "x3.00" not in text and "over masked SDPA, compressed" not in text
     assert "L=256 mosaic x1.50 (torch" in text
     assert "| 4096 | torch all mosaic | 1 | - |" in text
     assert "| torch sliding fa2 forward | 1 | 0.10 | PASS |" in text
     assert "none: no file of this device" in text
+
+
+def test_verdicts_of_a_training_run_are_shown(tmp_path):
+    path = records.FOLDER / "nvidia-h100-80gb-hbm3" / "train.jsonl"
+    found = sources.read([path])
+    text, shown = report.markdown(found), page.html(found, [])
+    for question in ("JAX and torch agree at every step, nsa", "NSA's held-out loss within"):
+        assert f"- {question}" in text and f"<li>{html.escape(question)}" in shown
 
 
 def test_thresholds_stand_with_their_evidence(build, tmp_path):

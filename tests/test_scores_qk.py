@@ -1,4 +1,4 @@
-"""What one warp does with its lines of scores (`kernels_pallas/mosaic/warp_topk.py`), on numpy.
+"""What one warp does with its score rows (`kernels_pallas/mosaic/warp_topk.py`), on numpy.
 
 Pallas' interpreter cannot run it: `warp_emulation.py` does, against a plain selection.
 """
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.mosaic import warp_topk
-from kernels_pallas.mosaic.scores import Scores
-from kernels_pallas.mosaic.warp_topk import ScoreLines
+from kernels_pallas.mosaic.warp_topk import WarpTopK
+from kernels_pallas.specs.scores import STRIPE_WORDS, Scores
 from tests import warp_emulation
 from tests.warp_emulation import LANES, Warp, lanes
 
@@ -50,7 +50,7 @@ SPECS = {
 
 
 def registers(sums, heads):
-    """`[16, 64]` of a warp as its lanes have it, a pair of neighbours each (`Lines.add`)."""
+    """`[16, 64]` of a warp as its lanes have it, a pair of neighbours each (`WarpTopK.add`)."""
     row, column = LANES // 4, 2 * (LANES % 4)
     halves = [
         [[sums[row + 8 * half, 8 * j + column + e] for e in (0, 1)] for j in range(8)]
@@ -76,11 +76,12 @@ def selected(spec, scores, own):
 
 def check(monkeypatch, change, seed=0):
     spec = dataclasses.replace(SPEC, **change)
-    line, heads, chunk = ScoreLines(spec), spec.cut.heads, spec.cut.chunk
+    topk, heads, chunk = WarpTopK(spec), spec.tiling.heads, spec.tiling.chunk
     assert spec.chunks > 1 or not spec.held < spec.candidates
-    places = 4 * spec.lines * line.words
+    score_rows = spec.tiling.score_rows
+    places = 4 * score_rows * topk.words
     machine = warp_emulation.machine(
-        monkeypatch, places + 4 * spec.lines * line.kept, warp_topk
+        monkeypatch, places + 4 * score_rows * topk.winner_slots, warp_topk
     )
     rng = np.random.default_rng(seed)
     steps = -(-spec.candidates // 64)
@@ -88,21 +89,21 @@ def check(monkeypatch, change, seed=0):
     own_part, next_part = (
         (rng.integers(0, 3, (64, 64 * steps)) / 8).astype(np.float32) for _ in range(2)
     )
-    own = rng.integers(0, spec.candidates, spec.lines).astype(np.int32)
+    own = rng.integers(0, spec.candidates, score_rows).astype(np.int32)
     own[-4:] = -1, 0, min(4, spec.candidates - 1), spec.candidates - 1
-    base = np.full(spec.lines, BASE, np.int32)
-    out = np.full((spec.n, spec.lines), -99, np.int32)
+    base = np.full(score_rows, BASE, np.int32)
+    out = np.full((spec.n, score_rows), -99, np.int32)
     for machine.number_of_warp in range(4):
         rows = slice(16 * machine.number_of_warp, 16 * machine.number_of_warp + 16)
         for k in range(spec.chunks):
-            line.open(0, lanes(WG), lanes(k))
+            topk.begin_chunk(0, lanes(WG), lanes(k))
             for step in range(k * chunk // 64, min((k + 1) * chunk // 64, steps)):
                 here = slice(64 * step, 64 * step + 64)
                 sums = (registers(x[rows, here], heads) for x in (own_part, next_part))
-                line.add(0, lanes(WG), lanes(64 * step - k * chunk), *sums)
+                topk.add(0, lanes(WG), lanes(64 * step - k * chunk), *sums)
             if spec.free:
-                line.extract(0, places, own, base, lanes(WG), lanes(k), lanes(BASE))
-        line.write(places, own, out, lanes(WG))
+                topk.extract(0, places, own, base, lanes(WG), lanes(k), lanes(BASE))
+        topk.write(places, own, out, lanes(WG))
     tokens = 64 // heads
     own_part, next_part = (x.reshape(tokens, heads, -1).sum(1) for x in (own_part, next_part))
     scores = own_part
@@ -124,12 +125,12 @@ def test_the_best_blocks_of_a_warp(monkeypatch, change):
 
 def without_a_carry(self, *arguments):
     opened(self, *arguments)
-    for number in self._numbers(arguments[1]):
-        start = self._line(arguments[0], number) + 4 * warp_topk.ROW * self.front // 32
+    for number in self._own_rows(arguments[1]):
+        start = self._score_row(arguments[0], number) + 4 * STRIPE_WORDS * self.front // 32
         warp_topk.warp.write(start, 0, only=LANES == 0)
 
 
-opened = ScoreLines.open
+opened = WarpTopK.begin_chunk
 MUTANTS = {
     "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
     "ties go to the higher block": (
@@ -142,7 +143,7 @@ MUTANTS = {
         "first_equal",
         lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
     ),
-    "a chunk forgets the one before": (ScoreLines, "open", without_a_carry),
+    "a chunk forgets the one before": (WarpTopK, "begin_chunk", without_a_carry),
     "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
 }
 

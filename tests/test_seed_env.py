@@ -23,6 +23,10 @@ def values():
         flags.DEFINE_list("log", [], "", flag_values=own)
         flags.DEFINE_integer("log_limit", 100, "", lower_bound=1, flag_values=own)
         flags.DEFINE_integer("seq_len", None, "", flag_values=own)
+        flags.DEFINE_string("config", None, "", flag_values=own)
+        flags.DEFINE_enum("path", "auto", ["auto", "varlen", "dense"], "", flag_values=own)
+        for name in ("fa2_min_len_win", "fa2_min_len_cmp", "sel_triton_min_L"):
+            flags.DEFINE_string(name, None, "", flag_values=own)
         own(["compare", *arguments])
         return own
 
@@ -102,6 +106,56 @@ def test_what_another_command_means_by_it(values):
     assert "no --lr in this command" in line
 
 
+def test_the_path_of_fa2_is_a_flag_of_its_bench(values):
+    own = values()
+    (line,) = apply({"NSA_FA2_FORCE_DENSE": "1"}, own)
+    assert "use --path dense of bench.fa2; ignored here" in line and own.path == "auto"
+    apply({"NSA_FA2_FORCE_DENSE": "1"}, own, "fa2")
+    assert own.path == "dense"
+    apply({"NSA_FA2_FORCE_VARLEN": "1"}, own := values(), "fa2")
+    assert own.path == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("512", "512"), ("0", "never"), ("-1", "never")]
+)
+def test_thresholds_are_flags(text, expected, values):
+    names = {
+        "NSA_FA2_MIN_LEN_WIN": "fa2_min_len_win",
+        "NSA_FA2_MIN_LEN_CMP": "fa2_min_len_cmp",
+        "NSA_SEL_TRITON_MIN_L": "sel_triton_min_L",
+    }
+    own = values()
+    lines = apply(dict.fromkeys(names, text), own)
+    assert {own[flag].value for flag in names.values()} == {expected}
+    assert f"NSA_FA2_MIN_LEN_CMP={text}: use --fa2_min_len_cmp {expected}" in lines[0]
+    with pytest.raises(ValueError, match="NSA_FA2_MIN_LEN_WIN: expected a length, got 'soon'"):
+        apply({"NSA_FA2_MIN_LEN_WIN": "soon"}, values())
+
+
+def test_config_is_read_or_refused(values):
+    own = values()
+    (line,) = apply({"CONFIG": "configs/paper.yaml"}, own)
+    assert own.config == "configs/paper.yaml" and "--config set" in line
+    for command, flag in (("train", "steps"), ("decode", "iters")):
+        own = flags.FlagValues()
+        flags.DEFINE_integer(flag, None, "", flag_values=own)
+        own(["x"])
+        with pytest.raises(ValueError, match=f"CONFIG=x.yaml is not read by bench.{command}"):
+            apply({"CONFIG": "x.yaml"}, own, command)
+
+
+def test_what_is_said_of_gates_is_so():
+    """No argument of the module stops the gradient of the gates."""
+    import inspect
+
+    import nsa_torch
+
+    assert "nothing cuts" in seed_env.TABLE["NSA_STOPGRAD_GATES"].reason
+    arguments = inspect.signature(nsa_torch.NSAAttention).parameters
+    assert "rope_scale" in arguments and not any("stop" in name for name in arguments)
+
+
 def test_every_entry_says_something(values):
     for name, meaning in seed_env.TABLE.items():
         assert bool(meaning.flags) != bool(meaning.reason), name
@@ -112,12 +166,14 @@ def test_every_entry_says_something(values):
 
 def test_flags_of_the_table_are_those_of_the_commands():
     """Every flag that the table sets is one of a command, which takes the value."""
-    from bench import train
+    from bench import compare, fa2, train
     from nsa_jax import flags as kernel_flags
+
+    assert compare.CONFIG.name == "config"
 
     assert bench.harness.cli.LOG.name == "log" and kernel_flags.NAMES
     for name, meaning in seed_env.TABLE.items():
-        known = train.FLAGS if meaning.command == "train" else flags.FLAGS
+        known = {"train": train.FLAGS, "fa2": fa2.FLAGS}.get(meaning.command, flags.FLAGS)
         for flag, value in meaning.flags.items():
             parser = known[flag].parser
             assert parser.parse(value or "1"), name

@@ -1,7 +1,6 @@
 """Automatic choice keeps to a device's thresholds and policy, and says so; names do not."""
 
 import dataclasses
-import logging
 
 import jax.numpy as jnp
 import pytest
@@ -12,8 +11,7 @@ from absl import flags as absl_flags
 import configs
 import nsa_torch
 from bench.harness import problems, runners
-from kernels_pallas import tiles
-from nsa_jax import NSAConfig, flags, policy
+from nsa_jax import NSAConfig, flags, jax_problem, policy
 from nsa_jax import dispatch as jax_dispatch
 from nsa_jax.dispatch import Problem
 from nsa_torch import dispatch as torch_dispatch
@@ -122,6 +120,27 @@ def test_a_branch_alone_counts_queries_and_compile_counts_nothing(device):
     assert chosen(pose("compressed", 0)).implementation == "sdpa"
 
 
+def test_triton_has_a_threshold_of_its_own(device):
+    ampere = pose("selected", config=NSAConfig(num_selected=8))
+    names = [entry.name for entry in torch_dispatch.REGISTRY.table["selected"]]
+    assert names.index("triton") < names.index("fa2")
+
+    def why(**sections):
+        device(**sections)
+        return policy.why_not("triton", ampere)
+
+    assert "not measured on this device" in why(runtime=dict(sel_min_len=512))
+    about = dict(kernel="triton", commits=["c0ffee"])
+    measured = dict(evidence=dict(sel_triton_min_L=about))
+    assert why(runtime=dict(sel_triton_min_L=512, sel_min_len="never"), **measured) is None
+    assert "sel_triton_min_L=1024" in why(runtime=dict(sel_triton_min_L=1024), **measured)
+    device()
+    with policy.overridden(policy.Thresholds(sel_triton_min_L=512), "a flag"):
+        assert policy.why_not("triton", ampere) is None, "whoever gives one has decided"
+    with policy.overridden(policy.Thresholds(sel_min_len=512), "a flag"):
+        assert "not measured" in policy.why_not("triton", ampere)
+
+
 def test_policy_forbids_with_its_reason(device):
     rule = dict(kernel="fa2", steps=["sliding"], allowed=False, reason="too slow")
     path = device(policy=[rule | {"since": "2025-09-04"}])
@@ -174,17 +193,12 @@ def test_flags_override_too(device):
     assert flags.thresholds() == policy.Thresholds()
 
 
-def test_settings_override_too(tmp_path, caplog):
+def test_settings_override_too(tmp_path):
     assert problems.settings("tiny").runtime.thresholds == policy.Thresholds()
     path = tmp_path / "mine.yaml"
     path.write_text("runtime: {fa2_min_len_win: never, sel_triton_min_L: 2048}")
-    with caplog.at_level(logging.WARNING):
-        run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
-    assert run.thresholds == policy.Thresholds("never", 7, 2048)
-    assert "runtime.sel_triton_min_L is called sel_min_len now" in caplog.text
-    path.write_text("runtime: {sel_min_len: 1, sel_triton_min_L: 2048}")
-    with pytest.raises(ValueError, match="both sel_triton_min_L and sel_min_len"):
-        problems.settings(path)
+    run = problems.settings(path, {"fa2_min_len_cmp": 7}).runtime
+    assert run.thresholds == policy.Thresholds("never", 7, sel_triton_min_L=2048)
     for bad in ("-1", "soon", "1.5", "true"):
         path.write_text(f"runtime: {{fa2_min_len_win: {bad}}}")
         with pytest.raises(ValueError, match="fa2_min_len_win"):
@@ -234,15 +248,15 @@ def test_a_damaged_file_is_an_error(tmp_path, text, message):
 
 def test_a_problem_names_its_device(monkeypatch):
     query = jnp.zeros((1, 8, 2, 4))
-    assert jax_dispatch.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
-    monkeypatch.setattr(tiles, "jax_device", lambda: GPU)
-    assert jax_dispatch.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
+    assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device is None
+    monkeypatch.setattr(jax_problem, "device_name", lambda: GPU)
+    assert jax_problem.problem_of(query, 1, 8, 4, NSAConfig(), False).device == GPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(tiles, "cuda_name", lambda torch, index: f"{GPU} {index}")
+    monkeypatch.setattr(torch_dispatch, "device_name", lambda index: f"{GPU} {index}")
     numbers = dataclasses.astuple(NSAConfig())
     sizes = (1, 8, 8, 2, 1, 4, 4)
     for kind, expected in ((("cuda", 1), f"{GPU} 1"), (("cpu", None), None)):
-        at = torch_dispatch._problem(kind, "bfloat16", sizes, numbers, False, None)
+        at = torch_dispatch._problem(kind, "bfloat16", sizes, numbers, (False,) * 3, None)
         assert at.device == expected
     settings = problems.settings("tiny")
     assert runners.problem(settings, "torch", "cpu", None, "cpu").device is None

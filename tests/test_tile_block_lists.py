@@ -1,4 +1,4 @@
-"""The lists of the selected branch, of a warp and by sorting, against plain Python."""
+"""The block lists of tiles, emulated and on a GPU, against plain Python."""
 
 import dataclasses
 
@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import block_bitmap, tile_block_lists
+from kernels_pallas.mosaic import tile_block_lists as mosaic_lists
+from kernels_pallas.mosaic import warp_emulation
+from kernels_pallas.specs import tile_block_lists
 from kernels_pallas.specs.selected import SelectedAttention
-from nsa_jax import mosaic, sorted_lists
-from tests import warp_emulation
-from tests.warp_emulation import WANTED_MUTANTS, Warp, lanes
+from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
 
 SPEC = SelectedAttention(
     B=2, T=70, S=512, H=2, Hkv=2, D=64, Dv=64, n=4, block=16, dtype="bfloat16", scale=1.0
@@ -96,59 +95,45 @@ def check(spec, arrays, starts, members, counts):
 TOKENS = [1, 8, 32, 64]
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_sorting(tokens, place):
-    spec, *arrays = draw(tokens, place, interpret=InterpretGPUParams())
-    found = jax.jit(lambda *x: sorted_lists.unions(mosaic.STEPS, *x, spec))(
-        *map(jnp.asarray, arrays)
-    )
-    assert bool(check(spec, arrays, *found)) == (place != "packed, all padding")
-
-
-def test_torch_sorts_alike():
-    from nsa_torch.mosaic import STEPS
-
-    spec, *arrays = draw(64, "packed")
-    found = sorted_lists.unions(STEPS, *map(torch.from_numpy, arrays), spec)
-    assert all(x.dtype == torch.int32 for x in found)
-    check(spec, arrays, *found)
-
-
-def by_warps(spec, arrays, monkeypatch):
-    """`union.Lists.make` of every warp, on numpy."""
-    words = tile_block_lists.WARPS * spec.words * tile_block_lists.WINDOW
-    machine = warp_emulation.machine(monkeypatch, 4 * words, tile_block_lists, block_bitmap)
-    shape = spec.B, spec.Hkv, spec.tiles
-    starts, members, counts = (
-        np.full((*shape, *size), -99, np.int32)
-        for size in ((spec.entries,), (spec.words, spec.entries), (2,))
-    )
-    for b, g in np.ndindex(spec.B, spec.Hkv):
-        for group in range(-(-spec.tiles // tile_block_lists.WARPS)):
-            for machine.number_of_warp in range(tile_block_lists.WARPS):
-                given = *arrays, starts, members, counts, 0, *map(lanes, (b, g, group))
-                tile_block_lists.Lists(spec).make(*given)
-    return starts, members, counts
+def by_emulation(spec, arrays):
+    return emulated(tile_block_lists.tile_block_lists, interpreted(spec), *arrays)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_a_warp(monkeypatch, tokens, place):
+def test_emulated(tokens, place):
     spec, *arrays = draw(tokens, place)
-    check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+    found = check(spec, arrays, *by_emulation(spec, arrays))
+    assert bool(found) == (place != "packed, all padding")
 
 
-def test_a_warp_with_more_blocks_than_bits(monkeypatch):
-    monkeypatch.setattr(tile_block_lists, "WINDOW", 64)
+def test_more_blocks_than_bits(monkeypatch):
+    monkeypatch.setattr(mosaic_lists, "WINDOW", 64)
     for tokens in (8, 64):
         spec, *arrays = draw(tokens, "chunk of a long prompt", n=5)
-        check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+        check(spec, arrays, *by_emulation(spec, arrays))
 
 
-MUTANTS = WANTED_MUTANTS | {
-    "places are counted from each row": (Warp, "ones", lambda self, x: lanes(np.int32(1))),
-    "a cut in a sequence before is forgotten": (Warp, "number", lambda self, x: lanes(0)),
+def test_more_ctas_than_run_at_once(monkeypatch):
+    spec, *arrays = draw(8, "packed")
+    monkeypatch.setattr(warp_emulation, "CTAS", 5)
+    check(spec, arrays, *by_emulation(spec, arrays))
+
+
+def test_in_a_jitted_call():
+    spec, *arrays = draw(32, "packed")
+    kernel = tile_block_lists.tile_block_lists(interpreted(spec))
+    assert check(spec, arrays, *jax.jit(kernel.__call__)(*map(jnp.asarray, arrays)))
+
+
+MUTANTS = BITMAP_MUTANTS | {
+    "places are counted from each row": (Warps, "ones", lambda self, x: self.word(1)),
+    "a cut in a sequence before is forgotten": (
+        Warps,
+        "number",
+        lambda self, x: self.word(0),
+    ),
+    "a warp runs on after its last turn": (Warps, "_where_active", lambda self, new, old: new),
 }
 
 
@@ -158,7 +143,7 @@ def test_mutants_are_caught(monkeypatch, name):
     with pytest.raises(AssertionError):
         for place in ("packed", "packed, second not cut"):
             spec, *arrays = draw(64, place)
-            check(spec, arrays, *by_warps(spec, arrays, monkeypatch))
+            check(spec, arrays, *by_emulation(spec, arrays))
 
 
 @pytest.mark.gpu
@@ -171,17 +156,16 @@ def test_the_kernel(tokens):
         spec, *arrays = draw(tokens, place)
         on_gpu = [torch.from_numpy(x).cuda() for x in arrays]
         for _ in range(3):
-            found = launch(tile_block_lists.lists(spec), *on_gpu)
+            found = launch(tile_block_lists.tile_block_lists(spec), *on_gpu)
             check(spec, arrays, *(x.cpu() for x in found))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("heads", "length"), [(16, 150_000), (4, 32768), (1, 16384)])
-def test_the_kernel_lists_what_sorting_lists(heads, length):
+def test_the_kernel_does_what_is_emulated(heads, length):
     """Random blocks in long rows; the longest needs several windows of bits."""
     from interop.launch import launch
-    from nsa_torch.mosaic import STEPS
 
     sizes = {"B": 1, "T": length, "S": length, "H": heads, "Hkv": 1, "n": 16, "block": 64}
     spec = dataclasses.replace(SPEC, **sizes)
@@ -191,26 +175,7 @@ def test_the_kernel_lists_what_sorting_lists(heads, length):
     indices = (draws * (position[0, :, None] // 64 + 1)).int().sort().values
     again = torch.diff(indices, prepend=torch.full_like(indices[:, :1], -1)) == 0
     arrays = torch.where(again, -1, indices)[None, :, None], position, 0 * position
-    starts, members, counts = launch(tile_block_lists.lists(spec), *arrays)
-    wanted = sorted_lists.unions(STEPS, *arrays, spec)
-    for got, want in zip((starts, members, counts), wanted, strict=True):
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("row", ["abcd", "aabb", "aaab", "abb.", "a...", "...."])
-def test_runs(row):
-    """`.`: entries that do not count."""
-    letters = jnp.asarray([[ord(c) for c in row]], jnp.int32)
-    there = letters != ord(".")
-    changes = letters[:, 1:] != letters[:, :-1]
-    begin, end, count = sorted_lists.runs(mosaic.STEPS, changes, there)
-    runs = [sum(c == letter for c in row) for letter in dict.fromkeys(row.replace(".", ""))]
-    assert count.tolist() == [[len(runs)]]
-    assert (end - begin).tolist() == [runs + [0] * (len(row) - len(runs))]
-    sums = sorted_lists.run_sums(
-        mosaic.STEPS, 2 ** jnp.arange(4, dtype=jnp.int32)[None], begin, end
-    )
-    bits = iter(range(4))
-    assert sums[0, : len(runs)].tolist() == [
-        sum(2 ** next(bits) for _ in range(n)) for n in runs
-    ]
+    found = launch(tile_block_lists.tile_block_lists(spec), *arrays)
+    expected = by_emulation(spec, [x.cpu().numpy() for x in arrays])
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy(), want)

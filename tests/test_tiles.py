@@ -19,11 +19,14 @@ from bench.harness import problems, records
 from bench.harness.runners import JaxRunner
 from bench.tuners import tile_search
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import capability, scores
-from kernels_pallas.specs import interval, selected
-from nsa_jax import mosaic
+from kernels_pallas.mosaic import capability
+from kernels_pallas.specs import interval, scores, selected
+from nsa_jax import jax_problem, mosaic
 from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JAX_OPS, JaxOps
 from nsa_jax.types import Branches
+from nsa_torch import torch_ops
+from nsa_torch.torch_ops import TORCH_OPS
 
 ROOT = Path(__file__).parents[1]
 GPU = "NVIDIA Test 80GB"
@@ -50,18 +53,19 @@ def table(tmp_path, monkeypatch):
 
 
 def on(device, monkeypatch):
-    monkeypatch.setattr(tiles, "device_of", lambda x, xp: device)
+    monkeypatch.setattr(jax_problem, "device_name", lambda: device)
 
 
-def ask(queries=65536, *, kernel="sliding", heads=64, dtype="bfloat16", **options):
+def ask(queries=65536, *, device=GPU, kernel="sliding", heads=64, dtype="bfloat16", **options):
     query = jax.ShapeDtypeStruct((1, queries, heads, 128), dtype)
     options = {"kv_heads": 4, "keys": queries, "Dv": 128, "config": NSAConfig()} | options
-    return tiles.tiles_of(kernel, query, jnp, otherwise={"block": 128, "stages": 2}, **options)
+    return tiles.tiles_of(
+        kernel, query, device, otherwise={"block": 128, "stages": 2}, **options
+    )
 
 
-def test_only_an_exact_match_is_used(table, monkeypatch):
+def test_only_an_exact_match_is_used(table):
     table(ENTRY)
-    on(GPU, monkeypatch)
     heuristic, found = {"block": 128, "stages": 2}, {"block": 64, "stages": 3}
     assert ask() == found
     assert ask(40000) == found, "of the same power of two"
@@ -79,8 +83,7 @@ def test_only_an_exact_match_is_used(table, monkeypatch):
     assert all(miss == heuristic for miss in misses)
     assert ask(config=dataclasses.replace(NSAConfig(), num_selected=9)) == found
     for device in ("NVIDIA Other", None):
-        on(device, monkeypatch)
-        assert ask() == heuristic
+        assert ask(device=device) == heuristic
 
 
 def test_a_device_without_a_table_uses_the_heuristic(table):
@@ -106,10 +109,9 @@ def changed(**fields):
         (lambda entry: entry | {"queries_log2": 16}, "is for the same as an entry before"),
     ],
 )
-def test_a_damaged_entry_is_an_error(table, monkeypatch, damage, message):
+def test_a_damaged_entry_is_an_error(table, damage, message):
     second = ENTRY | {"queries_log2": 15}
     path = table(ENTRY, damage(second))
-    on(GPU, monkeypatch)
     with pytest.raises(ValueError, match=message) as error:
         ask()
     assert str(path) in str(error.value)
@@ -128,9 +130,8 @@ def test_a_damaged_entry_is_an_error(table, monkeypatch, damage, message):
         ),
     ],
 )
-def test_a_damaged_or_foreign_table_is_an_error(table, monkeypatch, options, message):
+def test_a_damaged_or_foreign_table_is_an_error(table, options, message):
     table(ENTRY, **options)
-    on(GPU, monkeypatch)
     with pytest.raises(ValueError, match=message):
         ask()
 
@@ -142,18 +143,19 @@ def test_the_tables_here_can_be_read():
 
 def test_the_device_is_the_default_one_or_the_tensors():
     x = jnp.zeros(3)
-    assert tiles.device_of(x, jnp) == (None if jax.default_backend() == "cpu" else x.device)
-    assert tiles.device_of(torch.zeros(3), torch) is None
+    backend = jax.default_backend()
+    assert JAX_OPS.device_name(x) == (None if backend == "cpu" else x.device.device_kind)
+    assert TORCH_OPS.device_name(torch.zeros(3)) is None
     gpu = types.SimpleNamespace(device_kind=GPU, platform="gpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles.jax, "devices", lambda *_: [gpu])
-        assert tiles.device_of(x, jnp) == GPU
+        patch.setattr(jax_problem.jax, "devices", lambda *_: [gpu])
+        patch.setattr(torch_ops, "device_name", lambda index: f"GPU {index}")
+        tensor = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda", index=1))
+        assert JAX_OPS.device_name(x) == GPU
+        assert TORCH_OPS.device_name(tensor) == "GPU 1"
         with capability.interpreted(InterpretGPUParams()):
-            assert tiles.device_of(x, jnp) is None
-    fake = types.ModuleType("torch")
-    fake.cuda = types.SimpleNamespace(get_device_name=lambda index: f"GPU {index}")
-    tensor = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda", index=1))
-    assert tiles.device_of(tensor, fake) == "GPU 1"
+            assert JAX_OPS.device_name(x) is None
+            assert TORCH_OPS.device_name(tensor) is None
 
 
 def test_records_and_tables_of_a_device_have_one_name():
@@ -196,10 +198,11 @@ def specs(monkeypatch):
 
         monkeypatch.setattr(module, name, record)
 
-    def run(kernel, *arrays):
-        return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
+    class Nothing(JaxOps):
+        def run(self, kernel, *arrays):
+            return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
 
-    monkeypatch.setattr(mosaic, "STEPS", dataclasses.replace(mosaic.STEPS, run=run))
+    monkeypatch.setattr(mosaic, "OPS", Nothing())
     return found
 
 

@@ -14,8 +14,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
-from nsa_jax import mosaic_forward, mosaic_gather
-from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic
+from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
+from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic, torch_ops
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
 from tests.torch_inputs import (
@@ -42,7 +42,7 @@ def launch(kernel, *tensors, out=()):
     """`interop.launch.launch` on the CPU, as strict about what it is given."""
     for x, wanted in zip(tensors, kernel.inputs, strict=True):
         assert x.is_contiguous() and x.numel() == wanted.size
-        assert str(x.dtype) == f"torch.{wanted.dtype.name}"
+        assert str(x.dtype) == f"torch.{wanted.dtype}"
     arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
     results = [dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays)]
     if out:
@@ -53,7 +53,7 @@ def launch(kernel, *tensors, out=()):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(mosaic, "launch", launch)
+    monkeypatch.setattr(torch_ops, "launch", launch)
     with capability.interpreted(InterpretGPUParams()), on_the_cpu(monkeypatch):
         yield
 
@@ -190,7 +190,7 @@ def check_decode(device, separate, monkeypatch=None):
 def test_decode(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        mosaic, "launch", lambda k, *x, **o: calls.append(k) or launch(k, *x, **o)
+        torch_ops, "launch", lambda k, *x, **o: calls.append(k) or launch(k, *x, **o)
     )
     check_decode("cpu", separate=False)
     each = len(calls) // 3
@@ -231,7 +231,7 @@ def operators(device):
     bounds = torch.tensor([0, 1, 9], device=device)
     lengths = torch.tensor([20], device=device)
     # The one without gradients is never called where they are wanted.
-    whole = query, key, key, value, value, *gates, *pair
+    whole = query, pair[0], key, key, pair[1], value, value, *gates
     return {
         "compressed_attention": (query, *pair, *place),
         "select_blocks": (query.detach(), pair[0].detach(), *place),
@@ -257,9 +257,9 @@ def test_recomputed(implementation, monkeypatch):
     """The same gradients, bit by bit, and no output of a branch is kept; lists of the selection
     are made once forward, and once backward where they are not kept.
     """
-    lists, made = mosaic_forward.Framework.lists, []
+    lists, made = mosaic_lists.tile_block_lists, []
     monkeypatch.setattr(
-        mosaic_forward.Framework, "lists", lambda *a: made.append(1) or lists(*a)
+        mosaic_lists, "tile_block_lists", lambda *a: made.append(1) or lists(*a)
     )
     *tensors, gates = inputs(21, 40, 4, 2, 16, 32)
     leaves, results = [*tensors, gates], []
@@ -297,7 +297,7 @@ def test_padding_neither_begins_nor_ends_earlier_than_the_last_token():
     bounds = torch.tensor([0, 0, 25, 26, 49, 49], dtype=torch.int32)
     options = {"config": SMALL, "kv_len": 60, "cu_seqlens": bounds, "device": bounds.device}
     where = geometry.geometry(1, 60, **options)
-    first, last = mosaic.STEPS.visible(where, SMALL)
+    first, last = key_bounds.visible_compressed(where, SMALL)
     ends = where.key_start + where.position + 1
     for x in (where.key_start, where.compressed_start, first, last, ends):
         assert (x.diff() >= 0).all()

@@ -19,17 +19,21 @@ from tests.test_cache import equations
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def test_vmap_over_a_leading_axis():
-    p, other = problem(Case(40, 40)), problem(Case(40, 40), 3)
-    whole = functools.partial(nsa_jax.attention, config=SMALL)
-    stacked = [
-        jnp.stack([getattr(p, n), getattr(other, n)])
-        for n in ("query", "key", "value", "gates")
-    ]
-    together = call(jax.vmap(whole), *stacked)
-    for i, one in enumerate((p, other)):
-        alone = call(whole, one.query, one.key, one.value, one.gates)
-        np.testing.assert_allclose(np.asarray(together[i]), np.asarray(alone), atol=1e-6)
+def arrays_of(p):
+    return p.query, p.key, p.value, p.gates
+
+
+class VariantsTest(chex.TestCase):
+    """With and without `jit`, from arrays on the host and on the device."""
+
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    def test_vmap_over_a_leading_axis(self):
+        problems = [arrays_of(problem(Case(40, 40), seed)) for seed in (0, 3)]
+        whole = functools.partial(nsa_jax.attention, config=SMALL)
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *problems)
+        together = self.variant(jax.vmap(whole))(*stacked)
+        alone = [call(whole, *arrays) for arrays in problems]
+        chex.assert_trees_all_close(list(together), alone, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("budget", [20_000, chunks.BUDGET_BYTES], ids=["chunks", "whole"])
@@ -45,15 +49,13 @@ def test_shard_map_over_batch_and_heads(axes, budget, monkeypatch):
     sharded = jax.shard_map(
         whole, mesh=Mesh(devices, ("batch", "heads")), in_specs=spec, out_specs=spec
     )
-    arrays = (p.query, p.key, p.value, p.gates)
-    np.testing.assert_allclose(
-        np.asarray(call(sharded, *arrays)), np.asarray(call(whole, *arrays)), atol=1e-6
-    )
+    arrays = arrays_of(p)
+    got, want = call(sharded, *arrays), call(whole, *arrays)
+    chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-7, atol=1e-6)
     loss = lambda f: lambda *x: (f(*x) ** 2).sum()
     got = call(jax.grad(loss(sharded), (0, 1, 2)), *arrays)
     want = call(jax.grad(loss(whole), (0, 1, 2)), *arrays)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
+    chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-7, atol=2e-5)
 
 
 def compiled_memory(case, function, dtype=jnp.float32):
@@ -109,10 +111,10 @@ def test_performance_guards_compile_once():
 
     for seed in (0, 1, 2):
         p = problem(Case(40, 40), seed)
-        whole(p.query, p.key, p.value, p.gates)
+        whole(*arrays_of(p))
     with pytest.raises(AssertionError, match="traced"):
         p = problem(Case(41, 41))
-        whole(p.query, p.key, p.value, p.gates)
+        whole(*arrays_of(p))
 
 
 IMPORTS = {

@@ -46,7 +46,7 @@ def no_reason(problem):
 @kernel
 @pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("case", WANTED, ids=str)
-def test_the_branch(case):
+def test_triton_sel_parity_gpu(case):
     """Output, log-sum-exp and gradients against the reference."""
     check_branch(case, "selected", "triton", DEVICE)
 
@@ -54,7 +54,7 @@ def test_the_branch(case):
 @kernel
 @pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("lengths", [[40, 13], [1, 40]])
-def test_a_cache_with_strides_and_garbage(lengths, rng=np.random.default_rng(0)):
+def test_triton_sel_edge_cases_of_a_cache(lengths, rng=np.random.default_rng(0)):
     """Keys behind the end may be NaN, and a cache is read where it lies."""
     batch, size, heads, kv_heads, width = 2, 40, 4, 2, 16
 
@@ -127,7 +127,7 @@ def test_compiled_without_a_graph_break():
 if not INTERPRETED:
 
     @pytest.mark.skipif(not TRITON, reason="triton is not installed")
-    def test_in_the_interpreter():
+    def test_triton_sel_parity_in_the_interpreter():
         interpreted_triton.run_again(__file__)
 
     PROBLEM = {"D": 128, "Dv": 128, "platform": "cuda", "capability": (8, 9)}

@@ -13,14 +13,21 @@ from bench.tuners import threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
 from nsa_jax import policy
 from nsa_jax.dispatch import Implementation
-from tests.measured import GPU, pairs, record
+from tests import measured
+from tests.measured import GPU, record
 
 SLUG = "nvidia-test-80gb"
 
 
+def pairs(branch, gains, fast="fa2", **fields):
+    """Rows of the kernel and of what decides beside it, 1 ms, at each length."""
+    base = "sdpa" if branch == "selected" else "masked"
+    return measured.pairs(branch, gains, fast, base=base, **fields)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """`bench.tune_thresholds` with these arguments; its file is `tmp_path/out/<device>.yaml`."""
+    """`bench.tune_thresholds` with these arguments; it writes `tmp_path/out/<device>.yaml`."""
     monkeypatch.setattr(policy, "FOLDER", tmp_path / "devices")
     policy.of.cache_clear()
 
@@ -89,7 +96,7 @@ def test_the_slowest_of_several_runs_counts():
 def test_what_was_not_measured_decides_nothing():
     good = pairs("sliding", {512: 2.0})
     refused = record("sliding", "fa2", None, S=1024, status="unsupported", reason="no")
-    no_base = record("sliding", "sdpa", None, S=2048, status="oom", reason="memory")
+    no_base = record("sliding", "masked", None, S=2048, status="oom", reason="memory")
     alone = record("sliding", "fa2", 9.0, S=2048)
     assert found(*good, refused, no_base, alone) == {"fa2_min_len_win": 512}
 
@@ -99,6 +106,52 @@ def test_the_kernel_that_choice_tries_first_decides_for_the_selection():
     slow = pairs("selected", {128: 0.5, 256: 0.5}, "fa2", H=4)
     assert found(*rows, *slow) == {"sel_min_len": 128}
     assert found(*slow) == {"sel_min_len": "never"}
+
+
+def test_fa2_is_compared_with_masked_sdpa_and_the_portable_path_stands_beside(
+    run, write, capsys
+):
+    """As on the H100: twenty times the portable path is no answer to the seed's question."""
+    rows = pairs("sliding", {256: 0.8, 4096: 0.96})
+    rows += [record("sliding", "sdpa", 20.0, S=length) for length in (256, 4096)]
+    path = write(rows)
+    assert found(*rows) == {"fa2_min_len_win": "never"}
+    assert found(
+        *(r for r in rows if r.implementation != "masked"), *pairs("compressed", {8: 2.0})
+    ) == {"fa2_min_len_cmp": 8}, "without masked rows there is no answer"
+    assert run(path) == 0
+    printed = capsys.readouterr().out
+    assert "runtime.fa2_min_len_win: never  (fa2 over masked, 2 rows" in printed
+    assert "over the portable path 256" in printed
+    assert "0.96x fa2 over masked (1 / 1.042 ms), 19.2x over the portable path" in printed
+    file = path.parent / "out" / f"{SLUG}.yaml"
+    device = policy.read(file)
+    about = device.evidence["fa2_min_len_win"]
+    assert (about["over"], about["over_portable_path"]) == ("masked", 256)
+    assert about["decided_by"][0]["over_portable"] == 19.2
+    # Choice has the portable path in FA-2's place; what a person writes stands.
+    assert device.limit("fa2_min_len_win") == 256
+    file.write_text(file.read_text().replace("win: never", "win: 512", 1))
+    assert policy.read(file).limit("fa2_min_len_win") == 512
+
+
+def test_tritons_threshold_is_its_own():
+    rows = pairs("selected", {128: 2.0, 256: 2.0}, "mosaic")
+    slow = pairs("selected", {128: 1.0, 256: 1.5}, "triton", H=4)
+    assert found(*rows, *slow) == {"sel_min_len": 128, "sel_triton_min_L": 256}
+
+
+def test_thresholds_of_the_committed_records():
+    """The H100's file is what the command makes of its records."""
+    device = policy.of("NVIDIA H100 80GB HBM3")
+    into = Evidence()
+    for name in ("fa2", "selection"):
+        path = records.folder_of(device.name) / f"{name}.jsonl"
+        threshold_evidence.read_records([path], device.name, into)
+    made = tune_thresholds.tune(into, [], 1.2)
+    assert made["runtime"] == device.thresholds.given()
+    assert made["runtime"]["fa2_min_len_win"] == made["runtime"]["fa2_min_len_cmp"] == "never"
+    assert made["evidence"] == device.evidence
 
 
 def all_rows():
@@ -185,7 +238,7 @@ def test_records_of_another_device(run, write, tmp_path):
     assert [p.stem for p in (tmp_path / "out").iterdir()] == [SLUG]
 
 
-FA2 = "D,T,dtype,library_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
+FA2 = "D,T,dtype,sdpa_ms,fa_ms,speedup,sm,device,branch,path,status,reason\n"
 SELECTION = "mode,N,H,D,Dv,L,nspans,streams,tri_ms,ref_ms,speedup,mae\n"
 
 
@@ -207,7 +260,7 @@ def test_csv_files_say_the_same(run, tmp_path):
     selection.write_text(SELECTION + "".join(lines.format(*c) for c in cells))
     assert run("--csv", table, "--csv", selection, "--device", GPU) == 0
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    assert device.thresholds == policy.Thresholds(512, 512, 256)
+    assert device.thresholds == policy.Thresholds(512, 512, sel_triton_min_L=256)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +315,7 @@ def test_check_watches_what_attention_runs(run, write, tmp_path, monkeypatch):
     rows += pairs("selected", {256: 2.0}, "mosaic")
     assert run(write(rows)) == 0
     device = policy.read(tmp_path / "out" / f"{SLUG}.yaml")
-    stands_in = {"sliding": "fa2", "selected": "triton"}
-    monkeypatch.setattr(policy, "MEASURED_ONLY", ())
+    stands_in = {"sliding": "fa2", "selected": "fa2"}
     for step, name in stands_in.items():
         target = f"nsa_torch.reference:{step}_attention"
         portable = next(e for e in REGISTRY.table[step] if e.name == "sdpa")

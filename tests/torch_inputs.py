@@ -25,8 +25,8 @@ FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks sta
 BRANCHES = Branches._fields
 # The steps around Mosaic kernels of each framework, and what it makes of a numpy array.
 FRAMEWORKS = {
-    "jax": (mosaic.STEPS, jnp.asarray),
-    "torch": (nsa_torch.mosaic.STEPS, torch.from_numpy),
+    "jax": (mosaic.OPS, jnp.asarray),
+    "torch": (nsa_torch.mosaic.OPS, torch.from_numpy),
 }
 
 

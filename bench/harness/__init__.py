@@ -1,1 +1,13 @@
-"""What every command shares: flags, inputs, processes, timing, records."""
+"""What every command shares: flags, inputs, processes, timing, records.
+
+| module | what it is |
+|---|---|
+| `cli`, `command` | how a command starts and ends; flags, output folder, exit status |
+| `seed_env` | the seed system's variables and the flags that they set |
+| `problems`, `text` | settings from `configs/`, and the arrays that they come to |
+| `runners`, `jobs`, `peers` | how each framework runs a step; which rows a comparison has |
+| `measure`, `timing`, `cost` | one row: parity, then time, FLOPs and bytes |
+| `decode_steps` | the steps of decoding one token on a filled cache |
+| `records` | one JSON line a measurement |
+| `process` | a command as a step of `bench.oneshot` |
+"""

@@ -3,9 +3,11 @@
     cli.run(main)                # a command whose flags are the program's
     cli.run(main, FLAGS)         # its own until it is the main program: others have such names
 
-Bad input is one line and exit status 2; `--verbosity=1` shows where it was met.
+Bad input is one line; `--verbosity=1` shows where it was met. `exit_status` says how commands
+end. A command that works in silence says on stderr that it goes on (`heartbeat`).
 """
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -15,10 +17,9 @@ from pathlib import Path
 from absl import app, flags
 from absl import logging as absl_logging
 
-from bench.harness import seed_env
-from nsa_jax import debug
+from bench.harness import exit_status, heartbeat, seed_env
+from nsa_jax import debug, policy
 
-BAD_INPUT = 2  # exit status
 LOG = flags.DEFINE_list(
     "log",
     [],
@@ -52,27 +53,55 @@ def run(
             flags.FLAGS[name] = own[name]
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], own[name])
         own.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
-    app.run(functools.partial(_start, main, arguments))
+    program = sys.modules["__main__"]
+    program.__doc__ = f"{(program.__doc__ or '').rstrip()}\n{exit_status.TABLE}"
+    app.run(functools.partial(_start, main, arguments), flags_parser=_parse)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """The command line, whose faults end with status 2 and not with absl's 1; `--help` is no
+    fault."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {error}\n{argv[0]} --help shows the flags", file=sys.stderr)
+        raise SystemExit(exit_status.USAGE) from None
+    except SystemExit as end:
+        asked = any(word.lstrip("-").startswith("help") for word in argv[1:])
+        raise SystemExit(exit_status.OK if asked or "-?" in argv else end.code) from None
 
 
 def _start(main, arguments, argv):
-    if len(argv) > 1 and not arguments:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
     if not flags.FLAGS["verbosity"].present:
         absl_logging.set_verbosity(absl_logging.WARNING)  # commands print what they choose
     try:
+        if len(argv) > 1 and not arguments:
+            raise app.UsageError(f"unexpected argument {argv[1]!r}")
         for line in seed_env.apply(flags.FLAGS, Path(argv[0]).stem):
             print(f"warning: {line}", file=sys.stderr)
         _log_events()
-        return main(argv)
+        with heartbeat.beating(), policy.overridden(_thresholds(), "a flag"):
+            return main(argv)
+    except app.UsageError as error:
+        error.exitcode = exit_status.USAGE
+        raise
     except (OSError, ValueError, NotImplementedError) as error:
         log.debug("", exc_info=True)
         print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        refused = isinstance(error, NotImplementedError)
+        return exit_status.NOT_MEASURED if refused else exit_status.USAGE
+
+
+def _thresholds() -> policy.Thresholds:
+    """Those of the command line, where the command has such flags."""
+    names = (field.name for field in dataclasses.fields(policy.Thresholds))
+    given = {name: flags.FLAGS[name].value for name in names if name in flags.FLAGS}
+    return policy.Thresholds(**given)
 
 
 def _log_events() -> None:
-    """Lines as they are, without the prefix that absl gives to those of a log."""
+    """Lines as they are, without the prefix that absl gives to those of a log, and of the
+    frameworks that were asked for."""
     perturbing = ",".join(sorted({"timing", "compare"} & set(LOG.value)))
     if perturbing:
         if "save_records" in flags.FLAGS and flags.FLAGS["save_records"].value:
@@ -80,8 +109,12 @@ def _log_events() -> None:
         print(f"warning: --log={perturbing}: times are no measurements", file=sys.stderr)
     if not LOG.value:
         return
-    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    asked = flags.FLAGS["framework"].value if "framework" in flags.FLAGS else "both"
     for package in debug.FRAMEWORKS:
+        told = asked in ("both", package.removeprefix("nsa_"))
+        handler: logging.Handler = logging.NullHandler()
+        if told:
+            handler = logging.StreamHandler(sys.stderr)
         for event in debug.EVENTS:
             logger = logging.getLogger(f"{package}.{event}")
             logger.handlers, logger.propagate = [handler], False

@@ -7,13 +7,14 @@ A command's flags are its own until it is the main program, since others have th
 import csv
 import dataclasses
 import datetime
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from bench.harness import problems, records
+from bench.harness import exit_status, problems, records
 from bench.harness.measure import shape_of
 from bench.harness.records import Record
 from nsa_jax.config import NSAConfig
@@ -177,13 +178,19 @@ class Results:
                 raise ValueError(f"{path} exists; --out and --csv must name what is new")
         self.environment = records.environment(own.commit)
         self.done: list[Record] = []
+        self.beside: list[Record] = []
 
-    def add(self, **fields: Any) -> Record:
-        """Writes the record of these fields, and returns it."""
+    def add(self, *, beside: bool = False, **fields: Any) -> Record:
+        """Writes the record of these fields, and returns it.
+
+        `beside`: it is what others are compared with, and not what the command is about.
+        """
         fields |= {"bench": self.bench, "time": records.utc_now(), **self.environment}
         record = Record(**fields)
         records.append(self.path, [record])
         self.done.append(record)
+        if beside:
+            self.beside.append(record)
         return record
 
     def finish(self, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> int:
@@ -195,7 +202,12 @@ class Results:
             for device in dict.fromkeys(record.device for record in self.done):
                 kept = [record for record in self.done if record.device == device]
                 records.append(records.folder_of(device) / self.path.name, kept)
-        return int(any(record.status in ("wrong", "error") for record in self.done))
+        asked_for = [record for record in self.done if record not in self.beside]
+        status = exit_status.of(asked_for, self.beside)
+        if status == exit_status.NOT_MEASURED:
+            reasons = dict.fromkeys(record.reason for record in asked_for)
+            print(f"nothing was measured: {'; '.join(reasons)}", file=sys.stderr)
+        return status
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

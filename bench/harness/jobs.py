@@ -34,22 +34,27 @@ class Job:
         return bool(self.unsupported) and self.asked
 
 
-def jobs(runner, question, wanted: Branches, on_unsupported: str, branches) -> Iterator[Job]:
-    """The rows of one framework, branch by branch; `question` is the `Problem` to solve."""
+def jobs(
+    runner, question, wanted: Branches, on_unsupported: str, branches, *, chosen: bool = False
+) -> Iterator[Job]:
+    """The rows of one framework, branch by branch; `question` is the `Problem` to solve.
+
+    `chosen`: where no name is wanted, only what automatic choice takes.
+    """
     for branch in branches:
         if branch == "dense":
             yield from (Job(branch, name, name) for name in runner.dense_names)
         elif branch == "all":
-            yield from _whole(runner.registry, question, wanted, on_unsupported)
+            yield from _whole(runner.registry, question, wanted, on_unsupported, chosen)
         else:
-            yield from _step(runner.registry, question, branch, wanted, on_unsupported)
+            yield from _step(runner.registry, question, branch, wanted, on_unsupported, chosen)
 
 
-def _step(registry, question, branch, wanted, on_unsupported) -> Iterator[Job]:
+def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterator[Job]:
     question = question._replace(branch=branch)
     # Scores go with the selected branch, as in `Registry.plan`.
     name = wanted.selected if branch == "scores" else getattr(wanted, branch)
-    if name is None:
+    if name is None and not chosen:
         for entry in registry.table[branch]:
             yield Job(branch, entry.name, entry.name, {}, entry.why_not(question) or "")
         return
@@ -61,9 +66,9 @@ def _step(registry, question, branch, wanted, on_unsupported) -> Iterator[Job]:
         yield Job(branch, choice.implementation, choice.implementation, dict(choice.refused))
 
 
-def _whole(registry, question, wanted, on_unsupported) -> Iterator[Job]:
+def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
     """One row for each plan: all steps by one name, and the automatic choice."""
-    if any(wanted):
+    if any(wanted) or chosen:
         try:
             plan = registry.plan(question, wanted, on_unsupported)
         except (NotImplementedError, ValueError) as error:

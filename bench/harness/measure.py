@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.harness import cost
+from bench.harness import cost, heartbeat
 from bench.harness.jobs import Job
 from bench.harness.runners import forward, out_of_memory, problem
 from bench.judge.checks import Checker
@@ -19,6 +19,7 @@ def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> 
 
     `library`: the code measured is not ours and may refuse in its own ways.
     """
+    heartbeat.say(name)
     try:
         return take()
     except Exception as error:
@@ -90,8 +91,13 @@ def judged(parity, rows: int) -> dict[str, Any]:
         "error_mean": parity.error_mean,
         "error_bound": parity.bound_max,
         "error_mean_bound": parity.bound_mean,
+        "error_rms": parity.error_rms,
+        "error_rms_bound": parity.bound_rms,
+        "slope": parity.slope,
     }
-    finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+    finite = {
+        name: None if x is None or not math.isfinite(x) else x for name, x in values.items()
+    }
     found = {
         "rows_checked": rows,
         "rows_differ": parity.rows_differ,

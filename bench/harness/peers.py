@@ -1,4 +1,12 @@
-"""Other people's NSA beside ours, where it is installed: `bench.compare --peers fla`.
+"""Other people's kernels beside ours, where they are installed: `bench.compare --peers fla`.
+
+| name | package on PyPI | what it is | branches |
+|---|---|---|---|
+| `fla` | flash-linear-attention | NSA in Triton | selected, sliding, all |
+| `fa4` | flash-attn-4 | FlashAttention in CuTe, for Hopper and Blackwell | dense, sliding |
+| `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
+
+Dense `flash` of torch, which needs none of them, is the copy of FlashAttention-2 in torch.
 
 `fla` is flash-linear-attention (`fla.ops.nsa`, PyPI: flash-linear-attention; torch, Triton). It
 computes something else than this library: its compressed tokens are means of whole selection
@@ -8,13 +16,16 @@ are judged by the same oracle; the whole is not, and has no speed-up.
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from bench.harness import records
 from bench.harness.jobs import Job
 from nsa_jax.dispatch import Problem
 
-NAMES = ("fla",)
+NAMES = ("fla", "fa4", "flash_attn")
+# The packages that attend to all keys or a window of them, and the first GPUs that they take.
+FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
 JUDGED = "fla.ops.nsa on the blocks given; it pools keys and values all the same"
 SLIDING = "flash_attn's window, which fla.ops.nsa calls"
@@ -44,8 +55,59 @@ def why_not(problem: Problem, branch: str) -> str | None:
     return None
 
 
-def jobs(problem: Problem, branches) -> Iterator[Job]:
-    """The rows of `fla`: the branches that it has, in order."""
+def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
+    """The rows of the libraries of these names: the branches that each has, in order."""
+    for name in names:
+        yield from _fla(problem, branches) if name == "fla" else _flash(name, problem, branches)
+
+
+def flash_why_not(name: str, problem: Problem) -> str | None:
+    """Why a FlashAttention package cannot run the problem, or None."""
+    package, least = FLASH[name]
+    if records.version(package) is None:
+        return f"{package} is not installed"
+    if problem.platform != "cuda":
+        return f"{package} needs CUDA tensors, got {problem.platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"{package} needs float16 or bfloat16, got {problem.dtype}"
+    if problem.capability is not None and problem.capability < least:
+        return f"{package} needs compute capability {least}, got {problem.capability}"
+    return None
+
+
+def _flash(name: str, problem: Problem, branches) -> Iterator[Job]:
+    windows = {"dense": None, "sliding": problem.config.window}
+    package, _ = FLASH[name]
+    for branch in (each for each in branches if each in windows):
+        yield Job(
+            branch,
+            name,
+            unsupported=flash_why_not(name, problem) or "",
+            function=_flash_call(name, windows[branch]),
+            library=True,
+            note=f"{package} {records.version(package)}",
+        )
+
+
+def _flash_call(name: str, window: int | None) -> Callable[..., dict[str, Any]]:
+    """Causal attention, to the last `window` keys where that is not None."""
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        if name == "fa4":
+            from flash_attn.cute import flash_attn_func
+        else:
+            from flash_attn import flash_attn_func
+
+        how = {} if window is None else {"window_size": (window - 1, 0)}
+        found = flash_attn_func(
+            given["query"], given["key"], given["value"], causal=True, **how
+        )
+        return {"out": found[0] if isinstance(found, tuple) else found}
+
+    return call
+
+
+def _fla(problem: Problem, branches) -> Iterator[Job]:
     config = problem.config
     sizes = {"size": config.select_block}
     sizes |= {"block": config.compress_block, "stride": config.compress_stride}

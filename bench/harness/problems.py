@@ -1,7 +1,8 @@
 """What is measured: settings from a config file, and the inputs that they come to."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 
 import configs
 import nsa_jax
-from bench.harness import text
+from bench.harness import heartbeat, text
+from nsa_jax import debug
 from nsa_jax.config import NSAConfig
 from nsa_jax.policy import Thresholds
 from nsa_jax.types import Branches
@@ -40,6 +42,7 @@ class Runtime:
     fa2_min_len_win: int | Literal["never"] | None = None
     fa2_min_len_cmp: int | Literal["never"] | None = None
     sel_min_len: int | Literal["never"] | None = None
+    sel_triton_min_L: int | Literal["never"] | None = None
 
     def __post_init__(self):
         _ = self.thresholds  # checks them
@@ -125,6 +128,17 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
     return configs.build(Settings, merged)
 
 
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Within: the debug log is off. What makes inputs is not what a command is asked about."""
+    on, debug.on = debug.on, False
+    try:
+        yield
+    finally:
+        debug.on = on
+
+
+@unlogged()
 def make(
     settings: Settings,
     kind: str,
@@ -139,6 +153,7 @@ def make(
       num_queries: `T`, the last of the `S` tokens; None: all.
       block_indices: int32 `[B, T, Hkv, n]`; None: the selection is their own.
     """
+    heartbeat.say("makes the inputs")
     model, run, config = settings.model, settings.runtime, settings.nsa
     batch, length = run.batch, run.seq_len
     queries = length if num_queries is None else num_queries

@@ -30,6 +30,7 @@ class Step:
     command: str
     timeout_s: float
     quick: str | None = None
+    hopper: str | None = None
     needs: list[str] = dataclasses.field(default_factory=list)
     last: bool = False
 

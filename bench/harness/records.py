@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import configs
+from bench.judge.parity import SLOPE
 
 SCHEMA = 1
 FOLDER = Path(__file__).parents[1] / "records"
@@ -62,6 +63,9 @@ class Record:
     error_mean: float | None = None
     error_bound: float | None = None  # of error_max
     error_mean_bound: float | None = None
+    error_rms: float | None = None
+    error_rms_bound: float | None = None
+    slope: float | None = None  # <path, oracle> / <oracle, oracle>; None of few elements
     rows_checked: int | None = None  # query positions of each sequence that parity looked at
     rows_differ: int | None = None  # rows whose selection differs from the oracle's own
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # what one bench adds
@@ -86,16 +90,23 @@ class Record:
 
     @property
     def bound_share(self) -> float | None:
-        """The largest error as a part of its bound; None where there is no bound."""
-        if self.error_max is None or not self.error_bound:
-            return None
-        return self.error_max / self.error_bound
+        """The part of its bound that the largest error uses up, of the maximum, mean, rms and
+        slope; None where there is no bound.
+        """
+        pairs = (
+            (self.error_max, self.error_bound),
+            (self.error_mean, self.error_mean_bound),
+            (self.error_rms, self.error_rms_bound),
+            (None if self.slope is None else abs(self.slope - 1), SLOPE),
+        )
+        shares = [error / bound for error, bound in pairs if error is not None and bound]
+        return max(shares, default=None)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Record)}
 KINDS = typing.get_type_hints(Record)
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"extra"})
+OPTIONAL = frozenset({"extra", "error_rms", "error_rms_bound", "slope"})
 
 
 def append(path: str | Path, records: Iterable[Record]) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import nsa_jax
 from bench.harness import timing
 from bench.harness.problems import Settings
-from nsa_jax.dispatch import REGISTRY, Problem, capability
+from nsa_jax.dispatch import REGISTRY, Problem
+from nsa_jax.jax_problem import capability
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
 ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
@@ -208,8 +209,11 @@ class TorchRunner:
 
     def note(self, branch: str, implementation: str, problem: Problem) -> str:
         """What a row should say about what ran, besides its name."""
-        if branch == "dense" and implementation == "flash" and problem.Dv < problem.D:
-            return PADDED
+        if branch == "dense" and implementation == "flash":
+            said = [PADDED] if problem.Dv < problem.D else []
+            if self.platform == "cuda":
+                said = [f"the copy of FA-2 in torch {self.torch.__version__}", *said]
+            return "; ".join(said)
         if "fa2" in implementation.split("/") and branch != "scores":
             from nsa_torch import fa2
 

@@ -2,7 +2,8 @@
 
 Nothing here is configured by the environment. A variable of the seed system that is still set
 gives one line: which flag says it now, or why nothing does. Where the flag means exactly the
-same it is set, unless the command line sets it: that wins.
+same it is set, unless the command line sets it: that wins. `CONFIG` is read where a command has
+`--config`, and refused where it would be ignored.
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ import os
 from collections.abc import Iterator, Mapping
 
 from absl import flags
+
+from nsa_jax import policy
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -25,6 +28,7 @@ class Meaning:
     flags: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     reason: str = ""  # why there is no flag
     command: str = ""  # the only command in which it means this
+    length: bool = False  # its value is a threshold: 0 and less switched the kernel off
 
 
 def _flag(command: str = "", **values: str | None) -> Meaning:
@@ -41,12 +45,8 @@ _NO_COUNTERPART: dict[str, str] = {
     "name implementations instead, --kernels or --<branch>_kernel": (
         "NSA_USE_WIN_MASK NSA_USE_CMP_MASK NSA_USE_SEL_PACK NSA_USE_SEL_MASK"
         " NSA_FORCE_SEL_MASK NSA_USE_SEL_VARLEN NSA_SEL_VARLEN_V2 NSA_SEL_VARLEN_MIN_L"
-        " NSA_SEL_VARLEN_FORCE_PARITY NSA_FA2_FORCE_VARLEN NSA_FA2_FORCE_DENSE"
-        " NSA_WIN_FORCE_DENSE NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_SDPA_NO_FLASH"
+        " NSA_SEL_VARLEN_FORCE_PARITY NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_SDPA_NO_FLASH"
         " NSA_SDPA_FLASH_ONLY"
-    ),
-    "thresholds are measured, python -m bench.tune_thresholds": (
-        "NSA_FA2_MIN_LEN_WIN NSA_FA2_MIN_LEN_CMP NSA_SEL_TRITON_MIN_L"
     ),
     "no dtype is cast and no limit lifted: a refusal is shown by --explain": (
         "NSA_FA2_ALLOW_FP32 NSA_FA2_ALLOW_D_GT_128 NSA_FA2_ALLOW_LARGE_BATCH"
@@ -62,7 +62,9 @@ _NO_COUNTERPART: dict[str, str] = {
     "one branch is timed by itself, bench.compare --branch": (
         "NSA_FORCE_BRANCH NSA_FORCE_UNIFORM_GATE"
     ),
-    "an argument of the module or its call": "NSA_STOPGRAD_GATES NSA_ROPE_SCALE",
+    "an argument of the module, rope_scale": "NSA_ROPE_SCALE",
+    "nothing cuts the gates' gradient; to do it, pass gates through stop_gradient (JAX) or "
+    "detach (torch) to attention(query, key, value, gates)": "NSA_STOPGRAD_GATES",
     "nothing of it is cached or compiled apart": "NSA_ENV_STATIC NSA_GATE_COMPILE",
     "scores are float32 always": "NSA_P_CMP_MIXED",
     "python -m bench.compare --explain says which kernel runs": "NSA_FA2_AUDIT NSA_SDPA_AUDIT",
@@ -95,6 +97,13 @@ TABLE: dict[str, Meaning] = {
     "NSA_USE_FA2_WIN": _flag(sliding_kernel="fa2"),
     "NSA_USE_TRITON_SEL": _flag(selected_kernel="triton"),
     "NSA_TRITON_SEL_FORCE": _flag(selected_kernel="triton"),
+    "NSA_FA2_FORCE_DENSE": _flag("fa2", path="dense"),
+    "NSA_WIN_FORCE_DENSE": _flag("fa2", path="dense"),
+    "NSA_FA2_FORCE_VARLEN": _flag("fa2", path="varlen"),
+    "NSA_FA2_MIN_LEN_WIN": Meaning({"fa2_min_len_win": None}, length=True),
+    "NSA_FA2_MIN_LEN_CMP": Meaning({"fa2_min_len_cmp": None}, length=True),
+    "NSA_SEL_TRITON_MIN_L": Meaning({"sel_triton_min_L": None}, length=True),
+    "CONFIG": _flag(config=None),
     "NSA_FORCE_PARITY": _flag(kernels="reference"),
     "NSA_DEBUG_LOG": _flag(log="routing"),
     "NSA_DEBUG_SHAPES": _flag(log="shapes"),
@@ -136,7 +145,8 @@ def apply(
       one line a variable.
 
     Raises:
-      ValueError: a switch is neither true nor false, or a flag cannot have the value.
+      ValueError: a switch is neither true nor false, a flag cannot have the value, or CONFIG
+        names a file that the command would not read.
     """
     environ = os.environ if environ is None else environ
     present = {name for name in values if values[name].present}
@@ -152,6 +162,11 @@ def _one(name, text, values, command, present) -> str:
         nearest = difflib.get_close_matches(name, TABLE, n=1, cutoff=0)[0]
         return f"unknown, ignored; the nearest known name is {nearest}"
     meaning = TABLE[known]
+    if name == "CONFIG" and "config" not in values and _measures(values, command):
+        raise ValueError(
+            f"CONFIG={text} is not read by bench.{command}, whose sizes are flags: unset it, "
+            "or run a command with --config (compare, indices)"
+        )
     if not meaning.flags:
         return f"ignored: {meaning.reason}"
     if None not in meaning.flags.values():
@@ -160,6 +175,8 @@ def _one(name, text, values, command, present) -> str:
                 return "off, as without it"
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+    if meaning.length:
+        text = _length(name, text)
     wanted = {flag: text if x is None else x for flag, x in meaning.flags.items()}
     use = "use " + " ".join(f"--{flag} {x}" for flag, x in wanted.items())
     if meaning.command and meaning.command != command:
@@ -174,6 +191,20 @@ def _one(name, text, values, command, present) -> str:
             notes.append(f"--{flag} set")
             _set(values[flag], x, name)
     return f"{use} ({'; '.join(dict.fromkeys(notes))})"
+
+
+def _measures(values, command: str) -> bool:
+    """Whether the command has a problem whose sizes a config file could say."""
+    return command == "train" or "iters" in values
+
+
+def _length(name: str, text: str) -> str:
+    try:
+        return text if int(text) > 0 else policy.NEVER
+    except ValueError:
+        if text == policy.NEVER:
+            return text
+        raise ValueError(f"{name}: expected a length, got {text!r}") from None
 
 
 def _set(flag, text: str, name: str) -> None:

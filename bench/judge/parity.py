@@ -1,28 +1,54 @@
 """The one tolerance rule: how far a path may be from the oracle. NumPy in, for any framework.
 
 `oracle` is the dense reference in float64 on the already rounded inputs, `yardstick` the same
-reference run in the path's precision. A path may err twice as much as the yardstick does,
-plus a few roundings of its own dtype; no looser bound exists.
+reference run in the path's precision. With `e = path - oracle` and `y = yardstick - oracle`
+every bound must hold, and no looser one exists:
+
+max:    max abs(e) <= 2 max abs(y) + 4 eps max abs(oracle); in float32 at most 5e-5
+mean:   mean abs(e) <= 2 mean abs(y) + 4 eps mean abs(oracle); of the selected branch's output
+        in 16 bits at most 1e-3
+rms:    rms(e) <= 1.5 rms(y) + c rms(oracle), with `c` of the dtype (`RMS_OF_ORACLE`)
+slope:  abs(<path, oracle> / <oracle, oracle> - 1) <= 1e-3, on 10^5 elements or more
+
+The maximum is blind to what is wrong everywhere by little: in bfloat16 outputs times 1.02 pass
+it. Rounding errors have no direction, so that the slope of many elements is 1; a factor moves
+it. The rms sees what is wrong in few elements, or in no direction: a key too few in the window.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
 
 TIMES_YARDSTICK = 2
 ROUNDINGS = 4
+RMS_TIMES_YARDSTICK = 1.5
+# `c` of the rms. In float64 the yardstick is the oracle; as many roundings as in float32: 32.
+RMS_OF_ORACLE = {
+    "bfloat16": 2.0**-10,
+    "float16": 2.0**-13,
+    "float32": 2.0**-18,
+    "float64": 2.0**-47,
+}
+SLOPE, SLOPE_ELEMENTS = 1e-3, 10**5
 # The seed system's absolute limits, kept besides.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
 # A chosen block may score this much less than the one it displaced, relatively.
 SCORE_SLACK = 2.0**-10
+NOT_FINITE = {"nan": np.isnan, "+inf": np.isposinf, "-inf": np.isneginf}
+# So many elements are widened to float64 at once: they stay in a cache.
+CHUNK = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """How far a path was from the oracle and how far it may be; `reason` is empty when ok."""
+    """How far a path was from the oracle and how far it may be; `reason` is empty when ok.
+
+    `error_rms` and `bound_rms` are None of indices, `slope` where too few elements were there.
+    """
 
     error_max: float
     error_mean: float
@@ -32,13 +58,45 @@ class Parity:
     reason: str = ""
     rows_differ: int | None = None
     name: str = ""  # of the array
+    error_rms: float | None = None
+    bound_rms: float | None = None
+    slope: float | None = None
 
     @property
     def share(self) -> float:
-        """The part of its bound that the larger error uses up; above 1 it is broken."""
-        pairs = ((self.error_max, self.bound_max), (self.error_mean, self.bound_mean))
+        """The part of its bound that the largest error uses up; above 1 it is broken."""
+        pairs = [(self.error_max, self.bound_max), (self.error_mean, self.bound_mean)]
+        if self.error_rms is not None and self.bound_rms is not None:
+            pairs.append((self.error_rms, self.bound_rms))
+        if self.slope is not None:
+            pairs.append((abs(self.slope - 1), SLOPE))
         used = [error / bound if bound else float(error > 0) * 2 for error, bound in pairs]
         return np.inf if not np.isfinite(used).all() else max(used)
+
+
+@dataclasses.dataclass
+class Norms:
+    """Maximum, mean and root mean square of magnitudes that come a chunk at a time."""
+
+    count: int = 0
+    max: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, x: np.ndarray) -> None:
+        size = np.abs(x)
+        self.count += size.size
+        self.max = np.maximum(self.max, size.max(initial=0.0)).item()  # keeps NaN
+        self.total += size.sum().item()
+        self.squares += np.square(size).sum().item()
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.count, 1)
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / max(self.count, 1))
 
 
 def check_parity(
@@ -52,48 +110,72 @@ def check_parity(
 ) -> Parity:
     """Applies the rule to one array.
 
-    The bounds on `|actual - oracle|` are, with `eps` of `dtype`:
-      max:  `2 * max|yardstick - oracle| + 4 * eps * max|oracle|`, in float32 at most 5e-5;
-      mean: `2 * mean|yardstick - oracle| + 4 * eps * mean|oracle|`, for the output of the
-            selected branch in float16 and bfloat16 (`selection=True`) at most 1e-3.
-
     Args:
       name: what is compared, for the reason.
       actual: the path's result.
       dtype: the path's precision where `actual` was converted; None: that of `actual`.
+      selection: it is the output of the selected branch.
     """
     dtype = np.dtype(actual.dtype if dtype is None else dtype)
     if not actual.shape == oracle.shape == yardstick.shape:
         shapes = f"{actual.shape}, oracle {oracle.shape}, yardstick {yardstick.shape}"
         raise ValueError(f"{name}: shapes must be equal, got {shapes}")
-    actual, oracle, yardstick = (x.astype(np.float64) for x in (actual, oracle, yardstick))
-    finite = np.isfinite(oracle)
-    for kind, where in (("nan", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
-        wrong = where(actual) != where(oracle)
-        if wrong.any():
-            return _broken(name, f"{kind} at other places than the oracle ({wrong.sum()})")
-    if not finite.any():
-        return Parity(0.0, 0.0, 0.0, 0.0, True, name=name)
-    exact = oracle[finite]
-    error = np.abs(actual[finite] - exact)
-    usable = np.isfinite(yardstick[finite])
-    low = np.abs(yardstick[finite] - exact)[usable]
+    error, low, exact = Norms(), Norms(), Norms()
+    product, misplaced = 0.0, dict.fromkeys(NOT_FINITE, 0)
+    for path, truth, rough in _chunks(actual, oracle, yardstick):
+        for kind, where in NOT_FINITE.items():
+            misplaced[kind] += int((where(path) != where(truth)).sum())
+        finite = np.isfinite(truth)
+        path, truth, rough = (x[finite] for x in (path, truth, rough))
+        if any(misplaced.values()):
+            continue
+        error.add(path - truth)
+        exact.add(truth)
+        usable = np.isfinite(rough)
+        low.add(rough[usable] - truth[usable])
+        product += (path * truth).sum().item()
+    for kind, count in misplaced.items():
+        if count:
+            return _broken(name, f"{kind} at other places than the oracle ({count})")
     floor = ROUNDINGS * float(ml_dtypes.finfo(dtype).eps)
-    bound_max, bound_mean = (
-        TIMES_YARDSTICK * (float(of(low)) if low.size else 0.0) + floor * float(of(abs(exact)))
-        for of in (np.max, np.mean)
-    )
+    bound_max = TIMES_YARDSTICK * low.max + floor * exact.max
+    bound_mean = TIMES_YARDSTICK * low.mean + floor * exact.mean
+    bound_rms = RMS_TIMES_YARDSTICK * low.rms + RMS_OF_ORACLE[dtype.name] * exact.rms
     if dtype == np.float32:
         bound_max = min(bound_max, FLOAT32_MAX)
     if selection and dtype.itemsize == 2:
         bound_mean = min(bound_mean, LOW_PRECISION_SELECTION_MEAN)
-    most, mean = float(error.max()), float(error.mean())
+    judged = exact.count >= SLOPE_ELEMENTS and exact.squares > 0
+    slope = product / exact.squares if judged else None
     reason = ""
-    if not most <= bound_max:
-        reason = f"{name}: max error {most:.3g} is above {bound_max:.3g}"
-    elif not mean <= bound_mean:
-        reason = f"{name}: mean error {mean:.3g} is above {bound_mean:.3g}"
-    return Parity(most, mean, bound_max, bound_mean, not reason, reason, name=name)
+    for kind, size, bound in (
+        ("max", error.max, bound_max),
+        ("mean", error.mean, bound_mean),
+        ("rms", error.rms, bound_rms),
+    ):
+        if not size <= bound:
+            reason = reason or f"{name}: {kind} error {size:.3g} is above {bound:.3g}"
+    if slope is not None and not abs(slope - 1) <= SLOPE:
+        reason = reason or f"{name}: slope {slope:.6f} is off 1 by more than {SLOPE:g}"
+    return Parity(
+        error_max=error.max,
+        error_mean=error.mean,
+        bound_max=bound_max,
+        bound_mean=bound_mean,
+        ok=not reason,
+        reason=reason,
+        name=name,
+        error_rms=error.rms,
+        bound_rms=bound_rms,
+        slope=slope,
+    )
+
+
+def _chunks(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """The same elements of each array, flat, in float64."""
+    flat = [np.ravel(x) for x in arrays]
+    for at in range(0, flat[0].size, CHUNK):
+        yield [x[at : at + CHUNK].astype(np.float64) for x in flat]
 
 
 def assert_parity(name, actual, oracle, yardstick, *, dtype=None, selection=False) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from bench.judge import oracle
+from bench.judge.heartbeat import heartbeat
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 
@@ -123,6 +124,7 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
     return 2 * (roundings * ROUNDOFF * largest + terms * SMALLEST)
 
 
+@heartbeat("the reference's selection")
 def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> np.ndarray:
     """The reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
 
@@ -193,6 +195,7 @@ def _scores(config):
     return oracle.compiled(score)
 
 
+@heartbeat("scoring the rows that differ")
 def compare(
     chosen: np.ndarray,
     wanted: np.ndarray,

@@ -206,7 +206,8 @@ class Learner:
 
     def parameters(self) -> int:
         """Numbers in the weights."""
-        return sum(x.size for x in jax.tree.leaves(self.params))
+        weights_only = nnx.filter_state(self.params, nnx.Param)
+        return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
         """Arguments, results and temporaries of a step, as the compiler lays them out."""

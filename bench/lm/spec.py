@@ -139,10 +139,10 @@ class Task:
     def flops(self) -> int:
         """Useful FLOPs of a step.
 
-        Forward is two a multiply-add of `ModelSpec.products`, and attention as `bench.harness.cost`
-        counts it: pairs that a query sees, the selection not. Backward is twice forward;
-        nothing that is computed again counts. The embedding, the norms and the optimizer are
-        not counted.
+        Forward is two a multiply-add of `ModelSpec.products`, and attention as
+        `bench.harness.cost` counts it: pairs that a query sees, the selection not. Backward is
+        twice forward; nothing that is computed again counts. The embedding, the norms and the
+        optimizer are not counted.
         """
         at, length = self.model.layer, self.training.seq_len
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v

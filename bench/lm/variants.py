@@ -129,7 +129,8 @@ def free() -> None:
 
 def _environment(framework: str) -> tuple[Registry, str, tuple[int, int] | None]:
     if framework == "jax":
-        from nsa_jax.dispatch import REGISTRY, capability
+        from nsa_jax.dispatch import REGISTRY
+        from nsa_jax.jax_problem import capability
 
         return REGISTRY, jax.default_backend(), capability()
     import torch

@@ -1,1 +1,1 @@
-"""How records are shown: tables, plots, the page."""
+"""How records are shown: `sources` reads, `render` makes tables, `plots` and `page` draw."""

@@ -185,7 +185,8 @@ def _thresholds(report: Report) -> str:
         cards.append(
             f'<div class="card"><h3>{escape(name)}</h3><p class="soft">No file in '
             "<code>configs/devices/</code>: automatic choice takes the first kernel that can "
-            "run. <code>python -m bench.tune_thresholds</code> writes one from records.</p></div>"
+            "run. <code>python -m bench.tune_thresholds</code> writes one from records."
+            "</p></div>"
         )
     return "".join(cards)
 
@@ -217,6 +218,8 @@ def _training(report: Report) -> str:
     parts = []
     for path, lines in report.training:
         parts.append(f"<h3>{escape(records.shown(path))}</h3>")
+        verdicts = "".join(f"<li>{escape(str(x))}</li>" for x in curves.verdicts(lines))
+        parts.append(f"<ul>{verdicts}</ul>" if verdicts else "")
         for names, rows in (curves.run_table(lines), curves.speed_table(lines)):
             if rows:
                 parts.append(_table(names, rows))

@@ -17,6 +17,9 @@ COLUMNS = (
     "worst",
     "error",
     "bound",
+    "rms",
+    "rms bound",
+    "slope",
     "ms",
     "p20",
     "p80",
@@ -25,8 +28,9 @@ COLUMNS = (
     "extra MiB",
     "note",
 )
-NUMERIC = frozenset(COLUMNS[5:13])
+NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
+type Over = Literal["dense", "portable", "masked"]
 
 
 def problem_of(record: Record) -> tuple[str, ...]:
@@ -36,11 +40,9 @@ def problem_of(record: Record) -> tuple[str, ...]:
     return tuple(repr(getattr(record, name)) for name in names)
 
 
-def speed_ups(
-    records: Sequence[Record], over: Literal["dense", "portable"] = "dense"
-) -> list[float | None]:
-    """Time of a baseline over the time of each row: of the fastest dense row of its problem,
-    or of the portable path (`sdpa`, `xla`) of its branch.
+def speed_ups(records: Sequence[Record], over: Over = "dense") -> list[float | None]:
+    """Time of a baseline over the time of each row: of the fastest dense row of its problem, of
+    the portable path (`sdpa`, `xla`) of its branch, or of one SDPA under its whole mask.
 
     None where the row's parity failed or was not judged, where it has no time, or where the
     baseline has none.
@@ -50,11 +52,16 @@ def speed_ups(
         branch = () if over == "dense" else (record.branch,)
         return *problem_of(record), *branch
 
+    names = {"portable": PORTABLE, "masked": ("masked",)}
+
+    def is_base(record):
+        if over == "dense" or record.branch == "dense":
+            return over == record.branch
+        return record.implementation in names[over]
+
     base: dict[tuple[str, ...], float] = {}
     for record in records:
-        dense = record.branch == "dense"
-        wanted = dense if over == "dense" else not dense and record.implementation in PORTABLE
-        if wanted and record.times_ms:
+        if is_base(record) and record.times_ms:
             base[key(record)] = min(record.times_ms[0], base.get(key(record), math.inf))
     found: list[float | None] = []
     for record in records:
@@ -81,6 +88,9 @@ def rows(records: Sequence[Record]) -> list[dict[str, str]]:
             record.error_of or "-",
             number(record.error_max, 2),
             number(record.error_bound, 2),
+            number(record.error_rms, 2),
+            number(record.error_rms_bound, 2),
+            "-" if record.slope is None else f"{record.slope:.5f}",
             number(record.time_ms, 4),
             number(record.p20_ms, 4),
             number(record.p80_ms, 4),
@@ -127,7 +137,8 @@ def heading(records: Sequence[Record]) -> str:
             f"input: {first.input}{text}{overlap}",
             f"versions: {versions}; commit {first.commit or 'unknown'}{state}",
             "error: of the result that uses most of its bound (worst), on "
-            f"{checked} query positions of each sequence; indices: shortfall of a score",
+            f"{checked} query positions of each sequence; indices: shortfall of a score; "
+            "slope: of 10^5 elements or more",
             "speed-up: over the fastest dense row of the same framework; "
             "a/b/c/d: compressed/scores/selected/sliding",
         )

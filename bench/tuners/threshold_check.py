@@ -63,7 +63,9 @@ def check(device: Device) -> list[Finding]:
     if not given:
         raise ValueError(f"{device.source} has no thresholds to check")
     findings = []
-    for name, value in given.items():
+    for name in given:
+        value = device.limit(name)
+        assert value is not None  # one is given
         step, kernels = policy.DECIDES[name][0], device.kept_back(name)
         for registry in _registries(step, kernels):
             known = [kernel for kernel in kernels if kernel in registry.names(step)]
@@ -72,7 +74,7 @@ def check(device: Device) -> list[Finding]:
             for length, expected in _sides(value, 1, FAR):
                 findings.append(_decided(registry, device, name, length, expected))
             if _present(registry.framework, device.name):
-                block = NSAConfig().select_block if name == "sel_min_len" else 1
+                block = NSAConfig().select_block if step == "selected" else 1
                 for length, expected in _sides(
                     value, block, FAR_RUN // 4 if block > 1 else FAR_RUN
                 ):
@@ -106,7 +108,7 @@ def _present(framework: str, device: str) -> bool:
 
 
 def _config(name: str, length: int, block: int) -> NSAConfig:
-    if name != "sel_min_len":
+    if policy.DECIDES[name][0] != "selected":
         return NSAConfig()
     sizes = {} if block > 1 else {"compress_block": 1, "compress_stride": 1}
     few = {"num_initial": 0, "num_local": 1}
@@ -124,7 +126,7 @@ def _decided(
         for entry in registry.table[step]
         if entry.name in (*kernels, PORTABLE[registry.framework])
     )
-    tokens = max(length, 1) if name != "sel_min_len" else FAR
+    tokens = max(length, 1) if step != "selected" else FAR
     problem = Problem(
         framework=registry.framework,
         branch=step,
@@ -152,7 +154,7 @@ def _ran(registry: Registry, device: Device, name: str, length: int, expected: s
     """What `attention` calls for the step, with the kernels that the threshold is not about
     out of the way."""
     step, kernels = policy.DECIDES[name][0], device.kept_back(name)
-    tokens = length if name != "sel_min_len" else 1024
+    tokens = length if step != "selected" else 1024
     config = _config(name, length, NSAConfig().select_block)
     with (
         _applied(device),
@@ -169,7 +171,8 @@ def _applied(device: Device):
     """The thresholds of the file, where it is not the one that choice reads anyway."""
     if policy.of(device.name) == device:
         return contextlib.nullcontext()
-    return policy.overridden(device.thresholds, str(device.path))
+    limits = {name: device.limit(name) for name in device.thresholds.given()}
+    return policy.overridden(policy.Thresholds(**limits), str(device.path))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,13 @@
-"""What records say of a kernel beside the portable path: pairs of times for one problem.
+"""What records say of a kernel beside what it is compared with: pairs of times for one problem.
 
 A pair belongs to one of the thresholds of `nsa_jax.policy` and to a length. It comes from rows
 of JSON lines that differ in nothing but the implementation, or from a row of the CSV files of
 `bench.fa2` and `bench.selection`.
+
+| kernel | decides: its speed-up over | second column |
+|---|---|---|
+| `fa2`, sliding and compressed | `masked`: one SDPA under the whole mask | the portable path |
+| of the selection | the portable path, `sdpa` or `xla` | |
 """
 
 import csv
@@ -18,7 +23,7 @@ from bench.harness.records import Record
 from nsa_jax import policy
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
-THRESHOLD_OF = {branch: name for name, (branch, _) in policy.DECIDES.items()}
+MASKED = "masked"
 # What two rows of one pair have in common.
 SAME = (
     "bench",
@@ -36,20 +41,33 @@ SAME = (
     "input",
 )
 SAME += ("input_sha256", "commit")
-# The columns of a CSV that hold a pair: the length, the portable path's time, the kernel's.
-FA2_COLUMNS = ("T", "library_ms", "fa_ms")
+# The columns of a CSV that hold a pair: the length, the time of what decides, the kernel's.
+FA2_COLUMNS = ("T", "sdpa_ms", "fa_ms")
 SELECTION_COLUMNS = ("L", "ref_ms", "tri_ms")
+FA2_PORTABLE = "library_ms"
+
+
+def thresholds_of(branch: str) -> dict[str, tuple[str, ...]]:
+    """The thresholds of a branch, each with its kernels."""
+    return {name: kernels for name, (step, kernels) in policy.DECIDES.items() if step == branch}
+
+
+def baseline(threshold: str, framework: str) -> str:
+    """The implementation whose time decides beside a kernel's."""
+    return PORTABLE[framework] if policy.DECIDES[threshold][0] == "selected" else MASKED
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A kernel and the portable path on one problem; times in milliseconds."""
+    """A kernel and what it is compared with on one problem; times in milliseconds."""
 
     threshold: str
     length: int  # tokens, or selected keys
     kernel: str
     kernel_ms: float | None  # None: it failed, `problem` says how
-    portable_ms: float | None
+    over: str  # the implementation that decides
+    over_ms: float | None
+    portable_ms: float | None  # the second column
     problem: str
     where: str  # file:line
     device: str
@@ -58,13 +76,24 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
-        """Of the kernel over the portable path; 0 where it failed."""
-        return self.portable_ms / self.kernel_ms if self.kernel_ms and self.portable_ms else 0.0
+        """Of the kernel over what decides; 0 where it failed."""
+        return self.over_ms / self.kernel_ms if self.kernel_ms and self.over_ms else 0.0
+
+    @property
+    def over_portable(self) -> float | None:
+        """Of the kernel over the portable path; None where one of them has no time."""
+        if not self.kernel_ms or not self.portable_ms:
+            return None
+        return self.portable_ms / self.kernel_ms
 
     def __str__(self) -> str:
-        failed = "" if self.kernel_ms else "no time"
-        times = failed or f"{self.portable_ms:.4g} / {self.kernel_ms:.4g} ms"
-        return f"{self.length}: {self.speed_up:.3g}x {self.kernel} ({times}) {self.problem}"
+        text = f"{self.length}: {self.speed_up:.3g}x {self.kernel} over {self.over}"
+        if not self.kernel_ms:
+            return f"{text} (no time) {self.problem}"
+        text += f" ({self.over_ms:.4g} / {self.kernel_ms:.4g} ms)"
+        if self.over == MASKED and self.over_portable is not None:
+            text += f", {self.over_portable:.3g}x over the portable path"
+        return f"{text} {self.problem}"
 
 
 @dataclasses.dataclass
@@ -118,7 +147,7 @@ def read_records(paths: Iterable[str | Path], device: str | None, into: Evidence
         if not placed:
             raise ValueError(f"{path}: holds no records")
         for where, record in placed:
-            if record.branch not in THRESHOLD_OF:
+            if not thresholds_of(record.branch):
                 continue
             if device is not None and record.device != device:
                 into.note(f"of another device, {record.device}", where)
@@ -137,20 +166,26 @@ def read_records(paths: Iterable[str | Path], device: str | None, into: Evidence
 
 def _pair(group: Sequence[tuple[str, Record]], into: Evidence) -> None:
     """The pairs of the rows of one problem: the slowest run of each kernel beside the fastest
-    of the portable path."""
+    of what it is compared with."""
+    for threshold, kernels in thresholds_of(group[0][1].branch).items():
+        _pair_for(threshold, kernels, group, into)
+
+
+def _pair_for(threshold: str, kernels, group, into: Evidence) -> None:
     branch, framework = group[0][1].branch, group[0][1].framework
-    threshold, portable = THRESHOLD_OF[branch], PORTABLE[framework]
-    rows = {name: [] for name in (portable, *policy.DECIDES[threshold][1])}
+    over, portable = baseline(threshold, framework), PORTABLE[framework]
+    bases: dict[str, list[float]] = {name: [] for name in dict.fromkeys((over, portable))}
+    rows: dict[str, list[tuple[str, Record]]] = {name: [] for name in kernels}
     for where, record in group:
-        if record.implementation in rows:
-            rows[record.implementation].append((where, record))
-    base = []
-    for where, record in rows.pop(portable):
-        if record.times_ms is None:
+        name = record.implementation
+        if name in rows:
+            rows[name].append((where, record))
+        elif name in bases and record.times_ms is not None:
+            bases[name].append(record.times_ms[0])
+        elif name in bases:
             what = f"{record.status}: {record.reason}"
-            into.note(f"{framework} {branch} {portable}, the portable path: {what}", where)
-        else:
-            base.append(record.times_ms[0])
+            into.note(f"{framework} {branch} {name}, which it is compared with: {what}", where)
+    base, beside = bases[over], bases[portable]
     for name, listed in rows.items():
         able = []
         for where, record in listed:
@@ -164,9 +199,7 @@ def _pair(group: Sequence[tuple[str, Record]], into: Evidence) -> None:
             into.note(f"{framework} {branch} {name} counts as a loss: {record.status}", where)
             problem, slowest = f"{record.status}: {record.reason}; {_problem(record)}", None
         elif able and not base:
-            into.note(
-                f"{framework} {branch} {name}: no {portable} row of the problem", able[0][0]
-            )
+            into.note(f"{framework} {branch} {name}: no {over} row of the problem", able[0][0])
             continue
         elif able:
             timed = [(r.times_ms[0], place, r) for place, r in able if r.times_ms]
@@ -175,7 +208,7 @@ def _pair(group: Sequence[tuple[str, Record]], into: Evidence) -> None:
         else:
             continue
         into.devices.add(record.device)
-        times = slowest, min(base, default=None)
+        times = slowest, over, min(base, default=None), min(beside, default=None)
         about = problem, where, record.device, record.commit, record.time
         into.pairs.append(Pair(threshold, _length(threshold, record), name, *times, *about))
 
@@ -190,7 +223,7 @@ def _other(extra: Mapping[str, Any]) -> str | None:
 
 
 def _length(threshold: str, record: Record) -> int:
-    if threshold == "sel_min_len":
+    if policy.DECIDES[threshold][0] == "selected":
         return record.config["num_selected"] * record.config["select_block"]
     return max(record.T, record.S)
 
@@ -246,35 +279,40 @@ def read_csv(path: str | Path, device: str | None, into: Evidence) -> None:
 
 
 def _csv_pair(row: dict[str, str], columns, device: str, where: str, into: Evidence) -> None:
-    threshold, kernel = "sel_min_len", row.get("kernel") or "triton"  # the seed's kernel
+    kernel, branch, over = row.get("kernel") or "triton", "selected", "the portable path"
     if columns is FA2_COLUMNS:
-        kernel, branch = "fa2", row["branch"]
+        kernel, branch, over = "fa2", row["branch"], MASKED
         if branch not in ("sliding", "compressed"):
             raise ValueError(f"{where}: branch must be sliding or compressed, got {branch!r}")
-        threshold = THRESHOLD_OF[branch]
+    known = thresholds_of(branch)
+    threshold = next((name for name, kernels in known.items() if kernel in kernels), None)
     if not (row[columns[0]].isascii() and row[columns[0]].isdigit()):
         raise ValueError(f"{where}: {columns[0]} must be a length, got {row[columns[0]]!r}")
     status, times = row.get("status") or "ok", dict.fromkeys(columns[1:])
     for name in times:
         times[name] = _ms(row[name], f"{where}: {name}", needed=status == "ok")
-    known = [f"{k}={v}" for k, v in row.items() if k in ("N", "H", "D", "Dv", "dtype", "mode")]
-    problem = " ".join(known)
+    portable = None
+    if columns is FA2_COLUMNS and row.get(FA2_PORTABLE):
+        portable = _ms(row[FA2_PORTABLE], f"{where}: {FA2_PORTABLE}", needed=True)
+    sizes = [f"{k}={v}" for k, v in row.items() if k in ("N", "H", "D", "Dv", "dtype", "mode")]
+    problem = " ".join(sizes)
     if reason := _other(row):
         into.note(reason, where)
         return
     if status == "unsupported" or (status != "ok" and times[columns[2]] is not None):
-        into.note(f"{threshold} {kernel}: {status}: {row.get('reason', '')}", where)
+        into.note(f"{branch} {kernel}: {status}: {row.get('reason', '')}", where)
         return
-    if kernel not in policy.DECIDES[threshold][1]:
-        into.note(f"{threshold}: {kernel} is no kernel that it is about", where)
+    if threshold is None:
+        into.note(f"{branch}: {kernel} is no kernel that a threshold is about", where)
         return
     if status != "ok":
         into.note(f"{threshold} {kernel} counts as a loss: {status}", where)
         problem = f"{status}: {row.get('reason', '')}; {problem}"
-    portable, fast = (times[name] if status == "ok" else None for name in columns[1:])
+    base, fast = (times[name] if status == "ok" else None for name in columns[1:])
+    every = fast, over, base, base if portable is None and branch == "selected" else portable
     about: dict[str, Any] = {"commit": row.get("commit"), "time": row.get("time") or ""}
     length = int(row[columns[0]])
-    pair = Pair(threshold, length, kernel, fast, portable, problem, where, device, **about)
+    pair = Pair(threshold, length, kernel, *every, problem, where, device, **about)
     into.devices.add(device)
     into.pairs.append(pair)
 

@@ -1,8 +1,8 @@
 """Which tiles are fastest: variants of the Mosaic kernels, each beside the heuristic's.
 
-Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the gates and
-sums of the whole forward. It must give what the heuristic's tiles give before it is timed; the
-winner is timed once more in turn with the heuristic, and must gain both times.
+Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the
+gates and sums of the whole forward. It must give what the heuristic's tiles give before it is
+timed; the winner is timed once more in turn with the heuristic, and must gain both times.
 """
 
 import dataclasses
@@ -20,10 +20,9 @@ import numpy as np
 from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import scores
-from kernels_pallas.specs import interval, selected
-from nsa_jax import geometry
-from nsa_jax.mosaic import STEPS
+from kernels_pallas.specs import interval, scores, selected
+from nsa_jax import geometry, mosaic_forward
+from nsa_jax.jax_ops import JAX_OPS
 
 type Tiles = Mapping[str, int]
 
@@ -222,20 +221,18 @@ class Kernels:
     def _call(self, kernel, query, **rest):
         config = self.settings.nsa
         batch, length = query.shape[:2]
-        where = geometry.positions(
+        layout = geometry.query_layout(
             batch, length, kv_len=length, segment_ids=None, config=config
         )
-        how = {"where": where, "config": config, "scale": None}
+        how = {"layout": layout, "config": config, "scale": None}
         if kernel == "compressed":
-            key, value = rest["compressed_key"], rest["compressed_value"]
-            return STEPS.compressed(query, key, value, **how, gate=rest["gate"])
+            pair = rest["compressed_key"], rest["compressed_value"]
+            return mosaic_forward.compressed(JAX_OPS, query, *pair, **how, gate=rest["gate"])
         if kernel == "scores":
+            pair = rest["compressed_key"], rest["lse"]
             blocks = config.num_blocks(length)
-            key, lse = rest["compressed_key"], rest["lse"]
-            return STEPS.best_blocks(query, key, lse, **how, num_blocks=blocks, packed=False)
-        if kernel == "selected":
-            rest |= {"indices": rest.pop("block_indices"), "packed": False}
-        return getattr(STEPS, kernel)(query, **rest, **how)
+            return mosaic_forward.select_blocks(JAX_OPS, query, *pair, **how, num_blocks=blocks)
+        return getattr(mosaic_forward, kernel)(JAX_OPS, query, **rest, **how)
 
 
 class _Timed:

@@ -1,32 +1,49 @@
-"""Which blocks some tokens want, as bits in shared memory: a word a block, a bit a token.
+"""The bitmap of a selection in shared memory: a word a block, a bit a token.
 
-What `tile_block_lists.py` and `block_query_lists.py` make lists from. One warp does it, on the words of `warp.py`.
+`tile_block_lists.py` and `block_query_lists.py` make their lists from it: what a sort would
+bring together stands in one word. One warp has up to 64 neighbouring tokens, which may belong
+to several sequences; it takes these one after the other, since blocks count from the first key
+of their sequence.
+
+    for sequence in range(bitmap.sequences(tokens)):
+        first_key, own, blocks = bitmap.next_sequence(tokens, first_key)
+        bitmap.clear(...); bitmap.join(...)             blocks low .. low + window - 1
+
+    bits [words, window] int32      word `token // 32`, bit `token % 32` of block `low + i`
+
+Lanes read one entry of the selection each, `FETCHES` in flight, and set bits by atomic OR:
+entries that meet in one word do no harm, and no order of them matters.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kernels_pallas.mosaic import warp
-from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.specs.tile import LANES
 
-LANES = 32
-NOWHERE = 2**31 - 1
+NOWHERE = 2**31 - 1  # a block after all others
 FETCHES = 4  # entries of the selection that a lane waits for at once
 
 
-class Tokens(NamedTuple):
-    """Of each token, by word and lane; those that want nothing have no sequence."""
+type Word = Any  # a 32-bit value a lane, of either machine (`warp.py`, `warp_emulation.py`)
 
-    sequence: list[Word]  # its first key, or -1
+
+class Tokens(NamedTuple):
+    """Of each token, by word and lane."""
+
+    sequence: list[Word]  # first key of its sequence; -1: it may select nothing
     position: list[Word]  # in the sequence
-    bound: list[Word]  # how many blocks of the sequence it may want
+    bound: list[Word]  # how many blocks of the sequence it may select
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBitmap:
-    """`tokens` neighbours, 64 at most, of the problem of `indices` `[B, T, Hkv, n]`."""
+    """Of `tokens` neighbours, 64 at most, of a selection `indices` `[B, T, Hkv, n]`.
 
+    `warp`: the instructions that the program runs on.
+    """
+
+    warp: Any
     T: int
     Hkv: int
     n: int
@@ -40,50 +57,53 @@ class BlockBitmap:
 
     def load(self, position, key_start, b: Word, token0: Word, only=None) -> Tokens:
         """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `only`: of a
-        token, whether it may want anything.
+        token, whether it may select anything.
         """
-        found = Tokens([], [], [])
+        warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
             token = warp.lane() + LANES * word
             exists = warp.smaller(token0 + token, self.T - 1)
             at = (b, 4 * self.T), (exists, 4)
-            place = warp.fetch(warp.element(position, *at))
-            first = warp.fetch(warp.element(key_start, *at))
-            there = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
-            there = there & (place >= 0)
+            last = warp.fetch(warp.element(position, *at))
+            first_key = warp.fetch(warp.element(key_start, *at))
+            selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
+            selects = selects & (last >= 0)
             if only is not None:
-                there = there & only(exists)
-            place = warp.larger(place, 0)
-            found.sequence.append(warp.where(there, first, -1))
-            found.position.append(place)
-            found.bound.append(warp.where(there, place // self.block + 1, 0))
+                selects = selects & only(exists)
+            last = warp.larger(last, 0)
+            found.sequence.append(warp.where(selects, first_key, -1))
+            found.position.append(last)
+            found.bound.append(warp.where(selects, last // self.block + 1, 0))
         return found
 
     def sequences(self, tokens: Tokens) -> Word:
         """How many there are; tokens of one stand beside each other."""
+        warp = self.warp
         count, before = warp.word(0), warp.word(-1)
-        for first in tokens.sequence:
-            previous = warp.shuffle(first, warp.larger(warp.lane() - 1, 0))
+        for first_key in tokens.sequence:
+            previous = warp.shuffle(first_key, warp.larger(warp.lane() - 1, 0))
             previous = warp.where(warp.same(warp.lane(), 0), before, previous)
-            opens = (first >= 0) & warp.different(first, previous)
+            opens = (first_key >= 0) & warp.different(first_key, previous)
             count = count + warp.ones(warp.votes(opens))
-            before = warp.shuffle(first, LANES - 1)
+            before = warp.shuffle(first_key, LANES - 1)
         return count
 
     def next_sequence(self, tokens: Tokens, before: Word) -> tuple[Word, list[Word], Word]:
-        """The first key of the sequence after the one that begins at `before`, its tokens'
-        `bound`, and the largest of these.
+        """The first key of the sequence after the one that begins at `before`, `Tokens.bound`
+        of its tokens and 0 of others, and the largest of these.
         """
+        warp = self.warp
         later = [warp.where(x > before, x, NOWHERE) for x in tokens.sequence]
-        here = warp.smallest(functools.reduce(warp.smaller, later))
+        first_key = warp.smallest(functools.reduce(warp.smaller, later))
         own = [
-            warp.where(warp.same(x, here), n, 0)
+            warp.where(warp.same(x, first_key), n, 0)
             for x, n in zip(tokens.sequence, tokens.bound, strict=True)
         ]
-        return here, own, warp.largest(functools.reduce(warp.larger, own))
+        return first_key, own, warp.largest(functools.reduce(warp.larger, own))
 
     def clear(self, bits: Word, window: int, rows: Word) -> None:
-        """Clears `32 * rows` blocks of `bits`, an address of `[words, window]`."""
+        """Clears `32 * rows` blocks of `bits`, the address of `[words, window]`."""
+        warp = self.warp
 
         def clear_row(row, nothing):
             for word in range(self.words):
@@ -94,20 +114,21 @@ class BlockBitmap:
 
     def join(self, bits, window: int, low: Word, indices, b, g, token0, own, cut=()) -> Word:
         """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
-        `own` want. Returns each lane's first wanted block from its token's `cut` on, of any
-        window, or `NOWHERE`.
+        `own` selected. Returns, by lane, the first block that a token selected from its `cut`
+        on, in any window, or `NOWHERE`.
         """
+        warp = self.warp
 
-        def visit(_, token, block, there, state):
-            wanted = there & warp.below(block, self.bound(own, token))
-            place = block - low
+        def visit(_, token, block, exists, state):
+            selected = exists & warp.below(block, self.bound(own, token))
+            offset = block - low
             warp.join(
-                bits + (place + token // LANES * window) * 4,
+                bits + (offset + token // LANES * window) * 4,
                 warp.bit(token & (LANES - 1)),
-                only=wanted & warp.below(place, window),
+                only=selected & warp.below(offset, window),
             )
             if cut:
-                is_cut = wanted & (block >= self.bound(cut, token))
+                is_cut = selected & (block >= self.bound(cut, token))
                 state = [warp.smaller(state[0], warp.where(is_cut, block, NOWHERE))]
             return state
 
@@ -115,16 +136,17 @@ class BlockBitmap:
         return first_cut
 
     def each(self, indices, b, g, token0, visit, state):
-        """`state = visit(entry, token, block, there, state)` for all entries of the tokens'
-        selections, an entry a lane, some at a time; `there`: whether the lane has one.
+        """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'
+        selection, an entry a lane, some at a time; `exists`: whether the lane has one.
         """
+        warp = self.warp
 
         def some(step, state):
             entries = [(step * fetches + i) * LANES + warp.lane() for i in range(fetches)]
             blocks = [self._fetch(indices, b, g, token0, entry) for entry in entries]
             for entry, block in zip(entries, blocks, strict=True):
-                there = warp.below(entry, self.tokens * self.n)
-                state = visit(entry, self._token(entry), block, there, state)
+                exists = warp.below(entry, self.tokens * self.n)
+                state = visit(entry, self._token(entry), block, exists, state)
             return state
 
         steps = -(-self.tokens * self.n // LANES)
@@ -132,19 +154,21 @@ class BlockBitmap:
         return warp.repeat(-(-steps // fetches), some, state)
 
     def _token(self, entry: Word) -> Word:
-        return warp.smaller(entry // self.n, self.tokens - 1)
+        return self.warp.smaller(entry // self.n, self.tokens - 1)
 
     def _fetch(self, indices, b, g, token0, entry) -> Word:
-        places = (
+        warp = self.warp
+        at = (
             (b, 4 * self.T * self.Hkv * self.n),
             (warp.smaller(token0 + self._token(entry), self.T - 1), 4 * self.Hkv * self.n),
             (g, 4 * self.n),
             (entry % self.n, 4),
         )
-        return warp.fetch(warp.element(indices, *places))
+        return warp.fetch(warp.element(indices, *at))
 
     def bound(self, values: list[Word], token: Word) -> Word:
         """The value of a token, of `Tokens.bound` or alike."""
+        warp = self.warp
         found = warp.shuffle(values[0], token & (LANES - 1))
         if self.words == 1:
             return found

@@ -4,11 +4,12 @@ import contextlib
 import contextvars
 from typing import Any
 
-from kernels_pallas.specs.tile import SMEM_BUDGET
+from kernels_pallas.specs.tile import ROWS, SMEM_BUDGET, Tile, slab_width
 
 HOPPER = (9, 0)
-HEADS = 64  # of a group: a token's rows fit in one tile
 WIDTH = 256
+BLOCK = 128  # keys of a selection block
+SELECTED = 64  # blocks of a token
 LONGEST = 2**24  # keys: gradients hold the last one of a row in a float32
 
 # Parameters of Pallas' GPU interpreter while `interpreted`, else False.
@@ -26,8 +27,7 @@ def interpreted(params):
 
 
 def why_not(problem: Any) -> str | None:
-    """Why no Mosaic kernel can run `problem`, or None."""
-    config = problem.config
+    """Why no Mosaic kernel can run `problem`, or None. What runs forward runs backward."""
     if not interpret.get():
         if problem.platform not in ("gpu", "cuda"):
             return f"needs a Hopper GPU, got {problem.platform}"
@@ -36,29 +36,44 @@ def why_not(problem: Any) -> str | None:
     if problem.dtype not in ("bfloat16", "float16"):
         return f"computes in bfloat16 and float16, got {problem.dtype}"
     group = problem.H // problem.Hkv
-    if group > HEADS:
-        return f"takes up to {HEADS} query heads a key/value head, got {group}"
+    if group > ROWS:
+        return f"takes up to {ROWS} query heads a key/value head, got {group}"
+    config = problem.config
     for name, width in (("D", problem.D), ("Dv", problem.Dv)):
         if width % 16 or width > WIDTH:
             return f"takes widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
-    if config.select_block % 16 or config.select_block > 128:
+    if config.select_block % 16 or config.select_block > BLOCK:
         return (
-            "takes selection blocks that are multiples of 16 up to 128, "
+            f"takes selection blocks that are multiples of 16 up to {BLOCK}, "
             f"got {config.select_block}"
         )
     if problem.S > LONGEST:
         return f"takes up to {LONGEST} keys, got {problem.S}"
-    keys = max(
-        config.select_block * (2 * problem.D + problem.Dv) + 64 * max(problem.D, problem.Dv),
-        (config.select_block + 64) * (problem.D + problem.Dv),  # gradients
-    )
-    tokens = 64 // group
-    lists = tokens * config.num_selected * (1 + -(-tokens // 32))
-    if 2 * keys + 4 * lists > SMEM_BUDGET:
+    if config.num_selected > SELECTED:
+        return f"takes up to {SELECTED} selected blocks, got {config.num_selected}"
+    slab = slab_width(problem.D, problem.Dv, config.select_block)
+    if not Tile(group, slab).tokens:
+        least = next(slab for slab in (32, 64) if Tile(group, slab).tokens)
         return (
-            f"keeps {2 * keys + 4 * lists} bytes of keys and lists in shared memory, "
-            f"which has {SMEM_BUDGET}"
+            f"takes D, Dv and select_block that are multiples of {least} where {group} query "
+            f"heads share a key/value head, got D={problem.D}, Dv={problem.Dv}, "
+            f"select_block={config.select_block}"
         )
-    if config.num_selected > 64:
-        return f"takes up to 64 selected blocks, got {config.num_selected}"
+    needed = selected_bytes(problem, Tile(group, slab))
+    if needed > SMEM_BUDGET:
+        return (
+            "takes D, Dv, select_block and num_selected that fit in "
+            f"{SMEM_BUDGET} bytes of shared memory, got {needed}"
+        )
     return None
+
+
+def selected_bytes(problem: Any, tile: Tile) -> int:
+    """Shared memory of selected attention, the only kernel whose sizes may not fit: rows of
+    queries, keys, values, and the block list of a tile; forward or, if that is more, dq.
+    """
+    block, D, Dv = problem.config.select_block, problem.D, problem.Dv
+    forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
+    dq = ROWS * (D + Dv) + block * (D + Dv)
+    words = 1 + -(-tile.tokens // 32)  # the first key of a block, and a bit a token
+    return 2 * max(forward, dq) + 4 * words * tile.tokens * problem.config.num_selected

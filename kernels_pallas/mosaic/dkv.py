@@ -1,20 +1,37 @@
-"""Gradients of keys and values: a tile of keys stays, the queries that saw it pass by.
+"""dk and dv of a branch: the key-stationary loop of the backward pass, and its merge.
 
-An item is a tile of keys and a part of its queries: a range of tiles of tokens (`band`), or of
-a list (`selected`: queries gathered one by one, so that no product is wasted on a query that
-did not choose the block). Popular keys are several items; their partial sums, float32, are
-added in a fixed order by `merged`, so every run gives the same bits.
+For one tile of keys, K and V stay in shared memory, dK and dV in registers; each step brings Q
+and dO of 64 query rows and their statistics (`specs/bwd_preprocess.py`). Products are
+transposed, keys x queries:
 
-Products are transposed, keys x queries: probabilities and their gradients are made where the
-next products take them from, in registers, and the heads of a group add up by themselves.
+    S^T   = K Q^T                                       [64 keys, 64 rows]
+    dP^T  = V dO^T                                      [64, 64]
+    P^T   = exp2(scale * log2(e) * S^T - lse_log2)
+    dS^T  = P^T * (gate * dP^T - delta)
+    dV   += (gate * P^T) dO                             [64, Dv]
+    dK   += dS^T Q                                      [64, D], times scale at the end
+
+P^T and dS^T are made in the registers that the last two products take their left operand from,
+and as the rows of a group are summed over like any others, its heads need no reduction.
+
+Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
+rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
+between them no key is compared.
+
+| queries   | a CTA                                        | keys | stages                    |
+|-----------|----------------------------------------------|------|---------------------------|
+| intervals | a producer warpgroup and 2 consumers, or 1   | 128, | 2                         |
+|           | where D + Dv > 384                           | 64   |                           |
+| gathered  | 1 warpgroup; each warp starts the copies of  | 64   | as many as two CTAs on an |
+|           | every fourth query tile                      |      | SM have room for, 2 to 4  |
 
 Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100, four products a pair: compressed 8.8
 TFLOP = 8.9 ms, sliding 2.2 TFLOP, selected 4.4 TFLOP = 4.4 ms, and 34 GB of gathered rows.
+Compressed and sliding are bound by products that read their operands from shared memory,
+selected by the bandwidth of gathered rows, which come from L2 for work items that run together.
 """
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,413 +40,326 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import bwd_preprocess, operands
-from kernels_pallas.mosaic.operands import (
-    LOG2E,
-    MATRIX,
-    PER_COLUMN,
-    ROW_STATS,
-    ROW_STATS_MIN_ROWS,
-    ROWS,
-)
+from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROW_STATS, ROWS
+from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
-from kernels_pallas.specs.tile import SMEM_HALF
+from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
+from kernels_pallas.specs.dkv import Dkv
 
-ITEM = 8  # integers of an item
-REACH = 128  # what is added to the place of a block in a tile of keys, so that it is positive
-
-
-@dataclasses.dataclass(frozen=True)
-class Dkv:
-    """The static part of a problem; shapes as in `partial_sums`.
-
-    `listed`: queries come from lists, in units of a few tokens of 16 rows or more, or, if
-    `single`, of one token (groups of up to 8 heads); `block`: each entry says which of its
-    tokens chose which `block` keys, else all of them all keys.
-    """
-
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    dtype: str
-    scale: float
-    items: int
-    gated: bool = False
-    listed: int = 0
-    block: int = 0
-    single: bool = False
-    want_key: bool = True
-    want_value: bool = True
-    interpret: bool | object = False
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups, of 64 keys each, that share the queries that pass by."""
-        return 1 if self.listed or self.D + self.Dv > 384 else 2
-
-    @property
-    def keys(self) -> int:
-        """Keys of an item."""
-        return ROWS * self.consumers
-
-    @property
-    def stages(self) -> int:
-        """Steps in flight: from lists as many as two blocks of threads a multiprocessor have
-        shared memory for, since what they copy lies anywhere.
-        """
-        if not self.listed:
-            return 2
-        keys = ROWS * (self.D + self.Dv) * 2
-        numbers = ROWS // self.unit.rows * self.rows_of_unit * ROW_STATS * 4
-        return min(max((SMEM_HALF - keys) // (keys + numbers), 2), 4)
-
-    @property
-    def unit(self) -> operands.Tile:
-        """What is copied at a time."""
-        group = self.H // self.Hkv
-        return operands.Tile(group, operands.slab_width(self.D, self.Dv), unit_rows(self))
-
-    @property
-    def rows_of_unit(self) -> int:
-        """Rows of numbers that are copied with a unit."""
-        return ROW_STATS_MIN_ROWS if self.single else self.unit.rows
-
-    @property
-    def units(self) -> int:
-        return -(-self.T // self.unit.tokens)
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of `keys` keys."""
-        return -(-self.S // self.keys)
+COLUMNS = 8  # query rows whose statistics are in registers at a time
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # a thread
 
 
-def unit_rows(spec) -> int:
-    group = spec.H // spec.Hkv
-    if spec.single:
-        return group
-    return next(rows for rows in (16, 32, ROWS) if group <= rows) if spec.listed else ROWS
-
-
-@functools.cache
-def partial_sums(spec: Dkv) -> Kernel:
-    """Inputs: query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, gradient of
-    the output `[B, T, H, Dv]`; what `bwd_preprocess.of_units` gives (of a single token 8 rows, of
-    which G count); int32 `items` `[items, 8]`: row of `[B, Hkv]`, first key; begin, begin and
-    end of what sees all keys, and end, in units; place in the outputs. Then `first`, the first
-    key by row, int32 `[B, units, rows]`; or, if `listed`, the lists, int32 `[listed]`: units,
-    and if `block` `marks`, `(128 + first key of the block - first key of the tile) * 2**16 +
-    one bit a token`.
-    Outputs: float32 `[items, keys, D]` if `want_key` and `[items, keys, Dv]` if `want_value`;
-    an item with a negative row writes none.
-    """
-    unit, dtype = spec.unit, jnp.dtype(spec.dtype)
-    buffers = operands.Buffers(dtype, unit, bool(spec.interpret))
-    stages, group = spec.stages, unit.group
-    per_step = ROWS // unit.rows
-    c = spec.scale * LOG2E
-    if not spec.listed:
-        operands.check_registers(*[240] * spec.consumers, 24)
+def partials(kernel: Kernel):
+    """The body of `specs.dkv.partials`."""
+    spec: Dkv = kernel.spec
+    query_tile, stages, per_step = spec.query_tile, spec.stages, spec.tiles_per_step
+    group = query_tile.group
     interpret = bool(spec.interpret)
+    dtype = jnp.dtype(spec.dtype)
+    buffers = operands.Buffers(dtype, query_tile, interpret)
+    scale_log2 = spec.scale * LOG2E
+    if not spec.gathered:
+        operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
-    def body(*refs):
-        query, key, value, grad, rows, items, *refs = refs
-        first: Any = None if spec.listed else refs.pop(0)
-        lists: Any = refs.pop(0) if spec.listed else None
-        marks: Any = refs.pop(0) if spec.block else None
-        key_out: Any = refs.pop(0) if spec.want_key else None
-        value_out: Any = refs.pop(0) if spec.want_value else None
-        key_s, value_s, query_s, grad_s, rows_s, keys_in, rows_in, rows_free = refs
+    def body(refs):
         # `shard_map` lets nothing that varies along its mesh into `warp_map`.
-        varies = any(jax.typeof(x).manual_axis_type.varying for x in (query, grad, rows))
-        item = lax.axis_index("item")
-        row = jnp.maximum(items[item, 0], 0)
-        b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        first_key, begin, whole_from, whole_to, end, place_out = (
-            items[item, i] + 0 for i in range(1, 7)
+        varies = any(
+            jax.typeof(x).manual_axis_type.varying
+            for x in (refs.query, refs.do, refs.row_stats)
         )
-        per, single = jnp.int32(per_step), group if spec.single else 0
-        steps = lax.div(end - begin + (per_step - 1), per)
-        left = jnp.clip(lax.div(whole_from - begin + (per_step - 1), per), 0, steps)
-        right = jnp.clip(lax.div(whole_to - begin, per), left, steps)
+        item = lax.axis_index("item")
+        row = jnp.maximum(refs.work_items[item, 0], 0)
+        b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
+        # Query tiles, or list entries: all of the work item, and those that need no mask.
+        first_key, begin, unmasked_begin, unmasked_end, end, partial = (
+            refs.work_items[item, i] + 0 for i in range(1, 7)
+        )
+        step_tiles = jnp.int32(per_step)
+        steps = lax.div(end - begin + (per_step - 1), step_tiles)
+        first_unmasked = lax.div(unmasked_begin - begin + (per_step - 1), step_tiles)
+        first_unmasked = jnp.clip(first_unmasked, 0, steps)
+        last_unmasked = jnp.clip(
+            lax.div(unmasked_end - begin, step_tiles), first_unmasked, steps
+        )
 
-        def heads(array, index):
-            tokens = pl.ds(index * unit.tokens, unit.tokens)
+        # Copies.
+
+        def stage_of(i):
+            return lax.rem(i, jnp.int32(stages))
+
+        def rows_of(array, tile):
+            """Query tile `tile` of `array` `[B, T, H, width]`, by columns."""
+            tokens = pl.ds(tile * query_tile.tokens, query_tile.tokens)
             return lambda columns: array.at[b, tokens, pl.ds(g * group, group), columns]
 
-        def entries(array, i):
-            """Of the lists, what belongs to step `i`."""
-            places = [begin + i * per_step + u for u in range(per_step)]
-            # An item without entries, which must not look before the first place of all.
-            places = [jnp.maximum(jnp.minimum(place, end - 1), begin) for place in places]
-            return [array[place] + 0 for place in places]
+        def load_tile(i, t, tile):
+            """Starts the copies of query tile `tile`, the `t`-th of step `i`."""
+            stage = stage_of(i)
+            full = refs.step_full.at[stage]
+            buffers.load_rows(rows_of(refs.query, tile), refs.query_s, stage, spec.D, full, t)
+            buffers.load_rows(rows_of(refs.do, tile), refs.do_s, stage, spec.Dv, full, t)
+            stats = refs.stats_s.at[stage, pl.ds(t * spec.stats_rows, spec.stats_rows)]
+            plgpu.copy_gmem_to_smem(refs.row_stats.at[b, g, tile], stats, full)
 
-        def load_unit(i, u, index):
-            """Starts the copies of the `u`-th unit of step `i`."""
-            slot = lax.rem(i, jnp.int32(stages))
-            here = rows_in.at[slot]
-            buffers.load_rows(heads(query, index), query_s, slot, spec.D, here, u)
-            buffers.load_rows(heads(grad, index), grad_s, slot, spec.Dv, here, u)
-            numbers = rows_s.at[slot, pl.ds(u * spec.rows_of_unit, spec.rows_of_unit)]
-            plgpu.copy_gmem_to_smem(rows.at[b, g, index], numbers, here)
+        def entries_of_step(array, i):
+            """What `array`, the query list or the marks, has for the entries of step `i`."""
+            at = [begin + i * per_step + t for t in range(per_step)]
+            # A work item without entries must not read before the first one of all.
+            at = [jnp.maximum(jnp.minimum(entry, end - 1), begin) for entry in at]
+            return [array[entry] + 0 for entry in at]
 
-        def of_warp(warp, units):
-            index = units[0]
-            for u, other in enumerate(units[1:]):
-                index = jnp.where(warp > u, other, index)
-            return index
+        def query_tiles_of_step(i):
+            """The query tiles of step `i`; none if they are single tokens, which are many:
+            these are prefetched into L1, and `load_step` reads them there.
+            """
+            if not spec.single_token:
+                return entries_of_step(refs.query_list, i)
+            GatheredRows(group, interpret).prefetch_entries(
+                refs.query_list, begin + i * per_step, end
+            )
+            return ()
 
-        def load_listed(i, units):
-            """Starts the copies of step `i`, a warp a unit; `units`: of them, if few."""
+        def load_step(i, tiles):
+            """Starts the copies of step `i`, gathered: a warp takes every fourth query tile."""
 
-            def load(u):
-                if units:
-                    load_unit(i, u, of_warp(u, units))
+            def load(t):
+                if tiles:
+                    tile = tiles[0]
+                    for later, other in enumerate(tiles[1:]):
+                        tile = jnp.where(t > later, other, tile)
+                    load_tile(i, t, tile)
                     return
-                place = jnp.minimum(begin + i * per_step + u, end - 1)
-                load_unit(i, u, lists[place] + 0)
+                entry = jnp.minimum(begin + i * per_step + t, end - 1)
+                load_tile(i, t, refs.query_list[entry] + 0)
 
             pl.when(i < steps)(lambda: operands.by_warps(per_step, load, varies))
 
-        def ask(i):
-            """The units of step `i`, or where these are many the cache is asked for them."""
-            if not single:
-                return entries(lists, i)
-            GatheredRows(single, interpret).prefetch_entries(lists, begin + i * per_step, end)
-            return ()
-
-        def clear():
-            buffers.clear_rows(query_s, per_step)
-            buffers.clear_rows(grad_s, per_step)
+        def clear_rows_of_no_head():
+            buffers.clear_rows(refs.query_s, per_step)
+            buffers.clear_rows(refs.do_s, per_step)
             plgpu.commit_smem()
 
+        # Masks, for columns `j .. j + 7` of a step; values by column are `[8]`.
+
         def down(column):
-            return lax.broadcast_in_dim(column, (ROWS, 8), [1])
+            return lax.broadcast_in_dim(column, (ROWS, COLUMNS), [1])  # [64, 8]
 
-        def step(wg, under_mask, i, carry):
-            slot = lax.rem(i, jnp.int32(stages))
-            place = begin + i * per_step
-            following = ask(i + stages) if spec.listed else ()
-            found = entries(marks, i) if spec.block else ()
-            plgpu.barrier_wait(rows_in.at[slot])
-            logits, weights, _ = buffers.products(
-                ((key_s, wg), (query_s, slot)), ((value_s, wg), (grad_s, slot))
-            )
-            # Eight columns at a time, so that their numbers need few registers.
-            changes, scaled = [], []
-            for j in range(0, ROWS, 8):
-                columns = slice(j, j + 8)
-                place_in = (rows_s.at[slot], j) if single else (rows_s.at[slot, columns], 0)
-                norm, *rest = operands.column_stats(*place_in, interpret, single)
-                if spec.block and not under_mask:
-                    norm = jnp.where(chosen(j, found), norm, jnp.inf)
-                norm, last, gate, offset = map(down, (norm, *rest))
-                probs = jnp.exp2(logits[:, columns] * c - norm)
-                if under_mask:
-                    seen = mask(wg, j, last.astype(jnp.int32), place, found)
-                    probs = jnp.where(seen, probs, 0.0)
-                weight = weights[:, columns]
-                if spec.gated:
-                    weight = weight * gate
-                changes.append((probs * (weight - offset)).astype(dtype))
-                scaled.append((probs * gate if spec.gated else probs).astype(dtype))
-            parts = []
-            if spec.want_key:
-                parts += [(operands.side_by_side(changes, interpret), (query_s, slot))]
-            if spec.want_value:
-                parts += [(operands.side_by_side(scaled, interpret), (grad_s, slot))]
-            terms = [(acc, *part) for acc, part in zip(carry, parts, strict=True)]
-            sums = buffers.add_weighted(*terms)
-            if spec.listed:
-                plgpu.commit_smem()  # all four warps are done with this slot
-                load_listed(i + stages, following)
-            else:
-                plgpu.barrier_arrive(rows_free.at[slot])
-            return tuple(sums)
-
-        def mask(wg, j, last, place, found):
-            """Which query of columns `j .. j + 7` of a step sees which key."""
-            key_index = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 0, layout=MATRIX)
-            key_index += first_key + wg * ROWS
-            if not spec.listed:
-                row = first.at[b, place, pl.ds(j, 8)]
-                row = plgpu.load(row, layout=PER_COLUMN, optimized=False)
-                return (key_index >= down(row)) & (key_index < last)
-            if single:
-                there = place + tokens_from(j) < end
-                return key_index < jnp.where(down(there), last, 0)
-            u = j // unit.rows
-            last = jnp.where(place + u < end, last, 0)
-            if not spec.block:
-                return key_index < last
-            begins = lax.shift_right_logical(found[u], 16) - REACH + first_key
-            last = jnp.minimum(last, begins + spec.block)
-            last = jnp.where(down(chosen(j, found)), last, 0)
-            return (key_index >= begins) & (key_index < last)
-
-        def chosen(j, found):
-            """Of columns `j .. j + 7` of a step, whether their tokens chose the block."""
-            token = tokens_from(j % unit.rows)
-            return lax.shift_right_logical(found[j // unit.rows], token) & 1 == 1
-
-        def tokens_from(row):
-            """Of eight columns, whose first one is row `row`, the tokens."""
-            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (8,), 0), PER_COLUMN)
+        def token_of_column(row):
+            """The tokens of eight columns of a query tile, the first of which is `row`."""
+            column = lax.broadcasted_iota(jnp.int32, (COLUMNS,), 0)
+            column = plgpu.layout_cast(column, PER_COLUMN)
             return lax.div(column + row, jnp.int32(group))
 
-        def compute(wg):
-            for source, ref in ((key, key_s), (value, value_s)):
-                mine = source.at[b, pl.ds(first_key + wg * ROWS, ROWS), g]
-                buffers.load_keys(
-                    lambda columns, mine=mine: mine.at[:, columns], ref, wg, keys_in.at[wg]
-                )
-            plgpu.barrier_wait(keys_in.at[wg])
-            sums = tuple(
-                operands.full((ROWS, width), 0.0, MATRIX)
-                for width, wanted in ((spec.D, spec.want_key), (spec.Dv, spec.want_value))
-                if wanted
+        def selected(j, marks):
+            """Whether the token of a column selected the block of its entry, `[8]`."""
+            token = token_of_column(j % query_tile.rows)
+            mark = marks[j // query_tile.rows]
+            return lax.shift_right_logical(mark, token) & 1 == 1
+
+        def visible(wg, j, key_end, first, marks):
+            """Which query of these columns sees which key, `[64, 8]`; `first`: the first query
+            tile or entry of the step.
+            """
+            key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
+            key += first_key + wg * ROWS
+            if not spec.gathered:
+                key_begin = refs.first_keys.at[b, first, pl.ds(j, COLUMNS)]
+                key_begin = plgpu.load(key_begin, layout=PER_COLUMN, optimized=False)
+                return (key >= down(key_begin)) & (key < key_end)
+            if spec.single_token:
+                exists = first + token_of_column(j) < end
+                return key < jnp.where(down(exists), key_end, 0)
+            t = j // query_tile.rows
+            key_end = jnp.where(first + t < end, key_end, 0)
+            if not spec.block:
+                return key < key_end
+            offset = lax.shift_right_logical(marks[t], BLOCK_OFFSET_SHIFT)
+            key_begin = offset - BLOCK_OFFSET_BIAS + first_key
+            key_end = jnp.minimum(key_end, key_begin + spec.block)
+            key_end = jnp.where(down(selected(j, marks)), key_end, 0)
+            return (key >= key_begin) & (key < key_end)
+
+        # Products.
+
+        def step(wg, under_mask, i, carry):
+            """Adds the query rows of step `i` to dK `[64, D]` and dV `[64, Dv]`."""
+            stage = stage_of(i)
+            first = begin + i * per_step
+            following = query_tiles_of_step(i + stages) if spec.gathered else ()
+            marks = entries_of_step(refs.marks, i) if spec.block else ()
+            plgpu.barrier_wait(refs.step_full.at[stage])
+            s, dp, _ = buffers.products(
+                ((refs.key_s, wg), (refs.query_s, stage)),  # S^T = K Q^T
+                ((refs.value_s, wg), (refs.do_s, stage)),  # dP^T = V dO^T
             )
-            masked, plain = (functools.partial(step, wg, mask) for mask in (True, False))
-            sums = lax.fori_loop(0, left, masked, sums)
-            sums = lax.fori_loop(left, right, plain, sums)
-            sums = list(lax.fori_loop(right, steps, masked, sums))
+            # Eight columns at a time, so that their statistics need few registers.
+            ds, gated_p = [], []
+            for j in range(0, ROWS, COLUMNS):
+                columns = slice(j, j + COLUMNS)
+                stats = refs.stats_s.at[stage], j
+                if not spec.single_token:
+                    stats = refs.stats_s.at[stage, columns], 0
+                of_single = group if spec.single_token else 0
+                lse_log2, *others = operands.column_stats(*stats, interpret, of_single)
+                if spec.block and not under_mask:
+                    lse_log2 = jnp.where(selected(j, marks), lse_log2, jnp.inf)
+                lse_log2, key_end, gate, delta = map(down, (lse_log2, *others))
+                p = jnp.exp2(s[:, columns] * scale_log2 - lse_log2)  # P^T [64, 8]
+                if under_mask:
+                    seen = visible(wg, j, key_end.astype(jnp.int32), first, marks)
+                    p = jnp.where(seen, p, 0.0)
+                gated_dp = dp[:, columns]
+                if spec.gated:
+                    gated_dp = gated_dp * gate
+                ds.append((p * (gated_dp - delta)).astype(dtype))  # dS = P * (g dP - delta)
+                gated_p.append((p * gate if spec.gated else p).astype(dtype))
+            factors = []
+            if spec.want_dk:  # dK += dS^T Q
+                factors += [(operands.side_by_side(ds, interpret), (refs.query_s, stage))]
+            if spec.want_dv:  # dV += (g P^T) dO
+                factors += [(operands.side_by_side(gated_p, interpret), (refs.do_s, stage))]
+            terms = [(acc, *pair) for acc, pair in zip(carry, factors, strict=True)]
+            sums = buffers.add_weighted(*terms)
+            if spec.gathered:
+                plgpu.commit_smem()  # all four warps have read this stage
+                load_step(i + stages, following)
+            else:
+                plgpu.barrier_arrive(refs.step_free.at[stage])
+            return tuple(sums)
 
-            @pl.when(items[item, 0] >= 0)
+        def consume(wg):
+            """dK and dV of the 64 keys of warpgroup `wg`."""
+            for source, ring in ((refs.key, refs.key_s), (refs.value, refs.value_s)):
+                keys = source.at[b, pl.ds(first_key + wg * ROWS, ROWS), g]
+                buffers.load_keys(
+                    lambda columns, keys=keys: keys.at[:, columns],
+                    ring,
+                    wg,
+                    refs.keys_full.at[wg],
+                )
+            plgpu.barrier_wait(refs.keys_full.at[wg])
+            sums = tuple(
+                operands.full((ROWS, width), 0.0, MATRIX) for width in spec.widths.values()
+            )
+            masked, unmasked = (functools.partial(step, wg, mask) for mask in (True, False))
+            sums = lax.fori_loop(0, first_unmasked, masked, sums)
+            sums = lax.fori_loop(first_unmasked, last_unmasked, unmasked, sums)
+            sums = list(lax.fori_loop(last_unmasked, steps, masked, sums))
+
+            @pl.when(refs.work_items[item, 0] >= 0)
             def _():
-                mine = pl.ds(wg * ROWS, ROWS)
-                if spec.want_value:
-                    value_out.at[place_out, mine][...] = sums.pop()
-                if spec.want_key:
-                    key_out.at[place_out, mine][...] = sums.pop() * spec.scale
+                keys = pl.ds(wg * ROWS, ROWS)
+                if spec.want_dv:
+                    refs.dv_partials.at[partial, keys][...] = sums.pop()
+                if spec.want_dk:
+                    refs.dk_partials.at[partial, keys][...] = sums.pop() * spec.scale
 
-        if spec.listed:
-            clear()
+        def produce():
+            """Fills the stages with query tiles, as consumers leave them."""
+
+            def load(i, _):
+                stage = stage_of(i)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(refs.step_free.at[stage])
+
+                load_tile(i, 0, begin + i)
+
+            lax.fori_loop(0, steps, load, None)
+            if interpret:  # which wants every completed phase waited for
+
+                def drain(i, _):
+                    plgpu.barrier_wait(refs.step_free.at[stage_of(i)])
+
+                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
+
+        if spec.gathered:
+            clear_rows_of_no_head()
             for i in range(stages):
-                load_listed(jnp.int32(i), ask(jnp.int32(i)))
-            compute(0)
+                load_step(jnp.int32(i), query_tiles_of_step(jnp.int32(i)))
+            consume(0)
             return
         wg = lax.axis_index("wg")
 
         @pl.when(wg < spec.consumers)
         def _():
             if not interpret:
-                plgpu.set_max_registers(240, action="increase")
-            compute(wg)
+                plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            consume(wg)
 
         @pl.when(wg == spec.consumers)
         def _():
-            clear()
+            clear_rows_of_no_head()
             if not interpret:
-                plgpu.set_max_registers(24, action="decrease")
+                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            produce()
 
-            def load(i, _):
-                slot = lax.rem(i, jnp.int32(stages))
-
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(rows_free.at[slot])
-
-                load_unit(i, 0, begin + i)
-
-            lax.fori_loop(0, steps, load, None)
-            if interpret:  # which wants every completed phase waited for
-
-                def drain(i, _):
-                    plgpu.barrier_wait(rows_free.at[lax.rem(i, jnp.int32(stages))])
-
-                lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
-
-    slabs, value_slabs = spec.D // unit.slab, spec.Dv // unit.slab
-    shape = jax.ShapeDtypeStruct
-    inputs = [
-        shape((spec.B, spec.T, spec.H, spec.D), dtype),
-        shape((spec.B, spec.S, spec.Hkv, spec.D), dtype),
-        shape((spec.B, spec.S, spec.Hkv, spec.Dv), dtype),
-        shape((spec.B, spec.T, spec.H, spec.Dv), dtype),
-        bwd_preprocess.array(spec, unit.tokens, spec.rows_of_unit),
-        shape((spec.items, ITEM), jnp.int32),
-    ]
-    if spec.listed:
-        inputs += [shape((spec.listed,), jnp.int32)] * (1 + bool(spec.block))
-    else:
-        inputs += [shape((spec.B, spec.units, unit.rows), jnp.int32)]
-    outputs = tuple(
-        shape((spec.items, spec.keys, width), jnp.float32)
-        for width, wanted in ((spec.D, spec.want_key), (spec.Dv, spec.want_value))
-        if wanted
-    )
-    call = plgpu.kernel(
+    copies = (spec.D + spec.Dv) // query_tile.slab  # of K and V, and of Q and dO: one a slab
+    stats_rows = per_step * spec.stats_rows
+    return build_kernel(
+        kernel,
         body,
-        out_type=outputs,
-        grid=(spec.items,),
-        grid_names=("item",),
-        num_threads=None if spec.listed else spec.consumers + 1,
-        thread_name=None if spec.listed else "wg",
-        scratch_types=[
-            buffers.ring(spec.consumers, ROWS, spec.D),
-            buffers.ring(spec.consumers, ROWS, spec.Dv),
-            buffers.rows(stages, spec.D, per_step),
-            buffers.rows(stages, spec.Dv, per_step),
-            plgpu.SMEM((stages, per_step * spec.rows_of_unit, ROW_STATS), jnp.float32),
-            plgpu.Barrier(num_arrivals=slabs + value_slabs, num_barriers=spec.consumers),
-            plgpu.Barrier(
-                num_arrivals=(slabs + value_slabs + 1) * per_step, num_barriers=stages
+        scratch={
+            "key_s": buffers.ring(spec.consumers, ROWS, spec.D),
+            "value_s": buffers.ring(spec.consumers, ROWS, spec.Dv),
+            "query_s": buffers.rows(stages, spec.D, per_step),
+            "do_s": buffers.rows(stages, spec.Dv, per_step),
+            "stats_s": plgpu.SMEM((stages, stats_rows, ROW_STATS), jnp.float32),
+            "keys_full": plgpu.Barrier(num_arrivals=copies, num_barriers=spec.consumers),
+            "step_full": plgpu.Barrier(
+                num_arrivals=(copies + 1) * per_step, num_barriers=stages
             ),
-            plgpu.Barrier(num_arrivals=spec.consumers, num_barriers=stages),
-        ],
-        compiler_params=operands.PARAMS,
+            "step_free": plgpu.Barrier(num_arrivals=spec.consumers, num_barriers=stages),
+        },
+        grid=(spec.work_items,),
+        grid_names=("item",),
+        num_threads=None if spec.gathered else spec.consumers + 1,
+        thread_name=None if spec.gathered else "wg",
         interpret=spec.interpret,
     )
-    return Kernel("key_gradient", spec, call, tuple(inputs), outputs)
 
 
-@functools.cache
-def merged(spec: Dkv) -> Kernel:
-    """Inputs: the outputs of `partial_sums`, and int32 `first`, `count` `[B, Hkv, tiles]`: the
-    items of each tile of keys. Outputs: the gradients of key `[B, S, Hkv, D]` and value
-    `[B, S, Hkv, Dv]`, as wanted.
+def merge(kernel: Kernel):
+    """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of 64 keys, in
+    their order. Bandwidth bound.
     """
-    dtype = jnp.dtype(spec.dtype)
-    buffers = operands.Buffers(dtype, spec.unit, bool(spec.interpret))
-    widths = [spec.D] * spec.want_key + [spec.Dv] * spec.want_value
+    spec: Dkv = kernel.spec
+    buffers = operands.Buffers(jnp.dtype(spec.dtype), spec.query_tile, bool(spec.interpret))
 
-    def body(*refs):
-        parts, (first, count, *refs) = refs[: len(widths)], refs[len(widths) :]
-        outs, scratch = refs[: len(widths)], refs[len(widths) :]
+    def body(refs):
         row, tile = lax.axis_index("bg"), lax.axis_index("tile")
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        whole = lax.div(tile, jnp.int32(spec.consumers))
-        half = pl.ds((tile - whole * spec.consumers) * ROWS, ROWS)
-        begin = first[b, g, whole] + 0
-        for width, part, out, staged in zip(widths, parts, outs, scratch, strict=True):
+        # Which work items' tile these 64 keys belong to, and which half of it they are.
+        key_tile = lax.div(tile, jnp.int32(spec.consumers))
+        keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
+        first = refs.first[b, g, key_tile] + 0
+        for name, width in spec.widths.items():
+            partial, out, staged = (
+                getattr(refs, key) for key in (f"{name}_partials", name, f"{name}_s")
+            )
 
-            def add(i, total, part=part):
-                more = plgpu.load(part.at[begin + i, half], layout=MATRIX, optimized=False)
+            def add(i, total, partial=partial):
+                more = plgpu.load(partial.at[first + i, keys], layout=MATRIX, optimized=False)
                 return total + more
 
-            total = operands.full((ROWS, width), 0.0, MATRIX)
-            total = lax.fori_loop(0, count[b, g, whole] + 0, add, total)
+            total = operands.full((ROWS, width), 0.0, MATRIX)  # [64, width]
+            total = lax.fori_loop(0, refs.count[b, g, key_tile] + 0, add, total)
             buffers.write_keys(staged, 0, total)
             plgpu.commit_smem()
-            mine = out.at[b, pl.ds(tile * ROWS, ROWS), g]
-            buffers.store_keys(staged, 0, lambda columns, mine=mine: mine.at[:, columns])
+            rows = out.at[b, pl.ds(tile * ROWS, ROWS), g]
+            buffers.store_keys(staged, 0, lambda columns, rows=rows: rows.at[:, columns])
         plgpu.wait_smem_to_gmem(0)
 
-    shape = jax.ShapeDtypeStruct
-    places = shape((spec.B, spec.Hkv, spec.tiles), jnp.int32)
-    sums = [shape((spec.items, spec.keys, width), jnp.float32) for width in widths]
-    outputs = tuple(shape((spec.B, spec.S, spec.Hkv, width), dtype) for width in widths)
-    call = plgpu.kernel(
+    return build_kernel(
+        kernel,
         body,
-        out_type=outputs,
+        scratch={
+            f"{name}_s": buffers.ring(1, ROWS, width) for name, width in spec.widths.items()
+        },
         grid=(spec.B * spec.Hkv, -(-spec.S // ROWS)),
         grid_names=("bg", "tile"),
-        scratch_types=[buffers.ring(1, ROWS, width) for width in widths],
-        compiler_params=operands.PARAMS,
         interpret=spec.interpret,
     )
-    return Kernel("merged_key_gradient", spec, call, (*sums, places, places), outputs)

@@ -1,11 +1,20 @@
-"""Scores and the best blocks, query rows x keys: groups of up to 16 heads.
+"""Scores and the best blocks by S = Q K^T: groups of up to 16 heads.
 
-A warpgroup has 64 rows, `64 // heads` tokens, and its queries in registers as the left operand,
-so that a product reads keys only: half the shared-memory traffic of both from there. With 16
-heads a warp has one token, with fewer 2 or 4: the head sum is an exchange of its lanes, once a
-step of `ratio` products, and all that follows is the warp's own (`warp_topk.py`). The warpgroups
-share the ring of keys, which they fill in turn. Four of them run on a multiprocessor, at 128
-registers a thread, so that others multiply while one makes probabilities.
+Algorithm: P = exp2(scale * log2(e) * Q K^T - lse_log2), whose lse the compressed branch made;
+its sums over phases (`specs/scores.py`) and over the heads of a group go to the score row of
+each token in shared memory, and a warp takes the n best from there (`warp_topk.py`).
+
+Loop order: query-stationary. For each tile of query rows (a CTA of 2 to 4 warpgroups): for each
+chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
+phases one product; at the end of a chunk its top-k.
+Tile: 64 query rows a warpgroup, `64 // heads` tokens, in registers as the left operand, so that
+a product reads keys only: half the shared-memory traffic of both from there. With 16 heads a
+warp has one token, with fewer 2 or 4: the sum over heads is an exchange of its lanes, once a
+step. The warpgroups share the ring buffer of keys and refill it in turn.
+
+Four warpgroups run on an SM, at 128 registers a thread, so that others multiply while one makes
+probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on an H100: 2.2
+TFLOP = 2.2 ms; 8.8 G exponentials at 16 a clock and SM, 2.4 ms; query once 1.1 GB = 0.33 ms.
 """
 
 import functools
@@ -24,80 +33,53 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
-from kernels_pallas.mosaic.scores import Cut, Scores, norms, shapes
+from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.scores_common import lse_log2_of_rows, walk_chunk
 from kernels_pallas.mosaic.warp import Word
-from kernels_pallas.mosaic.warp_topk import MOST, ScoreLines, entries_in, winners_kept
+from kernels_pallas.mosaic.warp_topk import WarpTopK
+from kernels_pallas.specs.scores import KEYS, Scores
 
-KEYS = ROWS  # of a product
-SMEM_BYTES = 228 * 1024  # of a multiprocessor; the system takes 1 KB a block of threads
 # A product's registers after rows 8 apart have been added: 8 rows a warp.
 FOLDED = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 
 
-def cut(spec: Scores) -> Cut:
-    """As few chunks as fit in shared memory, then as many stages."""
-    heads = max(4, 1 << (spec.group - 1).bit_length())
-    # 128 registers a thread are for four warpgroups. Where the compiler needs no limit to stay
-    # there, they are two blocks of threads; where it would spill, three have more.
-    narrow = spec.D <= 128 and heads == 16 and spec.candidates <= MOST
-    large = spec.D > 192 or spec.cover > 2
-    blocks, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
-    lines = warpgroups * ROWS // heads
-    room = SMEM_BYTES // blocks - 2 * 1024  # the system's, and barriers
-    kept = winners_kept(spec.free)
-    every = -(-spec.candidates // KEYS) * KEYS
-
-    def chunk(stages):
-        words = (room - stages * KEYS * spec.D * 2) // (4 * lines) - kept
-        most = min(entries_in(words), MOST)
-        if every <= min(most, spec.held):
-            return every
-        return max(min(most - kept, spec.held) // KEYS * KEYS, KEYS)
-
-    def cost(stages):
-        return -(-spec.candidates // chunk(stages)), -stages
-
-    stages = min(range(2, max(spec.stages, 2) + 1), key=cost)
-    return Cut(heads, warpgroups * ROWS, lines, chunk(stages), stages)
-
-
-def best_blocks(spec: Scores) -> Kernel:
-    """`scores.best_blocks`, for groups of up to `scores.HEADS`, compiled."""
-    tile, r, heads = spec.tile, spec.ratio, spec.cut.heads
-    chunk, stages = spec.cut.chunk, spec.cut.stages
+def best_blocks(kernel: Kernel):
+    """The body of `specs.scores.best_blocks` for groups of up to 16 heads, compiled."""
+    spec: Scores = kernel.spec
+    tile, r, heads = spec.tile, spec.ratio, spec.tiling.heads
+    chunk, stages = spec.tiling.chunk, spec.tiling.stages
     buffers = operands.Buffers(jnp.dtype(spec.dtype), tile)
-    lines = ScoreLines(spec)
+    topk = WarpTopK(spec)
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
-    supers = chunk // KEYS
-    wide = KEYS * r
-    c = spec.scale * LOG2E
-    whole = r - spec.cover + 1  # phases that the block shares with no other
+    step_keys = KEYS * r
+    scale_log2 = spec.scale * LOG2E
+    unshared = r - spec.cover + 1  # phases that count for their own block alone
     sums_shape, sums_layout = (
         ((ROWS // 2, KEYS), FOLDED) if heads == 16 else ((ROWS, KEYS), MATRIX)
     )
 
-    def body(query, key, lse, first, last, own, base, span, out, *scratch):
-        key_s, scores_s, winners_s, key_in, key_free = scratch
+    def body(refs):
         wg = lax.axis_index("wg")
         b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
         g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        mine = spec.tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
-        begin = base[b, mine, 0]
-        end = last[b, mine, tile.rows - 1]
-        steps = lax.div(jnp.maximum(end - begin * r, 0) + wide - 1, jnp.int32(wide))
+        tile_index = spec.tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        base = refs.base_block[b, tile_index, 0]
+        end = refs.key_end[b, tile_index, tile.rows - 1]
+        steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
         products = steps * r
 
         def load(q):
-            slot = lax.rem(q, jnp.int32(stages))
-            blocks = pl.ds(begin + lax.div(q, jnp.int32(r)) * KEYS, KEYS)
+            """Starts the copies of the keys of product `q`."""
+            stage = lax.rem(q, jnp.int32(stages))
+            blocks = pl.ds(base + lax.div(q, jnp.int32(r)) * KEYS, KEYS)
             phase = lax.rem(q, jnp.int32(r))
             buffers.load_keys(
-                lambda columns: key.at[b, blocks, phase, g, columns],
-                key_s,
-                slot,
-                key_in.at[slot],
+                lambda columns: refs.key.at[b, blocks, phase, g, columns],
+                refs.key_s,
+                stage,
+                refs.key_full.at[stage],
             )
 
         for q in range(stages):
@@ -110,121 +92,116 @@ def best_blocks(spec: Scores) -> Kernel:
         here = pl.ds(row0, ROWS)
 
         def rows_of(ref):
-            return plgpu.load(ref.at[b, mine, here], layout=PER_ROW, optimized=False)
+            return plgpu.load(ref.at[b, tile_index, here], layout=PER_ROW, optimized=False)
 
-        first_token = mine * tile.tokens + wg * tokens
-        queries = _queries(spec, query, b, g, first_token)
-        last_row = rows_of(last)
-        first_row = rows_of(first) if spec.packed else None
-        first1, last0 = first[b, mine, row0 + ROWS - 1], last[b, mine, row0]
-        norm = norms(spec, tokens, lse, b, first_token, g)
+        first_token = tile_index * tile.tokens + wg * tokens
+        queries = _queries(spec, refs.query, b, g, first_token)  # [64, D]
+        key_end = rows_of(refs.key_end)  # [64]
+        key_begin = rows_of(refs.key_begin) if spec.packed else None
+        last_begin = refs.key_begin[b, tile_index, row0 + ROWS - 1]
+        first_end = refs.key_end[b, tile_index, row0]
+        lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, b, first_token, g)  # [64]
 
         def refill(q):
-            """Loads what follows product `q` in its slot, once all are done with it."""
-            slot = lax.rem(jnp.maximum(q, 0), jnp.int32(stages))
-            turn = lax.rem(slot, jnp.int32(warpgroups)) == wg
+            """Loads what follows product `q` in its stage, once all are done with it."""
+            stage = lax.rem(jnp.maximum(q, 0), jnp.int32(stages))
+            turn = lax.rem(stage, jnp.int32(warpgroups)) == wg
 
             @pl.when((q >= 0) & (q + stages < products) & turn)
             def _():
-                plgpu.barrier_wait(key_free.at[slot])
+                plgpu.barrier_wait(refs.key_free.at[stage])
                 load(q + stages)
 
-        # With a slot to spare, a warpgroup that refills need not wait for the others.
+        # With a stage to spare, a warpgroup that refills need not wait for the others.
         lag = 1 if stages >= 3 else 0
 
         def probabilities(under_mask, i, phase):
             """Of 64 keys of one phase, `[64, 64]`, or folded to `sums_shape`."""
             q = i * r + phase
-            slot = lax.rem(q, jnp.int32(stages))
-            plgpu.barrier_wait(key_in.at[slot])
-            logits = _product(queries, key_s[0].at[slot], tile.slab)
-            plgpu.barrier_arrive(key_free.at[slot])
-            probs = jnp.exp2(logits * c - across(norm, (ROWS, KEYS)))
+            stage = lax.rem(q, jnp.int32(stages))
+            plgpu.barrier_wait(refs.key_full.at[stage])
+            s = _product(queries, refs.key_s[0].at[stage], tile.slab)  # S = Q K^T
+            plgpu.barrier_arrive(refs.key_free.at[stage])
+            p = jnp.exp2(s * scale_log2 - across(lse_log2, (ROWS, KEYS)))
             if under_mask:  # a row sees blocks [low, high) of this phase
                 column = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=MATRIX)
-                edge = begin + i * KEYS
-                high = lax.div(last_row + (r - 1 - phase), jnp.int32(r)) - edge
+                edge = base + i * KEYS
+                high = lax.div(key_end + (r - 1 - phase), jnp.int32(r)) - edge
                 seen = column < across(high, (ROWS, KEYS))
-                if first_row is not None:
-                    low = lax.div(first_row + (r - 1 - phase), jnp.int32(r)) - edge
+                if key_begin is not None:
+                    low = lax.div(key_begin + (r - 1 - phase), jnp.int32(r)) - edge
                     seen &= column >= across(low, (ROWS, KEYS))
-                probs = jnp.where(seen, probs, 0.0)
-            return _fold(probs) if heads == 16 else probs
+                p = jnp.where(seen, p, 0.0)
+            return _fold(p) if heads == 16 else p
 
-        def step(under_mask, chunk0, i, nothing):
+        def step(chunk_begin, under_mask, i, nothing):
             """Scores of 64 blocks: their `r` phases."""
 
-            def own_phase(phase, sums):
-                sums = sums + probabilities(under_mask, i, phase)
+            def unshared_phase(phase, own):
+                own = own + probabilities(under_mask, i, phase)
                 refill(i * r + phase - lag)
-                return sums
+                return own
 
             def shared_phase(phase, carry):
-                """`r - phase` parts of `cover` are the block's, the rest the next one's."""
-                sums, following = carry
-                found = probabilities(under_mask, i, phase)
-                mine = jnp.asarray(r - phase, jnp.float32)
-                sums = sums + found * mine
-                more = found * (float(spec.cover) - mine)
+                """Counts `r - phase` times of `cover` for the block, else for the next one."""
+                own, following = carry
+                p = probabilities(under_mask, i, phase)
+                times = jnp.asarray(r - phase, jnp.float32)
+                own = own + p * times
+                more = p * (float(spec.cover) - times)
                 refill(i * r + phase - lag)
-                return sums, more if following is None else following + more
+                return own, more if following is None else following + more
 
             zeros = operands.full(sums_shape, 0.0, sums_layout)
-            sums = lax.fori_loop(0, whole, own_phase, zeros) * float(spec.cover)
+            own = lax.fori_loop(0, unshared, unshared_phase, zeros) * float(spec.cover)
             following = zeros
-            if whole < r:
+            if unshared < r:
                 # Unrolled, more than one of them would take too many registers.
-                carry = shared_phase(whole, (sums, None))
-                sums, following = lax.fori_loop(whole + 1, r, shared_phase, carry)
-            place = i * KEYS - chunk0
-            _each_warp(lines.add, [scores_s], [wg, place], [sums, following])
+                carry = shared_phase(unshared, (own, None))
+                own, following = lax.fori_loop(unshared + 1, r, shared_phase, carry)
+            place = i * KEYS - chunk_begin
+            _each_warp(topk.add, [refs.scores_s], [wg, place], [own, following])
             return nothing
 
+        own_block = refs.own_block.at[b, tile_index]
+
         def take(k, carry):
-            chunk0 = k * chunk
-            _each_warp(lines.open, [scores_s], [wg, k])
-            start = jnp.minimum(k * supers, steps)
-            stop = jnp.minimum(start + supers, steps)
-            edge = (begin + start * KEYS) * r
-            left = lax.div(jnp.maximum(first1 - edge, 0) + wide - 1, jnp.int32(wide))
-            left = jnp.minimum(start + left, stop) if spec.packed else start
-            right = lax.div(jnp.maximum(last0 - begin * r, 0), jnp.int32(wide))
-            right = jnp.clip(right, left, stop)
-            masked, plain = (functools.partial(step, mask, chunk0) for mask in (True, False))
-            if spec.packed:
-                carry = lax.fori_loop(start, left, masked, carry)
-            carry = lax.fori_loop(left, right, plain, carry)
-            carry = lax.fori_loop(right, stop, masked, carry)
+            """Scores of chunk `k`, and the best of them and of the chunks before."""
+            step_of_chunk = functools.partial(step, k * chunk)
+            _each_warp(topk.begin_chunk, [refs.scores_s], [wg, k])
+            carry = walk_chunk(
+                spec, step_of_chunk, carry, k, steps, base, last_begin, first_end
+            )
             if spec.free > 0:
-                refs = [scores_s, winners_s, own.at[b, mine], base.at[b, mine]]
-                _each_warp(lines.extract, refs, [wg, k, begin])
+                base_block = refs.base_block.at[b, tile_index]
+                arrays = [refs.scores_s, refs.winners_s, own_block, base_block]
+                _each_warp(topk.extract, arrays, [wg, k, base])
             return carry
 
-        if lines.several:
-            chunks = jnp.maximum(lax.div(span[b, mine] + chunk - 1, jnp.int32(chunk)), 1)
-            lax.fori_loop(0, chunks, take, jnp.int32(0))
+        if topk.several_chunks:
+            chunks = lax.div(refs.span[b, tile_index] + chunk - 1, jnp.int32(chunk))
+            lax.fori_loop(0, jnp.maximum(chunks, 1), take, jnp.int32(0))
         else:
             take(jnp.int32(0), jnp.int32(0))
-        _each_warp(lines.write, [winners_s, own.at[b, mine], out.at[b, g, mine]], [wg])
+        selection = refs.selection.at[b, g, tile_index]
+        _each_warp(topk.write, [refs.winners_s, own_block, selection], [wg])
 
-    inputs, output = shapes(spec)
-    call = plgpu.kernel(
+    score_rows = spec.tiling.score_rows
+    return build_kernel(
+        kernel,
         body,
-        out_type=[output],
+        scratch={
+            "key_s": buffers.ring(stages, KEYS, spec.D),
+            "scores_s": plgpu.SMEM((score_rows, topk.words), jnp.float32),
+            "winners_s": plgpu.SMEM((score_rows, topk.winner_slots), jnp.int32),
+            "key_full": plgpu.Barrier(num_arrivals=spec.D // tile.slab, num_barriers=stages),
+            "key_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        },
         grid=(spec.B * spec.Hkv, spec.tiles),
         grid_names=("bg", "tile"),
         num_threads=warpgroups,
         thread_name="wg",
-        scratch_types=[
-            buffers.ring(stages, KEYS, spec.D),
-            plgpu.SMEM((spec.lines, lines.words), jnp.float32),
-            plgpu.SMEM((spec.lines, lines.kept), jnp.int32),
-            plgpu.Barrier(num_arrivals=spec.D // tile.slab, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        ],
-        compiler_params=operands.PARAMS,
     )
-    return Kernel("best_blocks", spec, call, inputs, (output,))
 
 
 def _queries(spec: Scores, query, b, g, token):
@@ -240,7 +217,7 @@ def _queries(spec: Scores, query, b, g, token):
     )
     def read(_, query, *places):
         b, g, token = map(warp.scalar, places)
-        lane, heads = warp.lane(), spec.cut.heads
+        lane, heads = warp.lane(), spec.tiling.heads
         words = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         registers = np.empty((spec.D // 8, 2), dtype=object)
@@ -330,7 +307,7 @@ def _fold(probs):
 
 
 def _each_warp(function, refs, numbers, sums=()):
-    """Calls `function` of `Lines` with these arguments, as words."""
+    """Calls `function` of `WarpTopK` with these arguments, as words."""
     layout = FOLDED if sums and sums[0].shape[0] < ROWS else MATRIX
     rest = len(refs) + len(numbers)
 
@@ -345,7 +322,7 @@ def _matrix(registers, layout):
 
 
 def _floats(matrix):
-    """By row of a lane, its pairs of neighbours (`Lines.add`)."""
+    """By row of a lane, its pairs of neighbours (`WarpTopK.add`)."""
     pairs = matrix.registers.reshape(KEYS // 8, -1)
 
     def pair(register):

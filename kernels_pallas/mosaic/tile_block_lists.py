@@ -1,92 +1,110 @@
-"""Which blocks a tile of tokens reads, and for which of its tokens: the lists of `selected`.
+"""The block list of a tile (`specs/tile_block_lists.py`), made without a sort.
 
-A warp makes the list of a tile. In shared memory every block of the tile's sequence has one bit
-a token: those of the wanted blocks are set, and the blocks with a bit are written in their
-order, each at the place that a vote of the lanes gives it. No sort: a tile reads what its
-tokens want once, and passes over the blocks before them once.
+Algorithm, a warp a tile; for each sequence that the tile's tokens belong to, and each window of
+`WINDOW` of its blocks:
 
-Pallas' interpreter has no shuffles and votes: there `nsa_jax.sorted_lists` makes the same.
+    1. clear    one word a block and 32 tokens in shared memory
+    2. join     every entry of the selection sets the bit of its token (`block_bitmap.py`)
+    3. compact  32 blocks at a time, a lane a block: a vote says which have a bit; the number of
+                votes of the lanes below is the place in the list
+
+    shared memory [WARPS, words, WINDOW] int32
+
+        block        0      1      2      3    ...
+        word 0     0b0011   0    0b1000   0         bits: tokens 0 to 31 of the tile
+        word 1       0      0    0b0001   0         bits: tokens 32 to 63
+
+Bitmaps come in the order of the blocks, so the list does too. Bound by latency: a warp waits
+for `FETCHES` entries of the selection at a time, then for shared memory; the work grows with
+the blocks of the sequence, not with those selected.
 """
 
 import dataclasses
 import functools
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from collections.abc import Callable
+from typing import Any
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, warp
-from kernels_pallas.mosaic.block_bitmap import LANES, NOWHERE, BlockBitmap
+from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
+from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.tile import LANES
 
-WARPS = 4  # of a block of threads
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Lists:
-    """What a warp does, on the words of `warp.py`."""
+class MakeList:
+    """The program of a warp: the block list of tile `WARPS * group + warp`."""
 
     spec: SelectedAttention
 
-    def make(
-        self, indices, position, key_start, starts, members, counts, bits, b, g, group
+    def __call__(
+        self,
+        warp: Any,
+        indices,
+        position,
+        key_start,
+        starts,
+        members,
+        counts,
+        bits,
+        b,
+        g,
+        group,
     ) -> None:
-        """The list of tile `WARPS * group + warp`; arrays as in `lists`, `bits` in shared
-        memory `[WARPS, words, WINDOW]`.
-        """
+        """Arrays as the description has them, then `bits` `[WARPS, words, WINDOW]`."""
         spec, lane = self.spec, warp.lane()
         size, words = spec.block, spec.words
-        wanted = BlockBitmap(spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+        bitmap = BlockBitmap(warp, spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
         tile = group * WARPS + warp.warp()
         token0 = tile * spec.tile.tokens
-        mine = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
-        tokens = wanted.load(position, key_start, b, token0)
+        bits = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
+        tokens = bitmap.load(position, key_start, b, token0)
         # The first block that ends after the token's last key.
-        cut = [(place + 1) // size for place in tokens.position]
+        cut = [(last + 1) // size for last in tokens.position]
 
-        def of_list(array, place, words=1, word=0):
+        def address(array, entry, words=1, word=0):
+            """Of an entry of this tile's list in `starts` or `members`."""
             row = 4 * spec.entries
             lead = (b, spec.Hkv * spec.tiles), (g, spec.tiles), (tile, 1)
             lead = *((i, n * words * row) for i, n in lead), (warp.word(word), row)
-            return warp.element(array, *lead, (place, 4))
+            return warp.element(array, *lead, (entry, 4))
 
         def each_sequence(_, state):
             before, count, whole, ended = state
-            here, own, blocks = wanted.next_sequence(tokens, before)
+            first_key, own, blocks = bitmap.next_sequence(tokens, before)
 
             def window(i, state):
                 count, whole, _ = state
                 low = i * WINDOW
                 rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
-                wanted.clear(mine, WINDOW, rows)
+                bitmap.clear(bits, WINDOW, rows)
                 warp.sync()
-                first_cut = wanted.join(mine, WINDOW, low, indices, b, g, token0, own, cut)
+                first_cut = bitmap.join(bits, WINDOW, low, indices, b, g, token0, own, cut)
                 first_cut = warp.smallest(first_cut)
                 warp.sync()
 
-                def list_row(row, state):
+                def compact(row, state):
                     count, whole = state
-                    place = row * LANES + lane
-                    found = [
-                        warp.read(mine + place * 4, 4 * WINDOW * word) for word in range(words)
+                    block = row * LANES + lane
+                    member = [
+                        warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
                     ]
-                    listed = warp.different(functools.reduce(lambda x, y: x | y, found), 0)
+                    listed = warp.different(functools.reduce(lambda x, y: x | y, member), 0)
                     votes = warp.votes(listed)
-                    slot = count + warp.ones(votes & (warp.bit(lane) - 1))
-                    start = here + (low + place) * size
-                    warp.put(of_list(starts, slot), start, listed)
-                    for word, x in enumerate(found):
-                        warp.put(of_list(members, slot, words, word), x, listed)
-                    uncut = listed & (low + place < first_cut) & warp.same(ended, 0)
+                    entry = count + warp.ones(votes & (warp.bit(lane) - 1))
+                    start = first_key + (low + block) * size
+                    warp.put(address(starts, entry), start, listed)
+                    for word, x in enumerate(member):
+                        warp.put(address(members, entry, words, word), x, listed)
+                    uncut = listed & (low + block < first_cut) & warp.same(ended, 0)
                     return [
                         count + warp.ones(votes),
                         whole + warp.ones(warp.votes(uncut)),
                     ]
 
-                count, whole = warp.repeat(rows, list_row, [count, whole])
+                count, whole = warp.repeat(rows, compact, [count, whole])
                 warp.sync()
                 return [count, whole, first_cut]
 
@@ -94,57 +112,35 @@ class Lists:
             state = [count, whole, warp.word(NOWHERE)]
             count, whole, first_cut = warp.repeat(windows, window, state)
             ended = ended | warp.number(first_cut < NOWHERE)
-            return [here, count, whole, ended]
+            return [first_key, count, whole, ended]
 
         state = [warp.word(-1), *(warp.word(0) for _ in range(3))]
-        _, count, whole, _ = warp.repeat(wanted.sequences(tokens), each_sequence, state)
+        _, count, whole, _ = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
 
-        def clear_row(row, nothing):
-            slot = row * LANES + lane
-            rest = (slot >= count) & (slot < spec.entries) & (tile < spec.tiles)
-            warp.put(of_list(starts, slot), 0, rest)
+        def clear_entries(row, nothing):
+            entry = row * LANES + lane
+            past = (entry >= count) & (entry < spec.entries) & (tile < spec.tiles)
+            warp.put(address(starts, entry), 0, past)
             for word in range(words):
-                warp.put(of_list(members, slot, words, word), 0, rest)
+                warp.put(address(members, entry, words, word), 0, past)
             return nothing
 
-        warp.repeat(-(-spec.entries // LANES), clear_row, [])
-        address = warp.element(
-            counts,
-            (b, 8 * spec.Hkv * spec.tiles),
-            (g, 8 * spec.tiles),
-            (tile, 8),
-            (lane, 4),
-        )
-        there = warp.below(lane, 2) & (tile < spec.tiles)
-        warp.put(address, warp.where(warp.same(lane, 0), whole, count), there)
+        warp.repeat(-(-spec.entries // LANES), clear_entries, [])
+        of_tile = (b, 8 * spec.Hkv * spec.tiles), (g, 8 * spec.tiles), (tile, 8), (lane, 4)
+        of_tile = warp.element(counts, *of_tile)
+        exists = warp.below(lane, 2) & (tile < spec.tiles)
+        warp.put(of_tile, warp.where(warp.same(lane, 0), whole, count), exists)
 
 
-@functools.cache
-def lists(spec: SelectedAttention) -> Kernel:
-    """Inputs, int32: `indices` `[B, T, Hkv, n]`, the blocks that each token wants in any order,
-    -1 in empty places, those past the token's own not counted; `position` and `key_start`
-    `[B, T]`: its place in its sequence (negative: it wants nothing), and the sequence's first
-    key, never decreasing where tokens are. Outputs: `starts`, `members` and `counts` of
-    `specs.selected.forward`, zeros past the count of a list.
-    """
-    words, entries = spec.words, spec.entries
-
-    def body(*refs):
-        bg = lax.axis_index("bg")
-        b, g = (f(bg, jnp.int32(spec.Hkv)) for f in (lax.div, lax.rem))
-        warp.each(Lists(spec).make, refs, [b, g, lax.axis_index("group")])
-
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    places = spec.B, spec.Hkv, spec.tiles
-    by_token = shape((spec.B, spec.T))
-    inputs = shape((spec.B, spec.T, spec.Hkv, spec.n)), by_token, by_token
-    outputs = shape((*places, entries)), shape((*places, words, entries)), shape((*places, 2))
-    call = plgpu.kernel(
-        body,
-        out_type=outputs,
-        grid=(spec.B * spec.Hkv, -(-spec.tiles // WARPS)),
-        grid_names=("bg", "group"),
-        scratch_types=[plgpu.SMEM((WARPS, words, WINDOW), jnp.int32)],
-        compiler_params=operands.PARAMS,
+def tile_block_lists(kernel: Kernel) -> Callable:
+    """`specs.tile_block_lists.tile_block_lists`."""
+    spec = kernel.spec
+    return warp_kernel(
+        kernel,
+        MakeList(spec),
+        spec.B * spec.Hkv,
+        spec.tiles,
+        shared=[(WARPS, spec.words, WINDOW)],
+        kv_heads=spec.Hkv,
+        interpret=spec.interpret,
     )
-    return Kernel("union_lists", spec, call, inputs, outputs)

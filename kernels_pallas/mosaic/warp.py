@@ -1,7 +1,8 @@
 """What a warp does by itself: a 32-bit word a lane, and the instructions on words.
 
 For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
-bytes. `tests/warp_emulation.py` has the same names for numpy arrays of 32 lanes.
+bytes. `warp_emulation.Warps` has the same functions on NumPy arrays: a program that takes its
+instructions as an argument runs on either (`warp_kernel.py`).
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 
 from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.specs.tile import WORK_ITEM_INTS, ROWS, Tile, row_stats, slab_width
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, Tile, row_stats, slab_width
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
 SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them

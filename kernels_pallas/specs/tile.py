@@ -12,9 +12,12 @@ from kernels_pallas.kernel import Array
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
+LANES = 32  # of a warp, and bits of a word
 ROW_STATS = 4  # of a query row for the backward pass: lse_log2, key_end, gate, delta
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
-WORK_ITEM_INTS = 8  # int32 words of a work item
+WORK_ITEM_INTS = (
+    8  # of a row of a table of work items: 32 bytes, so that no row crosses a sector
+)
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
@@ -30,9 +33,10 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        tokens = self.rows // self.group
-        # A TMA copy moves a multiple of 128 bytes.
-        return tokens - (tokens * self.group * self.slab * 2 % 128 != 0)
+        """One TMA copy moves a multiple of 128 bytes; 0 where no number of tokens has that."""
+        rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
+        multiple = rows // math.gcd(rows, self.group)
+        return self.rows // self.group // multiple * multiple
 
     @property
     def used(self) -> int:

@@ -47,7 +47,10 @@ def why_not(problem: Any) -> str | None:
     rows, width, value_width = map(power, (group, problem.D, problem.Dv))
     least = smem_bytes(itemsize, rows, LEAST, width, value_width, 2)
     if least > SMEM_BYTES:
-        return f"needs {least} bytes of shared memory, of {SMEM_BYTES}"
+        return (
+            f"takes widths and groups that fit in {SMEM_BYTES} bytes of shared memory, "
+            f"got {least}"
+        )
     return None if _installed() else "needs triton, which is not installed"
 
 

@@ -1,40 +1,14 @@
 """Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float
 
 from nsa_jax import geometry
+from nsa_jax.compress_params import CompressParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.numerics import precision_of, wide
-
-
-class PoolParams(NamedTuple):
-    """A learnable weighted sum over the window, per channel (a depthwise convolution).
-
-    Arrays of JAX or of torch, as everywhere in these tuples.
-    """
-
-    weight: Any  # [l, D]
-
-
-class MLPParams(NamedTuple):
-    """The paper's MLP with an intra-block position embedding.
-
-    `w2 @ gelu(w1 @ flatten(window + position) + b1) + b2`, the window flattened token by
-    token, gelu in its tanh form, shared by the key/value heads.
-    """
-
-    position: Any  # [l, D]
-    w1: Any  # [l * D, F]
-    b1: Any  # [F]
-    w2: Any  # [F, D]
-    b2: Any  # [D]
-
-
-type CompressParams = PoolParams | MLPParams | None  # None: the mean
 
 
 def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
@@ -50,7 +24,6 @@ def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
 
 
 def _mlp(windows, params):
-    length, width = params.position.shape
     dtype = windows.dtype
     position, w1, b1, w2, b2 = (x.astype(wide(dtype)) for x in params)
 
@@ -64,7 +37,8 @@ def _mlp(windows, params):
         )
 
     embedded = windows.astype(wide(dtype)) + position[:, None]
-    hidden = product("bclkd,ldf->bckf", embedded, w1.reshape(length, width, -1)) + b1
+    w1 = rearrange(w1, "(l d) f -> l d f", l=len(position))
+    hidden = product("bclkd,ldf->bckf", embedded, w1) + b1
     return product("bckf,fd->bckd", jax.nn.gelu(hidden, approximate=True), w2) + b2
 
 
@@ -82,9 +56,8 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     if segment_ids is None:
         # A window is l/d stride blocks: static slices, so that the gradient needs no scatter.
         shifts = block // stride
-        blocks = x[:, : (count + shifts - 1) * stride].reshape(
-            batch, -1, stride, kv_heads, width
-        )
+        blocks = x[:, : (count + shifts - 1) * stride]
+        blocks = rearrange(blocks, "b (c s) k d -> b c s k d", s=stride)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         return apply_phi(jnp.concatenate(windows, axis=2), params)
     starts = geometry.window_starts(segment_ids, config)

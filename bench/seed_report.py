@@ -1,0 +1,179 @@
+"""The seed system's reports of one run of `bench.oneshot`, filled in.
+
+    python -m bench.seed_report artifacts/<commit>
+
+Writes `seed_report.md` there: the results of its GPU playbook (section 10: FA-2 over masked
+SDPA, thresholds) and the template of its GPU test plan (PASS or FAIL, benches, files). A test
+that was not run, or that could not be measured here, says so and is no PASS.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app
+
+from bench import tune_thresholds
+from bench.harness import cli, records
+from bench.harness.records import Record
+from bench.reports import render
+from bench.tuners import threshold_evidence
+from nsa_jax import policy
+
+NAME = "seed_report.md"
+MARGIN = 1.2
+# The tests of the template: the step that runs them, and the rows that they are.
+TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
+    "Triton FWD parity": ("triton", lambda r: r.implementation == "triton"),
+    "Triton BWD parity": (
+        "triton",
+        lambda r: r.implementation == "triton" and r.mode == "fwdbwd",
+    ),
+    "FA-2 varlen": (
+        "fa2",
+        lambda r: r.implementation == "fa2" and r.extra.get("path") == "varlen",
+    ),
+    "Gradients": ("compare_fwdbwd", lambda r: r.branch == "all"),
+    "Training step": ("train", None),
+    "Test suite": ("tests", None),
+}
+
+
+def rows_of(folder: Path, step: str) -> list[Record]:
+    """The records that a step made; those of training are of another kind."""
+    paths = () if step == "train" else sorted((folder / step).glob("*.jsonl"))
+    return [record for path in paths for record in records.read(path)]
+
+
+def verdict(
+    step: dict[str, Any] | None, rows: Sequence[Record], judged_by_rows: bool
+) -> tuple[str, str]:
+    """PASS, FAIL or NOT RUN, and why."""
+    if step is None or step["status"] == "skipped":
+        return "NOT RUN", "" if step is None else step["reason"]
+    bad = [row for row in rows if row.status in ("wrong", "error")]
+    if bad:
+        return "FAIL", bad[0].reason.splitlines()[0]
+    if judged_by_rows and not any(row.status == "ok" for row in rows):
+        if step["status"] == "timeout" or not rows:
+            return "FAIL", step["reason"] or "the step made no rows"
+        return "NOT RUN", rows[0].reason.splitlines()[0]
+    if step["status"] != "ok" and not judged_by_rows:
+        return "FAIL", step["reason"]
+    return "PASS", ""
+
+
+def tests(folder: Path, steps: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines of the template's section Tests."""
+    lines = []
+    for name, (step, wanted) in TESTS.items():
+        ran = steps.get(step)
+        rows = [] if wanted is None else [r for r in rows_of(folder, step) if wanted(r)]
+        word, reason = verdict(ran, rows, wanted is not None)
+        seconds = f" ({ran['seconds']:.0f} s)" if ran and ran["seconds"] else ""
+        lines.append(f"- {name}: {word}{seconds}{f': {reason}' if reason else ''}")
+    return lines
+
+
+def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
+    """`- S=256: w=32 x1.23, ..`: masked SDPA over FA-2, one line a length."""
+    lines: dict[int, list[str]] = {}
+    for row, gain in zip(rows, render.speed_ups(rows, "masked"), strict=True):
+        if (row.branch, row.implementation) != (branch, "fa2"):
+            continue
+        window = f"w={row.config['window']} " if branch == "sliding" else ""
+        text = f"x{gain:.2f}" if gain is not None else f"n/a ({row.status})"
+        lines.setdefault(row.T, []).append(window + text)
+    return [f"- S={length}: {', '.join(cells)}" for length, cells in sorted(lines.items())] or [
+        "- not measured"
+    ]
+
+
+def threshold_lines(folder: Path, device: str) -> list[str]:
+    """The thresholds that this run's own records give."""
+    found = threshold_evidence.Evidence()
+    for step in ("fa2", "selection"):
+        path = folder / step / f"{step}.jsonl"
+        if path.is_file():
+            threshold_evidence.read_records([path], device, found)
+    lines = []
+    for name in policy.DECIDES:
+        if not found.of(name):
+            lines.append(f"- runtime.{name}: not measured")
+            continue
+        tuned = tune_thresholds.tune(found, [name], MARGIN)
+        about = tuned["evidence"][name]
+        second = about.get("over_portable_path")
+        beside = "" if second is None else f"; over the portable path {second}"
+        lines.append(
+            f"- runtime.{name}: {tuned['runtime'][name]} ({about['kernel']} over "
+            f"{about['over']}, {about['rows']} rows, margin {MARGIN}{beside})"
+        )
+    return lines
+
+
+def last_lines(folder: Path, step: str) -> list[str]:
+    """What a bench printed, as its log has it."""
+    log = folder / f"{step}.log"
+    if not log.is_file():
+        return ["    not run"]
+    text = log.read_text(errors="replace").splitlines()
+    said = [x for x in text if x and not x.startswith(("written to", "warning:", "..."))]
+    return [f"    {line}" for line in said]
+
+
+def report(folder: Path) -> str:
+    """Both templates.
+
+    Raises:
+      FileNotFoundError: the folder is not of a run.
+    """
+    summary = json.loads((folder / "summary.json").read_text())
+    versions = {name: x or "n/a" for name, x in summary["versions"].items()}
+    packages = ("torch", "triton", "cuda", "driver")
+    torch, triton, cuda, driver = (versions.get(name, "n/a") for name in packages)
+    steps = {step["name"]: step for step in summary["steps"]}
+    fa2 = rows_of(folder, "fa2")
+    device = summary["device"]
+    parts = [
+        f"### GPU Bench Results (Device: {device}, Torch {torch}, CUDA {cuda})",
+        "Sliding (S,w; masked vs FA-2):",
+        *fa2_lines(fa2, "sliding"),
+        "",
+        "Compressed (S; masked vs FA-2):",
+        *fa2_lines(fa2, "compressed"),
+        "",
+        "Chosen thresholds:",
+        *threshold_lines(folder, device),
+        "",
+        "### GPU Test Plan",
+        f"GPU Host: {device} / Driver {driver}  ",
+        f"Commit: {(summary['commit'] or 'unknown')[:12]}  ",
+        f"Torch/Triton/CUDA: torch {torch}, triton {triton}, cuda {cuda}",
+        "",
+        "Tests:",
+        *tests(folder, steps),
+        "",
+        "Benches:",
+    ]
+    names = {"decode": "Decode bench", "selection": "Selection bench", "fa2": "FA-2 bench"}
+    for step, name in names.items():
+        parts += [f"- {name}:", "", *last_lines(folder, step), ""]
+    files = sorted(str(path.relative_to(folder)) for path in folder.glob("**/*.csv"))
+    files += sorted(path.name for path in folder.glob("*.log"))
+    return "\n".join([*parts, "Artifacts:", *(f"- `{name}`" for name in files)]) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 2:
+        raise app.UsageError(f"expected the folder of one run, got {argv[1:]}")
+    folder = Path(argv[1])
+    text = report(folder)
+    (folder / NAME).write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, arguments=True)

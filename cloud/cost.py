@@ -1,0 +1,79 @@
+"""What a run costs: an upper bound before it, and the share of it that was used after it.
+
+    python cloud/cost.py cloud/sky/l4.yaml                     # before
+    python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
+
+Before: the hourly limit of the task times the longest that setup, run and the idle time before
+`autostop` may take. After: the hourly limit times the time of the run itself; what the provider
+charged is in `sky cost-report`. Modal's app prints both for itself.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+PRICES = Path(__file__).parent / "prices.yaml"
+SETUP_MINUTES = 15.0  # machine and installation
+MODAL_GPUS = {"H100": "H100!", "A100": "A100-80GB", "L4": "L4"}  # "!": this one, none newer
+
+
+def dollars(hourly: float, minutes: float) -> float:
+    return hourly * minutes / 60
+
+
+def modal_hourly(gpu: str) -> float:
+    """The list price of a GPU of Modal.
+
+    Raises:
+      ValueError: Modal has none, or no price is known.
+    """
+    prices = yaml.safe_load(PRICES.read_text())["modal"]
+    if gpu not in prices or gpu not in MODAL_GPUS:
+        raise ValueError(f"gpu must be one of {sorted(prices)} on Modal, got {gpu!r}")
+    return prices[gpu]
+
+
+def task_minutes(task: dict) -> float:
+    """The longest that the machine of a SkyPilot task lives, without `sky down` by hand."""
+    (limit,) = re.findall(r"timeout [^\n]*?(\d+)m ", task["run"])
+    idle = task["resources"].get("autostop", {}).get("idle_minutes", 0)
+    return SETUP_MINUTES + float(limit) + idle
+
+
+def estimate(task: dict) -> str:
+    """The line before a run."""
+    hourly = task["resources"].get("max_hourly_cost")
+    if hourly is None:
+        return "no price: the cluster is yours"
+    minutes = task_minutes(task)
+    return (
+        f"at most ${dollars(hourly, minutes):.2f}: {minutes:.0f} minutes of at most "
+        f"${hourly:.2f} an hour"
+    )
+
+
+def used(hourly: float, seconds: float) -> str:
+    """The line after a run."""
+    return (
+        f"the run took {seconds:.0f} s: ${dollars(hourly, seconds / 60):.2f} of ${hourly:.2f}/h"
+    )
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) not in (2, 3):
+        print(__doc__, file=sys.stderr)
+        return 2
+    task = yaml.safe_load(Path(argv[1]).read_text())
+    print(estimate(task))
+    if len(argv) == 3:
+        summary = json.loads((Path(argv[2]) / "summary.json").read_text())
+        hourly = task["resources"].get("max_hourly_cost", 0.0)
+        print(f"{used(hourly, summary['seconds'])}; the bill: sky cost-report")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

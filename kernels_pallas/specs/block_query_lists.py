@@ -1,0 +1,197 @@
+"""The query lists of blocks: which queries selected the keys of each tile of keys.
+
+Key-stationary kernels walk over them: `dkv` (dk, dv) and `gathered_attention`. The tokens are
+cut into chunks, and lists stand one after the other:
+
+    for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
+
+    edges  [1 + rows * key_tiles * chunks]  where the entries of (row, tile, chunk) begin: the
+                                            running sum of their numbers, which begins with 0
+    lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
+
+A list is the same in every run: chunk after chunk, and within one in the order of the queries
+unless blocks end within tiles.
+"""
+
+import dataclasses
+import functools
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs.tile import LANES, ROWS
+
+# The mark of an entry holds the first key of its block, counted from the first key of the tile,
+# which may be up to 127 before it: with the bias the offset is not negative.
+BLOCK_OFFSET_BIAS = 128
+BLOCK_OFFSET_SHIFT = 16  # bits of a mark below the offset: one a token of the query tile
+CHUNKS = 512  # of a row of tokens at most
+BITS = 1024  # blocks that have their bits in shared memory at a time, and a few more
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockQueryLists:
+    """The static sizes of a problem.
+
+    Attributes:
+      block: keys of a selected block.
+      tokens: neighbours in a query tile, which is what the reader of the lists copies at a
+        time. An entry is a query tile and a block that some of its tokens selected; it stands
+        in the list of every tile of keys that the block touches.
+      packed: sequences may begin at any key.
+      tile, limit: with `limit` there are entries of those tokens alone that leave their tile
+        of `tile` tokens (`selected_walk.tile_is_gathered`).
+    """
+
+    B: int
+    T: int
+    S: int
+    Hkv: int
+    n: int
+    block: int
+    tokens: int
+    packed: bool
+    tile: int = 0
+    limit: int = 0
+    interpret: bool | object = False
+
+    # Blocks and tiles of keys.
+
+    @property
+    def aligned(self) -> bool:
+        """No tile or block crosses a border of the other kind's."""
+        return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
+
+    @property
+    def clipped(self) -> bool:
+        """A block may end within a tile of keys."""
+        return not self.aligned or self.block < ROWS
+
+    @property
+    def marked(self) -> bool:
+        """An entry must say which tokens and which keys it is about."""
+        return self.tokens > 1 or self.clipped
+
+    @property
+    def key_tiles_of_block(self) -> int:
+        """Tiles of keys that a block touches at most."""
+        if self.aligned:
+            return max(self.block // ROWS, 1)
+        return (self.block + ROWS - 2) // ROWS + 1
+
+    @property
+    def blocks_of_key_tile(self) -> int:
+        """Blocks of a sequence that touch a tile of keys at most."""
+        if self.aligned:
+            return max(ROWS // self.block, 1)
+        return (ROWS + self.block - 2) // self.block + 1
+
+    # Sizes that grow with the number of keys.
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys."""
+        return -(-self.S // ROWS)
+
+    @property
+    def window(self) -> int:
+        """Tiles of keys that a warp looks at at a time."""
+        return max(min(BITS, BITS * self.block // ROWS) // LANES, 1) * LANES
+
+    @property
+    def bits(self) -> int:
+        """Blocks that touch a window at most."""
+        return (-(-self.window * ROWS // self.block) // LANES + 1) * LANES
+
+    # Sizes that grow with the number of tokens.
+
+    @property
+    def rows(self) -> int:
+        return self.B * self.Hkv
+
+    @property
+    def entries(self) -> int:
+        """Of all lists at most."""
+        return self.rows * self.T * self.n * self.key_tiles_of_block
+
+    @property
+    def query_tiles(self) -> int:
+        return -(-self.T // self.tokens)
+
+    @property
+    def query_tiles_of_word(self) -> int:
+        """Query tiles whose tokens have their bits in one word."""
+        return LANES // self.tokens
+
+    @property
+    def words_of_chunk(self) -> int:
+        tokens = self.query_tiles_of_word * self.tokens
+        return -(-self.T // (tokens * CHUNKS))
+
+    @property
+    def chunk(self) -> int:
+        """Query tiles of a chunk."""
+        return self.query_tiles_of_word * self.words_of_chunk
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.T // (self.chunk * self.tokens))
+
+    # Arguments of the kernels.
+
+    @property
+    def edges(self) -> Array:
+        return Array((1 + self.rows * self.key_tiles * self.chunks,), "int32")
+
+    @property
+    def list(self) -> Array:
+        return Array((self.entries,), "int32")
+
+    @property
+    def selection(self) -> tuple[Array, ...]:
+        """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
+        `counts`.
+        """
+        by_token = (self.B, self.T)
+        shapes = [(*by_token, self.Hkv, self.n), by_token, by_token]
+        if self.limit:
+            shapes += [(self.B, self.Hkv, -(-self.T // self.tile), 2)]
+        return tuple(Array(shape, "int32") for shape in shapes)
+
+
+@functools.cache
+def count_entries(spec: BlockQueryLists) -> Kernel:
+    """Inputs: `selection`. Output: `edges` before the running sum, zero and the number of
+    entries of each row, tile of keys and chunk of tokens.
+    """
+    return _kernel("count_entries", spec, spec.selection, (spec.edges,))
+
+
+@functools.cache
+def fill_lists(spec: BlockQueryLists) -> Kernel:
+    """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
+
+    - the query tile of each entry;
+    - if `marked` its mark: `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
+      << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
+    """
+    inputs = *spec.selection, spec.edges
+    return _kernel("fill_lists", spec, inputs, (spec.list,) * (1 + spec.marked))
+
+
+@functools.cache
+def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
+    """As `fill_lists`, of a spec of single tokens whose blocks are tiles of keys. Output, int32
+    `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
+    """
+    if spec.tokens != 1 or spec.packed or spec.block != ROWS:
+        raise ValueError(
+            "gather lists are of single tokens, and of blocks that are tiles of keys: expected "
+            f"tokens=1, packed=False and block={ROWS}, got {spec}"
+        )
+    inputs = *spec.selection, spec.edges
+    return _kernel("fill_gather_lists", spec, inputs, (spec.list,))
+
+
+def _kernel(name, spec, inputs, outputs):
+    return Kernel(
+        name, spec, f"kernels_pallas.mosaic.block_query_lists:{name}", inputs, outputs
+    )

@@ -1,0 +1,68 @@
+"""Row statistics that the backward kernels read: what FlashAttention's preprocess makes.
+
+A row is a query head of a token; the rows of a query tile lie together, four float32 each:
+
+    lse_log2 = lse * log2(e)                 P  = exp2(scale * log2(e) * Q K^T - lse_log2)
+    key_end  = end of the keys that it sees  P  = 0 from there on
+    gate     = g_c, or 1                     dV += (g_c * P)^T dO
+    delta    = g_c * delta_c - dlse          dS = P * (g_c * dO V^T - delta)
+
+where delta_c = rowsum(dO * O_c) is of the branch's own output (`specs.combine.deltas`) and dlse
+is the gradient of the log-sum-exp.
+"""
+
+import dataclasses
+import functools
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs import tile
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStats:
+    """Static sizes. A query tile has `tokens` tokens and `rows` rows, of which `tokens * group`
+    stand for a query head and the others for none.
+    """
+
+    B: int
+    T: int
+    H: int
+    Hkv: int
+    tokens: int
+    rows: int
+    gated: bool = False
+    lse_grad: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.H // self.Hkv
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles of a sequence."""
+        return -(-self.T // self.tokens)
+
+
+@functools.cache
+def row_stats(spec: RowStats) -> Kernel:
+    """Inputs, float32 `[B, T, H]` but for the third:
+
+      lse: natural log-sum-exp of a branch, -inf where a query sees nothing;
+      delta: delta_c = rowsum(dO * O_c);
+      key_end: int32 `[B, T]`, end of the keys that a token may see;
+      gate: if `gated`;
+      dlse: if `lse_grad`, the gradient of the log-sum-exp.
+
+    Output: float32 `[B, Hkv, tiles, rows, 4]`: lse_log2, key_end, gate or 1, delta. A row that
+    sees nothing has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO
+    are zeros too, so it adds nothing.
+    """
+    by_head = Array((spec.B, spec.T, spec.H), "float32")
+    key_end = Array((spec.B, spec.T), "int32")
+    inputs = {"lse": by_head, "delta": by_head, "key_end": key_end}
+    inputs |= {"gate": by_head} if spec.gated else {}
+    inputs |= {"dlse": by_head} if spec.lse_grad else {}
+    outputs = {"row_stats": tile.row_stats(spec, spec.tokens, spec.rows)}
+    body = "kernels_pallas.mosaic.bwd_preprocess:row_stats"
+    return Kernel.named("bwd_preprocess", spec, body, inputs, outputs)

@@ -1,0 +1,204 @@
+"""Gradients of keys and values: key-stationary, split over work items, then merged.
+
+A work item is a tile of keys and a run of the query tiles that see it. `partials` sums over one
+work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
+gives the same bits.
+
+| branch              | query tiles of a work item                       | tokens a query tile |
+|---------------------|--------------------------------------------------|---------------------|
+| compressed, sliding | an interval: `begin .. end - 1`                  | 64 rows of them     |
+| selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64 rows,  |
+|                     | list of the block (`specs/block_query_lists.py`) | or a single one     |
+
+A work item is eight int32:
+
+| int  | what                                                                              |
+|------|-----------------------------------------------------------------------------------|
+| 0    | row of `[B, Hkv]`; negative: an empty place in the table                          |
+| 1    | first key                                                                         |
+| 2, 5 | begin and end of its query tiles, or list entries                                 |
+| 3, 4 | begin and end of those among them that see all keys of the tile and need no mask  |
+| 6    | which partial it writes                                                           |
+| 7    | nothing                                                                           |
+"""
+
+import dataclasses
+import functools
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs import tile
+from kernels_pallas.specs.tile import (
+    ROW_STATS,
+    ROW_STATS_MIN_ROWS,
+    ROWS,
+    SMEM_HALF,
+    WORK_ITEM_INTS,
+    Tile,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dkv:
+    """The static sizes of a problem.
+
+    Attributes:
+      work_items: in the table; some may be empty.
+      list_entries: of the query lists, for the selected branch; 0: intervals.
+      block: keys of a selected block, if each list entry has a mark, which says where its block
+        begins and which tokens of the query tile selected it; 0: all tokens of an entry
+        selected all keys of the tile.
+      single_token: a list entry is one token, not neighbours that share a copy; for groups of
+        up to `ROW_STATS_MIN_ROWS` query heads.
+      want_dk, want_dv: which gradients this kernel makes.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    scale: float
+    work_items: int
+    gated: bool = False
+    list_entries: int = 0
+    block: int = 0
+    single_token: bool = False
+    want_dk: bool = True
+    want_dv: bool = True
+    interpret: bool | object = False
+
+    # Sizes of a CTA: no length counts.
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.H // self.Hkv
+
+    @property
+    def gathered(self) -> bool:
+        """Query tiles come from lists."""
+        return self.list_entries > 0
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups of 64 keys each, which share the query tiles in shared memory."""
+        return 1 if self.gathered or self.D + self.Dv > 384 else 2
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys of a work item."""
+        return ROWS * self.consumers
+
+    @property
+    def query_tile(self) -> Tile:
+        """What one TMA copy per slab brings: neighbouring tokens, or a single one. Gathered
+        tiles have the fewest rows in which the tokens of a copy have room.
+        """
+        slab, rows = tile.slab_width(self.D, self.Dv), ROWS
+        if self.single_token:
+            rows = self.group
+        elif self.gathered:
+            fits = (rows for rows in (16, 32) if Tile(self.group, slab, rows).tokens)
+            rows = next(fits, ROWS)
+        return Tile(self.group, slab, rows)
+
+    @property
+    def tiles_per_step(self) -> int:
+        """Query tiles of a step, which has 64 rows."""
+        return ROWS // self.query_tile.rows
+
+    @property
+    def stats_rows(self) -> int:
+        """Rows of statistics that are copied with a query tile."""
+        return ROW_STATS_MIN_ROWS if self.single_token else self.query_tile.rows
+
+    @property
+    def stages(self) -> int:
+        """Steps in flight. Gathered rows lie anywhere in memory, so they take as many stages as
+        two CTAs on one SM have room for.
+        """
+        if not self.gathered:
+            return 2
+        operands = ROWS * (self.D + self.Dv) * 2  # K and V; as large again: Q and dO of a stage
+        stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
+        return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The gradients that are wanted, by name."""
+        widths = {"dk": self.D} if self.want_dk else {}
+        return widths | ({"dv": self.Dv} if self.want_dv else {})
+
+    # Sizes that grow with a length.
+
+    @property
+    def query_tiles(self) -> int:
+        return -(-self.T // self.query_tile.tokens)
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.S // self.tile_keys)
+
+    @property
+    def partials(self) -> dict[str, Array]:
+        """Float32 sums of the work items."""
+        return {
+            f"{name}_partials": Array((self.work_items, self.tile_keys, width), "float32")
+            for name, width in self.widths.items()
+        }
+
+
+@functools.cache
+def partials(spec: Dkv) -> Kernel:
+    """Sums of dk and dv over the query tiles of each work item.
+
+    Inputs:
+      query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
+      row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
+        G count;
+      work_items: int32 `[work_items, 8]`;
+      first_keys: for intervals, int32 `[B, query_tiles, rows]`, the first key by row;
+      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry;
+      marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
+        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it.
+
+    Outputs, as wanted: dk_partials float32 `[work_items, tile_keys, D]` and dv_partials
+    `[work_items, tile_keys, Dv]`; an empty work item writes none.
+    """
+    query_tile, ints = spec.query_tile, functools.partial(Array, dtype="int32")
+    inputs = {
+        "query": Array((spec.B, spec.T, spec.H, spec.D), spec.dtype),
+        "key": Array((spec.B, spec.S, spec.Hkv, spec.D), spec.dtype),
+        "value": Array((spec.B, spec.S, spec.Hkv, spec.Dv), spec.dtype),
+        "do": Array((spec.B, spec.T, spec.H, spec.Dv), spec.dtype),
+        "row_stats": tile.row_stats(spec, query_tile.tokens, spec.stats_rows),
+        "work_items": ints((spec.work_items, WORK_ITEM_INTS)),
+    }
+    if spec.gathered:
+        inputs["query_list"] = ints((spec.list_entries,))
+        if spec.block:
+            inputs["marks"] = ints((spec.list_entries,))
+    else:
+        inputs["first_keys"] = ints((spec.B, spec.query_tiles, query_tile.rows))
+    body = "kernels_pallas.mosaic.dkv:partials"
+    return Kernel.named("dkv_partials", spec, body, inputs, spec.partials)
+
+
+@functools.cache
+def merge(spec: Dkv) -> Kernel:
+    """dk and dv: the sums of the partials of each tile of keys.
+
+    Inputs: the outputs of `partials`; `first` and `count`, int32 `[B, Hkv, key_tiles]`: which
+    partials belong to a tile of keys. Outputs, as wanted: dk `[B, S, Hkv, D]` and dv
+    `[B, S, Hkv, Dv]`.
+    """
+    by_tile = Array((spec.B, spec.Hkv, spec.key_tiles), "int32")
+    inputs = spec.partials | {"first": by_tile, "count": by_tile}
+    outputs = {
+        name: Array((spec.B, spec.S, spec.Hkv, width), spec.dtype)
+        for name, width in spec.widths.items()
+    }
+    return Kernel.named("dkv_merge", spec, "kernels_pallas.mosaic.dkv:merge", inputs, outputs)

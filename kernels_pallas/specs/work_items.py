@@ -1,0 +1,210 @@
+"""Work items: what a CTA of the key-stationary kernels (`dkv`, `gathered_attention`) does.
+
+A work item is a tile of keys and the queries that it meets: an interval of query tiles
+(compressed and sliding branch), or entries of a query list (selected branch). A tile of keys
+with many queries has several, so that no CTA has much more work than another. In `dkv` each
+writes a partial, and a second kernel adds the partials of a tile in order.
+
+Tokens are cut into segments, and items that run together belong to one segment, so that the
+queries that they read are in L2 together.
+
+    table     [items, 8] int32    a `WorkItem` a row
+    first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
+    count     [B, Hkv, tiles]     and how many
+
+    order of work items           interval   [segment, row of B x Hkv, tile]
+                                  equal      [segment, row, tile, work item of the list]
+                                  halving    [row, segment, tile, work item of the list]
+    order of partials             [row, tile, segment, work item of the list]
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
+
+GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
+MIN_INTERVAL = 64  # query tiles of a work item of an interval
+MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
+MIN_ENTRIES = 256  # entries that a work item of a list may always have
+MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
+
+
+class WorkItem(NamedTuple):
+    """The columns of a row of the table; the ones past these mean nothing.
+
+    Queries are counted in query tiles, or from the begin of all lists in entries.
+    """
+
+    row: Any  # of [B, Hkv]; negative: nothing to do
+    first_key: Any  # of the tile of keys
+    begin: Any  # of the queries
+    unmasked_begin: Any  # of the queries that see all keys of the tile
+    unmasked_end: Any
+    end: Any
+    partial: Any  # where the item's partial stands; `dkv` only
+
+
+def entries_of_item(entries: int) -> int:
+    """How many entries a work item takes at most, of so many in all lists."""
+    return min(max(-(-entries // (GPU_ITEMS // 2)), MIN_ENTRIES), MAX_ENTRIES)
+
+
+# Queries that see a key are an interval.
+
+
+def interval_segments(key_tiles: int, query_tiles: int) -> int:
+    """Segments of the tokens: several where `key_tiles`, those of all rows of `[B, Hkv]`, would
+    be too few work items.
+    """
+    return max(min(-(-GPU_ITEMS // key_tiles), query_tiles // MIN_INTERVAL), 1)
+
+
+def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
+    """`table`, `first` and `count`, made with the array operations of a framework.
+
+    Args:
+      ops: a `nsa_jax.array_ops.ArrayOps`.
+      bounds: the keys `first .. last - 1` that each token sees, both `[B, T]`, neither
+        decreasing.
+      spec: a `Dkv`.
+      segments: of the tokens.
+    """
+    first, last = bounds
+    tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
+    span = -(-spec.query_tiles // segments)
+    xp, integers = ops.xp, ops.to_int32
+    start = xp.broadcast_to(ops.arange(first, tiles) * spec.tile_keys, (spec.B, tiles))
+
+    def token_after(bound, key, side):
+        return integers(ops.searchsorted(bound, key, side))
+
+    begin = token_after(last, start, "right") // tokens
+    end = (token_after(first, start + (spec.tile_keys - 1), "right") + (tokens - 1)) // tokens
+    end = xp.maximum(begin, end)
+    unmasked_begin = (
+        token_after(last, start + spec.tile_keys, "left") + (tokens - 1)
+    ) // tokens
+    unmasked_end = token_after(first, start, "right") // tokens
+
+    shape = (segments, spec.B, spec.Hkv, tiles)
+    segment = ops.arange(first, segments).reshape(-1, 1, 1, 1)
+    row = ops.arange(first, heads).reshape(1, spec.B, spec.Hkv, 1)
+    tile = ops.arange(first, tiles).reshape(1, 1, 1, -1)
+    begin, end, unmasked_begin, unmasked_end = (
+        x.reshape(1, spec.B, 1, tiles) for x in (begin, end, unmasked_begin, unmasked_end)
+    )
+    lower, upper = xp.maximum(begin, segment * span), xp.minimum(end, (segment + 1) * span)
+    item = WorkItem(
+        row=xp.where(lower < upper, row, -1),
+        first_key=tile * spec.tile_keys,
+        begin=lower,
+        unmasked_begin=unmasked_begin,
+        unmasked_end=unmasked_end,
+        end=xp.maximum(lower, upper),
+        partial=(row * tiles + tile) * segments + segment,
+    )
+    columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in item]
+    table = xp.concatenate([*columns, *columns[:1] * (WORK_ITEM_INTS - len(columns))], axis=1)
+    first_segment = begin // span
+    first_partial = (row * tiles + tile) * segments + first_segment
+    count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
+    return table, *(xp.broadcast_to(x[0], shape[1:]) for x in (first_partial, count))
+
+
+# Queries that selected a block are entries of a list.
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkItems:
+    """The work items of query lists: static sizes.
+
+    Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the
+    same capacity. Or they are `halving`: each is half of what is before the next one, the first
+    of `segment` query tiles or more, which gives the tiles of keys of a segment lists of like
+    lengths; where a token's last key is not known there is a single one.
+
+    Attributes:
+      longest: entries of a work item at most.
+    """
+
+    lists: BlockQueryLists
+    segment: int
+    longest: int
+    halving: bool = False
+
+    @property
+    def square(self) -> bool:
+        """Token t sees no key after t."""
+        return not self.lists.packed and self.lists.T == self.lists.S
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The chunk that each segment begins with, and how many chunks there are."""
+        lists = self.lists
+        if self.halving:
+            halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
+            inner = [(lists.query_tiles >> i) // lists.chunk for i in range(halves, 0, -1)]
+        else:
+            step = self.segment // lists.chunk
+            inner = range(step, lists.chunks, step)
+        return 0, *inner, lists.chunks
+
+    @property
+    def segments(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Work items of a row in each segment at most: none is empty, and a tile of keys that
+        the segment's tokens see has one at most that is not full.
+        """
+        lists, capacities = self.lists, []
+        tokens = lists.chunk * lists.tokens
+        for low, high in itertools.pairwise(self.cuts):
+            end = min(high * tokens, lists.T)
+            entries = (end - low * tokens) * lists.n * lists.key_tiles_of_block
+            tiles = min(-(-end // ROWS) if self.square else lists.key_tiles, entries)
+            capacities.append(tiles + (entries - tiles) // self.longest)
+        return tuple(capacities if self.halving else [max(capacities)] * self.segments)
+
+    @property
+    def items(self) -> int:
+        """Work items of a row: in all segments if `halving`, else in one."""
+        return sum(self.capacities) if self.halving else self.capacities[0]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the work items of each segment begin for row 0; a row's are `items` further."""
+        step = 1 if self.halving else self.lists.rows
+        return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
+
+    @property
+    def outputs(self) -> tuple[Array, ...]:
+        """`table`; if `halving` also `first` and `count`."""
+        lists = self.lists
+        shapes = [(lists.rows * sum(self.capacities), WORK_ITEM_INTS)]
+        if self.halving:
+            shapes += [(lists.B, lists.Hkv, lists.key_tiles)] * 2
+        return tuple(Array(shape, "int32") for shape in shapes)
+
+
+def dkv_work_items(lists: BlockQueryLists) -> WorkItems:
+    """Of the selected branch in `dkv`."""
+    return WorkItems(lists, MIN_SEGMENT, entries_of_item(lists.entries), halving=True)
+
+
+@functools.cache
+def work_items(spec: WorkItems) -> Kernel:
+    """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one a token in
+    rows that are not packed. Outputs: `table`, whose empty rows have `row` -1 and no entries;
+    if `halving` also `first` and `count`.
+    """
+    lists = spec.lists
+    inputs = lists.edges, Array((lists.B, lists.T), "int32")
+    body = "kernels_pallas.mosaic.work_items:work_items"
+    return Kernel("work_items", spec, body, inputs, spec.outputs)

@@ -1,0 +1,131 @@
+"""What the steps on Mosaic kernels ask of a framework's arrays.
+
+The steps (`mosaic_forward`, `mosaic_backward`, `mosaic_gather`, `mosaic_lists`,
+`mosaic_attention`) are written once. They take an `ArrayOps`, of which there are two:
+`nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps`. Neither framework is imported here.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+from kernels_pallas.kernel import Kernel
+
+type Index = int | slice | tuple[slice, ...]
+
+
+class QueryLayout(Protocol):
+    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
+
+    @property
+    def position(self) -> Any:
+        """In its own sequence, from 0; negative: padding, which sees nothing."""
+
+    @property
+    def key_start(self) -> Any:
+        """Key index of its sequence's first token."""
+
+    @property
+    def compressed_start(self) -> Any:
+        """Index of its sequence's first compressed token."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences may begin at any key."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some queries may be padding that is not finite."""
+
+
+class ArrayOps(Protocol):
+    """Operations that JAX and torch name or do differently.
+
+    Attributes:
+      xp: `jax.numpy` or `torch`, for what both have under one name.
+    """
+
+    xp: Any
+
+    def run(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
+        """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.
+
+        A kernel that is `in_place` may write its first output over the last input.
+        """
+        ...
+
+    def device_name(self, x: Any) -> str | None:
+        """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
+        ...
+
+    def cached(
+        self, layout: QueryLayout, name: Hashable, make: Callable[[], Iterable[Any]]
+    ) -> Sequence[Any]:
+        """The arrays `make()`, which follow from `layout` and `name` alone: calls alike may
+        share them.
+        """
+        ...
+
+    def arange(self, like: Any, count: int) -> Any:
+        """int32 `[1, count]`, `0 .. count - 1`, on the device of `like`."""
+        ...
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        """`x`, or a copy in another dtype of `xp`."""
+        ...
+
+    def contiguous(self, x: Any) -> Any:
+        """`x`, or a copy that lies in memory row by row."""
+        ...
+
+    def take_rows(self, x: Any, index: Any) -> Any:
+        """`x[b, index[b]]` for each row b: `[B, n, ...]` and `[B, m]` to `[B, m, ...]`."""
+        ...
+
+    def searchsorted(self, rows: Any, values: Any, side: str) -> Any:
+        """`numpy.searchsorted` of each row: `[B, n]` ascending and `[B, m]` to `[B, m]`."""
+        ...
+
+    def sort(self, x: Any) -> Any:
+        """Each row `[..., n]` ascending."""
+        ...
+
+    def sort_pairs(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """Rows of both `[B, n]` in the order of the keys, which is stable."""
+        ...
+
+    def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:
+        """`x` with `count` more entries `value` at the end of `axis`."""
+        ...
+
+    def write(self, x: Any, index: Index, part: Any) -> Any:
+        """`x` with `part` at `index`, perhaps in the memory of `x`."""
+        ...
+
+    def to_int32(self, x: Any) -> Any:
+        """`x`, or an int32 copy."""
+        return self.cast(x, self.xp.int32)
+
+    def to_float32(self, x: Any) -> Any:
+        """`x`, or a float32 copy."""
+        return self.cast(x, self.xp.float32)
+
+    def extend(self, x: Any, axis: int, length: int, fill: float | None = None) -> Any:
+        """`x` continued along `axis` to `length` by `fill`, or by its last entry for None."""
+        missing = length - x.shape[axis]
+        if missing <= 0:
+            return x
+        if fill is not None:
+            return self.pad_end(x, axis, missing, fill)
+        last = x[(slice(None),) * axis + (slice(-1, None),)]
+        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+        return self.xp.concatenate([x, self.xp.broadcast_to(last, shape)], axis=axis)
+
+
+def zero_padding(ops: ArrayOps, x: Any, layout: QueryLayout) -> Any:
+    """`x` `[B, T, H, D]` with zeros in the rows of padding.
+
+    Kernels that mask by block or by key tile read such rows whole, and zero times NaN is NaN.
+    """
+    if not layout.padded:
+        return x
+    return ops.xp.where((layout.position >= 0)[..., None, None], x, 0)

@@ -1,0 +1,54 @@
+"""`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import jax_problem
+from nsa_jax.array_ops import ArrayOps
+
+
+class JaxOps(ArrayOps):
+    xp: Any = jnp
+
+    def run(self, kernel, *arrays):
+        return kernel(*arrays)
+
+    def device_name(self, x):
+        return jax_problem.device_name()  # the default device runs what is traced
+
+    def cached(self, layout, name, make):
+        return make()
+
+    def arange(self, like, count):
+        return jnp.arange(count, dtype=jnp.int32)[None]
+
+    def cast(self, x, dtype):
+        return jnp.asarray(x, dtype)
+
+    def contiguous(self, x):
+        return x
+
+    def take_rows(self, x, index):
+        return jax.vmap(lambda row, at: row[at])(x, index)
+
+    def searchsorted(self, rows, values, side):
+        return jax.vmap(functools.partial(jnp.searchsorted, side=side))(rows, values)
+
+    def sort(self, x):
+        return jnp.sort(x)
+
+    def sort_pairs(self, keys, values):
+        return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
+
+    def pad_end(self, x, axis, count, value):
+        widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, constant_values=value)
+
+    def write(self, x, index, part):
+        return x.at[index].set(part)
+
+
+JAX_OPS = JaxOps()

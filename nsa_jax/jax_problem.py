@@ -1,0 +1,52 @@
+"""What dispatch is asked on behalf of JAX: the device and the problem that arrays pose."""
+
+import jax
+
+from kernels_pallas.mosaic.capability import interpret
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem
+
+
+def device_name() -> str | None:
+    """What the driver calls JAX's default device where that is a GPU, or None."""
+    if interpret.get():
+        return None
+    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
+    return device.device_kind if device.platform in ("gpu", "cuda") else None
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability of JAX's first device, or None where that is no NVIDIA GPU."""
+    version = str(getattr(jax.devices()[0], "compute_capability", ""))
+    major, _, minor = version.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def problem_of(
+    query, kv_heads: int, num_keys: int, value_width: int, config: NSAConfig, packed: bool
+) -> Problem:
+    """The problem that `query` `[B, T, H, D]` poses on the default JAX backend.
+
+    Under `jit` nobody knows whether a gradient will be asked for, so it is assumed: what the
+    backward pass cannot do is refused before the forward pass runs.
+    """
+    batch, length, heads, width = query.shape
+    return Problem(
+        framework="jax",
+        branch="",
+        platform=jax.default_backend(),
+        capability=capability(),
+        dtype=str(query.dtype),
+        B=batch,
+        T=length,
+        S=num_keys,
+        H=heads,
+        Hkv=kv_heads,
+        D=width,
+        Dv=value_width,
+        packed=packed,
+        config=config,
+        device=device_name(),
+        requires_grad=True,
+    )

@@ -1,0 +1,53 @@
+"""Index structures of the selected branch, made on the device from the block indices.
+
+| structure | read by | says |
+|---|---|---|
+| block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
+| query list of a block | `dkv` | which queries chose the block |
+| the same of tokens that leave their tile | `gathered_attention` | which queries, which slot |
+| work items | `dkv`, `gathered_attention` | segments of query lists |
+"""
+
+from kernels_pallas.specs import block_query_lists as query_list_kernels
+from kernels_pallas.specs import tile_block_lists as block_list_kernels
+from kernels_pallas.specs import work_items as work_item_kernels
+from nsa_jax.array_ops import ArrayOps, QueryLayout
+
+
+def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
+    """`(starts, members, counts)` for `spec`, the `SelectedAttention` that reads them."""
+    arrays = block_indices, layout.position, layout.key_start
+    return ops.run(block_list_kernels.tile_block_lists(spec), *arrays)
+
+
+def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
+    """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile
+    begins, and the lists one after another.
+    """
+    arrays = block_indices, layout.position, layout.key_start
+    edges = _edges(ops, arrays, spec)
+    return edges, *ops.run(query_list_kernels.fill_lists(spec), *arrays, edges)
+
+
+def gathered_lists(ops: ArrayOps, block_indices, counts, layout: QueryLayout, spec):
+    """`(table, entries)` that the gathering kernel reads.
+
+    `spec`: a `WorkItems`; `counts`: of the tiles' block lists, which say which tiles are
+    gathered.
+    """
+    arrays = block_indices, layout.position, layout.key_start, counts
+    edges = _edges(ops, arrays, spec.lists)
+    (entries,) = ops.run(query_list_kernels.fill_gather_lists(spec.lists), *arrays, edges)
+    return work_items(ops, edges, layout, spec)[0], entries
+
+
+def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
+    """The work items of the lists with these `edges`, and of each key tile its first partial
+    and their count where `spec`, a `WorkItems`, has them.
+    """
+    return ops.run(work_item_kernels.work_items(spec), edges, layout.position)
+
+
+def _edges(ops, arrays, spec):
+    (counts,) = ops.run(query_list_kernels.count_entries(spec), *arrays)
+    return ops.xp.cumsum(counts, axis=0, dtype=ops.xp.int32)

@@ -1,0 +1,131 @@
+"""The package as users install it: a wheel, a new virtual environment for each set of extras.
+
+    python tests/clean_environments.py             # all of ENVIRONMENTS
+    python tests/clean_environments.py base jax    # these
+
+Everything lies under build/clean. Each environment runs a program, away from the checkout, and
+must not have the packages that its extras do not bring. `tests/test_extras.py` runs the same
+programs in the test suite, where absence is simulated.
+"""
+
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "clean"
+
+# Fails unless the statement is refused by an error that names the extra.
+REFUSED = """
+def refused(statement, extra):
+    try:
+        exec(statement)
+    except ModuleNotFoundError as error:
+        assert f"native-sparse-attention[{extra}]" in str(error), error
+        print(f"{statement}: {error}")
+    else:
+        raise AssertionError(f"{statement} ran")
+"""
+BASE = """
+import nsa_jax.config, nsa_jax.types, nsa_jax.layer, configs
+assert nsa_jax.config.NSAConfig().num_compressed(64) == 3
+assert configs.load("base")
+refused("import nsa_torch", "torch")
+refused("import interop.weights", "torch")
+refused("import bench.compare", "bench")
+"""
+JAX = """
+import jax, jax.numpy as jnp, nsa_jax
+query, key = jnp.ones((1, 70, 4, 16)), jnp.ones((1, 70, 2, 16))
+gates = jnp.ones((1, 70, 4, 3)) / 3
+loss = lambda query: nsa_jax.attention(query, key, key, gates).sum()
+value, grad = jax.jit(jax.value_and_grad(loss))(query)
+assert jnp.isfinite(value) and grad.shape == query.shape
+"""
+NO_FLAX = """
+refused("import nsa_jax.nn", "nnx")
+"""
+NNX = """
+from flax import nnx
+import nsa_jax.nn
+from nsa_jax.layer import LayerSpec
+spec = LayerSpec(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
+layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
+assert layer(jnp.ones((1, 40, 16)))[0].shape == (1, 40, 16)
+"""
+TORCH = """
+import torch, nsa_torch, interop.weights
+layer = nsa_torch.NSAAttention(16, 2, 1, 8, 8)
+layer(torch.ones(1, 40, 16))[0].sum().backward()
+assert layer.W_Q.weight.grad.isfinite().all()
+interop.weights.save("layer.safetensors", layer)
+interop.weights.load("layer.safetensors", layer)
+"""
+
+
+class Environment(NamedTuple):
+    """What is installed, what must not be, and what must run."""
+
+    extras: str
+    absent: tuple[str, ...]
+    program: str
+
+
+ENVIRONMENTS = {
+    "base": Environment("", ("jax", "torch", "flax", "matplotlib", "rich"), BASE),
+    "jax": Environment("[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX),
+    "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
+    "torch": Environment("[torch]", ("flax", "matplotlib", "rich"), TORCH + NO_FLAX),
+}
+
+
+def program(environment: Environment) -> str:
+    """Python that fails unless the environment is as it must be."""
+    absent = f"""
+import importlib.util
+for name in {environment.absent}:
+    assert importlib.util.find_spec(name) is None, f"{{name}} is installed"
+"""
+    return absent + REFUSED + environment.program
+
+
+def wheel() -> Path:
+    """The wheel of this checkout."""
+    # setuptools would put modules that are gone into the wheel again.
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    _pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(FOLDER), str(ROOT))
+    (built,) = FOLDER.glob("*.whl")
+    return built
+
+
+def check(name: str, built: Path) -> None:
+    """Installs the wheel and the extras of `name` in a new environment, runs its program."""
+    environment, folder = ENVIRONMENTS[name], FOLDER / name
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    _pip(python, "install", f"native-sparse-attention{environment.extras} @ {built.as_uri()}")
+    print(f"{name}: installed {environment.extras or 'without extras'}", flush=True)
+    subprocess.run([python, "-I", "-c", program(environment)], cwd=folder, check=True)
+    print(f"{name}: ok", flush=True)
+
+
+def _pip(python: Path, *arguments: str) -> None:
+    command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(ENVIRONMENTS)
+    if unknown := sorted(set(names) - set(ENVIRONMENTS)):
+        sys.exit(f"environments must be among {list(ENVIRONMENTS)}, got {unknown}")
+    built = wheel()
+    for name in names:
+        check(name, built)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""How commands end: the same four numbers everywhere, and a sign of life while they work."""
+
+import dataclasses
+import io
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+from absl import app, flags
+from absl.testing import flagsaver
+
+from bench import compare, oneshot, summarize
+from bench.harness import cli, exit_status, heartbeat, problems
+from bench.harness.process import ROOT
+from nsa_jax import debug
+from tests.measured import record
+
+FINE = record("sliding", "fa2", 1.0)
+BESIDE = record("dense", "flash", 1.0)
+
+
+def failed(status):
+    return record("sliding", "fa2", None, status=status, reason="for a reason")
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "beside", "expected"),
+    [
+        ([FINE], [], exit_status.OK),
+        ([FINE, failed("unsupported")], [BESIDE], exit_status.OK),
+        ([FINE, failed("wrong")], [], exit_status.WRONG),
+        ([FINE], [failed("error")], exit_status.WRONG),
+        ([failed("unsupported")], [BESIDE], exit_status.NOT_MEASURED),
+        ([failed("oom")], [], exit_status.NOT_MEASURED),
+        ([], [BESIDE], exit_status.NOT_MEASURED),
+    ],
+)
+def test_what_was_asked_for_decides(asked_for, beside, expected):
+    assert exit_status.of(asked_for, beside) == expected
+
+
+def test_help_shows_the_table():
+    command = [sys.executable, "-m", "bench.summarize", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == exit_status.OK
+    assert exit_status.TABLE.strip() in done.stdout
+
+
+def test_bad_flags_are_usage_errors(capsys):
+    for bad in ("--no_such_flag", "--log=everything", "--log_limit=0"):
+        with pytest.raises(SystemExit) as end:
+            cli._parse(["summarize", bad])
+        assert end.value.code == exit_status.USAGE
+        assert "--help shows the flags" in capsys.readouterr().err
+    flags.FLAGS.unparse_flags()
+    for name in ("log", "log_limit"):
+        flags.FLAGS[name].unparse()
+    flags.FLAGS(["test"])
+
+
+def start(main, *arguments):
+    """The status that the program would end with."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    if "verbosity" not in flags.FLAGS:
+        app.define_help_flags()
+    return cli._start(main, True, ["summarize", *arguments])
+
+
+def raising(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+def test_faults_by_kind(tmp_path, capsys):
+    assert start(raising(ValueError("length must be over 0"))) == exit_status.USAGE
+    assert start(raising(NotImplementedError("needs a GPU"))) == exit_status.NOT_MEASURED
+    assert start(summarize.main, str(tmp_path / "none.csv")) == exit_status.USAGE
+    assert capsys.readouterr().err.count("error: ") == 3
+    with pytest.raises(app.UsageError) as error:
+        start(summarize.main)
+    assert error.value.exitcode == exit_status.USAGE
+    with pytest.raises(RuntimeError):  # Python's own status is 1
+        start(raising(RuntimeError("the kernel broke")))
+
+
+def test_a_silent_command_gives_a_sign(monkeypatch):
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with heartbeat.beating(0.05):
+        heartbeat.say("parity of torch sliding")
+        time.sleep(0.2)
+        signs = err.getvalue().count("... 0 s parity of torch sliding\n")
+        for _ in range(20):
+            print("a line")
+            time.sleep(0.01)
+        assert err.getvalue().count("\n") <= signs + 1
+    assert signs >= 2 and out.getvalue().count("a line\n") == 20
+    assert sys.stdout is out and sys.stderr is err
+
+
+def test_the_run_of_everything_says_which_step_it_is_at(monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(oneshot.heartbeat, "say", said.append)
+    step = oneshot.Step("good", "tests.fake_step ok", 30)
+    oneshot.FLAGS(["oneshot"])
+    run = oneshot.Run([step], tmp_path, "cpu", {})
+    assert dataclasses.asdict(run.one(step))["status"] == "ok" and said == ["good"]
+
+
+def test_the_log_tells_of_frameworks_that_were_asked_for():
+    """A run of torch printed refusals of JAX, which only made its inputs."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    kinds = {"torch": {"nsa_torch"}, "jax": {"nsa_jax"}, "both": {"nsa_jax", "nsa_torch"}}
+    loggers = {name: logging.getLogger(f"{name}.timing") for name in debug.FRAMEWORKS}
+    before = {name: (x.handlers, x.propagate) for name, x in loggers.items()}
+    try:
+        for framework, expected in kinds.items():
+            with flagsaver.flagsaver(framework=framework, log=["timing"]):
+                cli._log_events()
+            told = {
+                name
+                for name, logger in loggers.items()
+                if not isinstance(logger.handlers[0], logging.NullHandler)
+            }
+            assert told == expected and compare.FRAMEWORK.name == "framework"
+        assert debug.on
+        with problems.unlogged():
+            assert not debug.on
+        assert debug.on and problems.make.__wrapped__
+    finally:
+        debug.enable()
+        for name, logger in loggers.items():
+            logger.handlers, logger.propagate = before[name]

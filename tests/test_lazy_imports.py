@@ -1,0 +1,60 @@
+"""What an import brings with it: JAX only where JAX computes, and every public name at once."""
+
+import subprocess
+import sys
+
+import nsa_jax
+
+# What torch shares with JAX, and a process without JAX must be able to import.
+WITHOUT_JAX = (
+    "kernels_pallas",
+    "kernels_pallas.kernel",
+    "kernels_pallas.mosaic.capability",
+    "kernels_pallas.specs.tile",
+    "kernels_pallas.tiles",
+    "nsa_jax",
+    "nsa_jax.array_ops",
+    "nsa_jax.compress_params",
+    "nsa_jax.config",
+    "nsa_jax.dispatch",
+    "nsa_jax.key_bounds",
+    "nsa_jax.policy",
+    "nsa_jax.types",
+    "nsa_jax.validate",
+)
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_what_plans_imports_no_jax():
+    blocked = "import sys\nfor name in ('jax', 'jaxlib', 'flax'): sys.modules[name] = None\n"
+    lines = [f"import {name}" for name in WITHOUT_JAX]
+    checks = [
+        "assert nsa_jax.NSAConfig().window == 512",
+        "assert nsa_jax.Branches.each(1) == (1, 1, 1)",
+        "assert nsa_jax.dispatch.REGISTRY.names() == ('mosaic', 'xla', 'reference')",
+    ]
+    done = python(blocked + "\n".join(lines + checks))
+    assert done.returncode == 0, done.stderr
+    done = python(blocked + "import nsa_jax\nnsa_jax.attention")
+    assert done.returncode and "import of jax halted" in done.stderr
+
+
+def test_public_names_are_there_after_the_import():
+    code = (
+        "import nsa_jax\n"
+        "assert 'jax' not in __import__('sys').modules\n"
+        "assert {*nsa_jax.__all__, 'nn', 'debug'} <= {*dir(nsa_jax)}\n"
+        "nsa_jax.nn.NSAAttention\n"
+        "for name in nsa_jax.__all__: assert getattr(nsa_jax, name).__name__ == name\n"
+        "from nsa_jax import *\n"
+        "assert callable(compress)\n"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_there():
+    assert not hasattr(nsa_jax, "attend_to_everything")

@@ -1,0 +1,93 @@
+"""The seed system's templates, filled in from the files of one run."""
+
+import json
+
+import pytest
+
+from bench import compare, oneshot, seed_report
+from bench.harness import records
+from bench.harness.jobs import jobs
+from bench.harness.runners import TorchRunner, problem
+from nsa_jax.types import Branches
+from tests.measured import GPU, record
+
+VARLEN = {"path": "varlen", "kernel": "FA"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files as `bench.oneshot` leaves them."""
+    rows = [record("sliding", "masked", 1.07, S=4096), record("sliding", "sdpa", 29.0, S=4096)]
+    rows += [record("sliding", "fa2", 1.0, S=4096, extra=VARLEN)]
+    records.append(tmp_path / "fa2" / "fa2.jsonl", rows)
+    triton = record("selected", "triton", 1.0, mode="fwdbwd")
+    records.append(tmp_path / "triton" / "compare.jsonl", [triton])
+    (tmp_path / "decode.log").write_text("device: x\n 4096 0.3 0.1\nwritten to nowhere\n")
+    step = {"status": "ok", "seconds": 12.3, "reason": "", "files": []}
+    steps = [step | {"name": name} for name in ("fa2", "triton", "train")]
+    steps += [step | {"name": "tests", "status": "failed", "reason": "exit status 1"}]
+    steps += [step | {"name": "compare_fwdbwd", "status": "skipped", "reason": "the budget"}]
+    versions = {"torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0", "driver": None}
+    about = {"device": GPU, "commit": "c0ffee", "versions": versions, "steps": steps}
+    (tmp_path / "summary.json").write_text(json.dumps(about))
+    return tmp_path
+
+
+def test_both_templates(folder, capsys):
+    assert seed_report.main(["seed_report", str(folder)]) == 0
+    text = (folder / "seed_report.md").read_text()
+    assert capsys.readouterr().out == text + "\n"
+    assert f"### GPU Bench Results (Device: {GPU}, Torch 2.11.0, CUDA 13.0)" in text
+    assert (
+        "- S=4096: w=512 x1.07\n" in text and "Compressed (S; masked vs FA-2):\n- not" in text
+    )
+    assert "- runtime.fa2_min_len_win: never (fa2 over masked, 1 rows, margin 1.2; over" in text
+    assert "- runtime.sel_triton_min_L: not measured" in text
+    for line in (
+        "- Triton FWD parity: PASS (12 s)",
+        "- Triton BWD parity: PASS (12 s)",
+        "- FA-2 varlen: PASS (12 s)",
+        "- Training step: PASS (12 s)",
+        "- Test suite: FAIL (12 s): exit status 1",
+        "- Gradients: NOT RUN (12 s): the budget",
+        "    4096 0.3 0.1",
+    ):
+        assert line in text, line
+
+
+@pytest.mark.parametrize(
+    ("status", "word"), [("wrong", "FAIL"), ("error", "FAIL"), ("unsupported", "NOT RUN")]
+)
+def test_what_is_not_right_is_no_pass(folder, status, word):
+    path = folder / "triton" / "compare.jsonl"
+    path.unlink()
+    bad = record("selected", "triton", None, mode="fwdbwd", status=status, reason="far off")
+    records.append(path, [bad])
+    assert f"- Triton BWD parity: {word} (12 s): far off" in seed_report.report(folder)
+    path.unlink()
+    assert "- Triton BWD parity: FAIL" in seed_report.report(folder)
+
+
+def test_only_what_is_chosen_is_compared():
+    """What a plan names must run on every GPU: it names no kernel where it need not."""
+    settings = compare.problems.settings("tiny")
+    runner = TorchRunner("cpu")
+    asked = problem(settings, "torch", "cpu")
+    branches = ("sliding", "all", "dense")
+    found = list(jobs(runner, asked, Branches.each(None), "error", branches, chosen=True))
+    assert [(job.branch, job.label) for job in found] == [
+        ("sliding", "sdpa"), ("all", "sdpa"), ("dense", "flash")
+    ]  # fmt: skip
+    assert not any(job.unsupported for job in found)
+
+
+def test_the_plan_names_hoppers_kernels_on_hopper_only():
+    oneshot.FLAGS(["oneshot"])
+    plan = {step.name: step for step in oneshot.load("gpu")}
+    for step in plan.values():
+        assert "mosaic" not in oneshot.template_of(step, hopper=False).replace("_mosaic", ""), (
+            step
+        )
+    assert "--kernels mosaic" in oneshot.template_of(plan["compare"], hopper=True)
+    assert "--selected_kernel triton" in plan["triton"].command
+    assert {"train", "seed_report"} <= set(plan)
