@@ -33,7 +33,7 @@ def leaving(monkeypatch):
     """Every tile after one with more than two blocks is gathered, in segments of few tokens;
     the kernels of partials that are built.
     """
-    monkeypatch.setattr(mosaic_gather, "LONG_UNION", 0.7)
+    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
     monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
     built = []
 
@@ -55,7 +55,7 @@ def left(case, **change):
     indices = np.asarray(arrays_of(p)[1])[:, : (p.case.T - 1) // tokens * tokens]
     tiles = indices.reshape(p.case.B, -1, tokens, *indices.shape[2:])
     unions = [set(x.ravel()) - {-1} for x in np.moveaxis(tiles, 3, 2).reshape(-1, tokens * 3)]
-    assert max(map(len, unions)) > int(mosaic_gather.LONG_UNION * 3)
+    assert max(map(len, unions)) > int(mosaic_gather.LONG_LIST * 3)
     return p
 
 
@@ -143,9 +143,9 @@ def test_where_tokens_may_leave(change, packed, limit):
     arrays = {name: empty(shape) for name, shape in (PROBLEM | change).items()}
     value, config = arrays["key"], NSAConfig()
     given = arrays["query"], arrays["key"], value, arrays["indices"], config, packed
-    assert mosaic_gather.limit(*given) == limit
+    assert mosaic_gather.gather_limit(*given) == limit
     other = dataclasses.replace(config, select_block=128)
-    assert mosaic_gather.limit(*given[:4], other, packed) == 0
+    assert mosaic_gather.gather_limit(*given[:4], other, packed) == 0
 
 
 @pytest.fixture
