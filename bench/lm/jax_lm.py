@@ -245,7 +245,8 @@ class Learner:
         return jax.default_matmul_precision("highest" if exact else None)
 
     def _read(self, path: Path) -> nnx.State:
-        module = nnx.merge(self.graph, jax.tree.map(jnp.asarray, self.params))
+        # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
+        module = nnx.merge(self.graph, jax.tree.map(jnp.array, self.params))
         weights.load(path, module)
         return nnx.split(module)[1]
 
