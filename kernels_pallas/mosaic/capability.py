@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from typing import Any
 
 from kernels_pallas.specs.tile import ROWS, SMEM_BUDGET, Tile, slab_width
@@ -35,31 +36,32 @@ def why_not(problem: Any) -> str | None:
             return f"needs compute capability {HOPPER}, got {problem.capability}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"computes in bfloat16 and float16, got {problem.dtype}"
-    group = problem.H // problem.Hkv
-    if group > ROWS:
-        return f"takes up to {ROWS} query heads a key/value head, got {group}"
-    config = problem.config
-    for name, width in (("D", problem.D), ("Dv", problem.Dv)):
-        if width % 16 or width > WIDTH:
-            return f"takes widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
-    if config.select_block % 16 or config.select_block > BLOCK:
-        return (
-            f"takes selection blocks that are multiples of 16 up to {BLOCK}, "
-            f"got {config.select_block}"
-        )
     if problem.S > LONGEST:
         return f"takes up to {LONGEST} keys, got {problem.S}"
-    if config.num_selected > SELECTED:
-        return f"takes up to {SELECTED} selected blocks, got {config.num_selected}"
-    slab = slab_width(problem.D, problem.Dv, config.select_block)
+    group, config = problem.H // problem.Hkv, problem.config
+    return _why_not(group, problem.D, problem.Dv, config.select_block, config.num_selected)
+
+
+@functools.cache  # every call asks, for every step
+def _why_not(group: int, D: int, Dv: int, block: int, num_selected: int) -> str | None:
+    """`why_not` of the sizes that no length changes."""
+    if group > ROWS:
+        return f"takes up to {ROWS} query heads a key/value head, got {group}"
+    for name, width in (("D", D), ("Dv", Dv)):
+        if width % 16 or width > WIDTH:
+            return f"takes widths that are multiples of 16 up to {WIDTH}, got {name}={width}"
+    if block % 16 or block > BLOCK:
+        return f"takes selection blocks that are multiples of 16 up to {BLOCK}, got {block}"
+    if num_selected > SELECTED:
+        return f"takes up to {SELECTED} selected blocks, got {num_selected}"
+    slab = slab_width(D, Dv, block)
     if not Tile(group, slab).tokens:
         least = next(slab for slab in (32, 64) if Tile(group, slab).tokens)
         return (
             f"takes D, Dv and select_block that are multiples of {least} where {group} query "
-            f"heads share a key/value head, got D={problem.D}, Dv={problem.Dv}, "
-            f"select_block={config.select_block}"
+            f"heads share a key/value head, got D={D}, Dv={Dv}, select_block={block}"
         )
-    needed = selected_bytes(problem, Tile(group, slab))
+    needed = selected_bytes(D, Dv, block, num_selected, Tile(group, slab))
     if needed > SMEM_BUDGET:
         return (
             "takes D, Dv, select_block and num_selected that fit in "
@@ -68,12 +70,11 @@ def why_not(problem: Any) -> str | None:
     return None
 
 
-def selected_bytes(problem: Any, tile: Tile) -> int:
+def selected_bytes(D: int, Dv: int, block: int, num_selected: int, tile: Tile) -> int:
     """Shared memory of selected attention, the only kernel whose sizes may not fit: rows of
     queries, keys, values, and the block list of a tile; forward or, if that is more, dq.
     """
-    block, D, Dv = problem.config.select_block, problem.D, problem.Dv
     forward = ROWS * max(D, Dv) + block * (2 * D + Dv)
     dq = ROWS * (D + Dv) + block * (D + Dv)
     words = 1 + -(-tile.tokens // 32)  # the first key of a block, and a bit a token
-    return 2 * max(forward, dq) + 4 * words * tile.tokens * problem.config.num_selected
+    return 2 * max(forward, dq) + 4 * words * tile.tokens * num_selected
