@@ -15,6 +15,7 @@ A document names a table between two comments, and this command fills what stand
 | `variants` | one kernel's variants that were measured while it was written | `kernel` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | |
+| `seed_names` | scripts and tests of the seed system, and what they are here | |
 
 A cell shows the newest record of its shape; the column `commit` says which commits those are.
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
@@ -27,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, records
+from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
 
 FLAGS = flags.FlagValues()
@@ -191,6 +192,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "variants": variants,
     "counters": counters,
     "training": training,
+    "seed_names": seed_names.markdown,
 }
 
 

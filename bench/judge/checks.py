@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.harness import heartbeat
 from bench.harness.problems import Inputs, Settings
 from bench.judge import oracle, parity
-from bench.judge.heartbeat import heartbeat
 from bench.judge.parity import Parity
 
 
@@ -38,10 +38,7 @@ class Checker:
 
         `arguments` are those of `step`, in the arrays of the runner's framework.
         """
-        with heartbeat(f"{runner.framework} {branch}: comparing with the oracle"):
-            return self._check(runner, step, branch, arguments)
-
-    def _check(self, runner, step, branch, arguments) -> Parity:
+        heartbeat.say(f"{runner.framework} {branch}: compares with the oracle")
         result = step(*self.sources(runner, arguments))
         if branch == "scores":
             indices = runner.numpy(result["indices"], self.rows)
@@ -59,10 +56,7 @@ class Checker:
 
         `own` holds the path's compressed keys and block indices.
         """
-        with heartbeat(f"{runner.framework} all: comparing with the oracle"):
-            return self._check_whole(runner, step, frozen, arguments, own)
-
-    def _check_whole(self, runner, step, frozen, arguments, own) -> Parity:
+        heartbeat.say(f"{runner.framework} all: compares with the oracle")
         compressed_key, block_indices = own
         indices = runner.numpy(block_indices)
         chosen = indices[:, self.rows]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from bench.harness import heartbeat
 from bench.judge import oracle
-from bench.judge.heartbeat import heartbeat
 from nsa_jax import reference
 from nsa_jax.config import NSAConfig
 
@@ -124,7 +124,6 @@ def resolution(largest: float, reach: float, shape: tuple[int, int, int], config
     return 2 * (roundings * ROUNDOFF * largest + terms * SMALLEST)
 
 
-@heartbeat("the reference's selection")
 def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> np.ndarray:
     """The reference's selection in float32, int32 `[B, T, Hkv, n]`, T = S.
 
@@ -132,6 +131,7 @@ def expected(query: jax.Array, compressed_key: jax.Array, config: NSAConfig) -> 
       query: `[B, T, H, D]`.
       compressed_key: `[B, C, Hkv, D]`.
     """
+    heartbeat.say("makes the reference's selection")
     batch, length, heads, _ = query.shape
     elements = batch * heads * max(compressed_key.shape[1], 1)
     size = min(max(oracle.FORWARD_ELEMENTS // elements, 1), length)
@@ -195,7 +195,6 @@ def _scores(config):
     return oracle.compiled(score)
 
 
-@heartbeat("scoring the rows that differ")
 def compare(
     chosen: np.ndarray,
     wanted: np.ndarray,
@@ -208,6 +207,7 @@ def compare(
     Raises:
       ValueError: the selections differ in shape.
     """
+    heartbeat.say("scores the rows that differ")
     if chosen.shape != wanted.shape:
         raise ValueError(f"chosen must have shape {wanted.shape}, got {chosen.shape}")
     differ = np.argwhere((chosen != wanted).any(axis=-1))
