@@ -228,11 +228,11 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
 
 
 def _check_dtype(dtype: torch.dtype, name: str) -> None:
-    wanted = str(dtype).removeprefix("torch.")
-    if wanted not in DTYPES:
+    name_of = str(dtype).removeprefix("torch.")
+    if name_of not in DTYPES:
         raise ValueError(f"{name} must have a dtype among {DTYPES}, got {dtype}")
-    kept = jax.dtypes.canonicalize_dtype(wanted).name
-    if kept != wanted:
+    kept = jax.dtypes.canonicalize_dtype(name_of).name
+    if kept != name_of:
         raise ValueError(
             f"{name} must have a dtype that JAX keeps, got {dtype}, which JAX converts to "
             f"{kept}: pass {name}.to(torch.{kept}), or enable 64-bit types with "

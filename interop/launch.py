@@ -200,18 +200,18 @@ def _checked(
     kernel: Kernel,
     role: str,
     tensors: Sequence[torch.Tensor | None],
-    wanted: Sequence[_Argument],
+    expected: Sequence[_Argument],
     index: int,
     optional: bool = False,
 ) -> list[int]:
-    """The tensors' addresses; refuses one that is not as wanted. `index` is the GPU's, -1
+    """The tensors' addresses; refuses one that is not as expected. `index` is the GPU's, -1
     elsewhere; `optional`: None is as good.
     """
-    if len(tensors) != len(wanted):
-        names = ", ".join(role.format(i) for i in range(len(wanted)))
-        raise ValueError(f"{kernel.name} takes {names}: {len(wanted)}, got {len(tensors)}")
+    if len(tensors) != len(expected):
+        names = ", ".join(role.format(i) for i in range(len(expected)))
+        raise ValueError(f"{kernel.name} takes {names}: {len(expected)}, got {len(tensors)}")
     recording, addresses = torch.is_grad_enabled(), []
-    for i, (tensor, (_, size, dtype)) in enumerate(zip(tensors, wanted, strict=True)):
+    for i, (tensor, (_, size, dtype)) in enumerate(zip(tensors, expected, strict=True)):
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.dtype is dtype
@@ -224,18 +224,20 @@ def _checked(
             addresses.append(address)
         elif tensor is not None or not optional:
             must = f"{role.format(i)} of {kernel.name} must"
-            raise ValueError(f"{must} {_broken_rule(tensor, wanted[i], index)}")
+            raise ValueError(f"{must} {_broken_rule(tensor, expected[i], index)}")
     return addresses
 
 
-def _broken_rule(tensor: Any, wanted: _Argument, index: int) -> str:
+def _broken_rule(tensor: Any, expected: _Argument, index: int) -> str:
     """What a refused tensor must do or be, and does or is instead."""
     if not isinstance(tensor, torch.Tensor):
         return f"be a torch.Tensor, got {type(tensor).__name__}"
-    if tensor.dtype != wanted.dtype:
-        return f"have dtype {wanted.dtype}, got {tensor.dtype}"
-    if tensor.numel() != wanted.size:
-        return f"have the {wanted.size} elements of {wanted.shape}, got {tuple(tensor.shape)}"
+    if tensor.dtype != expected.dtype:
+        return f"have dtype {expected.dtype}, got {tensor.dtype}"
+    if tensor.numel() != expected.size:
+        return (
+            f"have the {expected.size} elements of {expected.shape}, got {tuple(tensor.shape)}"
+        )
     if not tensor.is_contiguous():
         shape, strides = tuple(tensor.shape), tensor.stride()
         return f"be contiguous, got shape {shape} with strides {strides}: pass a copy"

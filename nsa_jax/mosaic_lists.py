@@ -4,8 +4,8 @@
 |---|---|---|
 | block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
 | query list of a block | `dkv` | which queries chose the block |
-| the same of tokens that leave their tile | `gathered_attention` | which queries, which slot |
-| work items | `dkv`, `gathered_attention` | segments of query lists |
+| the same of tokens that leave their tile | `gathered` | which queries, which slot |
+| work items | `dkv`, `gathered` | segments of query lists |
 """
 
 from kernels_pallas.specs import block_query_lists as query_list_kernels

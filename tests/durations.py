@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
-SLOW = 3.0  # seconds
+SLOW = 2.0  # seconds
 
 
 def read(path=FILE) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Gradient of the query of selected attention: tiles over the union of their tokens' blocks.
+"""dq of selected attention: tiles of queries walk over their block lists.
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of the list
 
@@ -11,8 +11,8 @@ Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 row
 selection block; two stages of keys and of values where two CTAs then fit on an SM
 (`specs/selected.py`).
 
-Bound, as forward: L2 to shared memory, which reads the union of a tile's blocks once. Floors at
-B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 3.3 TFLOP = 3.3 ms; the unions are 108 GB on
+Bound, as forward: L2 to shared memory, which reads the blocks of a tile's list once. Floors at
+B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 3.3 TFLOP = 3.3 ms; the lists are 108 GB on
 random selections, 14 ms at the 7.7 TB/s that copies reach alone.
 """
 

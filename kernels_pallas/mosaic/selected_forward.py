@@ -1,4 +1,4 @@
-"""Selected attention, forward: tiles of queries over the union of their tokens' blocks.
+"""Selected attention, forward: tiles of queries walk over their block lists.
 
 Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V; per block of the list
 
@@ -9,9 +9,9 @@ in which P = 0 for the rows of tokens that did not select the block.
 Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
 selection block; keys in two stages, values in one.
 
-Bound: L2 to shared memory, which reads the union of a tile's blocks once. Floors at B=1 H=64
+Bound: L2 to shared memory, which reads the blocks of a tile's list once. Floors at B=1 H=64
 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output once 0.64 ms; the
-unions are 108 GB on random selections, 14 ms at the 7.7 TB/s that copies reach alone.
+lists are 108 GB on random selections, 14 ms at the 7.7 TB/s that copies reach alone.
 """
 
 import jax.numpy as jnp

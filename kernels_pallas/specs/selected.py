@@ -1,4 +1,4 @@
-"""Attention of every query to its selected blocks, a tile over the union of its tokens' blocks.
+"""Attention of every query to its selected blocks: a tile walks over its block list.
 
 A tile that `gather_limit` hands to `specs/gathered.py` has nothing to do here.
 Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/selected_walk.py`.

@@ -1,4 +1,4 @@
-"""Work items: what a CTA of the key-stationary kernels (`dkv`, `gathered_attention`) does.
+"""Work items: what a CTA of the key-stationary kernels (`dkv`, `gathered`) does.
 
 A work item is a tile of keys and the queries that it meets: an interval of query tiles
 (compressed and sliding branch), or entries of a query list (selected branch). A tile of keys
