@@ -43,7 +43,7 @@ compare: $(READY)
 oneshot: $(READY)
 	$(RUN) -m bench.oneshot $(FLAGS)
 
-# One worker a core; tests of a file share what they compile (tests/durations.py).
+# Two workers; tests of a file share what they compile (tests/durations.py).
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)

@@ -36,7 +36,7 @@ class Kernel:
       spec: the static part, a frozen dataclass.
       body: `module:function`; the function takes this kernel and returns what `plgpu.kernel`
         returns, nothing around it: arrays shaped as `inputs` in, a list or tuple of arrays
-        shaped as `outputs` out.
+        shaped as `outputs` out. Or that function itself (tests).
       inputs: at least one.
       outputs: at least one.
       in_place: whether the first output may take the memory of the last input, of which each
@@ -46,7 +46,7 @@ class Kernel:
 
     name: str
     spec: Any
-    body: str
+    body: str | Callable[..., Any]
     inputs: Sequence[Array]
     outputs: Sequence[Array]
     in_place: bool = False

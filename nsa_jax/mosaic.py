@@ -196,7 +196,8 @@ def attention(
     scale=None,
     recompute=False,
 ):
-    """All steps: gates and the sum of the branches are part of the last kernels.
+    """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a kernel
+    of its own adds the branches.
 
     Kept for the backward pass are the inputs, the selection, its lists, and each branch's
     output and log-sum-exp; inputs and selection alone if it shall `recompute` the others.

@@ -278,7 +278,8 @@ def attention(
     clean: bool = False,
     recompute: bool = False,
 ) -> Tensor:
-    """All steps: gates and the sum of the branches are part of the last kernels.
+    """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a kernel
+    of its own adds the branches.
 
     Args:
       key, value: the compressed field is not read.

@@ -6,7 +6,7 @@
 
 The walk, a warp a chunk of tokens:
 
-    for each window of tiles of keys                `next` in shared memory: a counter a tile
+    for each window of tiles of keys                `next_entry`: a counter a tile
         for each word of tokens of the chunk
             for each sequence of these tokens
                 set the bits of its blocks          `block_bitmap.py`
@@ -14,7 +14,7 @@ The walk, a warp a chunk of tokens:
                 and count or write the query tiles with a bit
 
     shared memory   bits [WARPS, bits]      a word a block, a bit a token
-                    next [WARPS, window]    entries counted, or where the next one goes
+                    next_entry [WARPS, window]  entries counted, or where the next one goes
 
 No two warps write to one counter, so there are no atomics in global memory and the order is
 fixed. Bound by latency, as `tile_block_lists.py`; the passes over bitmaps grow with the product
@@ -50,7 +50,9 @@ class Walk:
     gather: bool = False
 
     def __call__(self, warp: Any, indices, position, key_start, *refs) -> None:
-        """Arrays as the descriptions have them, then `bits` and `next` in shared memory."""
+        """`refs`: `counts` if `spec.limit`, `edges`, the lists if `fill`; then `bits` and
+        `next_entry` in shared memory, the row of `[B, Hkv]` and the CTA (`group`) in that row.
+        """
         spec, lane = self.spec, warp.lane()
         counts, refs = (refs[0], refs[1:]) if spec.limit else (None, refs)
         edges, *outputs, bits, next_entry, row, group = refs
@@ -164,7 +166,8 @@ class Walk:
             tile = low + offset
             key = tile * ROWS
             seen = (tile >= tile_from) & (tile < tile_to)
-            # Tokens whose last key lies before the tile: not all, in a tile that one sees.
+            # Bits below `early` are tokens that end before the tile: positions grow by one a bit.
+            # early < 32 wherever `seen` holds.
             early = warp.larger(key + 1 - end_of_bit0, 0) & (LANES - 1)
             first_block = warp.larger(key - first_key, 0) // spec.block
 

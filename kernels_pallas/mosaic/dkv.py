@@ -11,8 +11,9 @@ transposed, keys x queries:
     dV   += (gate * P^T) dO                             [64, Dv]
     dK   += dS^T Q                                      [64, D], times scale at the end
 
-P^T and dS^T are made in the registers that the last two products take their left operand from,
-and as the rows of a group are summed over like any others, its heads need no reduction.
+gate and delta are those of `row_stats`: delta = gate * rowsum(dO * O) - dlse. P^T and dS^T stay
+in registers, as the left operand of the last two wgmma. The G query heads of a key/value head
+are rows of the query tile, so these products sum over them: GQA needs no reduction of its own.
 
 Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
 rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
@@ -72,7 +73,7 @@ def partials(kernel: Kernel):
         item = lax.axis_index("item")
         row = jnp.maximum(refs.work_items[item, 0], 0)
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        # Query tiles, or list entries: all of the work item, and those that need no mask.
+        # Query tiles, or list entries: all of the work item, and those where no key is compared.
         first_key, begin, unmasked_begin, unmasked_end, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )

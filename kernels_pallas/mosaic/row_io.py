@@ -55,7 +55,7 @@ class GatheredRows:
         return _by_row(load, [lists], [first, end], [], [jnp.int32])[0]
 
     def prefetch_entries(self, lists, first, end):
-        """Brings what `load_entries` will read into L2."""
+        """Prefetches what `load_entries` will read into L1."""
         if self.interpret:
             return
 

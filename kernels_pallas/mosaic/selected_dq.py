@@ -2,7 +2,7 @@
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of the list
 
-    S = Q K^T, dP = dO V^T [64, block],  dS = P * (dP - delta),  dQ += dS K
+    S = Q K^T, dP = gate * dO V^T [64, block],  dS = P * (dP - delta),  dQ += dS K
 
 and dQ is scaled at the end (formulas: `softmax.py`). Rows of tokens that did not select the
 block have lse_log2 = +inf, so P = 0.
@@ -13,7 +13,7 @@ selection block; two stages of keys and of values where two CTAs then fit on an 
 
 Bound, as forward: L2 to shared memory, which reads the blocks of a tile's list once. Floors at
 B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 3.3 TFLOP = 3.3 ms; the lists are 108 GB on
-random selections, 14 ms at the 7.7 TB/s that copies reach alone.
+random selections, 14 ms at the 7.7 TB/s of the copies alone.
 """
 
 import jax.numpy as jnp

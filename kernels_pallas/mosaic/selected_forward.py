@@ -2,16 +2,18 @@
 
 Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V; per block of the list
 
-    S = Q K^T [64, block],  P = 2^(c S - m),  O += P V      formulas: softmax.py
+    S = Q K^T [64, block],  m' = max(m, max_j c S),  P = 2^(c S - m')       c = scale * log2(e)
+    O = O * 2^(m - m') + P V                                                as softmax.py
 
-in which P = 0 for the rows of tokens that did not select the block.
+in which P = 0 and m' = m for the rows of tokens that did not select the block. At the end
+out = gate * O / l + added.
 
 Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
-selection block; keys in two stages, values in one.
+selection block; by default keys in two stages, values in one.
 
 Bound: L2 to shared memory, which reads the blocks of a tile's list once. Floors at B=1 H=64
 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output once 0.64 ms; the
-lists are 108 GB on random selections, 14 ms at the 7.7 TB/s that copies reach alone.
+lists are 108 GB on random selections, 14 ms at the 7.7 TB/s of the copies alone.
 """
 
 import jax.numpy as jnp

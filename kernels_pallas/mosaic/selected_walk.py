@@ -5,13 +5,15 @@ share every block that one of them selected (`tile_block_lists.py`); rows of tok
 are masked. The warpgroup copies for itself: a stage of a ring buffer is refilled as soon as all
 four warps are done with it.
 
-Three small CTAs on an SM hide each other's latency. The key/value head is the slowest grid
-axis, so that the keys of one head stay in L2.
+Several small CTAs on an SM hide each other's latency: at D = Dv = 128 and blocks of 64 keys three
+in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/value head are the
+slowest grid axis, so that the keys of one head stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..                 whole         ..        count
 
-Tiles: 64 rows x one selection block; two stages of keys, one of values forward.
+Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
+has 2 and 1 unless it is tuned (`tiles.py`), dq those of `specs.selected.dq_stages`.
 """
 
 import dataclasses
@@ -82,9 +84,9 @@ class SelectedWalk:
 
     Attributes:
       spec: of the problem.
-      rows: names of scratch for rows of queries, and their widths; the first one becomes that
-        of the output.
-      out_width: of the output.
+      rows: scratch for the tile's rows of each source of `run`, width by name. The first one,
+        the query, is reused to stage `added` and the output, so it has the larger width.
+      out_width: columns of the output.
     """
 
     spec: SelectedAttention

@@ -6,7 +6,7 @@ cut into chunks, and lists stand one after the other:
     for each row of [B, Hkv], for each tile of 64 keys, for each chunk of tokens: its entries
 
     edges  [1 + rows * key_tiles * chunks]  where the entries of (row, tile, chunk) begin: the
-                                            running sum of their numbers, which begins with 0
+                                            running sum of the counts, which begins with 0
     lists  [entries]                        one array or two (`fill_lists`, `fill_gather_lists`)
 
 A list is the same in every run: chunk after chunk, and within one in the order of the queries
@@ -19,12 +19,12 @@ import functools
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.specs.tile import LANES, ROWS
 
-# The mark of an entry holds the first key of its block, counted from the first key of the tile,
-# which may be up to 127 before it: with the bias the offset is not negative.
+# The mark of an entry holds first key of its block - first key of the tile, -127 to 63, as a
+# block has at most 128 keys (`capability.BLOCK`): with the bias it is not negative.
 BLOCK_OFFSET_BIAS = 128
 BLOCK_OFFSET_SHIFT = 16  # bits of a mark below the offset: one a token of the query tile
-CHUNKS = 512  # of a row of tokens at most
-BITS = 1024  # blocks that have their bits in shared memory at a time, and a few more
+CHUNKS = 512  # into which the T tokens of a row of [B, Hkv] are cut at most
+BITS = 1024  # blocks of a window at most, about; `BlockQueryLists.bits` is the exact number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class BlockQueryLists:
         time. An entry is a query tile and a block that some of its tokens selected; it stands
         in the list of every tile of keys that the block touches.
       packed: sequences may begin at any key.
-      tile, limit: with `limit` there are entries of those tokens alone that leave their tile
-        of `tile` tokens (`selected_walk.tile_is_gathered`).
+      tile, limit: with `limit` only tokens of gathered tiles have entries: `tile` is the tokens
+        of a tile, `limit` the `gather_limit` (`selected_walk.tile_is_gathered`).
     """
 
     B: int
@@ -57,7 +57,7 @@ class BlockQueryLists:
 
     @property
     def aligned(self) -> bool:
-        """No tile or block crosses a border of the other kind's."""
+        """Tiles and blocks nest: each tile lies in one block, or each block in one tile."""
         return not self.packed and (ROWS % self.block == 0 or self.block % ROWS == 0)
 
     @property

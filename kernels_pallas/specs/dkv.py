@@ -4,11 +4,11 @@ A work item is a tile of keys and a run of the query tiles that see it. `partial
 work item, `merge` adds the float32 partials of a tile of keys in a fixed order, so every run
 gives the same bits.
 
-| branch              | query tiles of a work item                       | tokens a query tile |
-|---------------------|--------------------------------------------------|---------------------|
-| compressed, sliding | an interval: `begin .. end - 1`                  | 64 rows of them     |
-| selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64 rows,  |
-|                     | list of the block (`specs/block_query_lists.py`) | or a single one     |
+| branch              | query tiles of a work item                       | rows of a query tile |
+|---------------------|--------------------------------------------------|----------------------|
+| compressed, sliding | an interval: `begin .. end - 1`                  | 64                   |
+| selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64; G, one |
+|                     | list of the block (`specs/block_query_lists.py`) | token, if single     |
 
 A work item is eight int32:
 
@@ -17,7 +17,8 @@ A work item is eight int32:
 | 0    | row of `[B, Hkv]`; negative: an empty place in the table                          |
 | 1    | first key                                                                         |
 | 2, 5 | begin and end of its query tiles, or list entries                                 |
-| 3, 4 | begin and end of those among them that see all keys of the tile and need no mask  |
+| 3, 4 | begin and end of those that see all keys of the tile: no key is compared; with    |
+|      | marks, tokens that did not select the block are masked by lse_log2 = +inf         |
 | 6    | which partial it writes                                                           |
 | 7    | nothing                                                                           |
 """

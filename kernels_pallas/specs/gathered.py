@@ -23,7 +23,7 @@ SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches
 
 @dataclasses.dataclass(frozen=True)
 class GatheredAttention:
-    """Static sizes, in the letters of the shape legend; a selection block has 64 keys."""
+    """Static sizes, letters as in `SelectedAttention`; a selection block has 64 keys."""
 
     B: int
     T: int

@@ -15,7 +15,7 @@ CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share t
 
 @dataclasses.dataclass(frozen=True)
 class IntervalAttention:
-    """Static sizes, in the letters of the shape legend."""
+    """Static sizes; letters as in `specs.selected.SelectedAttention`."""
 
     B: int
     T: int

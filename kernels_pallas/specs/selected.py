@@ -1,6 +1,7 @@
 """Attention of every query to its selected blocks: a tile walks over its block list.
 
-A tile that `gather_limit` hands to `specs/gathered.py` has nothing to do here.
+Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they walk
+over no block and write 0 (or `added`), to which `specs/gathered.py` adds their attention.
 Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/selected_walk.py`.
 """
 
@@ -18,12 +19,16 @@ from kernels_pallas.specs.tile import (
 )
 
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
-MAX_LIST_BYTES = 48 * 1024  # of a tile's block list
+MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectedAttention:
-    """Static sizes, in the letters of the shape legend."""
+    """Static sizes.
+
+    B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
+    G = H / Hkv query heads; D: width of query and key; Dv: width of value and output.
+    """
 
     B: int
     T: int
@@ -38,8 +43,11 @@ class SelectedAttention:
     scale: float
     gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
     added: bool = False  # add the result to an array of its shape
-    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a unit of dq's `row_stats`
-    gather_limit: int = 0  # longest block list whose next tile is not gathered; 0: none is
+    stats_unit: tuple[int, int] = (
+        0,
+        0,
+    )  # tokens, rows of a query tile of `dkv`, as `row_stats`
+    gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
     key_stages: int = 2
     value_stages: int = 1
     interpret: bool | object = False
@@ -86,17 +94,22 @@ class SelectedAttention:
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `dq`: as many as two CTAs an SM have room for, else what one has."""
-    rows, block = ((key_width + value_width) * 2 * n for n in (ROWS, block))
-    if rows + 2 * block <= SMEM_HALF:
+    """Stages for `dq`: 2 and 2 where two CTAs then fit on an SM, else 2 or 1 of keys, 1 of
+    values. The block list is counted, at its longest, only for one CTA: a long one (small G,
+    large n) may leave room for a single CTA.
+    """
+    row_bytes, stage_bytes = ((key_width + value_width) * 2 * n for n in (ROWS, block))
+    if row_bytes + 2 * stage_bytes <= SMEM_HALF:
         return {"key_stages": 2, "value_stages": 2}
-    stages = 2 if rows + 2 * block <= SMEM_BUDGET - MAX_LIST_BYTES else 1
+    stages = 2 if row_bytes + 2 * stage_bytes <= SMEM_BUDGET - MAX_LIST_BYTES else 1
     return {"key_stages": stages, "value_stages": 1}
 
 
 @functools.cache
 def forward(spec: SelectedAttention) -> Kernel:
-    """O = softmax(scale Q K^T) V over the selected blocks of each token, times its gate.
+    """O = added + gate * softmax(scale Q K^T) V over the selected blocks of each token.
+
+    Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -105,15 +118,15 @@ def forward(spec: SelectedAttention) -> Kernel:
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
         whether the tile's token `i` selected the block.
-      block_counts: int32 `[B, Hkv, tiles, 2]`: how many blocks, in front, every member sees to
-        their end, and how many there are.
+      block_counts: int32 `[B, Hkv, tiles, 2]`: length of the list's prefix that needs no mask by
+        key (each token that selected such a block sees all of it), and of the whole list.
       key_end: int32 `[B, tiles, 64]`, of each row the last key that it may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
 
     Outputs:
-      out: `[B, T, H, Dv]`; where no key is seen, and in gathered tiles, 0.
-      lse: float32 `[B, T, H]`, natural log-sum-exp; where `out` is 0 so, -inf.
+      out: `[B, T, H, Dv]`, plus `added`; rows that see no key, and gathered tiles, add 0.
+      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
     """
     inputs, out = spec._inputs, spec.rows(spec.Dv)
     if spec.gated:
@@ -127,15 +140,19 @@ def forward(spec: SelectedAttention) -> Kernel:
 
 @functools.cache
 def dq(spec: SelectedAttention) -> Kernel:
-    """dQ = scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
+    """dQ = added + scale dS K, the gradient of `forward`'s query.
+
+    dS = P * (dP - delta) with dP = gate * dO V^T, P = exp2(scale * log2(e) * Q K^T - lse_log2);
+    gate, delta and lse_log2 are those of `row_stats` (`specs/bwd_preprocess.py`).
 
     Inputs, after `forward`'s first seven:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, in units of `stats_unit`.
+      row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`: those made
+        for `dkv`, whose query tiles (`stats_unit`) need not be the tiles of this kernel.
       added: `[B, T, H, D]`, if `added`.
 
     Output:
-      dq: `[B, T, H, D]`.
+      dq: `[B, T, H, D]`, plus `added`; rows that see no key, and gathered tiles, add 0.
     """
     inputs, out = spec._inputs, spec.rows(spec.D)
     inputs["do"] = spec.rows(spec.Dv)
