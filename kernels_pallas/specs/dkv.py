@@ -28,6 +28,7 @@ import functools
 
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.specs import tile
+from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
     ROW_STATS,
     ROW_STATS_MIN_ROWS,
@@ -38,9 +39,9 @@ from kernels_pallas.specs.tile import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Dkv:
-    """The static sizes of a problem.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dkv(AttentionSizes):
+    """Sizes of the problem, and of the work that it is cut into.
 
     Attributes:
       work_items: in the table; some may be empty.
@@ -53,15 +54,6 @@ class Dkv:
       want_dk, want_dv: which gradients this kernel makes.
     """
 
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    dtype: str
-    scale: float
     work_items: int
     gated: bool = False
     list_entries: int = 0
@@ -69,14 +61,8 @@ class Dkv:
     single_token: bool = False
     want_dk: bool = True
     want_dv: bool = True
-    interpret: bool | object = False
 
     # Sizes of a CTA: no length counts.
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key/value head."""
-        return self.H // self.Hkv
 
     @property
     def gathered(self) -> bool:
@@ -171,10 +157,8 @@ def partials(spec: Dkv) -> Kernel:
     """
     query_tile, ints = spec.query_tile, functools.partial(Array, dtype="int32")
     inputs = {
-        "query": Array((spec.B, spec.T, spec.H, spec.D), spec.dtype),
-        "key": Array((spec.B, spec.S, spec.Hkv, spec.D), spec.dtype),
-        "value": Array((spec.B, spec.S, spec.Hkv, spec.Dv), spec.dtype),
-        "do": Array((spec.B, spec.T, spec.H, spec.Dv), spec.dtype),
+        **spec.operands,
+        "do": spec.rows(spec.Dv),
         "row_stats": tile.row_stats(spec, query_tile.tokens, spec.stats_rows),
         "work_items": ints((spec.work_items, WORK_ITEM_INTS)),
     }
@@ -198,8 +182,5 @@ def merge(spec: Dkv) -> Kernel:
     """
     by_tile = Array((spec.B, spec.Hkv, spec.key_tiles), "int32")
     inputs = spec.partials | {"first": by_tile, "count": by_tile}
-    outputs = {
-        name: Array((spec.B, spec.S, spec.Hkv, width), spec.dtype)
-        for name, width in spec.widths.items()
-    }
+    outputs = {name: spec.keys(width) for name, width in spec.widths.items()}
     return Kernel.named("dkv_merge", spec, "kernels_pallas.mosaic.dkv:merge", inputs, outputs)

@@ -15,37 +15,24 @@ import dataclasses
 import functools
 
 from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, Tile, row_stats, slab_width
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
 SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
 
 
-@dataclasses.dataclass(frozen=True)
-class GatheredAttention:
-    """Static sizes, letters as in `SelectedAttention`; a selection block has 64 keys."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredAttention(AttentionSizes):
+    """Sizes; a selection block has 64 keys."""
 
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
     n: int  # selected blocks of a token
-    dtype: str
-    scale: float
     gather_limit: int  # as of `SelectedAttention`
     segment_tokens: int
     segments: int
     items: int  # work items of a segment
     gated: bool = False  # merge multiplies the output by a gate; dq reads it of `row_stats`
     stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
-    interpret: bool | object = False
-
-    @property
-    def group(self) -> int:
-        return self.H // self.Hkv
 
     @property
     def token_tile(self) -> Tile:
@@ -71,14 +58,6 @@ class GatheredAttention:
         """lse_log2 of partial outputs, by slot and row of `tile`."""
         return Array((self.B, self.Hkv, self.n * self.tiles * ROWS), "float32")
 
-    def rows(self, tokens: int, width: int) -> Array:
-        """`[B, tokens, H, width]`."""
-        return Array((self.B, tokens, self.H, width), self.dtype)
-
-    def by_head(self, tokens: int) -> Array:
-        """A float32 value of each query head, `[B, tokens, H]`."""
-        return Array((self.B, tokens, self.H), "float32")
-
     def partial_rows(self, width: int) -> Array:
         """`[B, (token, kv_head, slot), G, width]`."""
         count = self.segment_tokens * self.Hkv * self.n
@@ -91,9 +70,7 @@ class GatheredAttention:
     @property
     def _partial_inputs(self) -> dict[str, Array]:
         return {
-            "query": self.rows(self.T, self.D),
-            "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
-            "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
+            **self.operands,
             "items": Array((self.segments, self.items, WORK_ITEM_INTS), "int32"),
             "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
             "key_end": Array((self.B, self.T), "int32"),
@@ -150,7 +127,7 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
       partials: `[B, segment_tokens * Hkv * n, G, D]`.
     """
     inputs = spec._partial_inputs
-    inputs["do"] = spec.rows(spec.T, spec.Dv)
+    inputs["do"] = spec.rows(spec.Dv)
     inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
     outputs = {"partials": spec.partial_rows(spec.D)}
     return Kernel.named(
@@ -176,11 +153,11 @@ def merge(spec: GatheredAttention) -> Kernel:
       out: `[B, segment_tokens, H, Dv]`, `added` and in gathered tiles the gated output.
       lse: float32 `[B, segment_tokens, H]`, natural; `selected_lse` where not gathered.
     """
-    tokens, out = spec.segment_tokens, spec.rows(spec.segment_tokens, spec.Dv)
+    tokens, out = spec.segment_tokens, spec.rows(spec.Dv, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.Dv), "partial_lse": spec.partial_lse}
-    inputs |= spec._selection | {"selected_lse": spec.by_head(spec.T)}
+    inputs |= spec._selection | {"selected_lse": spec.by_head()}
     if spec.gated:
-        inputs["gate"] = spec.by_head(spec.T)
+        inputs["gate"] = spec.by_head()
     inputs |= {"segment": spec._segment, "added": out}
     outputs = {"out": out, "lse": spec.by_head(tokens)}
     body = "kernels_pallas.mosaic.gathered_merge:build_forward"
@@ -199,7 +176,7 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
     Output:
       dq: `[B, segment_tokens, H, D]`, `added` and in gathered tiles the sum.
     """
-    out = spec.rows(spec.segment_tokens, spec.D)
+    out = spec.rows(spec.D, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.D)} | spec._selection
     inputs |= {"segment": spec._segment, "added": out}
     body = "kernels_pallas.mosaic.gathered_merge:build_dq"

@@ -8,59 +8,36 @@ import dataclasses
 import functools
 
 from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs import attention
+from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, Tile, row_stats, slab_width
 
 CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share the keys
 
 
-@dataclasses.dataclass(frozen=True)
-class IntervalAttention:
-    """Static sizes; letters as in `specs.selected.SelectedAttention`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntervalAttention(AttentionSizes):
+    """Sizes of the problem and of a CTA, and what is fused."""
 
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
-    dtype: str
-    scale: float
     gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
     added: bool = False  # add the result to an array of its shape
     longest_first: bool = False  # later tokens see more keys: start them first
     block: int = 128  # keys of a block
     stages: int = 2  # blocks in the ring buffer
-    interpret: bool | object = False
 
     @property
     def tile(self) -> Tile:
-        return Tile(self.H // self.Hkv, slab_width(self.D, self.Dv))
+        return Tile(self.group, slab_width(self.D, self.Dv))
 
     @property
     def tiles(self) -> int:
         """Tiles along the tokens, a multiple of the warpgroups that share keys."""
         return -(-self.T // (self.tile.tokens * CONSUMERS)) * CONSUMERS
 
-    def rows(self, width: int) -> Array:
-        """`[B, T, H, width]`: query, output or a gradient of them."""
-        return Array((self.B, self.T, self.H, width), self.dtype)
-
-    @property
-    def by_head(self) -> Array:
-        """A float32 value of each query head."""
-        return Array((self.B, self.T, self.H), "float32")
-
     @property
     def _inputs(self) -> dict[str, Array]:
         bounds = Array((self.B, self.tiles, ROWS), "int32")
-        return {
-            "query": self.rows(self.D),
-            "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
-            "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
-            "first_key": bounds,
-            "key_end": bounds,
-        }
+        return {**self.operands, "first_key": bounds, "key_end": bounds}
 
 
 def forward_blocks(key_width: int, value_width: int, *, long: bool) -> dict[str, int]:
@@ -80,7 +57,9 @@ def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
 
 @functools.cache
 def forward(spec: IntervalAttention) -> Kernel:
-    """O = softmax(scale Q K^T) V over the keys that each query sees, times its gate.
+    """O = added + gate * softmax(scale Q K^T) V over the keys that each query sees.
+
+    Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       query: `[B, T, H, D]`.
@@ -91,22 +70,15 @@ def forward(spec: IntervalAttention) -> Kernel:
       added: `[B, T, H, Dv]`, if `added`.
 
     Outputs:
-      out: `[B, T, H, Dv]`; where no key is seen, 0.
-      lse: float32 `[B, T, H]`, natural log-sum-exp; where no key is seen, -inf.
+      out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
+      lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; where no key is seen, -inf.
     """
-    inputs, out = spec._inputs, spec.rows(spec.Dv)
-    if spec.gated:
-        inputs["gate"] = spec.by_head
-    if spec.added:
-        inputs["added"] = out
-    outputs = {"out": out, "lse": spec.by_head}
-    body = "kernels_pallas.mosaic.interval_forward:build"
-    return Kernel.named("interval_forward", spec, body, inputs, outputs, in_place=spec.added)
+    return attention.forward("interval", spec, spec._inputs)
 
 
 @functools.cache
 def dq(spec: IntervalAttention) -> Kernel:
-    """dQ = scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
+    """dQ = added + scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
 
     Inputs, after `forward`'s first five:
       do: `[B, T, H, Dv]`, the gradient of the output.
@@ -114,12 +86,6 @@ def dq(spec: IntervalAttention) -> Kernel:
       added: `[B, T, H, D]`, if `added`.
 
     Output:
-      dq: `[B, T, H, D]`.
+      dq: `[B, T, H, D]`, plus `added`.
     """
-    inputs, out = spec._inputs, spec.rows(spec.D)
-    inputs["do"] = spec.rows(spec.Dv)
-    inputs["row_stats"] = row_stats(spec, spec.tile.tokens, ROWS)
-    if spec.added:
-        inputs["added"] = out
-    body = "kernels_pallas.mosaic.interval_dq:build"
-    return Kernel.named("interval_dq", spec, body, inputs, {"dq": out}, in_place=spec.added)
+    return attention.dq("interval", spec, spec._inputs, row_stats(spec, spec.tile.tokens, ROWS))

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 
 from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.specs import attention
+from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
     ROWS,
     SMEM_BUDGET,
@@ -22,39 +24,22 @@ LIST_CHUNK = 64  # entries of a block list that are copied at a time
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
 
-@dataclasses.dataclass(frozen=True)
-class SelectedAttention:
-    """Static sizes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedAttention(AttentionSizes):
+    """Sizes of the problem, of its block lists and of a CTA, and what is fused."""
 
-    B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
-    G = H / Hkv query heads; D: width of query and key; Dv: width of value and output.
-    """
-
-    B: int
-    T: int
-    S: int
-    H: int
-    Hkv: int
-    D: int
-    Dv: int
     n: int  # selected blocks of a token
     block: int  # keys of a selection block
-    dtype: str
-    scale: float
     gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
     added: bool = False  # add the result to an array of its shape
-    stats_unit: tuple[int, int] = (
-        0,
-        0,
-    )  # tokens, rows of a query tile of `dkv`, as `row_stats`
+    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
     key_stages: int = 2
     value_stages: int = 1
-    interpret: bool | object = False
 
     @property
     def tile(self) -> Tile:
-        return Tile(self.H // self.Hkv, slab_width(self.D, self.Dv, self.block))
+        return Tile(self.group, slab_width(self.D, self.Dv, self.block))
 
     @property
     def tiles(self) -> int:
@@ -70,22 +55,11 @@ class SelectedAttention:
         """int32 words that have a bit for each token of a tile."""
         return -(-self.tile.tokens // 32)
 
-    def rows(self, width: int) -> Array:
-        """`[B, T, H, width]`: query, output or a gradient of them."""
-        return Array((self.B, self.T, self.H, width), self.dtype)
-
-    @property
-    def by_head(self) -> Array:
-        """A float32 value of each query head."""
-        return Array((self.B, self.T, self.H), "float32")
-
     @property
     def _inputs(self) -> dict[str, Array]:
         lists = self.B, self.Hkv, self.tiles
         return {
-            "query": self.rows(self.D),
-            "key": Array((self.B, self.S, self.Hkv, self.D), self.dtype),
-            "value": Array((self.B, self.S, self.Hkv, self.Dv), self.dtype),
+            **self.operands,
             "block_starts": Array((*lists, self.entries), "int32"),
             "block_members": Array((*lists, self.words, self.entries), "int32"),
             "block_counts": Array((*lists, 2), "int32"),
@@ -128,14 +102,7 @@ def forward(spec: SelectedAttention) -> Kernel:
       out: `[B, T, H, Dv]`, plus `added`; rows that see no key, and gathered tiles, add 0.
       lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
     """
-    inputs, out = spec._inputs, spec.rows(spec.Dv)
-    if spec.gated:
-        inputs["gate"] = spec.by_head
-    if spec.added:
-        inputs["added"] = out
-    outputs = {"out": out, "lse": spec.by_head}
-    body = "kernels_pallas.mosaic.selected_forward:build"
-    return Kernel.named("selected_forward", spec, body, inputs, outputs, in_place=spec.added)
+    return attention.forward("selected", spec, spec._inputs)
 
 
 @functools.cache
@@ -154,10 +121,4 @@ def dq(spec: SelectedAttention) -> Kernel:
     Output:
       dq: `[B, T, H, D]`, plus `added`; rows that see no key, and gathered tiles, add 0.
     """
-    inputs, out = spec._inputs, spec.rows(spec.D)
-    inputs["do"] = spec.rows(spec.Dv)
-    inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
-    if spec.added:
-        inputs["added"] = out
-    body = "kernels_pallas.mosaic.selected_dq:build"
-    return Kernel.named("selected_dq", spec, body, inputs, {"dq": out}, in_place=spec.added)
+    return attention.dq("selected", spec, spec._inputs, row_stats(spec, *spec.stats_unit))
