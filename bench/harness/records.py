@@ -233,12 +233,17 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
     # Records that a run adds do not change what the next one measures.
     status = _output("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records")
-    head = _output("git", "rev-parse", "HEAD")
+    commit_here = head(FOLDER)
     return {
         "versions": versions,
-        "commit": head or commit,
-        "dirty": None if head is None or status is None else bool(status),
+        "commit": commit_here or commit,
+        "dirty": None if commit_here is None or status is None else bool(status),
     }
+
+
+def head(folder: Path) -> str | None:
+    """The commit that is checked out in `folder`, None where there is no git."""
+    return _output("git", "-C", str(folder), "rev-parse", "HEAD")
 
 
 def _driver() -> str | None:

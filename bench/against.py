@@ -1,0 +1,209 @@
+"""Is this checkout slower than another one, on this GPU, and does it compute the same bits?
+
+    git worktree add ../before <commit>
+    python -m bench.against --checkout ../before
+    python -m bench.against --checkout ../before --only 64k --rounds 10
+
+Both checkouts run in processes of their own on one machine: all compile side by side, then
+each is timed in turn (before, after, before, ...), calls in a row, alone on the GPU. A row is
+slower where the median of its ratios exceeds `--margin`. Exit status 1: a row is slower or not
+bit-equal (`--allow_other_bits` for a change that may round differently), or a process failed.
+Kernels: `mosaic`, so a Hopper GPU.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from absl import app, flags
+
+from bench.harness import cli, exit_status, records
+from bench.harness.timed_problem import Problem
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+CHECKOUT = flags.DEFINE_string("checkout", None, "Folder of the other checkout.", **at)
+ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that both are timed.", lower_bound=3, **at)
+MARGIN = flags.DEFINE_float("margin", 0.02, "What counts as slower.", lower_bound=0, **at)
+OTHER_BITS = flags.DEFINE_bool("allow_other_bits", False, "Bits may differ.", **at)
+MEMORY = flags.DEFINE_float("memory_gib", 70, "Of the GPU, for all at once.", **at)
+OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+OTHER = flags.DEFINE_string("other_commit", None, "Of the other, likewise.", **at)
+
+PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}
+SEED = {"H": 12, "Hkv": 2, "D": 64, "Dv": 64}
+SCRIPT = Path(__file__).parent / "harness" / "timed_problem.py"
+K = 1024
+ROWS = (
+    Problem(name="64k", T=64 * K, **PAPER),
+    Problem(name="64k, neighbours alike", T=64 * K, **PAPER, alike=0.95),
+    Problem(name="64k, JAX", T=64 * K, **PAPER, framework="jax"),
+    Problem(name="64k, 192/128", T=64 * K, H=64, Hkv=4, D=192, Dv=128),
+    Problem(name="32k", T=32 * K, **PAPER),
+    Problem(name="8k", T=8 * K, **PAPER),
+    Problem(name="8k, graph", T=8 * K, **PAPER, graph=True),
+    Problem(name="32k, G=4", T=32 * K, H=32, Hkv=8, D=128, Dv=128),
+    Problem(name="32k, G=8", T=32 * K, H=64, Hkv=8, D=128, Dv=128),
+    Problem(name="16k, G=10", T=16 * K, H=40, Hkv=4, D=128, Dv=128),
+    Problem(name="16k, G=1", T=16 * K, H=16, Hkv=16, D=128, Dv=128),
+    Problem(name="24k, G=6, D=64", T=24 * K, **SEED),
+    Problem(name="8 x 2k, G=6, D=64", B=8, T=2 * K, **SEED),
+    Problem(name="8 x 2k, G=6, D=64, graph", B=8, T=2 * K, **SEED, graph=True),
+    Problem(name="8 x 2k, G=6, D=64, JAX", B=8, T=2 * K, **SEED, framework="jax"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found of one problem in one mode; times of the rounds in milliseconds."""
+
+    name: str
+    mode: str
+    same_bits: bool
+    before: list[float]
+    after: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """After over before: the median of the rounds'."""
+        pairs = zip(self.before, self.after, strict=True)
+        return statistics.median(after / before for before, after in pairs)
+
+    def faults(self, margin: float, other_bits: bool) -> list[str]:
+        slower = [f"{self.ratio - 1:.1%} slower"] if self.ratio > 1 + margin else []
+        return slower + ([] if self.same_bits or other_bits else ["other bits"])
+
+
+def gib(problem: Problem) -> float:
+    """About what a process of it takes on the GPU: ten tensors like the output, and CUDA."""
+    return 1.5 + 10 * 2 * problem.B * problem.T * problem.H * max(problem.D, 128) / 2**30
+
+
+def waves(problems: Iterable[Problem], memory_gib: float) -> Iterator[list[Problem]]:
+    """Those that fit on the GPU together, twice each."""
+    wave: list[Problem] = []
+    for problem in problems:
+        if wave and 2 * sum(map(gib, [*wave, problem])) > memory_gib:
+            yield wave
+            wave = []
+        wave.append(problem)
+    if wave:
+        yield wave
+
+
+class Child:
+    """A process of `timed_problem` on the library of a checkout."""
+
+    def __init__(self, checkout: Path, problem: Problem):
+        self.name = f"{problem.name} in {checkout.name}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", SCRIPT, json.dumps(dataclasses.asdict(problem))],
+            env=os.environ
+            | {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self) -> dict:
+        """The next line; compiling comes before the first."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise ChildProcessError(f"{self.name}: exit status {self.process.wait()}")
+        return json.loads(line)
+
+    def time(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        print("time", file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()  # closes the pipes too
+
+
+def compiled(children) -> tuple[list, list[ChildProcessError]]:
+    """Waits for all, so that none compiles while another is timed: those that are ready, with
+    the hashes of their results, and why others are not."""
+    ready, broken = [], []
+    for problem, pair in children:
+        try:
+            ready.append((problem, pair, [child.answer() for child in pair]))
+        except ChildProcessError as error:
+            broken.append(error)
+    return ready, broken
+
+
+def measure(before: Child, after: Child, name: str, digests, rounds: int) -> list[Row]:
+    times = [(before.time(), after.time()) for _ in range(rounds)]
+    return [
+        Row(
+            name,
+            mode,
+            digests[0][mode] == digests[1][mode],
+            *([each[i][mode] for each in times] for i in range(2)),
+        )
+        for mode in digests[0]
+    ]
+
+
+def line(row: Row, faults: Sequence[str]) -> str:
+    before, after = statistics.median(row.before), statistics.median(row.after)
+    end = f"  {', '.join(faults)}" if faults else ""
+    return f"{row.name:28} {row.mode:8} {before:8.3f} {after:8.3f} {row.ratio - 1:+7.1%}{end}"
+
+
+def main(argv: Sequence[str]) -> int:
+    here = Path(__file__).parents[1]
+    if not CHECKOUT.value:
+        raise app.UsageError("--checkout is needed: the folder of the other checkout")
+    there = Path(CHECKOUT.value).resolve()
+    if not (there / "nsa_torch").is_dir():
+        raise ValueError(f"--checkout: no nsa_torch in {there}")
+    rows = [p for p in ROWS if p.name.startswith(tuple(ONLY.value) or "")]
+    if not rows:
+        raise ValueError(f"--only: no such row, known: {', '.join(p.name for p in ROWS)}")
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    print(f"{'ms':28} {'mode':8} {'before':>8} {'after':>8}", flush=True)
+    failed, lines = False, []
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "before": OTHER.value or records.head(there),
+        "time": records.utc_now(),
+    } | records.environment(COMMIT.value)
+    for wave in waves(rows, MEMORY.value):
+        with contextlib.ExitStack() as ends:
+            children = [(p, (Child(there, p), Child(here, p))) for p in wave]
+            for _, pair in children:
+                for child in pair:
+                    ends.callback(child.end)
+            ready, broken = compiled(children)
+            for error in broken:
+                failed = True
+                print(error, flush=True)
+            for problem, (before, after), digests in ready:
+                found = measure(before, after, problem.name, digests, ROUNDS.value)
+                for row in found:
+                    faults = row.faults(MARGIN.value, OTHER_BITS.value)
+                    failed |= bool(faults)
+                    print(line(row, faults), flush=True)
+                    shape = {k: v for k, v in vars(problem).items() if k != "name"}
+                    lines.append(about | vars(row) | shape | {"ratio": row.ratio})
+    if OUT.value:
+        records.append_lines(OUT.value, lines)
+    return exit_status.WRONG if failed else exit_status.OK
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

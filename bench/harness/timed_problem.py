@@ -1,0 +1,169 @@
+"""One problem on the library of one checkout: a process of `bench.against`.
+
+    PYTHONPATH=<checkout> python -P timed_problem.py '<Problem as JSON>'
+
+It knows the library by the public names that all checkouts share, and nothing else of `bench`.
+It compiles and prints one JSON line with the hashes of what it computed; then one line of
+milliseconds for every line that it reads, so that its parent decides who has the GPU.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+
+SAMPLE_S = 0.25  # of calls in a row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes as in `nsa_jax.types`; the config is the paper's."""
+
+    name: str
+    T: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    B: int = 1
+    framework: str = "torch"
+    alike: float = 0.0  # correlation of neighbouring queries
+    graph: bool = False  # captured in a CUDA graph
+
+
+def main() -> None:
+    problem = Problem(**json.loads(sys.argv[1]))
+    calls, sync = {"torch": torch_calls, "jax": jax_calls}[problem.framework](problem)
+    print(json.dumps({name: digest(call()) for name, call in calls.items()}), flush=True)
+    if problem.graph:
+        calls = {name: captured(call) for name, call in calls.items()}
+    for _ in sys.stdin:
+        times = {name: milliseconds(call, sync) for name, call in calls.items()}
+        print(json.dumps(times), flush=True)
+
+
+def torch_inputs(problem: Problem):
+    """Query, key, value, gates and the output's cotangent, random, the same in every process
+    of a GPU."""
+    import torch
+
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=random, device="cuda", dtype=torch.bfloat16)
+
+    p = problem
+    query = normal(p.B, p.T, p.H, p.D)
+    if p.alike:
+        query = correlated(query, p.alike)
+    key, value = normal(p.B, p.T, p.Hkv, p.D), normal(p.B, p.T, p.Hkv, p.Dv)
+    gates = torch.sigmoid(normal(p.B, p.T, p.H, 3))
+    return query, key, value, gates, normal(p.B, p.T, p.H, p.Dv)
+
+
+def correlated(query, rho: float):
+    """q[t] = rho q[t - 1] + sqrt(1 - rho^2) noise[t] along the tokens, by doubling."""
+    import torch
+
+    noise = query.float() * (1 - rho**2) ** 0.5
+    step = 1
+    while step < noise.shape[1] and rho**step > 1e-6:
+        shifted = torch.zeros_like(noise)
+        shifted[:, step:] = noise[:, :-step]
+        noise, step = noise + rho**step * shifted, 2 * step
+    return noise.to(query.dtype)
+
+
+def torch_calls(problem: Problem):
+    import torch
+
+    import nsa_torch
+
+    *inputs, cotangent = torch_inputs(problem)
+    wanting = [x.clone().requires_grad_() for x in inputs]
+
+    def forward():
+        return (nsa_torch.attention(*inputs, implementation="mosaic"),)
+
+    def both():
+        out = nsa_torch.attention(*wanting, implementation="mosaic")
+        return torch.autograd.grad(out, wanting, cotangent)
+
+    return {"forward": forward, "fwdbwd": both}, lambda _: torch.cuda.synchronize()
+
+
+def jax_calls(problem: Problem):
+    import jax
+
+    import nsa_jax
+
+    p, keys = problem, iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, "bfloat16")
+
+    inputs = (
+        normal(p.B, p.T, p.H, p.D),
+        normal(p.B, p.T, p.Hkv, p.D),
+        normal(p.B, p.T, p.Hkv, p.Dv),
+        jax.nn.sigmoid(normal(p.B, p.T, p.H, 3)),
+    )
+    cotangent = normal(p.B, p.T, p.H, p.Dv)
+
+    def attention(*arrays):
+        return nsa_jax.attention(*arrays, implementation="mosaic")
+
+    forward = jax.jit(lambda *arrays: (attention(*arrays),))
+    both = jax.jit(lambda arrays, cotangent: jax.vjp(attention, *arrays)[1](cotangent))
+    calls = {"forward": lambda: forward(*inputs), "fwdbwd": lambda: both(inputs, cotangent)}
+    return calls, jax.block_until_ready
+
+
+def captured(call):
+    """`call` as the replay of a CUDA graph."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def digest(results) -> str:
+    """Of the bytes of all results."""
+    found = hashlib.sha256()
+    for x in results:
+        if hasattr(x, "detach"):
+            x = x.detach().float().cpu().numpy()
+        else:
+            import numpy
+
+            x = numpy.asarray(x, "float32")
+        found.update(x.tobytes())
+    return found.hexdigest()[:16]
+
+
+def milliseconds(call, sync) -> float:
+    """Of one call, in a row of them: what a loop over it takes."""
+    sync(call())
+    calls, spent = 1, 0.0
+    while True:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            call()
+        sync(call())
+        spent = time.perf_counter() - start
+        if spent > SAMPLE_S / 2:
+            return spent * 1e3 / calls
+        calls = max(calls + 1, int(calls * SAMPLE_S / max(spent, 1e-6)))
+
+
+if __name__ == "__main__":
+    main()
