@@ -69,13 +69,13 @@ class Row:
     name: str
     mode: str
     same_bits: bool
-    before: list[float]
-    after: list[float]
+    before_ms: list[float]
+    after_ms: list[float]
 
     @property
     def ratio(self) -> float:
         """After over before: the median of the rounds'."""
-        pairs = zip(self.before, self.after, strict=True)
+        pairs = zip(self.before_ms, self.after_ms, strict=True)
         return statistics.median(after / before for before, after in pairs)
 
     def faults(self, margin: float, other_bits: bool) -> list[str]:
@@ -158,7 +158,7 @@ def measure(before: Child, after: Child, name: str, digests, rounds: int) -> lis
 
 
 def line(row: Row, faults: Sequence[str]) -> str:
-    before, after = statistics.median(row.before), statistics.median(row.after)
+    before, after = statistics.median(row.before_ms), statistics.median(row.after_ms)
     end = f"  {', '.join(faults)}" if faults else ""
     return f"{row.name:28} {row.mode:8} {before:8.3f} {after:8.3f} {row.ratio - 1:+7.1%}{end}"
 
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     failed, lines = False, []
     about = {
         "device": torch.cuda.get_device_name(),
-        "before": OTHER.value or records.head(there),
+        "before_commit": OTHER.value or records.head(there),
         "time": records.utc_now(),
     } | records.environment(COMMIT.value)
     for wave in waves(rows, MEMORY.value):
