@@ -17,7 +17,7 @@ from absl import flags
 from bench.harness import cli, records
 from bench.harness.records import Record
 from bench.lm import curves
-from bench.reports import page, plots, render
+from bench.reports import crossover, page, plots, render
 from bench.reports.sources import Report, read
 from nsa_jax import policy
 
@@ -35,6 +35,10 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 def markdown(report: Report) -> str:
     """The seed system's report: environment, parity, speed-ups by length, thresholds, rows."""
     parts = [f"# {report.title}"]
+    answers = crossover.panels(report.records, report.training_lines)
+    if answers:
+        parts += ["## From which length is NSA faster than dense attention?"]
+        parts += [crossover.sentence(device, each) for device, each in answers.items()]
     for device in dict.fromkeys(record.device for record in report.records):
         some = [record for record in report.records if record.device == device]
         parts += [f"## {device}", _head(some), "### Parity", _parity(some)]

@@ -98,7 +98,8 @@ def test_the_page_asks_for_nothing(build, tmp_path):
 
 
 def test_plots_of_what_was_timed(build, tmp_path):
-    timed = [record("dense", "flash", 4.0), *pairs("sliding", {512: 2.0})]
+    timed = [record("dense", "flash", 4.0), *pairs("sliding", {512: 2.0, 1024: 3.0})]
+    timed += [record("dense", "flash", 16.0, S=1024)]
     found = plots.plots(timed, tmp_path)
     titles = [plot.title.partition(":")[0] for plot in found]
     assert titles == ["Time", "Speed-up over dense attention", "Roofline"]
@@ -109,13 +110,21 @@ def test_plots_of_what_was_timed(build, tmp_path):
 
 
 def test_lines_join_what_differs_in_length_only():
-    from matplotlib import pyplot
-
     rows = pairs("sliding", {512: 2.0, 1024: 3.0}) + pairs("sliding", {512: 2.0}, H=4)
-    figure = plots._by_length(rows, "ms", lambda r: r.time_ms)
-    lengths = sorted(len(line.get_xdata()) for line in figure.axes[0].lines)
-    pyplot.close(figure)
-    assert lengths == [1, 1, 2, 2]
+    rows += pairs("selected", {256: 2.0, 512: 3.0}, bench="selection")
+    rows += pairs("selected", {256: 2.0}, bench="selection", H=4)
+    found = list(plots.panels(rows, lambda r: r.time_ms))
+    assert [panel[:2] for panel in found] == [
+        ("selected", "selected keys a query"),
+        ("sliding", "tokens"),
+    ]
+    assert [len(line) for _, _, lines in found for line in lines] == [2, 2, 2, 2]
+
+
+def test_single_dots_are_no_plot(tmp_path):
+    """What was measured at one length, however often, stands in the table only."""
+    rows = [record("dense", "flash", 4.0)] * 2 + pairs("sliding", {512: 2.0})
+    assert plots.plots(rows, tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_markdown_has_the_seeds_sections(build):

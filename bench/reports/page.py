@@ -11,12 +11,13 @@ from typing import Any
 from bench.harness import records
 from bench.harness.records import Record
 from bench.lm import curves
-from bench.reports import render
+from bench.reports import crossover, render
 from bench.reports.plots import Plot
 from bench.reports.sources import Report
 
 TEMPLATE = Path(__file__).parent / "page.html"
 FILTERS = ("device", "framework", "branch", "implementation", "mode", "status")
+HEADINGS = {"Crossover": "From which length is NSA faster than dense attention?"}
 LONG = 110  # letters of a note that are shown at once
 COLUMNS = (
     ("status", ""),
@@ -41,6 +42,7 @@ LEGEND = (
 def html(report: Report, plots: Sequence[Plot]) -> str:
     """The whole page; nothing in it is fetched from elsewhere."""
     sections = {
+        "Crossover": _crossover(report),
         "Thresholds": _thresholds(report),
         "Plots": _plots(plots),
         "Rows": _rows(report) if report.rows else "",
@@ -52,7 +54,8 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
         if inside:
             at = name.lower()
             links.append(f'<a href="#{at}">{name}</a>')
-            parts.append(f'<section id="{at}"><h2>{name}</h2>{inside}</section>')
+            title = HEADINGS.get(name, name)
+            parts.append(f'<section id="{at}"><h2>{title}</h2>{inside}</section>')
     counts = Counter(record.status for record in report.records)
     tally = "".join(f"<li><b>{n}</b>{status}</li>" for status, n in counts.most_common())
     times = [record.time for record in report.records if record.time]
@@ -67,6 +70,11 @@ def html(report: Report, plots: Sequence[Plot]) -> str:
         nav="".join(links),
         sections="\n".join(parts),
     )
+
+
+def _crossover(report: Report) -> str:
+    found = crossover.panels(report.records, report.training_lines)
+    return "".join(crossover.figure(device, each) for device, each in found.items())
 
 
 def _number(value: float | None, digits: int = 3, unit: str = "") -> str:

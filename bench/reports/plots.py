@@ -1,8 +1,8 @@
 """Plots of records against length: milliseconds, speed-up, and the roofline.
 
 Every point is a row with status ok. Lines join rows of one implementation whose problems
-differ in nothing but the length. A figure is saved as PNG on white, and as SVG whose ink is
-the colour of the text around it.
+differ in nothing but the length; what was measured at one length is in the tables only. A
+figure is saved as PNG on white, and as SVG whose ink is the colour of the text around it.
 """
 
 import dataclasses
@@ -51,12 +51,30 @@ def length(record: Record) -> tuple[int, str]:
     return record.S, "tokens"
 
 
-def panels(records: Sequence[Record]) -> Iterator[tuple[str, str, list[Record]]]:
-    """Branch, axis and timed rows of each panel, in the order of the branches."""
+def lines_of(rows: Sequence[Record], value: Callable) -> list[list[Record]]:
+    """The rows of each line, by length: those with a value, of two lengths at least."""
+    lines: dict[tuple[str, ...], list[Record]] = {}
+    for record in rows:
+        if record.times_ms and value(record):
+            shape = dataclasses.replace(record, T=0, S=0, input_sha256=None)
+            if length(record)[1] != "tokens":
+                shape = dataclasses.replace(shape, config=record.config | {"num_selected": 0})
+            key = *render.problem_of(shape), record.branch, record.implementation
+            lines.setdefault(key, []).append(record)
+    found = [sorted(line, key=lambda r: length(r)[0]) for line in lines.values()]
+    return [line for line in found if length(line[0])[0] < length(line[-1])[0]]
+
+
+def panels(
+    records: Sequence[Record], value: Callable
+) -> Iterator[tuple[str, str, list[list[Record]]]]:
+    """Branch, axis and lines of each panel, in the order of the branches."""
     for branch in BRANCHES:
-        timed = [r for r in records if r.branch == branch and r.times_ms]
-        for axis in dict.fromkeys(length(r)[1] for r in timed):
-            yield branch, axis, [r for r in timed if length(r)[1] == axis]
+        some = [r for r in records if r.branch == branch]
+        for axis in dict.fromkeys(length(r)[1] for r in some):
+            lines = lines_of([r for r in some if length(r)[1] == axis], value)
+            if lines:
+                yield branch, axis, lines
 
 
 def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
@@ -66,19 +84,21 @@ def plots(records: Sequence[Record], folder: Path) -> list[Plot]:
     for device in sorted({r.device for r in records}):
         for mode in modes:
             some = [r for r in records if (r.device, r.mode) == (device, mode)]
-            if not any(r.times_ms for r in some):
-                continue
             name = f"{device}, {mode}"
+            shown = list(panels(some, lambda r: r.time_ms))
+            if shown:
+                figure = _by_length(shown, "ms", lambda r: r.time_ms)
+                times.append(_saved(figure, f"Time: {name}", folder))
             over = dict(zip(map(id, some), render.speed_ups(some), strict=True))
-            ms = _by_length(some, "ms", lambda r: r.time_ms)
-            times.append(_saved(ms, f"Time: {name}", folder))
-            sparse = [r for r in some if r.branch != "dense"]
-            if any(over[id(r)] for r in sparse):
-                figure = _by_length(sparse, "x dense", lambda r, over=over: over[id(r)], 1.0)
+            gain = lambda r, over=over: over[id(r)]
+            shown = list(panels([r for r in some if r.branch != "dense"], gain))
+            if shown:
+                figure = _by_length(shown, "x dense", gain, 1.0)
                 gains.append(_saved(figure, f"Speed-up over dense attention: {name}", folder))
-            if any(r.tflops and r.bytes and r.useful_flops for r in some):
-                figure = _roofline(some, device)
-                rooflines.append(_saved(figure, f"Roofline: {name}", folder))
+            known = lines_of(some, lambda r: r.tflops and r.bytes and r.useful_flops)
+            rows = [r for line in known for r in line]
+            if rows:
+                rooflines.append(_saved(_roofline(rows, device), f"Roofline: {name}", folder))
     return [*times, *gains, *rooflines]
 
 
@@ -96,39 +116,27 @@ def _figure(**options) -> Any:
         return pyplot.subplots(layout="constrained", **options)
 
 
-def _by_length(records, label: str, value: Callable, level: float | None = None):
-    shown = [
-        (branch, axis, rows)
-        for branch, axis, rows in panels(records)
-        if any(value(r) for r in rows)
-    ]
+def _by_length(shown, label: str, value: Callable, level: float | None = None):
+    """The panels `shown`, as `panels` gives them."""
     columns = min(2, len(shown))
-    lines = -(-len(shown) // columns)
+    height = -(-len(shown) // columns)
     figure, grid = _figure(
-        nrows=lines, ncols=columns, figsize=(3.6 * columns, 2.3 * lines + 0.5), squeeze=False
+        nrows=height, ncols=columns, figsize=(3.6 * columns, 2.3 * height + 0.5), squeeze=False
     )
     for axes in grid.flat[len(shown) :]:
         axes.axis("off")
-    for axes, (branch, axis, rows) in zip(grid.flat, shown, strict=False):
-        _series(axes, rows, value)
+    for axes, (branch, axis, lines) in zip(grid.flat, shown, strict=False):
+        for line in lines:
+            at = [(length(r)[0], value(r)) for r in line]
+            style = {"color": _color(line[0]), "marker": MARKERS[line[0].framework]}
+            axes.plot(
+                *zip(*at, strict=True), markersize=3.5, linewidth=0.8, alpha=0.85, **style
+            )
         if level is not None:
             axes.axhline(level, color=INK, linewidth=0.6, linestyle=":")
         _log_log(axes, branch, axis, label)
-    _legend(figure, [r for _, _, rows in shown for r in rows if value(r)])
+    _legend(figure, [r for _, _, lines in shown for line in lines for r in line])
     return figure
-
-
-def _series(axes, rows: Sequence[Record], value: Callable) -> None:
-    lines: dict[tuple[str, ...], list[Record]] = {}
-    for record in rows:
-        if value(record):
-            shape = dataclasses.replace(record, T=0, S=0, input_sha256=None)
-            key = *render.problem_of(shape), record.implementation
-            lines.setdefault(key, []).append(record)
-    for line in lines.values():
-        at = sorted((length(r)[0], value(r)) for r in line)
-        style = {"color": _color(line[0]), "marker": MARKERS[line[0].framework]}
-        axes.plot(*zip(*at, strict=True), markersize=3.5, linewidth=0.8, alpha=0.85, **style)
 
 
 def _color(record: Record) -> str:
@@ -177,9 +185,8 @@ def _legend(figure, rows: Sequence[Record]) -> None:
     )
 
 
-def _roofline(records: Sequence[Record], device: str):
+def _roofline(rows: Sequence[Record], device: str):
     """Achieved TFLOP/s over useful FLOPs a byte, below what the device's data sheet allows."""
-    rows = [r for r in records if r.times_ms and r.tflops and r.bytes and r.useful_flops]
     figure, axes = _figure(figsize=(7.2, 4.2))
     at = [((r.useful_flops or 0) / (r.bytes or 1), r.tflops or 0.0) for r in rows]
     for record, (x, y) in zip(rows, at, strict=True):

@@ -31,6 +31,17 @@ COLUMNS = (
 NUMERIC = frozenset(COLUMNS[COLUMNS.index("error") : -1])
 PORTABLE = ("sdpa", "xla")
 type Over = Literal["dense", "portable", "masked"]
+# Dense kernels as tables and charts call them; `flash` is what torch's own SDPA runs.
+KERNEL_NAMES = {
+    "cudnn": "cuDNN",
+    "flash": "FA-2 (torch's bundled copy)",
+    "flash_attn": "FA-2 (flash-attn)",
+    "fa4": "FA-4 (flash-attn-4)",
+}
+
+
+def kernel_name(implementation: str) -> str:
+    return KERNEL_NAMES.get(implementation, implementation)
 
 
 def problem_of(record: Record) -> tuple[str, ...]:

@@ -27,6 +27,10 @@ class Report:
         return [record for _, record in self.rows]
 
     @property
+    def training_lines(self) -> list[log.Line]:
+        return [line for _, lines in self.training for line in lines]
+
+    @property
     def environments(self) -> list[dict[str, Any]]:
         """What differs between runs: device, commit, versions; rows and first and last time."""
         found: dict[str, dict[str, Any]] = {}

@@ -1,0 +1,382 @@
+"""From which length is NSA faster than dense attention? The chart that the page opens with.
+
+    records, lines of training -> runs -> panels (one a question) -> sentence, SVG
+
+A run is one kernel at one length; of several the newest counts. A panel shows the problem that
+was measured at the most lengths: our kernel, and all dense kernels of the same framework, each
+as the time of the fastest dense kernel over its own. NSA is faster from a length on where it is
+at all longer measured ones too. What decides that:
+
+    faster      its 80th percentile is below the 20th of the fastest dense kernel
+    not faster  anything else: a tie, a row that is wrong, a row that failed
+    not known   a dense kernel that is the fastest at another length was not measured at this
+                one, or no dense kernel has a time
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from bench.harness.records import Record
+from bench.lm.log import Line, Speed
+from bench.reports.render import kernel_name
+
+QUESTIONS = {
+    "forward": "forward",
+    "fwdbwd": "forward + backward",
+    "step": "training step",
+    "decode": "decode",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One kernel at one length of one problem; `about` is what the page says of the problem."""
+
+    question: str
+    device: str
+    problem: tuple
+    about: str
+    tokens: int
+    kernel: str
+    dense: bool
+    times_ms: tuple[float, float, float] | None  # median, p20, p80; None: it failed
+    status: str
+    time: str  # UTC
+    commit: str
+
+
+def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
+    """What records and training logs say of whole attention and of dense attention."""
+    for r in records:
+        if r.branch in ("all", "dense") and r.mode in QUESTIONS and r.extra.get("judged", True):
+            config = json.dumps(r.config, sort_keys=True)
+            shape = r.framework, r.B, r.T == r.S, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
+            width = f"{r.D}" if r.D == r.Dv else f"{r.D}/{r.Dv}"
+            batch = f"{r.B} sequences, " if r.B > 1 else ""
+            about = (
+                f"{r.framework}, {batch}{r.H}/{r.Hkv} heads of {width}, {r.dtype}, {r.input}"
+            )
+            yield Run(
+                question=r.mode,
+                device=r.device,
+                problem=(r.bench, *shape, config),
+                about=about,
+                tokens=r.S,
+                kernel=r.implementation,
+                dense=r.branch == "dense",
+                times_ms=r.times_ms,
+                status=r.status,
+                time=r.time,
+                commit=r.commit or "unknown",
+            )
+    for x in lines:
+        if isinstance(x, Speed):
+            step = x.batch * x.seq_len
+            yield Run(
+                question="step",
+                device=x.device,
+                problem=(x.framework, x.model, x.dtype, step),
+                about=f"{x.framework}, {x.model} model, {step} tokens a step, {x.dtype}",
+                tokens=x.seq_len,
+                kernel=x.implementation,
+                dense=x.attention == "dense",
+                times_ms=x.times_ms,
+                status=x.status,
+                time=x.time,
+                commit=x.commit or "unknown",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Our kernel and the dense ones at one length; `missing`: dense kernels without a row,
+    of those that are the fastest at some length."""
+
+    tokens: int
+    ours: Run
+    dense: tuple[Run, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Run | None:
+        timed = [run for run in self.dense if run.times_ms]
+        return min(timed, key=lambda run: run.times_ms or (), default=None)
+
+    def ratio(self, run: Run) -> float | None:
+        """The time of the fastest dense kernel over that of `run`."""
+        if self.best is None or self.best.times_ms is None or run.times_ms is None:
+            return None
+        return self.best.times_ms[0] / run.times_ms[0]
+
+    @property
+    def faster(self) -> bool | None:
+        """Whether NSA is; None: not known."""
+        if self.best is None or self.best.times_ms is None:
+            return None
+        if self.ours.times_ms is None or self.ours.times_ms[2] >= self.best.times_ms[1]:
+            return False
+        return None if self.missing else True
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """The answer to one question; without points: it was not measured."""
+
+    question: str
+    points: tuple[Point, ...] = ()
+
+    @property
+    def crossover(self) -> int | None:
+        """The length from which NSA is faster at every measured length."""
+        known = [point for point in reversed(self.points) if point.faster is not None]
+        wins = list(itertools.takewhile(lambda point: point.faster, known))
+        return wins[-1].tokens if wins else None
+
+    @property
+    def lines(self) -> dict[str, list[tuple[Point, Run]]]:
+        """What is drawn: dense kernels by name, then ours, "". One dot is no line."""
+        found: dict[str, list[tuple[Point, Run]]] = {}
+        for point in self.points:
+            for run in point.dense:
+                found.setdefault(run.kernel, []).append((point, run))
+        found[""] = [(point, point.ours) for point in self.points]
+        return {
+            name: line
+            for name, line in found.items()
+            if sum(point.ratio(run) is not None for point, run in line) > 1
+        }
+
+    @property
+    def drawn(self) -> bool:
+        return "" in self.lines
+
+    @property
+    def answer(self) -> str:
+        """In words that follow the question's name."""
+        known = [point for point in self.points if point.faster is not None]
+        if not known:
+            return "not measured beside dense attention"
+        first, last = known[0], known[-1]
+        if first is last:
+            return f"not known, measured at {short(last.tokens)} tokens only ({_gain(last)})"
+        if self.crossover is None:
+            return f"not up to {short(last.tokens)} tokens ({_gain(last)} there)"
+        shortest = ", the shortest measured" if self.crossover == first.tokens else ""
+        at = "" if self.crossover == last.tokens else f" at {short(last.tokens)}"
+        return f"from {short(self.crossover)} tokens{shortest} ({_gain(last)}{at})"
+
+
+def _gain(point: Point) -> str:
+    ratio = point.ratio(point.ours)
+    return point.ours.status if ratio is None else f"{ratio:.2g}x"
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def panels(records: Iterable[Record], lines: Iterable[Line]) -> dict[str, list[Panel]]:
+    """The panels of each device of which at least one can be drawn, in the questions' order."""
+    groups: dict[tuple[str, str], dict[tuple, list[Run]]] = {}
+    for run in sorted(runs(records, lines), key=lambda run: run.time):
+        problems = groups.setdefault((run.device, run.question), {})
+        problems.setdefault(run.problem, []).append(run)
+    found = {}
+    for device in dict.fromkeys(device for device, _ in groups):
+        each = [
+            _most_lengths(question, groups.get((device, question), {}).values())
+            for question in QUESTIONS
+        ]
+        if any(panel.drawn for panel in each):
+            found[device] = each
+    return found
+
+
+def _most_lengths(question: str, problems: Iterable[list[Run]]) -> Panel:
+    """The panel of the problem that has the most lengths; of equals the longest, the newest."""
+    some = [Panel(question, points) for points in map(_points, problems) if points]
+
+    def rank(panel: Panel) -> tuple[int, int, str]:
+        ends = panel.points[-1]
+        return len(panel.points), ends.tokens, ends.ours.time
+
+    return max(some, key=rank, default=Panel(question))
+
+
+def _points(found: Sequence[Run]) -> tuple[Point, ...]:
+    """The lengths that our kernel and a dense one have; `found`: of one problem, oldest first.
+    Of our kernels it is the one with the most lengths, of equals the fastest at its longest."""
+    newest = {(run.dense, run.kernel, run.tokens): run for run in found}
+    kernels: dict[str, list[Run]] = {}
+    dense: dict[str, dict[int, Run]] = {}
+    for (is_dense, kernel, tokens), run in newest.items():
+        if is_dense:
+            dense.setdefault(kernel, {})[tokens] = run
+        else:
+            kernels.setdefault(kernel, []).append(run)
+
+    def rank(line: list[Run]) -> tuple[int, float]:
+        times = max(line, key=lambda run: run.tokens).times_ms
+        return sum(run.times_ms is not None for run in line), -times[0] if times else -math.inf
+
+    ours = max(kernels.values(), key=rank, default=[])
+    points = []
+    for run in sorted(ours, key=lambda run: run.tokens):
+        here = tuple(line[run.tokens] for line in dense.values() if run.tokens in line)
+        if here:
+            points.append(Point(run.tokens, run, here))
+    fastest = {point.best.kernel for point in points if point.best}
+    for place, point in enumerate(points):
+        missing = fastest - {run.kernel for run in point.dense}
+        points[place] = dataclasses.replace(point, missing=tuple(sorted(missing)))
+    return tuple(points)
+
+
+def sentence(device: str, each: Sequence[Panel]) -> str:
+    """All answers in words."""
+    parts = "; ".join(f"{QUESTIONS[panel.question]} {panel.answer}" for panel in each)
+    return f"{device}: {parts}."
+
+
+# From here on: drawing. A panel is an SVG of its own, so that panels stand beside or below
+# each other as the screen is wide; those of a device share the horizontal axis.
+WIDTH, HEIGHT = 300, 210
+LEFT, RIGHT, TOP, BOTTOM = 36, 14, 20, 24
+LABELS = 6  # an axis has about so many
+LEGEND = (
+    "Up: times as fast as the fastest dense kernel at that length, which is 1. Across: tokens. "
+    "A dot is a measurement; at a hollow one a fast dense kernel was not measured. A difference "
+    "counts where it is larger than the spread of the samples, and at all longer lengths too."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Where tokens and ratios stand; both axes are logarithmic, limits are powers of two."""
+
+    tokens: tuple[float, float]
+    ratios: tuple[int, int]
+
+    @classmethod
+    def of(cls, panel: Panel, tokens: tuple[float, float]) -> "Axes":
+        ratios = [p.ratio(run) for line in panel.lines.values() for p, run in line]
+        logs = [math.log2(ratio) for ratio in ratios if ratio]
+        return cls(tokens, (min(-1, *map(math.floor, logs)), max(1, *map(math.ceil, logs))))
+
+    def x(self, tokens: int) -> float:
+        low, high = self.tokens
+        share = (math.log2(tokens) - low) / (high - low)
+        return round(LEFT + 10 + share * (WIDTH - LEFT - RIGHT - 20), 1)
+
+    def y(self, ratio: float) -> float:
+        low, high = self.ratios
+        share = (math.log2(ratio) - low) / (high - low)
+        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
+
+    def labels(self) -> Iterator[tuple[float, str, str]]:
+        """Height, class and text of the lines across; 1 is always among them."""
+        low, high = self.ratios
+        step = -(-(high - low) // LABELS)
+        for power in range(low + -low % step, high + 1, step):
+            text = f"{2**power}x" if power >= 0 else f"1/{2**-power}"
+            yield self.y(2.0**power), "grid" if power else "one", text
+
+    def lengths(self) -> list[int]:
+        """The powers of two that the horizontal axis names."""
+        low, high = math.ceil(self.tokens[0]), math.floor(self.tokens[1])
+        return [2**power for power in range(low, high + 1, -(-(high - low + 1) // LABELS))]
+
+
+def figure(device: str, each: Sequence[Panel]) -> str:
+    """The HTML of a device: the sentence, the panels and what their lines are."""
+    drawn = [panel for panel in each if panel.drawn]
+    lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
+    tokens = min(lengths), max(lengths)
+    names = sorted({name for panel in drawn for name in panel.lines})  # ours is the first
+    marks = "".join(f'<li><i class="{_class(x)}"></i>{escape(_name(x))}</li>' for x in names)
+    return (
+        f'<p class="lead">{escape(sentence(device, each))}</p>'
+        f'<ul class="marks">{marks}</ul>'
+        f'<div class="answers">{"".join(_panel(panel, tokens) for panel in each)}</div>'
+        f'<p class="soft">{escape(LEGEND)}</p>'
+    )
+
+
+def _panel(panel: Panel, tokens: tuple[float, float]) -> str:
+    name, answer = QUESTIONS[panel.question].capitalize(), escape(panel.answer)
+    kind = "sub yes" if panel.crossover and panel.drawn else "sub"
+    title = f'<figcaption>{name} <span class="{kind}">{answer}</span></figcaption>'
+    if not panel.drawn:
+        return f'<figure class="none">{title}</figure>'
+    ours = [point.ours for point in panel.points]
+    commits = ", ".join(dict.fromkeys(run.commit[:7] for run in ours))
+    below = f"{ours[-1].about}; NSA by {ours[-1].kernel}; commit {commits}"
+    drawing = svg(panel, Axes.of(panel, tokens))
+    return f'<figure>{title}{drawing}<p class="sub">{escape(below)}</p></figure>'
+
+
+def svg(panel: Panel, axes: Axes) -> str:
+    """The drawing; above 1, where NSA is faster, the ground is coloured."""
+    right, foot = WIDTH - RIGHT, HEIGHT - BOTTOM
+    size = f'width="{right - LEFT}" height="{axes.y(1) - TOP}"'
+    parts = [f'<rect class="faster" x="{LEFT}" y="{TOP}" {size}/>']
+    for y, kind, text in axes.labels():
+        parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{right}" y1="{y}" y2="{y}"/>')
+        parts.append(_text(LEFT - 5, y + 3.5, text, anchor="end"))
+    for tokens in axes.lengths():
+        parts.append(_text(axes.x(tokens), HEIGHT - 8, short(tokens)))
+    for name, line in panel.lines.items():
+        parts.append(_line(name, line, axes))
+    if panel.crossover is not None:
+        x, said = axes.x(panel.crossover), f"faster from {short(panel.crossover)}"
+        parts.append(f'<line class="from" x1="{x}" x2="{x}" y1="{TOP}" y2="{foot}"/>')
+        anchor = "end" if x > WIDTH / 2 else "start"
+        parts.append(_text(x, TOP - 7, said, anchor=anchor, kind="from"))
+    label = escape(f"{QUESTIONS[panel.question]} {panel.answer}")
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
+    where = f'class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}"'
+    return f"<text {where}>{escape(text)}</text>"
+
+
+def _line(name: str, line: Sequence[tuple[Point, Run]], axes: Axes) -> str:
+    """Dots of one kernel, joined where they follow each other. A row without a time breaks the
+    line; of ours its status stands at the foot."""
+    stretches: list[list[str]] = [[]]
+    dots = []
+    for point, run in line:
+        x, ratio, times = axes.x(point.tokens), point.ratio(run), run.times_ms
+        if ratio is None or times is None:
+            stretches.append([])
+            if not name:
+                dots.append(_text(x, HEIGHT - BOTTOM - 4, run.status, kind="bad"))
+            continue
+        y = axes.y(ratio)
+        stretches[-1].append(f"{x},{y}")
+        said = f"{_name(name)}, {short(point.tokens)} tokens: {times[0]:.3g} ms, "
+        said += f"{ratio:.2g} times as fast as the fastest dense kernel"
+        hollow = " hollow" if not name and point.missing else ""
+        if hollow:
+            said += f"; not measured: {', '.join(map(kernel_name, point.missing))}"
+        circle = f'class="{_class(name)}{hollow}" cx="{x}" cy="{y}" r="{2.5 if name else 4}"'
+        dots.append(f"<circle {circle}><title>{escape(said)}</title></circle>")
+    joined = (" ".join(each) for each in stretches if len(each) > 1)
+    lines = (f'<polyline class="{_class(name)}" points="{each}"/>' for each in joined)
+    return "".join([*lines, *dots])
+
+
+def _name(line: str) -> str:
+    return kernel_name(line) if line else "NSA"
+
+
+def _class(line: str) -> str:
+    if not line:
+        return "ours"
+    return line if line in ("cudnn", "flash") else "other"

@@ -1,0 +1,157 @@
+"""From which length NSA is faster: the answer, its words and its drawing, from records alone."""
+
+import dataclasses
+import re
+
+import pytest
+
+from bench.lm.log import Speed
+from bench.reports import crossover, page, sources
+from tests.measured import GPU, record
+
+
+def sweep(gains, *, dense=("cudnn", "flash"), **fields):
+    """Rows at each length: cuDNN takes 1 ms, FA-2 2 ms; a gain of None is a wrong row."""
+    rows = []
+    for tokens, gain in gains.items():
+        rows.append(record("all", "mosaic", gain and 1 / gain, S=tokens, **fields))
+        times = {"cudnn": 1.0, "flash": 2.0}
+        rows += [record("dense", name, times[name], S=tokens, **fields) for name in dense]
+    return rows
+
+
+def speed(attention, implementation, seq_len, time_ms, **fields):
+    values = dict(framework="torch", attention=attention, implementation=implementation)
+    values |= dict(model="125m", dtype="bfloat16", batch=32768 // seq_len, seq_len=seq_len)
+    values |= dict(status="ok", time_ms=time_ms, p20_ms=time_ms, p80_ms=time_ms, samples=5)
+    values |= dict(device=GPU, versions={}, commit="c0ffee", dirty=False, time="2026-01-01")
+    return Speed(**values | fields)
+
+
+def panel(rows, question="forward", lines=()):
+    (each,) = crossover.panels(rows, lines).values()
+    return next(panel for panel in each if panel.question == question)
+
+
+@pytest.mark.parametrize(
+    ("gains", "length"),
+    [
+        ({1024: 0.5, 2048: 2.0, 4096: 4.0}, 2048),
+        ({1024: 2.0, 2048: 2.0}, 1024),
+        ({1024: 0.2, 2048: 0.5}, None),
+        ({1024: 2.0, 2048: 0.5, 4096: 2.0}, 4096),  # at all longer lengths
+        ({1024: 2.0, 2048: 0.5}, None),
+        ({1024: 0.5, 2048: 1.0, 4096: 2.0}, 4096),  # a tie
+        ({1024: 0.5, 2048: 1.2, 4096: 2.0}, 4096),  # samples overlap: 0.92 of ours, 0.9 of it
+        ({1024: 2.0, 2048: None, 4096: 2.0}, 4096),  # a wrong row
+        ({1024: 0.5, 2048: 2.0, 4096: None}, None),
+    ],
+)
+def test_the_length_from_which_it_is_faster(gains, length):
+    assert panel(sweep(gains)).crossover == length
+
+
+def test_answers_in_words():
+    def answer(gains, **fields):
+        found = [*sweep(gains), *sweep({512: 1.0, 1024: 1.0}, mode="decode"), *fields.values()]
+        return panel(found).answer
+
+    assert answer({1024: 0.5, 2048: 2.0, 4096: 4.0}) == "from 2k tokens (4x at 4k)"
+    assert answer({1024: 0.5, 2048: 2.0}) == "from 2k tokens (2x)"
+    assert answer({1024: 2.0, 1025: 2.5}) == (
+        "from 1k tokens, the shortest measured (2.5x at 1025)"
+    )
+    assert answer({1024: 0.2, 2048: 0.5}) == "not up to 2k tokens (0.5x there)"
+    assert answer({1024: 2.0, 2048: None}) == "not up to 2k tokens (wrong there)"
+    assert answer({1024: 2.0}) == "not known, measured at 1k tokens only (2x)"
+    assert answer({}) == "not measured beside dense attention"
+    (each,) = crossover.panels(sweep({1024: 0.5, 2048: 2.0}), []).values()
+    none = "not measured beside dense attention"
+    assert crossover.sentence(GPU, each) == (
+        f"{GPU}: forward from 2k tokens (2x); forward + backward {none}; "
+        f"training step {none}; decode {none}."
+    )
+
+
+def test_a_dense_kernel_that_is_not_beside_it_leaves_a_win_open():
+    """cuDNN, faster than FA-2, has no row at 4k: NSA may or may not beat it there."""
+    rows = sweep({1024: 0.5, 2048: 2.0}) + sweep({4096: 3.0, 512: 0.1}, dense=("flash",))
+    found = panel(rows)
+    assert [point.faster for point in found.points] == [False, False, True, None]
+    assert found.crossover == 2048 and found.answer == "from 2k tokens (2x)"
+    drawing = crossover.figure(GPU, [found])
+    assert drawing.count("ours hollow") == 2 and "not measured: cuDNN" in drawing
+    oom = record("dense", "cudnn", None, S=4096, status="oom", reason="too long")
+    assert panel([*rows, oom]).answer == "from 2k tokens (6x at 4k)"  # a failure is an answer
+
+
+def test_frameworks_shapes_and_devices_are_not_mixed():
+    """Of several problems the one with the most lengths is shown, each beside its own dense."""
+    rows = sweep({1024: 0.5, 2048: 2.0, 4096: 4.0})
+    jax = [r for r in sweep({1024: 9.0, 2048: 9.0}, framework="jax") if r.branch == "all"]
+    assert panel([*rows, *jax]).answer == "from 2k tokens (4x at 4k)"
+    assert crossover.panels(jax, []) == {}
+    wide = sweep({1024: 8.0, 2048: 8.0}, H=64)
+    assert panel([*rows, *wide]).points[-1].ours.about.startswith("torch, 8/2 heads of 64")
+    both = crossover.panels([*rows, *sweep({1024: 2.0, 2048: 3.0}, device="B")], [])
+    assert list(both) == [GPU, "B"]
+
+
+def test_the_newest_row_counts():
+    old = sweep({512: 0.4, 1024: 0.5, 2048: 0.6})
+    new = record("all", "mosaic", 0.25, S=2048, time="2026-02-02T00:00:00+00:00", commit="b")
+    assert panel([new, *old]).crossover == 2048
+    wrong = dataclasses.replace(new, status="wrong", reason="far off", time="2026-03-03")
+    assert panel([wrong, new, *old]).crossover is None
+
+
+def test_of_our_kernels_the_one_with_the_most_lengths():
+    rows = sweep({1024: 0.5, 2048: 2.0})
+    rows += [record("all", "sdpa", 0.01, S=2048)]
+    rows += [record("all", "fla", 0.01, S=n, extra={"judged": False}) for n in (1024, 2048)]
+    assert {point.ours.kernel for point in panel(rows).points} == {"mosaic"}
+
+
+def test_training_steps_are_compared_at_equal_tokens_a_step():
+    lines = [speed("nsa", "mosaic", n, ms) for n, ms in ((2048, 9.0), (8192, 9.0))]
+    lines += [speed("dense", "cudnn", n, ms) for n, ms in ((2048, 5.0), (8192, 18.0))]
+    lines += [speed("nsa", "mosaic", 512, 0.1, batch=1)]
+    found = panel([], "step", lines)
+    assert found.answer == "from 8k tokens (2x)"
+    assert found.points[0].ours.about == "torch, 125m model, 32768 tokens a step, bfloat16"
+
+
+def test_a_wrong_row_is_a_word_and_breaks_the_line():
+    rows = sweep({1024: 0.5, 2048: 0.7, 4096: None, 8192: 2.0, 16384: 4.0})
+    drawing = crossover.figure(GPU, crossover.panels(rows, [])[GPU])
+    assert re.findall(r'class="bad"[^>]*>(\w+)<', drawing) == ["wrong"]
+    assert drawing.count('<polyline class="ours"') == 2
+    assert drawing.count('<polyline class="cudnn"') == 1
+    assert len(re.findall(r'<circle class="ours"', drawing)) == 4
+    assert "faster from 8k" in drawing
+
+
+def test_no_chart_of_nothing_or_of_single_dots():
+    some = sweep({1024: 2.0})
+    alone = [r for r in sweep({1024: 2.0, 2048: 2.0}) if r.branch == "all"]
+    failed = sweep({1024: None, 2048: None})
+    for rows in ([], some, alone, failed):
+        assert crossover.panels(rows, []) == {}
+        report = sources.Report("x", [], [("a:1", r) for r in rows], [], [])
+        text = page.html(report, [])
+        assert "From which length" not in text and 'class="answers"' not in text
+    rows = [*sweep({1024: 0.5, 2048: 2.0}), *sweep({1024: 2.0}, mode="fwdbwd")]
+    rows += [record("dense", "math", 9.0, S=2048)]
+    (each,) = crossover.panels(rows, []).values()
+    drawing = crossover.figure(GPU, each)
+    assert drawing.count("<svg") == 1 and drawing.count('<figure class="none">') == 3
+    assert "math" not in drawing, "one dot of a dense kernel is no line"
+
+
+def test_what_records_say_is_escaped():
+    evil = "<script>alert(1)</script>"
+    names = dict(device=evil, input=evil, dtype=evil, commit=evil)
+    rows = sweep({1024: 0.5, 2048: 2.0}, **names)
+    rows += [record("dense", evil, 1.0, S=n, **names) for n in (1024, 2048)]
+    drawing = crossover.figure(evil, crossover.panels(rows, [])[evil])
+    assert evil not in drawing and "&lt;script&gt;" in drawing
