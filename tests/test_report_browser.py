@@ -30,6 +30,7 @@ def address(tmp_path_factory):
     rows = [record("dense", "flash", 4.0), record("dense", "flash", 30.0, S=1024)]
     rows += pairs("sliding", {512: 2.0, 1024: 3.0}) + pairs("compressed", {512: None})
     rows += [record("all", "mosaic", 0.25, framework="jax", device="Other")]
+    rows += [record("all", "mosaic", ms, S=n) for n, ms in ((512, 8.0), (1024, 5.0))]
     evil = "<img src=x onerror=alert(1)>" + "unbroken" * 40
     rows += [record("selected", "mosaic", None, status="oom", reason=evil)]
     records.append(folder / "rows.jsonl", rows)
@@ -129,6 +130,23 @@ def test_nothing_is_wider_than_the_screen(opened):
     assert tab.locator("#rows .scroll").evaluate(inside), "the rows fit without scrolling"
 
 
+def test_the_answer_stands_first(opened):
+    """The chart is the first section; each drawing lies within its card, none over another."""
+    tab, _ = opened
+    assert tab.locator("section").first.get_attribute("id") == "crossover"
+    assert "forward from 1k tokens (6x)" in tab.text_content(".lead")
+    boxes = [each.bounding_box() for each in tab.locator(".answers figure").all()]
+    width = tab.viewport_size["width"]
+    assert len(boxes) == 4 and all(0 <= b["x"] and b["x"] + b["width"] <= width for b in boxes)
+    same_line = {box["y"] for box in boxes}
+    assert len(same_line) == (1 if width == 1280 else 4)
+    card, drawing = boxes[0], tab.locator(".answers svg").bounding_box()
+    assert drawing["width"] > 200 and card["x"] < drawing["x"]
+    assert drawing["x"] + drawing["width"] < card["x"] + card["width"]
+    texts = tab.locator(".answers svg text").all()
+    assert all(text.bounding_box()["height"] >= 9 for text in texts), "large enough to read"
+
+
 def test_it_can_be_read(opened):
     """Text stands out from what is behind it, and the plots take the text's colour."""
     tab, _ = opened
@@ -146,7 +164,17 @@ def test_it_can_be_read(opened):
                       light(getComputedStyle(behind).backgroundColor)];
       return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     }"""
-    for selector in ("h1", "p.soft", "td .sub", ".badge.ok", ".badge.wrong", ".badge.oom", "a"):
+    for selector in (
+        "h1",
+        "p.soft",
+        "td .sub",
+        ".answers .yes",
+        ".answers .sub",
+        ".badge.ok",
+        ".badge.wrong",
+        ".badge.oom",
+        "a",
+    ):
         assert tab.locator(selector).first.evaluate(ratio) >= 4.5, selector
     ink = "x => getComputedStyle(x).fill + getComputedStyle(document.body).color"
     fill = tab.locator("figure svg text").first.evaluate(ink)
