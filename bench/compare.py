@@ -3,22 +3,38 @@
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
     python -m bench.compare --framework torch --peers fla --peers fa4
+    python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
+        --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
+
+Of several lengths each has a process of its own: all compile and are judged side by side, then
+they are timed in turn, each alone. The last example is how the report's first chart is measured
+(docs/benchmarks.md).
 
 Parity first, then time: a path that is wrong is not timed. A path that was named on the
 command line and refuses was not measured, and that is the exit status.
 """
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness import cli, command, exit_status, peers, problems, records
+from bench.harness import (
+    cli,
+    command,
+    exit_status,
+    heartbeat,
+    peers,
+    problems,
+    records,
+    turns,
+)
 from bench.harness.jobs import Job, explanation, jobs, recomputed
-from bench.harness.measure import measure
+from bench.harness.measure import Judged, judge, once
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, asked
 from bench.judge.checks import Checker
@@ -35,7 +51,9 @@ CONFIG = flags.DEFINE_string(
 )
 flags.DEFINE_alias("preset", "config")
 INPUT = flags.DEFINE_enum("input", "text", ["random", "text"], "Where the arrays come from.")
-MODE = flags.DEFINE_enum("mode", "forward", ["forward", "fwdbwd"], "What is timed and checked.")
+MODE = flags.DEFINE_multi_enum(
+    "mode", ["forward"], ["forward", "fwdbwd"], "What is timed and checked (repeatable)."
+)
 BRANCHES = flags.DEFINE_multi_enum(
     "branch", list(problems.BRANCHES), problems.BRANCHES, "Only these branches (repeatable)."
 )
@@ -48,8 +66,13 @@ RECOMPUTE = flags.DEFINE_bool(
 PEERS = flags.DEFINE_multi_enum(
     "peers", [], list(peers.NAMES), "Other libraries beside it, in torch (repeatable)."
 )
-SEQ_LEN = flags.DEFINE_integer(
-    "seq_len", None, "Tokens, instead of the config's.", lower_bound=1
+SEQ_LEN = flags.DEFINE_list("seq_len", None, "Tokens, instead of the config's; a list of them.")
+ROWS = flags.DEFINE_integer(
+    "most_rows",
+    None,
+    "Parity looks at no more query positions of a sequence than that; default: all, of long "
+    "problems 768.",
+    lower_bound=12,
 )
 BATCH = flags.DEFINE_integer(
     "batch", None, "Sequences, instead of the config's.", lower_bound=1
@@ -72,13 +95,62 @@ EXPLAIN = flags.DEFINE_bool(
     "explain", False, "Only print what would run, and what refuses why."
 )
 flags.DEFINE_alias("list", "explain")
+TURN = flags.DEFINE_bool(
+    "turn", False, "Time when told to on standard input: what several lengths start."
+)
 
 
 def main(argv: Sequence[str]) -> int:
+    if SEQ_LEN.value is None:
+        return of_length(None)
+    lengths = command.integers("seq_len", SEQ_LEN.value, ())
+    if len(lengths) > 1 and not EXPLAIN.value:
+        return side_by_side(lengths)
+    return max(of_length(length) for length in lengths)
+
+
+def side_by_side(lengths: Sequence[int]) -> int:
+    """A process a length, ready side by side and timed in turn; the exit status is the worst.
+
+    The records of all are in `compare.jsonl`, what else a length has in the folder of its name.
+    """
+    folder = command.folder(OUT.value)
+    lines = folder / "compare.jsonl"
+    if lines.exists():
+        raise ValueError(f"{lines} exists; --out must name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Where JAX only makes inputs and oracles, it gives back what it does not use.
+    alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FRAMEWORK.value == "torch" else {}
+    statuses, done = [], []
+    with contextlib.ExitStack() as ends:
+        children = {}
+        for length in sorted(lengths, reverse=True):  # the longest has the most to do
+            own = [f"--seq_len={length}", f"--out={folder / str(length)}", "--turn"]
+            words = ["bench.compare", *sys.argv[1:], *own, "--nosave_records"]
+            children[length] = turns.Child(words, folder / f"{length}.log", alone)
+            ends.callback(children[length].end)
+        for length, child in children.items():
+            heartbeat.say(f"{length} tokens: compiles")
+            print(f"{length} tokens: {child.ready()}", flush=True)
+        for length in sorted(lengths):
+            heartbeat.say(f"{length} tokens: has its turn")
+            status, printed = children[length].take_turn()
+            print(f"{length} tokens: exit status {status}\n\n{printed}", flush=True)
+            statuses.append(status)
+            made = folder / str(length) / "compare.jsonl"
+            done += records.read(made) if made.exists() else []
+    records.append(lines, done)
+    print(f"written to {folder}")
+    _save(done)
+    return max(exit_status.WRONG if status < 0 else status for status in statuses)
+
+
+def of_length(length: int | None) -> int:
+    """Explains or measures one length, None: the config's; the exit status."""
     names = ("jax", "torch") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)
-    given = {"seq_len": SEQ_LEN.value, "batch": BATCH.value, "precision": DTYPE.value}
+    given = {"seq_len": length, "batch": BATCH.value, "precision": DTYPE.value}
     given |= {f"{step}_kernel": name for step, name in kernel_flags.named()._asdict().items()}
     if flags.FLAGS["on_unsupported"].present:
         given["on_unsupported"] = kernel_flags.on_unsupported()
@@ -88,13 +160,22 @@ def main(argv: Sequence[str]) -> int:
         {name: value for name, value in given.items() if value is not None},
     )
     with policy.overridden(settings.runtime.thresholds, "runtime of the settings"):
-        return explain_or_compare(runners, settings)
+        if RECOMPUTE.value and "fwdbwd" not in MODE.value:
+            raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")
+        plans = {mode: plan_of(runners, settings, mode) for mode in MODE.value}
+        if EXPLAIN.value:
+            print("\n".join(explanation(plan) for plan in plans.values()))
+            return exit_status.OK
+        return compare(plans, settings)
 
 
-def explain_or_compare(runners, settings) -> int:
-    """Explains or measures the rows that the flags ask for; the exit status."""
+type JobsOfRunners = list[tuple[Any, Job]]
+
+
+def plan_of(runners, settings, mode: str) -> JobsOfRunners:
+    """The rows that the flags ask for."""
     branches = [name for name in problems.BRANCHES if name in BRANCHES.value]
-    if MODE.value == "fwdbwd":  # no gradient flows through a selection
+    if mode == "fwdbwd":  # no gradient flows through a selection
         branches = [name for name in branches if name != "scores"]
     run = settings.runtime
     kernels = (getattr(run, f"{step}_kernel") for step in Branches._fields)
@@ -115,9 +196,7 @@ def explain_or_compare(runners, settings) -> int:
             chosen=CHOSEN.value,
         )
     ]
-    if RECOMPUTE.value:
-        if MODE.value != "fwdbwd":
-            raise ValueError("--recompute says what a backward pass does: give --mode fwdbwd")
+    if RECOMPUTE.value and mode == "fwdbwd":
         again = ((runner, recomputed(runner, job, settings.nsa)) for runner, job in plan)
         plan += [(runner, job) for runner, job in again if job is not None]
     if PEERS.value:
@@ -127,14 +206,12 @@ def explain_or_compare(runners, settings) -> int:
         plan += [
             (torch, job) for job in peers.jobs(asked(settings, torch), branches, PEERS.value)
         ]
-    if EXPLAIN.value:
-        print(explanation(plan))
-        return 0
-    return compare(plan, settings)
+    return plan
 
 
-def compare(plan, settings) -> int:
-    """Measures every job, writes a line as each ends, then table and plot; the exit status."""
+def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
+    """Measures the jobs of each mode, writes a line as each ends, then table and plot; the exit
+    status."""
     folder = command.folder(OUT.value)
     lines = folder / "compare.jsonl"
     if lines.exists():
@@ -146,46 +223,74 @@ def compare(plan, settings) -> int:
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("inputs", total=len(plan))
+        task = progress.add_task("inputs", total=sum(map(len, plans.values())))
         inputs = problems.make(settings, INPUT.value, SEED.value)
-        backward = MODE.value == "fwdbwd"
-        checker = Checker(settings, inputs, backward=backward)
         environment = records.environment(COMMIT.value)
-        for runner, job in plan:
-            name = f"{runner.framework} {job.branch} {job.label}"
-            progress.update(task, description=name)
-            found = measure(
-                job, runner, settings, inputs, checker, MODE.value, seconds=SECONDS.value
-            )
-            record = _record(runner, job, settings, inputs, found | environment)
+        how: dict[str, Any] = {"seconds": SECONDS.value}
+        tell = lambda name: progress.update(task, description=name)
+        rows = judged_rows(plans, settings, inputs, tell)
+        if TURN.value:
+            rows = list(rows)
+            turns.wait()
+            how["warmup"] = 1  # parity was that already
+        for mode, runner, job, row in rows:
+            tell(row.name)
+            found = row.timed(**how)
+            record = _record(mode, runner, job, settings, inputs, found | environment)
             records.append(lines, [record])
             if not progress.console.is_terminal:
-                print(f"{name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
+                print(f"{row.name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
             progress.advance(task)
     done = records.read(lines)
-    table = render.markdown(done)
+    tables = []
+    for mode in plans:
+        some = [record for record in done if record.mode == mode]
+        tables.append(render.markdown(some))
+        name = "compare" if len(plans) == 1 else f"compare_{mode}"
+        render.plot(some, folder / f"{name}.png")
+    table = "\n".join(tables)
     print(table)
     (folder / "compare.md").write_text(table)
     (folder / "compare.csv").write_text(render.csv_text(done))
-    render.plot(done, folder / "compare.png")
     print(f"written to {folder}")
-    if SAVE.value:
-        for device in {record.device for record in done}:
-            kept = [record for record in done if record.device == device]
-            records.append(records.folder_of(device) / "compare.jsonl", kept)
+    _save(done)
     beside = [r for r in done if r.branch == "dense"] if len(BRANCHES.value) > 1 else []
     status = exit_status.of([record for record in done if record not in beside], beside)
-    if status == exit_status.OK and any(job.fails for _, job in plan):
+    if status == exit_status.OK and any(
+        job.fails for plan in plans.values() for _, job in plan
+    ):
         return exit_status.NOT_MEASURED
     return status
 
 
-def _record(runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:
+def judged_rows(
+    plans: Mapping[str, JobsOfRunners], settings, inputs, tell: Callable[[str], None]
+) -> Iterator[tuple[str, Any, Job, Judged]]:
+    """Mode, runner, job and parity of each row; an array is loaded once for all of them."""
+    loads = {id(runner): once(runner.load) for plan in plans.values() for runner, _ in plan}
+    for mode, plan in plans.items():
+        backward = mode == "fwdbwd"
+        checker = Checker(settings, inputs, backward=backward, most_rows=ROWS.value)
+        for runner, job in plan:
+            tell(f"{runner.framework} {job.branch} {job.label}")
+            row = judge(job, runner, settings, inputs, checker, mode, loads[id(runner)])
+            yield mode, runner, job, row
+
+
+def _save(done: Sequence[Record]) -> None:
+    """Keeps records where they are asked for."""
+    if SAVE.value:
+        for device in {record.device for record in done}:
+            kept = [record for record in done if record.device == device]
+            records.append(records.folder_of(device) / "compare.jsonl", kept)
+
+
+def _record(mode, runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:
     fields: dict[str, Any] = {
         "bench": "compare",
         "branch": job.branch,
         "implementation": job.label,
-        "mode": MODE.value,
+        "mode": mode,
         "refused": job.refused,
         "time": records.utc_now(),
     }

@@ -16,9 +16,10 @@ import configs
 import nsa_jax
 import nsa_torch
 from bench import compare
-from bench.harness import cost, exit_status, problems, records, text, timing
+from bench.harness import cost, exit_status, problems, records, text, timing, turns
 from bench.harness.records import Record
 from bench.judge import oracle
+from bench.judge.checks import Checker
 from bench.reports import render
 from nsa_jax import branches
 from nsa_jax.config import NSAConfig
@@ -278,6 +279,24 @@ class TestSlabs:
         assert slabs.size * row_elements <= oracle.FORWARD_ELEMENTS
         assert len(slabs.starts) == len(slabs.skips)
 
+    @pytest.mark.parametrize(
+        ("length", "row_elements", "most", "count"),
+        [
+            (63, 1, 64, 63),
+            (63, 1, 63, 63),
+            (63, 1, 62, 48),
+            (63, 1, 12, 12),
+            (1024, 2**16, 256, 192),
+            (131072, 2**23, 256, 192),
+            (131072, 2**23, 10**6, 384),
+        ],
+    )
+    def test_fewer_rows(self, length, row_elements, most, count):
+        slabs = oracle.Slabs.of(length, row_elements, most_rows=most)
+        rows = slabs.rows
+        assert (np.diff(rows) > 0).all() and rows[0] == 0 and rows[-1] == length - 1
+        assert len(rows) == count
+
     def test_slabs_give_what_the_whole_gives(self):
         settings = problems.settings("tiny", {"seq_len": 63})
         inputs = problems.make(settings, "random")
@@ -508,6 +527,31 @@ def test_explain_only_prints(run):
     assert code == 0 and not found
     assert "jax   sliding    xla: runs" in printed
     assert "mosaic: refuses: " in printed
+
+
+def test_both_modes_in_one_run(run, tmp_path):
+    only = ("--framework=torch", "--branch=dense", "--input=random", "--most_rows=20")
+    code, printed, found = run(*only, "--mode=forward", "--mode=fwdbwd")
+    assert code == 0
+    assert [(r.mode, r.rows_checked) for r in found] == [("forward", 12), ("fwdbwd", 12)]
+    assert "problem: forward " in printed and "problem: fwdbwd " in printed
+    out = {path.name for path in (tmp_path / "out").iterdir()}
+    assert out >= {"compare_forward.png", "compare_fwdbwd.png", "compare.md"}
+
+
+def test_a_turn_is_waited_for(run, monkeypatch):
+    """All rows are judged before it is ready, and none is timed before it is told to."""
+    only = ("--framework=torch", "--branch=dense", "--input=random")
+    events = []
+    check, take = Checker.check, timing.time_host
+    monkeypatch.setattr(Checker, "check", lambda *x: events.append("judged") or check(*x))
+    monkeypatch.setattr(turns, "wait", lambda: events.append("turn"))
+    monkeypatch.setattr(
+        timing, "time_host", lambda *x, **how: events.append("timed") or take(*x, **how)
+    )
+    code, _, found = run(*only, "--mode=forward", "--mode=fwdbwd", "--turn")
+    assert code == 0 and [r.status for r in found] == ["ok", "ok"]
+    assert events == ["judged", "judged", "turn", "timed", "timed"]
 
 
 def test_saved_records_are_the_ones_of_the_run(run, monkeypatch, tmp_path):

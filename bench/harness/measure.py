@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from bench.harness import cost, heartbeat
 from bench.harness.jobs import Job
 from bench.harness.runners import forward, out_of_memory, problem
@@ -32,20 +34,75 @@ def guarded(name: str, take: Callable[[], dict[str, Any]], *, library: bool) -> 
         return {"status": "error", "reason": reason}
 
 
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A row after its parity: what was found, and what times it unless that ends the row."""
+
+    name: str
+    library: bool
+    found: dict[str, Any]
+    time: Callable[..., dict[str, Any]] | None = None
+
+    def timed(self, **how: Any) -> dict[str, Any]:
+        """The fields of the record; `how`: as `timing` takes it."""
+        time = self.time
+        if time is None:
+            return self.found
+        return guarded(self.name, lambda: self.found | time(**how), library=self.library)
+
+
 def measure(
     job: Job, runner, settings, inputs, checker: Checker, mode: str, **how: Any
 ) -> dict[str, Any]:
     """The fields of the record that measuring `job` gives; `how`: as `timing` takes it."""
+    return judge(job, runner, settings, inputs, checker, mode).timed(**how)
+
+
+def judge(
+    job: Job,
+    runner,
+    settings,
+    inputs,
+    checker: Checker,
+    mode: str,
+    load: Callable | None = None,
+) -> Judged:
+    """Compiles `job` and compares it with the oracle; `load`: `runner.load`, or `once` of it."""
+    name, library = f"{runner.framework} {job.branch} {job.label}", job.library
     if job.unsupported:
-        return {"status": "unsupported", "reason": job.unsupported}
-    return guarded(
-        f"{runner.framework} {job.branch} {job.label}",
-        lambda: _measure(job, runner, settings, inputs, checker, mode, how),
-        library=job.branch == "dense" or job.library,
-    )
+        return Judged(name, library, {"status": "unsupported", "reason": job.unsupported})
+    library = library or job.branch == "dense"
+    step = None
+
+    def take():
+        nonlocal step
+        found, step = _judge(job, runner, settings, inputs, checker, mode, load or runner.load)
+        return found
+
+    found = guarded(name, take, library=library)
+    if step is None or "status" in found:
+        return Judged(name, library, found)
+
+    def time(**how):
+        return _time(step, job, runner, settings, inputs, mode, **how)
+
+    return Judged(name, library, found, time)
 
 
-def _measure(job, runner, settings, inputs, checker, mode, how) -> dict[str, Any]:
+def once(load: Callable) -> Callable:
+    """`load` that loads each array once, and keeps it."""
+    known: dict[int, tuple[Any, Any]] = {}
+
+    def one(array):
+        if id(array) not in known:
+            known[id(array)] = array, load(array)
+        return known[id(array)][1]
+
+    return lambda arrays: jax.tree.map(one, arrays)
+
+
+def _judge(job, runner, settings, inputs, checker, mode, load) -> tuple[dict[str, Any], Any]:
+    """What parity says, and the step to time."""
     config = settings.nsa
 
     def function(arguments):
@@ -55,26 +112,26 @@ def _measure(job, runner, settings, inputs, checker, mode, how) -> dict[str, Any
             return runner.dense(job.implementation, **arguments)
         return forward(runner.api, job.branch, config, job.implementation, arguments)
 
-    arguments = runner.load(inputs.arguments(job.branch))
-    cotangent = runner.load(inputs.cotangent) if mode == "fwdbwd" else None
+    arguments = load(inputs.arguments(job.branch))
+    cotangent = load(inputs.cotangent) if mode == "fwdbwd" else None
     step = runner.prepare(function, arguments, cotangent)
     if not job.judged:
-        found: dict[str, Any] = {"extra": {"judged": False}}
+        return {"extra": {"judged": False}}, step
+    if job.branch == "all":
+        own = selection(runner, config, job, arguments)
+        given = arguments | {"block_indices": own[1]}
+        frozen = runner.prepare(function, given, cotangent)
+        parity = checker.check_whole(runner, step, frozen, arguments, own)
     else:
-        if job.branch == "all":
-            own = selection(runner, config, job, arguments)
-            given = arguments | {"block_indices": own[1]}
-            frozen = runner.prepare(function, given, cotangent)
-            parity = checker.check_whole(runner, step, frozen, arguments, own)
-        else:
-            parity = checker.check(runner, step, job.branch, arguments)
-        found = judged(parity, len(checker.rows))
-        if "status" in found:
-            return found
+        parity = checker.check(runner, step, job.branch, arguments)
+    return judged(parity, len(checker.rows)), step
+
+
+def _time(step, job, runner, settings, inputs, mode, **how) -> dict[str, Any]:
     timing = step.time(**how)
     shape = shape_of(settings, inputs)
-    work = cost.cost(job.branch, shape, config, backward=mode == "fwdbwd")
-    found |= timed(timing, work, runner.device, shape.itemsize)
+    work = cost.cost(job.branch, shape, settings.nsa, backward=mode == "fwdbwd")
+    found = timed(timing, work, runner.device, shape.itemsize)
     found["extra_peak_bytes"] = runner.extra_peak_bytes(step, job.label)
     if "reason" not in found:
         asked = problem(settings, "", "")

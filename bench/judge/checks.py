@@ -17,7 +17,15 @@ from bench.judge.parity import Parity
 class Checker:
     """Compares results of either framework with the oracle, which it computes once each."""
 
-    def __init__(self, settings: Settings, inputs: Inputs, *, backward: bool):
+    def __init__(
+        self,
+        settings: Settings,
+        inputs: Inputs,
+        *,
+        backward: bool,
+        most_rows: int | None = None,
+    ):
+        """`most_rows`: query positions of each sequence that are looked at, at the most."""
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
         (batch, queries, heads, _), self.keys = inputs.query.shape, inputs.num_keys
         self.slabs = oracle.Slabs.of(
@@ -25,10 +33,11 @@ class Checker:
             batch * heads * self.keys,
             backward=backward,
             offset=self.keys - queries,
+            most_rows=most_rows,
         )
         self.rows = self.slabs.rows
         self.positions = self.rows + self.slabs.offset
-        self.cotangent = self.slabs.masked(inputs.cotangent)
+        self.cotangent: Any = self.slabs.masked(inputs.cotangent) if backward else None
         self.dtype = settings.runtime.dtype
         self.known: dict[Any, Any] = {}
 

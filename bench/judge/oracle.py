@@ -41,23 +41,33 @@ class Slabs(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_queries: int, row_elements: int, *, backward: bool = False, offset: int = 0
+        cls,
+        num_queries: int,
+        row_elements: int,
+        *,
+        backward: bool = False,
+        offset: int = 0,
+        most_rows: int | None = None,
     ) -> "Slabs":
         """All rows of a small problem, chosen rows of a large one.
 
-        `row_elements`: logits of one query position, `B * H * S`.
+        Args:
+          row_elements: logits of one query position, `B * H * S`.
+          most_rows: no more rows than that are chosen, of a small problem too; 12 at least.
         """
         on_cpu = jax.default_backend() == "cpu"
         limit = ELEMENTS_ON_CPU if on_cpu else ELEMENTS_ON_GPU
         budget = BACKWARD_ELEMENTS if backward else FORWARD_ELEMENTS
         size = max(1, budget // max(row_elements, 1))
         short = num_queries <= 2 * EDGE_ROWS + MIDDLES * MIDDLE_ROWS
-        if short or num_queries * row_elements <= limit:
+        few = num_queries <= (most_rows or num_queries)
+        if few and (short or num_queries * row_elements <= limit):
             size = min(size, num_queries)
             starts = [*range(0, num_queries - size, size), num_queries - size]
             return cls(tuple(starts), size, num_queries, offset)
         edge, middle = EDGE_ROWS, MIDDLE_ROWS
-        while middle > 1 and (2 * edge + MIDDLES * middle) * row_elements > CHOSEN_ELEMENTS:
+        most = min(most_rows or num_queries, CHOSEN_ELEMENTS // row_elements)
+        while middle > 1 and 2 * edge + MIDDLES * middle > most:
             edge, middle = edge // 2, middle // 2
         size = 2 ** min(size.bit_length() - 1, middle.bit_length() - 1)
         inside = (num_queries - 2 * edge) // middle

@@ -1,0 +1,60 @@
+"""Commands that get ready side by side, and are timed one after the other.
+
+A child is a command that prints `ready` when all that is left is to time, and times when it is
+told to, on its standard input. So compilation takes the cores of the machine, and whoever is
+timed has the GPU to itself.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+READY, GO = "ready\n", "go\n"
+
+
+def wait() -> None:
+    """In a child: all is ready; returns when it is its turn.
+
+    Raises:
+      EOFError: whoever gives the turns is gone.
+    """
+    print(READY, end="", flush=True)
+    if sys.stdin.readline() != GO:
+        raise EOFError("no turn was given")
+
+
+class Child:
+    """A process of `python -m <words>`, its standard error in the file `log`."""
+
+    def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]):
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", *words],
+                env=os.environ | environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.start, self.printed = time.monotonic(), ""
+
+    def ready(self) -> str:
+        """Waits until it is, or has ended; which, and how long that took, in words."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == READY:
+                return f"ready after {time.monotonic() - self.start:.0f} s"
+            self.printed += line
+        return f"ended after {time.monotonic() - self.start:.0f} s"
+
+    def take_turn(self) -> tuple[int, str]:
+        """Its exit status, and what it printed."""
+        printed, _ = self.process.communicate(GO)
+        return self.process.returncode, self.printed + printed
+
+    def end(self) -> None:
+        with self.process:  # closes the pipes too
+            self.process.kill()
