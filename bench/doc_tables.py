@@ -30,6 +30,7 @@ from absl import flags
 
 from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
+from bench.reports.render import KERNEL_NAMES, kernel_name
 
 FLAGS = flags.FlagValues()
 WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)
@@ -108,13 +109,25 @@ class Newest:
         return self._of.get((shape, branch, framework, implementation))
 
 
+# Dense kernels that always have a column; the others of `KERNEL_NAMES` have one where there are
+# records of them.
+USUAL = ("cudnn", "flash")
+
+
 def attention(mode: str = "forward") -> str:
     newest = Newest(load(), mode)
-    head = [*SHAPE_HEAD, "NSA, JAX", "NSA, torch", "cuDNN", "FA-2", "commit", "... of dense"]
+    shapes = newest.shapes("all", "mosaic")
+    kernels = [
+        name
+        for name in KERNEL_NAMES
+        if name in USUAL or any(newest.get(shape, "dense", "torch", name) for shape in shapes)
+    ]
+    head = [*SHAPE_HEAD, "NSA, JAX", "NSA, torch", *map(kernel_name, kernels)]
+    head += ["commit", "... of dense"]
     rows = []
-    for shape in newest.shapes("all", "mosaic"):
+    for shape in shapes:
         ours = [newest.get(shape, "all", name, "mosaic") for name in ("jax", "torch")]
-        dense = [newest.get(shape, "dense", "torch", name) for name in ("cudnn", "flash")]
+        dense = [newest.get(shape, "dense", "torch", name) for name in kernels]
         times = [ms(record) for record in (*ours, *dense)]
         rows.append([*described(shape), *times, commits(ours), commits(dense)])
     return table(head, rows)
@@ -181,7 +194,8 @@ def training() -> str:
         cells = [f"{shape[c]['time_ms']:.0f}" if c in shape else MISSING for c in columns]
         rows.append([f"{batch} x {seq_len}", *cells, ", ".join(used)])
     names = [
-        f"{which}, {'JAX' if framework == 'jax' else 'torch'}" for framework, which in columns
+        f"{kernel_name(which)}, {'JAX' if framework == 'jax' else 'torch'}"
+        for framework, which in columns
     ]
     return table(["tokens a step", *names, "commit"], rows)
 

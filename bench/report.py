@@ -2,9 +2,10 @@
 
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
-Writes `report.html` (one file that asks for nothing else), `report.md` (the seed system's
-templates: speed-ups by length, thresholds, parity) and the plots as PNG. Rows that failed stay
-in, with their reason and without a speed-up. Files of `bench.train` become tables of runs.
+Writes `report.html` (one file that asks for nothing else, its first chart: from which length NSA
+is faster, `reports.crossover`), `report.md` (the seed system's templates: speed-ups by length,
+thresholds, parity) and the plots as PNG. Rows that failed stay in, with their reason and without
+a speed-up. Files of `bench.train` become tables of runs.
 """
 
 import json

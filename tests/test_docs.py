@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from bench import doc_tables
+from tests.measured import record
 
 ROOT = doc_tables.ROOT
 DOCUMENTS = [*doc_tables.documents(), ROOT / "WORKSPACE.md", ROOT / "cloud" / "README.md"]
@@ -102,3 +103,17 @@ def test_markers_that_cannot_be_understood(what, message):
     with pytest.raises(ValueError, match=message) as raised:
         doc_tables.filled(f"<!-- table: {what} -->\n<!-- end table -->", "page.md")
     assert str(raised.value).startswith("page.md: ")
+
+
+def test_which_fa2_and_whose_kernels(monkeypatch):
+    """torch's copy of FA-2 is called that; a peer's kernel has a column where it was measured."""
+    shape = {"S": 4096, "bench": "compare"}
+    rows = [record("all", "mosaic", 1.0, **shape), record("dense", "flash", 3.0, **shape)]
+    monkeypatch.setattr(doc_tables, "load", lambda: rows)
+    head, _, line = doc_tables.attention().splitlines()
+    assert "| cuDNN | FA-2 (torch's bundled copy) | commit |" in head
+    assert "| - | 1.00 | - | 3.00 |" in line
+    rows += [record("dense", name, 2.0, **shape) for name in ("fa4", "flash_attn")]
+    head, _, line = doc_tables.attention().splitlines()
+    assert "FA-2 (torch's bundled copy) | FA-2 (flash-attn) | FA-4 (flash-attn-4) |" in head
+    assert "| - | 3.00 | 2.00 | 2.00 |" in line
