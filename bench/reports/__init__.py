@@ -1,1 +1,1 @@
-"""How records are shown: `sources` reads, `render` makes tables, `plots`, `crossover` and `page` draw."""
+"""How records are shown: `sources` reads, `render` makes tables, the others draw."""
