@@ -144,8 +144,17 @@ def _color(record: Record) -> str:
 
 
 def _log_log(axes, title: str, x: str, y: str) -> None:
+    """Scales, labels and grid; the vertical axis spans a factor of 4 at least, so that noise is
+    no slope and a number stands beside it."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    stretch = max(1.0, (4 * low / high) ** 0.5)
+    axes.set_ylim(low / stretch, high * stretch)
+    subs = (1, 2, 5) if high / low < 100 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.set_title(title, loc="left", size=9, weight="bold", color=INK)
     axes.set_xlabel(x, size=8)
     axes.set_ylabel(y, size=8)
@@ -195,11 +204,9 @@ def _roofline(rows: Sequence[Record], device: str):
     known = cost.limits(device)
     if known:
         peak, slope = known.flops_16bit / 1e12, known.bytes_per_s / 1e12
-        left, right = (
-            min(x for x, _ in at) / 2,
-            max(max(x for x, _ in at) * 2, peak / slope * 2),
-        )
         corner = peak / slope
+        left = min(corner, *(x for x, _ in at)) / 2
+        right = max(corner, *(x for x, _ in at)) * 2
         roof = {"color": INK, "linewidth": 1.0}
         axes.plot([left, corner, right], [slope * left, peak, peak], **roof)
         text = {"color": INK, "size": 8, "va": "bottom"}
