@@ -11,6 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+# Carriers (`Kernel.for_any_length`). Mosaic compiles every address as a multiple of 256.
+SIZE = "sizes."  # what the names of carriers begin with
+CARRIER_STEP = 256
+NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
+
 
 class Array(NamedTuple):
     """Shape and dtype of an argument; `dtype` is a name, e.g. `bfloat16`."""
@@ -22,6 +27,13 @@ class Array(NamedTuple):
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+
+CARRIER = Array((64,), "int32")
+DESCRIPTIONS = 4096  # that a function remembers: those of some hundred lengths
+
+# Decorates a function that describes a kernel: the same spec gives the same object.
+described = functools.lru_cache(DESCRIPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +54,10 @@ class Kernel:
       in_place: whether the first output may take the memory of the last input, of which each
         part is read before the same part of the output is written.
       names: of the inputs, then of the outputs (`Kernel.named`).
+      sizes: the numbers of the body that follow from lengths, by name.
+      grid: CTAs, at most two axes.
+      source: `module:function` that describes it from its spec, where it can be compiled for
+        any length.
     """
 
     name: str
@@ -51,6 +67,9 @@ class Kernel:
     outputs: Sequence[Array]
     in_place: bool = False
     names: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    grid: tuple[int, ...] = ()
+    source: str = ""
 
     @classmethod
     def named(
@@ -62,15 +81,52 @@ class Kernel:
         outputs: Mapping[str, Array],
         *,
         in_place: bool = False,
+        sizes: Mapping[str, int] | None = None,
+        grid: tuple[int, ...] = (),
+        source: str = "",
     ) -> Self:
-        """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`)."""
+        """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
+
+        One of `spec.any_length` begins with an input for each of its `sizes`.
+        """
+        sizes = dict(sizes or {})
+        if getattr(spec, "any_length", False):
+            inputs = {f"{SIZE}{size}": CARRIER for size in sizes} | dict(inputs)
         arrays = tuple(inputs.values()), tuple(outputs.values())
-        return cls(name, spec, body, *arrays, in_place, (*inputs, *outputs))
+        names = (*inputs, *outputs)
+        return cls(name, spec, body, *arrays, in_place, names, sizes, grid, source)
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):
             arrays = tuple(Array(tuple(x.shape), str(x.dtype)) for x in getattr(self, name))
             object.__setattr__(self, name, arrays)
+
+    @property
+    def any_length(self) -> bool:
+        """Whether it takes its sizes at launch, from the addresses of its first inputs."""
+        return getattr(self.spec, "any_length", False)
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """The names of the inputs that carry sizes."""
+        return tuple(SIZE + size for size in self.sizes) if self.any_length else ()
+
+    def for_any_length(self) -> "Kernel":
+        """The kernel of the same description that serves every length.
+
+        Its arrays have nominal lengths (`NOMINAL_LENGTH`), of which no address in the body may
+        depend, and before them stand carriers: an input for each of `sizes`, whose address is
+        the number times `CARRIER_STEP`. Nothing is read there. An address lies among the
+        parameters of a launch, so a number costs no copy, and a CUDA graph keeps it.
+
+        Raises:
+          NotImplementedError: it is compiled for one length only.
+        """
+        if not self.source:
+            raise NotImplementedError(f"{self.name} is compiled for one length at a time")
+        module, function = self.source.split(":")
+        describe = getattr(importlib.import_module(module), function)
+        return describe(self.spec.for_any_length())
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
-from kernels_pallas.specs.tile import LOG2E, ROW_STATS, ROW_STATS_MIN_ROWS, ROWS
+from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
@@ -255,27 +255,6 @@ def row_stats(ops: ArrayOps, rows: RowResiduals, last, base):
         *(base.B, base.T, base.H, base.Hkv, base.query_tile.tokens, base.stats_rows),
         gated=rows.gate is not None,
         lse_grad=rows.dlse is not None,
+        interpret=base.interpret,
     )
-    if base.interpret:
-        return interpreted_row_stats(ops, spec, *arrays)
     return ops.run(bwd_preprocess.row_stats(spec), *arrays)[0]
-
-
-def interpreted_row_stats(ops: ArrayOps, spec, lse, delta, last, *extra):
-    """`bwd_preprocess.row_stats`, from the same arrays."""
-    xp, extra = ops.xp, list(extra)
-    gate = extra.pop(0) if spec.gated else xp.ones_like(delta)
-    offset = gate * delta  # dS = P * (gate * dP - offset)
-    if spec.lse_grad:
-        offset = offset - extra.pop(0)
-    last = xp.broadcast_to(ops.to_float32(last)[..., None], offset.shape)
-    columns = [x[..., None] for x in (lse * LOG2E, last, gate, offset)]
-    stats = xp.concatenate(columns, axis=-1)  # [B, T, H, ROW_STATS]
-    nothing = xp.where(ops.arange(last, ROW_STATS) == 0, float("inf"), 0.0)
-    # Of padding they may be NaN, and a probability of zero times NaN is NaN.
-    sees_nothing = (lse == -float("inf"))[..., None]
-    stats = xp.where(sees_nothing, ops.to_float32(nothing), stats)
-    stats = stats.reshape(spec.B, spec.T, spec.Hkv, spec.group, ROW_STATS)
-    stats = xp.moveaxis(ops.extend(stats, 1, spec.tiles * spec.tokens, 0.0), 2, 1)
-    stats = stats.reshape(spec.B, spec.Hkv, spec.tiles, spec.tokens * spec.group, ROW_STATS)
-    return ops.extend(stats, 3, spec.rows, 0.0)

@@ -1,20 +1,15 @@
-"""Row statistics of the backward pass: by warps and by arrays; the oracle is plain Python."""
+"""Row statistics of the backward pass; the oracle is plain Python."""
 
-import functools
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from kernels_pallas.mosaic import bwd_preprocess
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
-from nsa_jax import mosaic_backward
-from tests import warp_emulation
 from tests.test_block_query_lists import needs_gpu
-from tests.torch_inputs import FRAMEWORKS
-from tests.warp_emulation import lanes
+from tests.warp_emulation import Warps, emulated, interpreted
 
 SPECS = {
     "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
@@ -55,35 +50,17 @@ def expected(spec, lse, delta, key_end, *extra):
 
 
 @by_spec
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_arrays(name, framework):
+def test_warps(name):
     spec = SPECS[name]
     arrays = draw(spec)
-    steps, convert = FRAMEWORKS[framework]
-    found = mosaic_backward.interpreted_row_stats(steps, spec, *map(convert, arrays))
-    np.testing.assert_allclose(np.asarray(found), expected(spec, *arrays), rtol=1e-6)
-
-
-def by_warps(spec, arrays, machine):
-    found = np.full((spec.B, spec.Hkv, spec.tiles, spec.rows, 4), -77, np.int32)
-    warps = -(-spec.tiles * spec.rows // 32)
-    program = functools.partial(bwd_preprocess.write_row, row_stats(spec))
-    machine.each(program, spec.B * spec.Hkv, warps, bwd_preprocess.WARPS, *arrays, found)
-    return found.view(np.float32)
-
-
-@by_spec
-def test_warps(monkeypatch, name):
-    spec = SPECS[name]
-    arrays = draw(spec)
-    found = by_warps(spec, arrays, warp_emulation.machine(monkeypatch, 4, bwd_preprocess))
+    (found,) = emulated(row_stats, interpreted(spec), *arrays)
     np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
 
 
 MUTANTS = {
-    "statistics of what sees nothing": ("different", lambda a, b: lanes(a) == lanes(a)),
-    "no end of the tokens": ("where", lambda condition, a, b: lanes(a)),
-    "the lane is the warp": ("lane", lambda: lanes(0)),
+    "statistics of what sees nothing": ("different", lambda self, a, b: self.same(a, a)),
+    "no end of the tokens": ("where", lambda self, condition, a, b: self.word(a)),
+    "the lane is the warp": ("lane", lambda self: self.word(0)),
 }
 
 
@@ -91,9 +68,8 @@ MUTANTS = {
 def test_mutants_are_caught(monkeypatch, mutant):
     spec = SPECS["tiles with rows of none"]
     arrays = draw(spec)
-    machine = warp_emulation.machine(monkeypatch, 4, bwd_preprocess)
-    monkeypatch.setattr(machine, *MUTANTS[mutant])
-    found = by_warps(spec, arrays, machine)
+    monkeypatch.setattr(Warps, *MUTANTS[mutant])
+    (found,) = emulated(row_stats, interpreted(spec), *arrays)
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
 

@@ -125,16 +125,20 @@ def pulled(function):
     return pull
 
 
-def build(name, index, backward):
-    return kernels(name, backward)[index]
+def build(name, index, backward, any_length=False):
+    kernel = kernels(name, backward)[index]
+    return kernel.for_any_length() if any_length else kernel
 
 
-def compiled(names, backward=False):
+def compiled(names, backward=False, any_length=False):
     """What ptxas says of all kernels of these shapes, and the shape."""
     wanted = [(name, i) for name in names for i in range(len(kernels(name, backward)))]
     reports = compile_report(
         [
-            (f"{__name__}:build", {"name": name, "index": i, "backward": backward})
+            (
+                f"{__name__}:build",
+                {"name": name, "index": i, "backward": backward, "any_length": any_length},
+            )
             for name, i in wanted
         ]
     )

@@ -40,11 +40,11 @@ class Tokens(NamedTuple):
 class BlockBitmap:
     """Of `tokens` neighbours, 64 at most, of a selection `indices` `[B, T, Hkv, n]`.
 
-    `warp`: the instructions that the program runs on.
+    `warp`: the instructions that the program runs on; `T`: an integer or a word.
     """
 
     warp: Any
-    T: int
+    T: Any
     Hkv: int
     n: int
     block: int
@@ -63,9 +63,9 @@ class BlockBitmap:
         for word in range(self.words):
             token = warp.lane() + LANES * word
             exists = warp.smaller(token0 + token, self.T - 1)
-            at = (b, 4 * self.T), (exists, 4)
-            last = warp.fetch(warp.element(position, *at))
-            first_key = warp.fetch(warp.element(key_start, *at))
+            at = b * self.T + exists, 4
+            last = warp.fetch(warp.element(position, at))
+            first_key = warp.fetch(warp.element(key_start, at))
             selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
             selects = selects & (last >= 0)
             if only is not None:
@@ -158,12 +158,8 @@ class BlockBitmap:
 
     def _fetch(self, indices, b, g, token0, entry) -> Word:
         warp = self.warp
-        at = (
-            (b, 4 * self.T * self.Hkv * self.n),
-            (warp.smaller(token0 + self._token(entry), self.T - 1), 4 * self.Hkv * self.n),
-            (g, 4 * self.n),
-            (entry % self.n, 4),
-        )
+        token = b * self.T + warp.smaller(token0 + self._token(entry), self.T - 1)
+        at = (token, 4 * self.Hkv * self.n), (g, 4 * self.n), (entry % self.n, 4)
         return warp.fetch(warp.element(indices, *at))
 
     def bound(self, values: list[Word], token: Word) -> Word:

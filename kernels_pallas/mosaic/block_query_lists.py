@@ -49,7 +49,7 @@ class Walk:
     fill: bool
     gather: bool = False
 
-    def __call__(self, warp: Any, indices, position, key_start, *refs) -> None:
+    def __call__(self, warp: Any, sizes, indices, position, key_start, *refs) -> None:
         """`refs`: `counts` if `spec.limit`, `edges`, the lists if `fill`; then `bits` and
         `next_entry` in shared memory, the row of `[B, Hkv]` and the CTA (`group`) in that row.
         """
@@ -61,28 +61,26 @@ class Walk:
         bits = warp.shared(bits) + warp.warp() * (4 * spec.bits)
         next_entry = warp.shared(next_entry) + warp.warp() * (4 * spec.window)
         tokens_of_word = spec.query_tiles_of_word * spec.tokens
-        bitmap = BlockBitmap(warp, spec.T, spec.Hkv, spec.n, spec.block, tokens_of_word)
+        bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word)
 
         def leaves(token):
             """As `selected_walk.tile_is_gathered`."""
-            tiles, tile = -(-spec.T // spec.tile), token // spec.tile
-            before = warp.larger(tile - 1, 0)
-            lead = (b, 8 * spec.Hkv * tiles), (g, 8 * tiles), (before, 8)
-            long = warp.fetch(warp.element(counts, *lead), 4) > spec.limit
+            tile = token // spec.tile
+            before = (b * spec.Hkv + g) * sizes.tiles + warp.larger(tile - 1, 0)
+            long = warp.fetch(warp.element(counts, (before, 8)), 4) > spec.limit
             return long & (tile > 0)
 
         only = leaves if spec.limit else None
 
         def edge(tile, after=0):
             """The element of `edges` of the tile and this chunk, or the one after it."""
-            tile = warp.smaller(tile, spec.key_tiles - 1), 4 * spec.chunks
-            from_chunk = warp.smaller(chunk, spec.chunks - 1), 4
-            lead = row, 4 * spec.chunks * spec.key_tiles
-            return warp.element(edges, lead, tile, from_chunk, (after, 4))
+            tile = row * sizes.key_tiles + warp.smaller(tile, sizes.key_tiles - 1)
+            place = tile * sizes.chunks + warp.smaller(chunk, sizes.chunks - 1)
+            return warp.element(edges, (place, 4), (after, 4))
 
         def window(i, nothing):
             low = i * spec.window
-            high = warp.smaller(low + spec.window, spec.key_tiles)
+            high = warp.smaller(low + spec.window, sizes.key_tiles)
             rows = (high - low + (LANES - 1)) // LANES
 
             def begin(r, nothing):
@@ -93,13 +91,13 @@ class Walk:
 
             def end(r, nothing):
                 offset = r * LANES + lane
-                exists = (low + offset < high) & (chunk < spec.chunks)
+                exists = (low + offset < high) & (chunk < sizes.chunks)
                 after = edge(low + offset, after=1)
                 warp.put(after, warp.read(next_entry + offset * 4), exists)
                 return nothing
 
             def some_tokens(k, nothing):
-                query_tile0 = chunk * spec.chunk + k * spec.query_tiles_of_word
+                query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
                 token0 = query_tile0 * spec.tokens
                 tokens = bitmap.load(position, key_start, b, token0, only)
 
@@ -131,12 +129,12 @@ class Walk:
                 return nothing
 
             warp.repeat(rows, begin, [])
-            warp.repeat(spec.words_of_chunk, some_tokens, [])
+            warp.repeat(sizes.words_of_chunk, some_tokens, [])
             if not self.fill:
                 warp.repeat(rows, end, [])
             return nothing
 
-        warp.repeat(-(-spec.key_tiles // spec.window), window, [])
+        warp.repeat((sizes.key_tiles + (spec.window - 1)) // spec.window, window, [])
         if not self.fill:
             first = warp.same(lane + row + chunk, 0)
             warp.put(warp.element(edges, (lane, 4)), 0, first)
@@ -275,8 +273,6 @@ def _walk(kernel, walk):
     return warp_kernel(
         kernel,
         walk,
-        spec.rows,
-        spec.chunks,
         shared=[(WARPS, spec.bits), (WARPS, spec.window)],
         interpret=spec.interpret,
     )

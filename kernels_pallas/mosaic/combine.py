@@ -32,7 +32,8 @@ def gated_sum(kernel: Kernel):
         tile = lax.axis_index("tile")
         for c, out in enumerate(outs):
             _load(buffers, out, tile, rows_s, c, rows_full)
-        g = [rows_of.values(gate, 0, tile * ROWS, 0) for gate in gates]  # [64] each
+        places = 0, tile * ROWS, 0, refs.sizes.rows
+        g = [rows_of.values(gate, *places) for gate in gates]  # [64] each
         for c in range(spec.branches):
             plgpu.barrier_wait(rows_full.at[c])
         for slab in range(slabs):
@@ -70,7 +71,7 @@ def deltas(kernel: Kernel):
             for slab in range(slabs):
                 do, o = (buffers.read_keys(rows_s, slot, slab) for slot in (0, 1 + c))
                 delta += (do * o).sum(axis=1)
-            rows_of.put(delta_out, delta, 0, tile * ROWS, 0)
+            rows_of.put(delta_out, delta, 0, tile * ROWS, 0, refs.sizes.rows)
 
     return _launch(kernel, body, 1 + spec.branches)
 
@@ -103,7 +104,6 @@ def _launch(kernel: Kernel, body, slots: int):
             "rows_s": buffers.ring(slots, ROWS, spec.width),
             "rows_full": plgpu.Barrier(num_arrivals=slabs, num_barriers=slots),
         },
-        grid=(spec.tiles,),
         grid_names=("tile",),
         interpret=spec.interpret,
     )

@@ -166,7 +166,8 @@ def partials(kernel: Kernel):
             key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
             key += first_key + wg * ROWS
             if not spec.gathered:
-                key_begin = refs.first_keys.at[b, first, pl.ds(j, COLUMNS)]
+                query_tile_of_all = b * refs.sizes.query_tiles + first
+                key_begin = refs.first_keys.at[query_tile_of_all, pl.ds(j, COLUMNS)]
                 key_begin = plgpu.load(key_begin, layout=PER_COLUMN, optimized=False)
                 return (key >= down(key_begin)) & (key < key_end)
             if spec.single_token:
@@ -315,7 +316,6 @@ def partials(kernel: Kernel):
             ),
             "step_free": plgpu.Barrier(num_arrivals=spec.consumers, num_barriers=stages),
         },
-        grid=(spec.work_items,),
         grid_names=("item",),
         num_threads=None if spec.gathered else spec.consumers + 1,
         thread_name=None if spec.gathered else "wg",
@@ -336,7 +336,8 @@ def merge(kernel: Kernel):
         # Which work items' tile these 64 keys belong to, and which half of it they are.
         key_tile = lax.div(tile, jnp.int32(spec.consumers))
         keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
-        first = refs.first[b, g, key_tile] + 0
+        mine = row * refs.sizes.key_tiles + key_tile
+        first = refs.first[mine] + 0
         for name, width in spec.widths.items():
             partial, out, staged = (
                 getattr(refs, key) for key in (f"{name}_partials", name, f"{name}_s")
@@ -347,7 +348,7 @@ def merge(kernel: Kernel):
                 return total + more
 
             total = operands.full((ROWS, width), 0.0, MATRIX)  # [64, width]
-            total = lax.fori_loop(0, refs.count[b, g, key_tile] + 0, add, total)
+            total = lax.fori_loop(0, refs.count[mine] + 0, add, total)
             buffers.write_keys(staged, 0, total)
             plgpu.commit_smem()
             rows = out.at[b, pl.ds(tile * ROWS, ROWS), g]
@@ -360,7 +361,6 @@ def merge(kernel: Kernel):
         scratch={
             f"{name}_s": buffers.ring(1, ROWS, width) for name, width in spec.widths.items()
         },
-        grid=(spec.B * spec.Hkv, -(-spec.S // ROWS)),
         grid_names=("bg", "tile"),
         interpret=spec.interpret,
     )

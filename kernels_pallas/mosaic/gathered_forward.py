@@ -32,11 +32,12 @@ def build(kernel: Kernel):
         def store_lse(rows, lse_log2):
             """To `[slot, tile, row of the tile]`, where the row's token stands."""
             slot, tile_tokens = lax.rem(rows.entry, jnp.int32(spec.n)), spec.tile.tokens
-            token = rows.token - rows.segment_token
-            index = (slot * spec.tiles + lax.div(token, jnp.int32(tile_tokens))) * ROWS
+            token, tiles = rows.token - rows.segment_token, refs.sizes.tiles
+            index = (slot * tiles + lax.div(token, jnp.int32(tile_tokens))) * ROWS
             index += lax.rem(token, jnp.int32(tile_tokens)) * spec.group + gathered_rows.head()
             exists = gathered_rows.in_step(rows.first, rows.end)
-            gathered_rows.put(refs.partial_lse, lse_log2, rows.b, rows.kv_head, index, exists)
+            of_head = rows.b, rows.kv_head, spec.n * tiles * ROWS
+            gathered_rows.put(refs.partial_lse, lse_log2, *of_head, index, exists)
 
         def work(rows):
             def compute(scores, visible):

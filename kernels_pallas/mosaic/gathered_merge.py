@@ -61,7 +61,6 @@ def _build(kernel: Kernel, width: int, merge, scratch):
             ),
             "added_ready": plgpu.Barrier(num_arrivals=slabs),
         },
-        grid=(spec.B * spec.Hkv, spec.tiles),
         grid_names=("head", "tile"),
         interpret=spec.interpret,
     )
@@ -114,7 +113,10 @@ class Merge:
     def run(self):
         spec, refs, buffers, width = self.spec, self.refs, self.buffers, self.width
         gathered = tile_is_gathered(
-            refs.block_counts, self.b, self.kv_head, self.all_tile, spec.gather_limit
+            refs.block_counts,
+            self.all_tile,
+            lax.axis_index("head") * refs.sizes.all_tiles + self.all_tile,
+            spec.gather_limit,
         )
         buffers.load_rows(self._heads(refs.added), refs.out_tile, 0, width, refs.added_ready)
         plgpu.barrier_wait(refs.added_ready)
@@ -135,7 +137,7 @@ class Merge:
         gathered_rows = GatheredRows(spec.group, bool(spec.interpret))
         first = self.all_tile * spec.tile.tokens
         slots = gathered_rows.visible_slots(
-            refs.indices, refs.position, self.b, self.kv_head, first
+            refs.indices, refs.position, self.b, self.kv_head, first, refs.sizes.T
         )  # [64], a bit a slot
         step = functools.partial(self._add, slots)
         acc, carry = lax.fori_loop(0, spec.n, step, (acc, carry))
@@ -191,7 +193,7 @@ class MergeOutputs(Merge):
         return carry
 
     def load_weight(self, j, stage, ready):
-        rows = pl.ds((j * self.spec.tiles + self.tile) * ROWS, ROWS)
+        rows = pl.ds((j * self.refs.sizes.tiles + self.tile) * ROWS, ROWS)
         source = self.refs.partial_lse.at[self.b, self.kv_head, rows]
         plgpu.copy_gmem_to_smem(source, self.refs.lse_ring.at[stage], ready)
 
@@ -219,8 +221,10 @@ class MergeOutputs(Merge):
     def _of_tile(self, array):
         """Of the rows of the tile, from an array of all tokens."""
         first, group = self.all_tile * self.spec.tile.tokens, self.spec.group
-        return self.rows.values(array, self.b, first, self.kv_head * group)
+        length = self.refs.sizes.T
+        return self.rows.values(array, self.b, first, self.kv_head * group, length)
 
     def _store_lse(self, lse):
         first, group = self.tile * self.spec.tile.tokens, self.spec.group
-        self.rows.put(self.refs.lse, lse, self.b, first, self.kv_head * group)
+        length = self.refs.sizes.segment_tokens
+        self.rows.put(self.refs.lse, lse, self.b, first, self.kv_head * group, length)

@@ -87,7 +87,6 @@ class GatheredWalk:
                 "keys_ready": plgpu.Barrier(num_arrivals=(spec.D + spec.Dv) // slab),
                 "rows_ready": plgpu.Barrier(num_arrivals=tokens * loaded),
             },
-            grid=(spec.items,),
             grid_names=("item",),
             interpret=spec.interpret,
         )
@@ -113,7 +112,7 @@ class GatheredWalk:
 
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
-        item = refs.items.at[segment, lax.axis_index("item")]
+        item = refs.items.at[segment * refs.sizes.items + lax.axis_index("item")]
         exists, row = item[0] >= 0, jnp.maximum(item[0], 0)
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         first_key, begin, whole, end = (item[i] + 0 for i in range(1, 5))
@@ -154,7 +153,7 @@ class GatheredWalk:
             if under_mask:
                 shape = (ROWS, ROWS)
                 index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-                key_end = gathered_rows.load_element(refs.key_end, b, token)
+                key_end = gathered_rows.load_element(refs.key_end, b, token, refs.sizes.T)
                 visible = index < across(key_end - first_key, shape)
             compute = work(Rows(b, kv_head, token, entry, segment_token, first, end))
             plgpu.barrier_wait(refs.rows_ready)

@@ -48,7 +48,7 @@ def build(kernel: Kernel):
 
             def finish(state):
                 inverse, lse = softmax.normalizer(state)
-                rows = at.b, at.index * tile.tokens, at.kv_head * tile.group
+                rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
                 tile_rows.put(refs.lse, lse, *rows)
                 if spec.gated:
                     inverse *= tile_rows.values(refs.gate, *rows)

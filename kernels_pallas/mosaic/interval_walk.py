@@ -35,8 +35,6 @@ from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 
-CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
-
 
 class Pair(NamedTuple):
     """What the two computing warpgroups do at a time, and its bounds: every row sees the keys
@@ -92,23 +90,25 @@ class Scheduler:
 
     @classmethod
     def of(cls, walk: "IntervalWalk", refs, cta) -> Self:
-        turns = lax.div(walk.pairs - 1 - cta, jnp.int32(walk.ctas)) + 1
+        sizes = refs.sizes
+        turns = lax.div(sizes.pairs - 1 - cta, jnp.int32(sizes.ctas)) + 1
         return cls(walk, refs, cta, turns)
 
     def pair(self, turn) -> Pair:
         """What this CTA takes at a turn; past the last one, the last pair."""
-        walk, spec = self.walk, self.walk.spec
-        index = jnp.minimum(turn * walk.ctas + self.cta, walk.pairs - 1)
-        tile0 = lax.div(index, jnp.int32(walk.heads)) * CONSUMERS
-        head = lax.rem(index, jnp.int32(walk.heads))
+        spec, sizes = self.walk.spec, self.refs.sizes
+        index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.pairs - 1)
+        tile0 = lax.div(index, jnp.int32(sizes.heads)) * CONSUMERS
+        head = lax.rem(index, jnp.int32(sizes.heads))
         if spec.longest_first:
-            tile0 = spec.tiles - CONSUMERS - tile0
+            tile0 = sizes.tiles - CONSUMERS - tile0
         b, kv_head = lax.div(head, jnp.int32(spec.Hkv)), lax.rem(head, jnp.int32(spec.Hkv))
         # Bounds never decrease: those of a pair are those of its first and its last row.
-        tile1, row = tile0 + CONSUMERS - 1, ROWS - 1
+        at0 = b * sizes.tiles + tile0
+        at1, row = at0 + CONSUMERS - 1, ROWS - 1
         first_key, key_end = self.refs.first_key, self.refs.key_end
-        begin, full_from = first_key[b, tile0, 0], first_key[b, tile1, row]
-        full_to, end = key_end[b, tile0, 0], key_end[b, tile1, row]
+        begin, full_from = first_key[at0, 0], first_key[at1, row]
+        full_to, end = key_end[at0, 0], key_end[at1, row]
         return Pair(b, kv_head, tile0, begin, full_from, full_to, end)
 
 
@@ -153,19 +153,6 @@ class IntervalWalk:
         return operands.Buffers(jnp.dtype(spec.dtype), spec.tile, bool(spec.interpret))
 
     @property
-    def heads(self) -> int:
-        """Pairs at the same tokens."""
-        return self.spec.B * self.spec.Hkv
-
-    @property
-    def pairs(self) -> int:
-        return self.heads * self.spec.tiles // CONSUMERS
-
-    @property
-    def ctas(self) -> int:
-        return min(self.pairs, CTAS)
-
-    @property
     def has_out_tile(self) -> bool:
         """Whether there is room for the output beside the query, so that the next query can be
         copied while the output is.
@@ -204,7 +191,6 @@ class IntervalWalk:
                 "value_free": barriers(CONSUMERS, spec.stages),
                 "added_ready": barriers(self.out_width // slab, CONSUMERS),
             },
-            grid=(self.ctas,),
             grid_names=("cta",),
             num_threads=CONSUMERS + 1,
             thread_name="wg",
@@ -264,7 +250,11 @@ class IntervalWalk:
             following = scheduler.pair(turn + 1)
             blocks, masked, key_at = split(pair, spec.block)
             first_key, key_end = (
-                plgpu.load(bound.at[tile.b, tile.index], layout=PER_ROW, optimized=False)
+                plgpu.load(
+                    bound.at[tile.b * refs.sizes.tiles + tile.index],
+                    layout=PER_ROW,
+                    optimized=False,
+                )
                 for bound in (refs.first_key, refs.key_end)
             )  # [64]
             if self.has_out_tile:

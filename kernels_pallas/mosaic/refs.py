@@ -1,13 +1,18 @@
 """Names for the refs of a kernel's body: its inputs, its outputs and its scratch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import CARRIER_STEP, Kernel
 from kernels_pallas.mosaic import operands
 
 
@@ -25,9 +30,10 @@ def build_kernel(
     Args:
       kernel: made by `Kernel.named`.
       body: takes one object whose attributes are the refs. An input that a description leaves
-        out has no attribute.
+        out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python integers, or
+        scalars that the kernel learns at its launch.
       scratch: types of the scratch refs, in the order in which they lie in memory.
-      options: of `plgpu.kernel`, e.g. `grid`.
+      options: of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
 
     Raises:
       ValueError: an array has no name, or two refs have the same one.
@@ -39,13 +45,39 @@ def build_kernel(
         raise ValueError(f"{kernel.name} must name each of its {expected} refs, got {names}")
 
     def named(*refs):
-        body(SimpleNamespace(**dict(zip(names, refs, strict=True))))
+        by_name = dict(zip(names, refs, strict=True))
+        by_name["sizes"] = sizes_of(kernel, [by_name.pop(x) for x in kernel.carriers])
+        body(SimpleNamespace(**by_name))
 
     named.__name__ = kernel.name
     return plgpu.kernel(
         named,
+        grid=kernel.grid,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs],
         scratch_types=list(scratch.values()),
         compiler_params=operands.PARAMS,
         **options,
     )
+
+
+def sizes_of(kernel: Kernel, carriers: Sequence[Any]) -> SimpleNamespace:
+    """The numbers of `kernel.sizes`, by name."""
+    numbers = map(carried, carriers) if kernel.any_length else kernel.sizes.values()
+    return SimpleNamespace(**dict(zip(kernel.sizes, numbers, strict=True)))
+
+
+def carried(carrier: Any) -> Any:
+    """The number that a carrier's address is (`Kernel.for_any_length`): an int32 scalar."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def read(_, ref):
+        i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
+        address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        step = arith.constant(i64, CARRIER_STEP.bit_length() - 1)
+        number = arith.trunci(i32, arith.shrui(address, step))
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return read(carrier)

@@ -66,24 +66,26 @@ class GatheredRows:
 
         _by_row(prefetch, [lists], [first, end], [], [])
 
-    def load_element(self, array, b, index):
-        """`array[b, index]` of an int32 array of two axes, `index` by row."""
+    def load_element(self, array, b, index, length):
+        """`array[b, index]` of an int32 array `[B, length]`, `index` by row."""
         if self.interpret:
             tokens = range(self.tokens)
             return self._repeated([array[b, index[i * self.group]] for i in tokens])
 
         def load(_, refs, words, index):
-            size = refs[0].type.shape[1]
-            return [warp.fetch(warp.element(refs[0], (words[0], 4 * size), (index, 4)))]
+            b, length = words
+            return [warp.fetch(warp.element(refs[0], (b * length, 4), (index, 4)))]
 
-        return _by_row(load, [array], [b], [index], [jnp.int32])[0]
+        return _by_row(load, [array], [b, length], [index], [jnp.int32])[0]
 
-    def softmax_stats(self, row_stats, b, kv_head, token, unit: int, gated: bool):
-        """Of `token`, by row, what dq needs of `row_stats` in units of `unit` tokens."""
-        lse_log2, _, gate, delta = self._row_stats(row_stats, b, kv_head, token, unit)
+    def softmax_stats(self, row_stats, b, kv_head, token, units: tuple, gated: bool):
+        """Of `token`, by row, what dq needs of `row_stats`; `units`: the tokens of a unit, and
+        how many units there are.
+        """
+        lse_log2, _, gate, delta = self._row_stats(row_stats, b, kv_head, token, *units)
         return SoftmaxStats(lse_log2, gate if gated else None, delta)
 
-    def _row_stats(self, row_stats, b, kv_head, token, unit):
+    def _row_stats(self, row_stats, b, kv_head, token, unit, count):
         """lse_log2, key_end, gate and delta."""
         if self.interpret:
             stats = []
@@ -98,23 +100,21 @@ class GatheredRows:
             return [stats[:, i] for i in range(ROW_STATS)]
 
         def load(row, refs, words, token):
-            _, heads, units, rows, _ = refs[0].type.shape
-            size = 4 * ROW_STATS
+            _, heads, _, rows, _ = refs[0].type.shape
+            b, kv_head, count = words
             address = warp.element(
                 refs[0],
-                (words[0], heads * units * rows * size),
-                (words[1], units * rows * size),
-                (token // unit, rows * size),
-                (token % unit * self.group + row % self.group, size),
+                ((b * heads + kv_head) * count + token // unit, rows * 4 * ROW_STATS),
+                (token % unit * self.group + row % self.group, 4 * ROW_STATS),
             )
             return [warp.real(warp.fetch(address, 4 * i)) for i in range(ROW_STATS)]
 
         dtypes = [jnp.float32] * ROW_STATS
-        return _by_row(load, [row_stats], [b, kv_head], [token], dtypes)
+        return _by_row(load, [row_stats], [b, kv_head, count], [token], dtypes)
 
-    def put(self, array, value, b, kv_head, index, only):
-        """`array[b, kv_head, index] = value` where `only`, by row; float32 `[B, Hkv, .]`, in
-        which the rows of a token are neighbours.
+    def put(self, array, value, b, kv_head, length, index, only):
+        """`array[b, kv_head, index] = value` where `only`, by row; float32 `[B, Hkv, length]`,
+        in which the rows of a token are neighbours.
         """
         if self.interpret:
             for i in range(self.tokens):
@@ -128,18 +128,19 @@ class GatheredRows:
             return
 
         def put(_, refs, words, value, index, only):
-            _, heads, size = refs[0].type.shape
-            lead = (words[0], heads * size * 4), (words[1], size * 4)
-            first = warp.same(warp.lane() % QUAD, 0)
-            warp.put(warp.element(refs[0], *lead, (index, 4)), value, only & first)
+            heads = refs[0].type.shape[1]
+            b, kv_head, length = words
+            address = warp.element(refs[0], ((b * heads + kv_head) * length, 4), (index, 4))
+            warp.put(address, value, only & warp.same(warp.lane() % QUAD, 0))
 
-        _by_row(put, [array], [b, kv_head], [value, index, only], [])
+        _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
 
-    def visible_slots(self, indices, position, b, kv_head, first):
+    def visible_slots(self, indices, position, b, kv_head, first, length):
         """Of each row a bit a slot of int32 `indices` `[B, T, Hkv, n]`: whether it has a block
-        that the row's token may see; tokens from `first` on, at `position` `[B, T]`.
+        that the row's token may see; tokens from `first` on, at `position` `[B, T]`; `length`
+        is T.
         """
-        _, length, heads, n = indices.shape
+        _, _, heads, n = indices.shape
         if self.interpret:
             rows = []
             for i in range(self.tokens):
@@ -155,21 +156,22 @@ class GatheredRows:
             return jnp.pad(rows, (0, ROWS - rows.shape[0]))
 
         def visible(row, refs, words):
-            b, kv_head, first = words
+            b, kv_head, first, length = words
             exists = (row < self.tokens * self.group) & (first + self._token(row) < length)
             token = warp.smaller(first + self._token(row), length - 1)
-            at = warp.fetch(warp.element(refs[1], (b, 4 * length), (token, 4)))
+            token = b * length + token
+            at = warp.fetch(warp.element(refs[1], (token, 4)))
             own = warp.larger(at, 0) // ROWS
             size = 4 * n
-            strides = (b, length * heads * size), (token, heads * size), (kv_head, size)
-            address, bits = warp.element(refs[0], *strides), warp.word(0)
+            address = warp.element(refs[0], (token, heads * size), (kv_head, size))
+            bits = warp.word(0)
             for j in range(n):
                 block = warp.fetch(address, 4 * j)
                 seen = (block >= 0) & (block <= own)
                 bits = bits | (warp.number(seen) << j)
             return [warp.where(exists & (at >= 0), bits, 0)]
 
-        arrays, words = [indices, position], [b, kv_head, first]
+        arrays, words = [indices, position], [b, kv_head, first, length]
         return _by_row(visible, arrays, words, [], [jnp.int32])[0]
 
     def in_step(self, first, end):
@@ -193,7 +195,7 @@ class GatheredRows:
 @dataclasses.dataclass(frozen=True)
 class TileRows:
     """Rows of `tokens` neighbouring tokens, of float32 arrays `[B, T, H]`: `heads` rows each,
-    of which the first `group` stand for a query head.
+    of which the first `group` stand for a query head. `length` is T.
     """
 
     tokens: int
@@ -201,12 +203,12 @@ class TileRows:
     heads: int
     interpret: bool
 
-    def values(self, array, b, first, head, otherwise: float = 0.0):
+    def values(self, array, b, first, head, length, otherwise: float = 0.0):
         """Of each row the array's value, from token `first` and head `head` on; `otherwise` in
         rows of no head. Rows past the last token have its values.
         """
         if self.interpret:
-            row, (length, heads) = jnp.arange(ROWS), array.shape[1:]
+            row, heads = jnp.arange(ROWS), array.shape[2]
             token, member = jnp.minimum(first + row // self.heads, length - 1), row % self.heads
             values = array.at[b][...][token, jnp.minimum(head + member, heads - 1)]
             return jnp.where(member < self.group, values, otherwise)
@@ -218,12 +220,12 @@ class TileRows:
                 value = warp.where(member < self.group, value, warp.integer(otherwise))
             return [warp.real(value)]
 
-        return _by_row(load, [array], [b, first, head], [], [jnp.float32])[0]
+        return _by_row(load, [array], [b, first, head, length], [], [jnp.float32])[0]
 
-    def put(self, array, value, b, first, head):
+    def put(self, array, value, b, first, head, length):
         """Stores a value of each row where `values` loads it; nothing past the last token."""
         if self.interpret:
-            length, heads = array.shape[1], pl.ds(head, self.group)
+            heads = pl.ds(head, self.group)
             value = value[: self.tokens * self.heads].reshape(self.tokens, self.heads)
 
             def write(tokens):
@@ -236,24 +238,23 @@ class TileRows:
             return
 
         def put(row, refs, words, value):
-            _, length, _ = refs[0].type.shape
             token, member = row // self.heads, row % self.heads
-            exists = (token < self.tokens) & (words[1] + token < length) & (member < self.group)
+            exists = (token < self.tokens) & (words[1] + token < words[3])
+            exists = exists & (member < self.group)
             first_lane = warp.same(warp.lane() % QUAD, 0)
             warp.put(self._address(row, refs[0], words), value, exists & first_lane)
 
-        _by_row(put, [array], [b, first, head], [value], [])
+        _by_row(put, [array], [b, first, head, length], [value], [])
 
     def _address(self, row, array, words):
         """Of a row's value; past the last token or head, of theirs."""
-        _, length, heads = array.type.shape
-        b, first, head = words
+        heads = array.type.shape[2]
+        b, first, head, length = words
         token = warp.smaller(first + row // self.heads, length - 1)
         member = warp.smaller(row % self.heads, self.group - 1)
-        at = (b, length * heads * 4), (token, heads * 4), (head + member, 4)
-        return warp.element(array, *at)
+        return warp.element(array, (b * length + token, heads * 4), (head + member, 4))
 
-    def token(self, first, length: int):
+    def token(self, first, length):
         """Of each row its token, from `first` on; past the last one, that one."""
         return jnp.minimum(first + lax.div(row_index(), jnp.int32(self.heads)), length - 1)
 

@@ -49,7 +49,9 @@ def best_blocks(kernel: Kernel):
     def body(refs):
         b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
         g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        tile_index = spec.tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        tiles = refs.sizes.tiles
+        tile_index = tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        mine = b * tiles + tile_index
         tokens = pl.ds(tile_index * tile.tokens, tile.tokens)
         group = pl.ds(g * spec.group, heads)
         buffers.load_rows(
@@ -59,10 +61,10 @@ def best_blocks(kernel: Kernel):
             spec.D,
             refs.query_full,
         )
-        base = refs.base_block[b, tile_index, 0]
-        last_begin = refs.key_begin[b, tile_index, rows - 1]
-        first_end = refs.key_end[b, tile_index, 0]
-        last_end = refs.key_end[b, tile_index, rows - 1]
+        base = refs.base_block[mine, 0]
+        last_begin = refs.key_begin[mine, rows - 1]
+        first_end = refs.key_end[mine, 0]
+        last_end = refs.key_end[mine, rows - 1]
         keys = jnp.maximum(last_end - base * r, 0)
         steps = lax.div(keys + step_keys - 1, jnp.int32(step_keys))
         products = jnp.maximum(steps * r, 1)  # the first is made in any case
@@ -112,7 +114,7 @@ def best_blocks(kernel: Kernel):
             count = min(ROWS, tile.used - row) // heads
             first_token = tile_index * tile.tokens + row // heads
             refs.lse_log2_s.at[pl.ds(row, ROWS)][...] = lse_log2_of_rows(
-                spec, count, refs.lse, b, first_token, g
+                spec, count, refs.lse, b, first_token, g, refs.sizes.T
             )
         plgpu.commit_smem()
 
@@ -155,8 +157,8 @@ def best_blocks(kernel: Kernel):
                         block = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
                         token = (block + (base + i * ROWS)) * r + phase
                         for t, p_of_token in enumerate(folded):
-                            seen = token >= refs.key_begin[b, tile_index, t * heads]
-                            seen &= token < refs.key_end[b, tile_index, t * heads]
+                            seen = token >= refs.key_begin[mine, t * heads]
+                            seen &= token < refs.key_end[mine, t * heads]
                             folded[t] = jnp.where(seen, p_of_token, 0.0)
 
                     @pl.when(times < spec.cover)
@@ -242,9 +244,9 @@ def best_blocks(kernel: Kernel):
                 score += scores_of_rows(refs.next_s.at[four, pl.ds(0, chunk)])
                 shape = score.shape  # [4, chunk]
                 index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=ROW_PER_WARP)
-                base_of_row = values_of_rows(refs.base_block.at[b, tile_index, four])
+                base_of_row = values_of_rows(refs.base_block.at[mine, four])
                 index = index - along(base_of_row - base - k * chunk, shape)
-                own_block = along(values_of_rows(refs.own_block.at[b, tile_index, four]), shape)
+                own_block = along(values_of_rows(refs.own_block.at[mine, four]), shape)
                 final = own_block - spec.num_local  # those after it are forced
                 free_to_choose = (index >= spec.num_initial) & (index <= final)
                 scores.append(jnp.where(free_to_choose, score, -1.0))
@@ -265,7 +267,8 @@ def best_blocks(kernel: Kernel):
 
         def finish(four):
             """Adds the forced blocks of four score rows, sorts and writes them out."""
-            own_block = values_of_rows(refs.own_block.at[b, tile_index, four])
+            out = lax.axis_index("bg") * tiles + tile_index
+            own_block = values_of_rows(refs.own_block.at[mine, four])
             chosen = [values_of_rows(refs.chosen_s.at[i, four]) for i in range(free)]
             for block in range(spec.num_initial):
                 chosen.append(jnp.where(own_block >= block, own_block * 0 + block, NO_BLOCK))
@@ -277,12 +280,12 @@ def best_blocks(kernel: Kernel):
                 chosen[low], chosen[high] = jnp.minimum(x, y), jnp.maximum(x, y)
             for i, index in enumerate(chosen):
                 index = jnp.where(index == NO_BLOCK, -1, index)
-                refs.selection.at[b, g, tile_index, i, four][...] = index
+                refs.selection.at[out, i, four][...] = index
 
         if several_chunks:
             refs.value_s[...] = jnp.full((score_rows, winners), -1.0, jnp.float32)
             plgpu.commit_smem()
-            chunks = lax.div(refs.span[b, tile_index] + chunk - 1, jnp.int32(chunk))
+            chunks = lax.div(refs.span[mine] + chunk - 1, jnp.int32(chunk))
             lax.fori_loop(0, chunks, take, ahead)
             plgpu.commit_smem()
             best_of_all()
@@ -308,7 +311,6 @@ def best_blocks(kernel: Kernel):
             "query_full": plgpu.Barrier(num_arrivals=slabs),
             "key_full": plgpu.Barrier(num_arrivals=slabs, num_barriers=stages),
         },
-        grid=(spec.B * spec.Hkv, spec.tiles),
         grid_names=("bg", "tile"),
         interpret=spec.interpret,
     )

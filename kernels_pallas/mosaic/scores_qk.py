@@ -64,9 +64,11 @@ def best_blocks(kernel: Kernel):
         wg = lax.axis_index("wg")
         b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
         g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        tile_index = spec.tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
-        base = refs.base_block[b, tile_index, 0]
-        end = refs.key_end[b, tile_index, tile.rows - 1]
+        tiles = refs.sizes.tiles
+        tile_index = tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        mine = b * tiles + tile_index
+        base = refs.base_block[mine, 0]
+        end = refs.key_end[mine, tile.rows - 1]
         steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
         products = steps * r
 
@@ -92,15 +94,15 @@ def best_blocks(kernel: Kernel):
         here = pl.ds(row0, ROWS)
 
         def rows_of(ref):
-            return plgpu.load(ref.at[b, tile_index, here], layout=PER_ROW, optimized=False)
+            return plgpu.load(ref.at[mine, here], layout=PER_ROW, optimized=False)
 
         first_token = tile_index * tile.tokens + wg * tokens
-        queries = _queries(spec, refs.query, b, g, first_token)  # [64, D]
+        queries = _queries(spec, refs.query, b, g, first_token, refs.sizes.T)  # [64, D]
         key_end = rows_of(refs.key_end)  # [64]
         key_begin = rows_of(refs.key_begin) if spec.packed else None
-        last_begin = refs.key_begin[b, tile_index, row0 + ROWS - 1]
-        first_end = refs.key_end[b, tile_index, row0]
-        lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, b, first_token, g)  # [64]
+        last_begin, first_end = refs.key_begin[mine, row0 + ROWS - 1], refs.key_end[mine, row0]
+        places = b, first_token, g, refs.sizes.T
+        lse_log2 = lse_log2_of_rows(spec, tokens, refs.lse, *places)  # [64]
 
         def refill(q):
             """Loads what follows product `q` in its stage, once all are done with it."""
@@ -163,7 +165,7 @@ def best_blocks(kernel: Kernel):
             _each_warp(topk.add, [refs.scores_s], [wg, place], [own, following])
             return nothing
 
-        own_block = refs.own_block.at[b, tile_index]
+        own_block = refs.own_block.at[mine]
 
         def take(k, carry):
             """Scores of chunk `k`, and the best of them and of the chunks before."""
@@ -173,17 +175,17 @@ def best_blocks(kernel: Kernel):
                 spec, step_of_chunk, carry, k, steps, base, last_begin, first_end
             )
             if spec.free > 0:
-                base_block = refs.base_block.at[b, tile_index]
+                base_block = refs.base_block.at[mine]
                 arrays = [refs.scores_s, refs.winners_s, own_block, base_block]
                 _each_warp(topk.extract, arrays, [wg, k, base])
             return carry
 
         if topk.several_chunks:
-            chunks = lax.div(refs.span[b, tile_index] + chunk - 1, jnp.int32(chunk))
+            chunks = lax.div(refs.span[mine] + chunk - 1, jnp.int32(chunk))
             lax.fori_loop(0, jnp.maximum(chunks, 1), take, jnp.int32(0))
         else:
             take(jnp.int32(0), jnp.int32(0))
-        selection = refs.selection.at[b, g, tile_index]
+        selection = refs.selection.at[lax.axis_index("bg") * tiles + tile_index]
         _each_warp(topk.write, [refs.winners_s, own_block, selection], [wg])
 
     score_rows = spec.tiling.score_rows
@@ -197,14 +199,13 @@ def best_blocks(kernel: Kernel):
             "key_full": plgpu.Barrier(num_arrivals=spec.D // tile.slab, num_barriers=stages),
             "key_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         },
-        grid=(spec.B * spec.Hkv, spec.tiles),
         grid_names=("bg", "tile"),
         num_threads=warpgroups,
         thread_name="wg",
     )
 
 
-def _queries(spec: Scores, query, b, g, token):
+def _queries(spec: Scores, query, b, g, token, length):
     """The rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
 
     Rows of no head, and tokens past the end, repeat others: their `lse` is +inf.
@@ -212,23 +213,22 @@ def _queries(spec: Scores, query, b, g, token):
     dtype = jnp.dtype(spec.dtype)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[warp.SCALAR] * 3),
+        arg_types=(plgpu.RefType(), *[warp.SCALAR] * 4),
         return_type=plgpu.ShapeDtypeStruct((ROWS, spec.D), dtype, layout=MATRIX),
     )
     def read(_, query, *places):
-        b, g, token = map(warp.scalar, places)
+        b, g, token, length = map(warp.scalar, places)
         lane, heads = warp.lane(), spec.tiling.heads
         words = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         registers = np.empty((spec.D // 8, 2), dtype=object)
         for half in range(2):
             row = warp.warp() * 16 + (lane >> 2) + 8 * half
-            at = warp.smaller(token + row // heads, spec.T - 1)
+            at = warp.smaller(token + row // heads, length - 1)
             head = warp.smaller(g * spec.group + row % heads, spec.H - 1)
             address = warp.element(
                 query,
-                (b, spec.T * spec.H * spec.D * 2),
-                (at, spec.H * spec.D * 2),
+                (b * length + at, spec.H * spec.D * 2),
                 (head, spec.D * 2),
                 (lane & 3, 4),
             )
@@ -238,7 +238,7 @@ def _queries(spec: Scores, query, b, g, token):
         shape = mgpu.WGMMA_LAYOUT.registers_shape((ROWS, spec.D))
         return mgpu.optimization_barrier(_matrix(registers.reshape(shape), MATRIX))
 
-    return read(query, b, g, token)
+    return read(query, b, g, token, length)
 
 
 def _product(queries, keys, slab: int):

@@ -37,9 +37,10 @@ def build(kernel: Kernel):
 
     def body(refs):
         def work(at):
-            token = tile_rows.token(at.index * tile.tokens, spec.T)  # [64]
+            token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
+            units = spec.stats_unit[0], refs.sizes.stats_units
             stats = gathered_rows.softmax_stats(
-                refs.row_stats, at.b, at.kv_head, token, spec.stats_unit[0], spec.gated
+                refs.row_stats, at.b, at.kv_head, token, units, spec.gated
             )
 
             def step(block, acc):

@@ -49,7 +49,7 @@ def build(kernel: Kernel):
         def work(at):
             def finish(state):
                 inverse, lse = softmax.normalizer(state)  # [64]
-                rows = at.b, at.index * tile.tokens, at.kv_head * tile.group
+                rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
                 tile_rows.put(refs.lse, lse, *rows)
                 if spec.gated:
                     inverse *= tile_rows.values(refs.gate, *rows)

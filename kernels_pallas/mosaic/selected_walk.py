@@ -69,12 +69,16 @@ class Work(NamedTuple):
     finish: Callable[[Any], Any]
 
 
-def tile_is_gathered(block_counts, b, kv_head, tile, gather_limit: int):
+def tile_is_gathered(block_counts, tile, index, gather_limit: int):
     """Whether a tile is left to `specs/gathered.py`: the block list of the tile before it is
     longer than `gather_limit`. Its own list cannot decide, as no output may depend on tokens
     after its own.
+
+    Args:
+      tile: along the tokens.
+      index: of its list in `block_counts` `[B * Hkv * tiles, 2]`.
     """
-    before = block_counts[b, kv_head, jnp.maximum(tile - 1, 0), 1]
+    before = block_counts[jnp.where(tile > 0, index - 1, index), 1]
     return (tile > 0) & (before > gather_limit)
 
 
@@ -123,7 +127,6 @@ class SelectedWalk:
                 "value_ready": barriers(spec.Dv // slab, spec.value_stages),
                 "added_ready": barriers(self.out_width // slab),
             },
-            grid=(spec.B * spec.Hkv, spec.tiles),
             grid_names=("head", "tile"),
             interpret=spec.interpret,
         )
@@ -147,7 +150,8 @@ class SelectedWalk:
             rows = self._rows_of(source, tile)
             buffers.load_rows(rows, scratch, 0, width, refs.rows_ready)
         whole, count = self._count_blocks(refs, tile)
-        key_end = plgpu.load(refs.key_end.at[b, tile.index], layout=PER_ROW, optimized=False)
+        key_end = refs.key_end.at[b * refs.sizes.tiles + tile.index]
+        key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
         token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
 
         def load(source, ring, ready, stages, i):
@@ -241,9 +245,10 @@ class SelectedWalk:
         """How many blocks every member sees to their end, and how many there are."""
         counts, gather_limit = refs.block_counts, self.spec.gather_limit
         # Sums, not loads: under `shard_map` only they have the type of what varies.
-        whole, count = counts[*tile, 0] + 0, counts[*tile, 1] + 0
+        index = lax.axis_index("head") * refs.sizes.tiles + tile.index
+        whole, count = counts[index, 0] + 0, counts[index, 1] + 0
         if gather_limit:
-            gathered = tile_is_gathered(counts, *tile, gather_limit)
+            gathered = tile_is_gathered(counts, tile.index, index, gather_limit)
             whole, count = (jnp.where(gathered, 0, x) for x in (whole, count))
         return whole, count
 

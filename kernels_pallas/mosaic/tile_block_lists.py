@@ -42,6 +42,7 @@ class MakeList:
     def __call__(
         self,
         warp: Any,
+        sizes,
         indices,
         position,
         key_start,
@@ -56,7 +57,7 @@ class MakeList:
         """Arrays as the description has them, then `bits` `[WARPS, words, WINDOW]`."""
         spec, lane = self.spec, warp.lane()
         size, words = spec.block, spec.words
-        bitmap = BlockBitmap(warp, spec.T, spec.Hkv, spec.n, size, spec.tile.tokens)
+        bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, size, spec.tile.tokens)
         tile = group * WARPS + warp.warp()
         token0 = tile * spec.tile.tokens
         bits = warp.shared(bits) + warp.warp() * (4 * words * WINDOW)
@@ -64,11 +65,12 @@ class MakeList:
         # The first block that ends after the token's last key.
         cut = [(last + 1) // size for last in tokens.position]
 
+        mine = (b * spec.Hkv + g) * sizes.tiles + tile
+
         def address(array, entry, words=1, word=0):
             """Of an entry of this tile's list in `starts` or `members`."""
             row = 4 * spec.entries
-            lead = (b, spec.Hkv * spec.tiles), (g, spec.tiles), (tile, 1)
-            lead = *((i, n * words * row) for i, n in lead), (warp.word(word), row)
+            lead = (mine, words * row), (warp.word(word), row)
             return warp.element(array, *lead, (entry, 4))
 
         def each_sequence(_, state):
@@ -119,16 +121,15 @@ class MakeList:
 
         def clear_entries(row, nothing):
             entry = row * LANES + lane
-            past = (entry >= count) & (entry < spec.entries) & (tile < spec.tiles)
+            past = (entry >= count) & (entry < spec.entries) & (tile < sizes.tiles)
             warp.put(address(starts, entry), 0, past)
             for word in range(words):
                 warp.put(address(members, entry, words, word), 0, past)
             return nothing
 
         warp.repeat(-(-spec.entries // LANES), clear_entries, [])
-        of_tile = (b, 8 * spec.Hkv * spec.tiles), (g, 8 * spec.tiles), (tile, 8), (lane, 4)
-        of_tile = warp.element(counts, *of_tile)
-        exists = warp.below(lane, 2) & (tile < spec.tiles)
+        of_tile = warp.element(counts, (mine, 8), (lane, 4))
+        exists = warp.below(lane, 2) & (tile < sizes.tiles)
         warp.put(of_tile, warp.where(warp.same(lane, 0), whole, count), exists)
 
 
@@ -138,8 +139,6 @@ def tile_block_lists(kernel: Kernel) -> Callable:
     return warp_kernel(
         kernel,
         MakeList(spec),
-        spec.B * spec.Hkv,
-        spec.tiles,
         shared=[(WARPS, spec.words, WINDOW)],
         kv_heads=spec.Hkv,
         interpret=spec.interpret,

@@ -39,6 +39,15 @@ class Word:
     def __add__(self, other: Number) -> "Word":
         return _apply(arith.addf if self.real else arith.addi, self, other)
 
+    def __radd__(self, other: int) -> "Word":
+        return self + other
+
+    def __rmul__(self, other: int) -> "Word":
+        return self * other
+
+    def __rsub__(self, other: int) -> "Word":
+        return word(other) - self
+
     def __sub__(self, other: Number) -> "Word":
         return _apply(arith.subf if self.real else arith.subi, self, other)
 

@@ -4,7 +4,7 @@ A word is an array `[warps, 32]`, a value a lane. Pallas' interpreter has neithe
 votes, so in interpret mode `warp_kernel.py` runs the list programs here.
 
     shared memory   `memory` `[CTAs, words]`; the address of an array is its offset in bytes
-    global memory   flat arrays; an address is `(array, index)`
+    global memory   flat arrays of 32-bit words; an address is `(array, index)`
     loops           as many turns as the longest warp takes; `active` `[warps, 1]` says which
                     warps still run: the others keep their state and write nothing
 
@@ -139,7 +139,7 @@ class Warps:
         index = self.word(0)
         for i, size in places:
             index = index + self.word(i) * (size // 4)
-        return ref.reshape(-1), index
+        return ref.reshape(-1).view(np.int32), index
 
     def fetch(self, address, offset=0):
         array, index = address
@@ -194,10 +194,11 @@ class Warps:
 
 def run(
     program: Callable[..., None],
+    sizes: Any,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
     *,
-    grid: tuple[int, int],
+    grid: Sequence[int],
     warps: int,
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
@@ -206,6 +207,7 @@ def run(
 
     Args:
       program: what a warp does, on the instructions of `warp.py`.
+      sizes: has the numbers of the kernel's sizes by name.
       inputs: arrays.
       outputs: `Array`s, garbage where the program does not write.
       grid: rows, and CTAs of a row.
@@ -215,13 +217,13 @@ def run(
     """
     arrays = [np.ascontiguousarray(x) for x in inputs]
     found = tuple(np.full(x.shape, GARBAGE, x.dtype) for x in outputs)
-    sizes = [4 * math.prod(shape) for shape in shared]
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    ctas = math.prod(grid)
+    room = [4 * math.prod(shape) for shape in shared]
+    offsets = [sum(room[:i]) for i in range(len(room))]
+    ctas, of_row = math.prod(grid), grid[1]
     for first in range(0, ctas, CTAS):
-        machine = Warps(min(CTAS, ctas - first), warps, sum(sizes))
+        machine = Warps(min(CTAS, ctas - first), warps, sum(room))
         cta = first + machine.cta
-        row, group = divmod(cta, np.int32(grid[1]))
+        row, group = divmod(cta, np.int32(of_row))
         places = [row] if kv_heads is None else [*divmod(row, np.int32(kv_heads))]
-        program(machine, *arrays, *found, *offsets, *map(machine.word, [*places, group]))
+        program(machine, sizes, *arrays, *found, *offsets, *map(machine.word, [*places, group]))
     return found

@@ -1,15 +1,17 @@
 """Kernels whose warps each run a program, on a grid of rows and CTAs of a row.
 
-    program(instructions, *inputs, *outputs, *shared, row, group)
-    program(instructions, *inputs, *outputs, *shared, b, g, group)      rows [B, kv_heads]
+    program(instructions, sizes, *inputs, *outputs, *shared, row, group)
+    program(instructions, sizes, *inputs, *outputs, *shared, b, g, group)   rows [B, kv_heads]
 
 `instructions` is the module `warp`, which emits PTX, or in interpret mode an object with the
-same functions on NumPy (`warp_emulation.Warps`): one text of a program, two machines.
+same functions on NumPy (`warp_emulation.Warps`): one text of a program, two machines. `sizes`
+has the numbers of `Kernel.sizes`: integers, or words that the kernel learns at its launch.
 Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,41 +20,36 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, warp, warp_emulation
-
-WARPS = 4  # of a CTA: a warpgroup, which is what Mosaic launches at least
+from kernels_pallas.mosaic import operands, refs, warp, warp_emulation
+from kernels_pallas.specs.tile import WARPS
 
 
 def warp_kernel(
     kernel: Kernel,
     program: Callable[..., None],
-    rows: int,
-    warps: int,
     *,
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
     interpret: object = False,
 ) -> Callable:
-    """`program` in `warps` warps of each of `rows` rows; the last CTA of a row may have more.
+    """`program` in every warp of the kernel's grid, rows and CTAs of a row.
 
     Args:
-      kernel: states inputs and outputs.
+      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`).
       program: as above; lanes that have nothing to do must not write.
-      rows: the slower axis of the grid.
-      warps: of a row.
       shared: shapes of the int32 arrays in shared memory, for the whole CTA.
       kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
       interpret: whether to emulate the warps on the host, from NumPy or JAX arrays, in `jit`
         too; any value that is true.
     """
-    grid = rows, -(-warps // WARPS)
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
             warp_emulation.run,
             program,
+            SimpleNamespace(**kernel.sizes),
             outputs=kernel.outputs,
-            grid=grid,
+            grid=kernel.grid,
             warps=WARPS,
             shared=shared,
             kv_heads=kv_heads,
@@ -65,17 +62,26 @@ def warp_kernel(
 
         return call
 
-    def body(*refs):
+    def body(*arrays):
+        carriers, arrays = arrays[: len(kernel.carriers)], arrays[len(kernel.carriers) :]
+        sizes = vars(refs.sizes_of(kernel, carriers))
         places = [lax.axis_index("row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
         places += [lax.axis_index("group")]
-        warp.each(functools.partial(program, warp), refs, places)
+        traced = kernel.any_length  # else integers of the program's text
+
+        def run(*arguments):
+            words = arguments[len(arrays) + len(places) :] if traced else sizes.values()
+            named = SimpleNamespace(**dict(zip(sizes, words, strict=True)))
+            program(warp, named, *arguments[: len(arrays) + len(places)])
+
+        warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
     return plgpu.kernel(
         body,
         out_type=outputs,
-        grid=grid,
+        grid=kernel.grid,
         grid_names=("row", "group"),
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
         compiler_params=operands.PARAMS,

@@ -22,7 +22,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.tile import LANES, ROWS, WORK_ITEM_INTS
-from kernels_pallas.specs.work_items import WorkItems
+from kernels_pallas.specs.work_items import MAX_HALVES, WorkItems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,50 +31,46 @@ class MakeItems:
 
     spec: WorkItems
 
-    def __call__(self, warp: Any, edges, position, table, *refs) -> None:
+    def __call__(self, warp: Any, sizes, edges, position, table, *refs) -> None:
         """Arrays as the description has them."""
         spec, lists, lane = self.spec, self.spec.lists, warp.lane()
         *partials, row, group = refs
-        tiles, chunks = lists.key_tiles, lists.chunks
+        tiles, chunks, longest = sizes.key_tiles, sizes.chunks, sizes.longest
         segment = group * WARPS + warp.warp()
-        exists = segment < spec.segments
-        values = spec.cuts, spec.cuts[1:], spec.offsets, spec.capacities
-        low, high, offset, capacity = (
-            self._of_segment(warp, segment, x[: spec.segments]) for x in values
-        )
+        exists = segment < sizes.segments
+        low, high, offset, capacity = self._segment(warp, sizes, segment)
         b = row // lists.Hkv
-        first_position = warp.fetch(warp.element(position, (b, 4 * lists.T)))
+        first_position = warp.fetch(warp.element(position, (b * sizes.T, 4)))
 
         def edge(tile, chunk):
-            tile = warp.smaller(tile, tiles - 1), 4 * chunks
-            return warp.fetch(warp.element(edges, (row, 4 * chunks * tiles), tile, (chunk, 4)))
+            tile = row * tiles + warp.smaller(tile, tiles - 1)
+            return warp.fetch(warp.element(edges, (tile * chunks + chunk, 4)))
 
         def put(index, item, exists):
             """Writes the item `index` of this row and segment."""
-            index = warp.where(exists, offset + row * spec.items + index, 0)
+            index = warp.where(exists, offset + row * sizes.items + index, 0)
             for column, x in enumerate(item):
                 at = (index, 4 * WORK_ITEM_INTS), (warp.word(column), 4)
                 warp.put(warp.element(table, *at), x, exists)
 
         def items_of(tile, begin, end):
             """How many a list has."""
-            return warp.where(
-                tile < tiles, (end - begin + (spec.longest - 1)) // spec.longest, 0
-            )
+            return warp.where(tile < tiles, (end - begin + (longest - 1)) // longest, 0)
 
         def partials_of(tile, count):
             """The first partials of the tiles in this segment; `count` after these 32 tiles."""
-            ends = [edge(tile, warp.word(cut)) for cut in spec.cuts]
+            cuts = [0, *self._of_segments(sizes, "cut")]
+            ends = [edge(tile, warp.word(cut)) for cut in cuts]
             counts = [items_of(tile, *x) for x in itertools.pairwise(ends)]
             total = functools.reduce(lambda x, y: x + y, counts)
             before = self._prefix_sum(warp, total)
-            in_segment = first = row * spec.items + count + before
+            in_segment = first = row * sizes.items + count + before
             for i, x in enumerate(counts):
                 in_segment = in_segment + warp.where(segment > i, x, 0)
             writes = (tile < tiles) & warp.same(segment, 0)
-            at = (row, 4 * tiles), (warp.smaller(tile, tiles - 1), 4)
+            at = row * tiles + warp.smaller(tile, tiles - 1), 4
             for output, x in zip(partials, (first, total), strict=True):
-                warp.put(warp.element(output, *at), x, writes)
+                warp.put(warp.element(output, at), x, writes)
             return [in_segment], [count + warp.shuffle(before + total, LANES - 1)]
 
         def some_tiles(r, state):
@@ -85,7 +81,7 @@ class MakeItems:
             if not lists.clipped:
                 # The first token that sees the tile to its end, and its chunk.
                 token = warp.larger(tile * ROWS + (ROWS - 1) - first_position, 0)
-                tokens = lists.chunk * lists.tokens
+                tokens = sizes.tokens_of_chunk
                 chunk = (token + (tokens - 1)) // tokens
                 unmasked = edge(tile, warp.smaller(warp.larger(chunk, low), high))
             items = warp.where(exists, items_of(tile, begin, end), 0)
@@ -95,8 +91,8 @@ class MakeItems:
                 first_partial, partial_count = partials_of(tile, *partial_count)
 
             def write(i, nothing):
-                start = begin + i * spec.longest
-                stop = warp.smaller(start + spec.longest, end)
+                start = begin + i * longest
+                stop = warp.smaller(start + longest, end)
                 unmasked_begin = warp.smaller(warp.larger(unmasked, start), stop)
                 item = row, tile * ROWS, start, unmasked_begin, stop, stop
                 item = *item, *(x + i for x in first_partial)
@@ -107,14 +103,30 @@ class MakeItems:
             return [count + warp.shuffle(before + items, LANES - 1), *partial_count]
 
         counts, empty = [warp.word(0)] * (1 + spec.halving), (-1, *[0] * (5 + spec.halving))
-        count, *_ = warp.repeat(-(-tiles // LANES), some_tiles, counts)
+        count, *_ = warp.repeat((tiles + (LANES - 1)) // LANES, some_tiles, counts)
 
         def clear(r, nothing):
             index = r * LANES + lane
             put(index, empty, (index >= count) & (index < capacity) & exists)
             return nothing
 
-        warp.repeat(-(-max(spec.capacities) // LANES), clear, [])
+        warp.repeat((sizes.most + (LANES - 1)) // LANES, clear, [])
+
+    def _segment(self, warp, sizes, segment):
+        """The first chunk of a segment and of the next one, where its work items begin for row
+        0, and how many it has room for.
+        """
+        if not self.spec.halving:
+            cuts = (warp.smaller((segment + i) * sizes.step, sizes.chunks) for i in (0, 1))
+            return *cuts, segment * (sizes.rows * sizes.most), warp.word(sizes.most)
+        names = "cut", "offset", "capacity"
+        high, offset, capacity = (self._of_segments(sizes, name) for name in names)
+        values = [0, *high[:-1]], high, offset, capacity
+        return [self._of_segment(warp, segment, x) for x in values]
+
+    def _of_segments(self, sizes, name):
+        """A size of each segment (`WorkItems.sizes`)."""
+        return [getattr(sizes, f"{name}_{i}") for i in range(MAX_HALVES + 1)]
 
     def _of_segment(self, warp, segment, values):
         """`values[segment]`."""
@@ -139,7 +151,5 @@ def work_items(kernel: Kernel) -> Callable:
     return warp_kernel(
         kernel,
         MakeItems(spec),
-        spec.lists.rows,
-        spec.segments,
         interpret=spec.lists.interpret,
     )

@@ -5,9 +5,10 @@ forward, dq      of a branch whose queries walk over the keys: `interval.py`, `s
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel
+from kernels_pallas.specs import tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,7 @@ class AttentionSizes:
 
     B: batch; T: query tokens; S: keys; H: query heads; Hkv: key/value heads, each for
     G = H / Hkv query heads; D: width of query and key; Dv: width of value and output.
+    any_length: B, T and S are nominal, and the kernel learns the sizes at its launch.
     """
 
     B: int
@@ -28,6 +30,12 @@ class AttentionSizes:
     dtype: str
     scale: float
     interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        lengths = {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
+        return dataclasses.replace(self, any_length=True, **lengths)
 
     @property
     def group(self) -> int:
@@ -62,16 +70,37 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array]) -> Kernel:
         inputs["gate"] = spec.by_head()
     if spec.added:
         inputs["added"] = out
-    outputs = {"out": out, "lse": spec.by_head()}
-    body = f"kernels_pallas.mosaic.{branch}_forward:build"
-    return Kernel.named(f"{branch}_forward", spec, body, inputs, outputs, in_place=spec.added)
+    return Kernel.named(
+        f"{branch}_forward",
+        spec,
+        f"kernels_pallas.mosaic.{branch}_forward:build",
+        inputs,
+        {"out": out, "lse": spec.by_head()},
+        in_place=spec.added,
+        sizes=spec.sizes,
+        grid=spec.grid,
+        source=f"kernels_pallas.specs.{branch}:forward",
+    )
 
 
-def dq(branch: str, spec: Any, inputs: dict[str, Array], row_stats: Array) -> Kernel:
-    """dq for `inputs`, dO, the statistics of query rows, and the sum if `added`."""
-    out = spec.rows(spec.D)
+def dq(
+    branch: str, spec: Any, inputs: dict[str, Array], stats_tokens: int, rows: int
+) -> Kernel:
+    """dq for `inputs`, dO, the statistics of query rows in units of `stats_tokens` tokens and
+    `rows` rows, and the sum if `added`.
+    """
+    out, row_stats = spec.rows(spec.D), tile.row_stats(spec, stats_tokens, rows)
     inputs = inputs | {"do": spec.rows(spec.Dv), "row_stats": row_stats}
     if spec.added:
         inputs["added"] = out
-    body = f"kernels_pallas.mosaic.{branch}_dq:build"
-    return Kernel.named(f"{branch}_dq", spec, body, inputs, {"dq": out}, in_place=spec.added)
+    return Kernel.named(
+        f"{branch}_dq",
+        spec,
+        f"kernels_pallas.mosaic.{branch}_dq:build",
+        inputs,
+        {"dq": out},
+        in_place=spec.added,
+        sizes=spec.sizes | {"stats_units": tile.cdiv(spec.T, stats_tokens)},
+        grid=spec.grid,
+        source=f"kernels_pallas.specs.{branch}:dq",
+    )

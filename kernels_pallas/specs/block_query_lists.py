@@ -14,10 +14,10 @@ unless blocks end within tiles.
 """
 
 import dataclasses
-import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.specs.tile import LANES, ROWS
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
 # The mark of an entry holds first key of its block - first key of the tile, -127 to 63, as a
 # block has at most 128 keys (`capability.BLOCK`): with the bias it is not negative.
@@ -52,6 +52,12 @@ class BlockQueryLists:
     tile: int = 0
     limit: int = 0
     interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        lengths = {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
+        return dataclasses.replace(self, any_length=True, **lengths)
 
     # Blocks and tiles of keys.
 
@@ -89,7 +95,7 @@ class BlockQueryLists:
     @property
     def key_tiles(self) -> int:
         """Tiles of 64 keys."""
-        return -(-self.S // ROWS)
+        return cdiv(self.S, ROWS)
 
     @property
     def window(self) -> int:
@@ -146,26 +152,35 @@ class BlockQueryLists:
         return Array((self.entries,), "int32")
 
     @property
-    def selection(self) -> tuple[Array, ...]:
+    def tiles(self) -> int:
+        """Tiles that may be gathered, with `limit`."""
+        return cdiv(self.T, self.tile) if self.limit else 0
+
+    @property
+    def selection(self) -> dict[str, Array]:
         """`indices`, `position` and `key_start` of `tile_block_lists`; with `limit` its
         `counts`.
         """
         by_token = (self.B, self.T)
-        shapes = [(*by_token, self.Hkv, self.n), by_token, by_token]
+        shapes = {
+            "indices": (*by_token, self.Hkv, self.n),
+            "position": by_token,
+            "key_start": by_token,
+        }
         if self.limit:
-            shapes += [(self.B, self.Hkv, -(-self.T // self.tile), 2)]
-        return tuple(Array(shape, "int32") for shape in shapes)
+            shapes["counts"] = self.B, self.Hkv, self.tiles, 2
+        return {name: Array(shape, "int32") for name, shape in shapes.items()}
 
 
-@functools.cache
+@described
 def count_entries(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`. Output: `edges` before the running sum, zero and the number of
     entries of each row, tile of keys and chunk of tokens.
     """
-    return _kernel("count_entries", spec, spec.selection, (spec.edges,))
+    return _kernel("count_entries", spec, spec.selection, {"edges": spec.edges})
 
 
-@functools.cache
+@described
 def fill_lists(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
 
@@ -173,11 +188,11 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
     - if `marked` its mark: `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
       << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
     """
-    inputs = *spec.selection, spec.edges
-    return _kernel("fill_lists", spec, inputs, (spec.list,) * (1 + spec.marked))
+    outputs = {"query_list": spec.list} | ({"marks": spec.list} if spec.marked else {})
+    return _kernel("fill_lists", spec, spec.selection | {"edges": spec.edges}, outputs)
 
 
-@functools.cache
+@described
 def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
     """As `fill_lists`, of a spec of single tokens whose blocks are tiles of keys. Output, int32
     `[entries]`: where in the selection each entry stands, `(token * Hkv + head) * n + slot`.
@@ -187,11 +202,25 @@ def fill_gather_lists(spec: BlockQueryLists) -> Kernel:
             "gather lists are of single tokens, and of blocks that are tiles of keys: expected "
             f"tokens=1, packed=False and block={ROWS}, got {spec}"
         )
-    inputs = *spec.selection, spec.edges
-    return _kernel("fill_gather_lists", spec, inputs, (spec.list,))
+    inputs = spec.selection | {"edges": spec.edges}
+    return _kernel("fill_gather_lists", spec, inputs, {"entries": spec.list})
 
 
 def _kernel(name, spec, inputs, outputs):
-    return Kernel(
-        name, spec, f"kernels_pallas.mosaic.block_query_lists:{name}", inputs, outputs
+    return Kernel.named(
+        name,
+        spec,
+        f"kernels_pallas.mosaic.block_query_lists:{name}",
+        inputs,
+        outputs,
+        sizes={
+            "T": spec.T,
+            "key_tiles": spec.key_tiles,
+            "chunk": spec.chunk,
+            "chunks": spec.chunks,
+            "words_of_chunk": spec.words_of_chunk,
+            "tiles": spec.tiles,
+        },
+        grid=warp_grid(spec.rows, spec.chunks),
+        source=f"kernels_pallas.specs.block_query_lists:{name}",
     )

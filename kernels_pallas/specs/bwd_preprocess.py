@@ -12,9 +12,9 @@ is the gradient of the log-sum-exp.
 """
 
 import dataclasses
-import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import tile
 
 
@@ -32,6 +32,12 @@ class RowStats:
     rows: int
     gated: bool = False
     lse_grad: bool = False
+    interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        return dataclasses.replace(self, any_length=True, B=2, T=NOMINAL_LENGTH)
 
     @property
     def group(self) -> int:
@@ -41,10 +47,10 @@ class RowStats:
     @property
     def tiles(self) -> int:
         """Query tiles of a sequence."""
-        return -(-self.T // self.tokens)
+        return tile.cdiv(self.T, self.tokens)
 
 
-@functools.cache
+@described
 def row_stats(spec: RowStats) -> Kernel:
     """Inputs, float32 `[B, T, H]` but for the third:
 
@@ -64,5 +70,13 @@ def row_stats(spec: RowStats) -> Kernel:
     inputs |= {"gate": by_head} if spec.gated else {}
     inputs |= {"dlse": by_head} if spec.lse_grad else {}
     outputs = {"row_stats": tile.row_stats(spec, spec.tokens, spec.rows)}
-    body = "kernels_pallas.mosaic.bwd_preprocess:row_stats"
-    return Kernel.named("bwd_preprocess", spec, body, inputs, outputs)
+    return Kernel.named(
+        "bwd_preprocess",
+        spec,
+        "kernels_pallas.mosaic.bwd_preprocess:row_stats",
+        inputs,
+        outputs,
+        sizes={"T": spec.T, "tiles": spec.tiles},
+        grid=tile.warp_grid(spec.B * spec.Hkv, tile.cdiv(spec.tiles * spec.rows, tile.LANES)),
+        source="kernels_pallas.specs.bwd_preprocess:row_stats",
+    )

@@ -5,10 +5,10 @@ deltas      delta_c = rowsum(dO * O_c) = dg_c, the gradient of gate c
 """
 
 import dataclasses
-import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.specs.tile import ROWS
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs.tile import ROWS, cdiv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +20,16 @@ class Combine:
     branches: int
     dtype: str
     interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with a nominal number of rows."""
+        return dataclasses.replace(self, any_length=True, rows=NOMINAL_LENGTH)
 
     @property
     def tiles(self) -> int:
         """Tiles of 64 rows, one a CTA."""
-        return -(-self.rows // ROWS)
+        return cdiv(self.rows, ROWS)
 
     @property
     def out(self) -> Array:
@@ -37,7 +42,7 @@ class Combine:
         return Array((1, self.rows, 1), "float32")
 
 
-@functools.cache
+@described
 def gated_sum(spec: Combine) -> Kernel:
     """O = sum_c g_c O_c.
 
@@ -46,11 +51,10 @@ def gated_sum(spec: Combine) -> Kernel:
     """
     inputs = {f"gate_{c}": spec.per_row for c in range(spec.branches)}
     inputs |= {f"out_{c}": spec.out for c in range(spec.branches)}
-    body = "kernels_pallas.mosaic.combine:gated_sum"
-    return Kernel.named("gated_sum", spec, body, inputs, {"total": spec.out})
+    return _kernel("gated_sum", spec, inputs, {"total": spec.out})
 
 
-@functools.cache
+@described
 def deltas(spec: Combine) -> Kernel:
     """delta_c = rowsum(dO * O_c).
 
@@ -59,5 +63,17 @@ def deltas(spec: Combine) -> Kernel:
     """
     inputs = {"do": spec.out} | {f"out_{c}": spec.out for c in range(spec.branches)}
     outputs = {f"delta_{c}": spec.per_row for c in range(spec.branches)}
-    body = "kernels_pallas.mosaic.combine:deltas"
-    return Kernel.named("deltas", spec, body, inputs, outputs)
+    return _kernel("deltas", spec, inputs, outputs)
+
+
+def _kernel(name: str, spec: Combine, inputs, outputs) -> Kernel:
+    return Kernel.named(
+        name,
+        spec,
+        f"kernels_pallas.mosaic.combine:{name}",
+        inputs,
+        outputs,
+        sizes={"rows": spec.rows},
+        grid=(spec.tiles,),
+        source=f"kernels_pallas.specs.combine:{name}",
+    )

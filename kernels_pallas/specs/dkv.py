@@ -25,8 +25,9 @@ A work item is eight int32:
 
 import dataclasses
 import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import tile
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
@@ -61,6 +62,12 @@ class Dkv(AttentionSizes):
     single_token: bool = False
     want_dk: bool = True
     want_dv: bool = True
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths, of tables and lists too."""
+        entries = NOMINAL_LENGTH if self.gathered else 0
+        spec = super().for_any_length()
+        return dataclasses.replace(spec, work_items=NOMINAL_LENGTH, list_entries=entries)
 
     # Sizes of a CTA: no length counts.
 
@@ -123,11 +130,11 @@ class Dkv(AttentionSizes):
 
     @property
     def query_tiles(self) -> int:
-        return -(-self.T // self.query_tile.tokens)
+        return tile.cdiv(self.T, self.query_tile.tokens)
 
     @property
     def key_tiles(self) -> int:
-        return -(-self.S // self.tile_keys)
+        return tile.cdiv(self.S, self.tile_keys)
 
     @property
     def partials(self) -> dict[str, Array]:
@@ -138,7 +145,7 @@ class Dkv(AttentionSizes):
         }
 
 
-@functools.cache
+@described
 def partials(spec: Dkv) -> Kernel:
     """Sums of dk and dv over the query tiles of each work item.
 
@@ -147,7 +154,7 @@ def partials(spec: Dkv) -> Kernel:
       row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
         G count;
       work_items: int32 `[work_items, 8]`;
-      first_keys: for intervals, int32 `[B, query_tiles, rows]`, the first key by row;
+      first_keys: for intervals, int32 `[B * query_tiles, rows]`, the first key by row;
       query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry;
       marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
         first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it.
@@ -167,20 +174,35 @@ def partials(spec: Dkv) -> Kernel:
         if spec.block:
             inputs["marks"] = ints((spec.list_entries,))
     else:
-        inputs["first_keys"] = ints((spec.B, spec.query_tiles, query_tile.rows))
-    body = "kernels_pallas.mosaic.dkv:partials"
-    return Kernel.named("dkv_partials", spec, body, inputs, spec.partials)
+        inputs["first_keys"] = ints((spec.B * spec.query_tiles, query_tile.rows))
+    return Kernel.named(
+        "dkv_partials",
+        spec,
+        "kernels_pallas.mosaic.dkv:partials",
+        inputs,
+        spec.partials,
+        sizes={} if spec.gathered else {"query_tiles": spec.query_tiles},
+        grid=(spec.work_items,),
+        source="kernels_pallas.specs.dkv:partials",
+    )
 
 
-@functools.cache
+@described
 def merge(spec: Dkv) -> Kernel:
     """dk and dv: the sums of the partials of each tile of keys.
 
-    Inputs: the outputs of `partials`; `first` and `count`, int32 `[B, Hkv, key_tiles]`: which
+    Inputs: the outputs of `partials`; `first` and `count`, int32 `[B * Hkv * key_tiles]`: which
     partials belong to a tile of keys. Outputs, as wanted: dk `[B, S, Hkv, D]` and dv
     `[B, S, Hkv, Dv]`.
     """
-    by_tile = Array((spec.B, spec.Hkv, spec.key_tiles), "int32")
-    inputs = spec.partials | {"first": by_tile, "count": by_tile}
-    outputs = {name: spec.keys(width) for name, width in spec.widths.items()}
-    return Kernel.named("dkv_merge", spec, "kernels_pallas.mosaic.dkv:merge", inputs, outputs)
+    by_tile = Array((spec.B * spec.Hkv * spec.key_tiles,), "int32")
+    return Kernel.named(
+        "dkv_merge",
+        spec,
+        "kernels_pallas.mosaic.dkv:merge",
+        spec.partials | {"first": by_tile, "count": by_tile},
+        {name: spec.keys(width) for name, width in spec.widths.items()},
+        sizes={"key_tiles": spec.key_tiles},
+        grid=(spec.B * spec.Hkv, tile.cdiv(spec.S, ROWS)),
+        source="kernels_pallas.specs.dkv:merge",
+    )

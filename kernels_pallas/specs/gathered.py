@@ -12,11 +12,18 @@ Bodies: `mosaic/gathered_forward.py`, `mosaic/gathered_dq.py`, `mosaic/gathered_
 """
 
 import dataclasses
-import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs.attention import AttentionSizes
-from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, Tile, row_stats, slab_width
+from kernels_pallas.specs.tile import (
+    ROWS,
+    WORK_ITEM_INTS,
+    Tile,
+    cdiv,
+    row_stats,
+    slab_width,
+)
 
 MERGE_STAGES = 4  # partials that `merge` has in flight
 SEGMENT_WORDS = 64  # int32 words that say which segment; 256 bytes, as launches want them
@@ -34,6 +41,11 @@ class GatheredAttention(AttentionSizes):
     gated: bool = False  # merge multiplies the output by a gate; dq reads it of `row_stats`
     stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
 
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths, of segments too."""
+        spec = super().for_any_length()
+        return dataclasses.replace(spec, segment_tokens=NOMINAL_LENGTH, segments=1, items=1)
+
     @property
     def token_tile(self) -> Tile:
         """What is gathered at a time: the heads of one token."""
@@ -47,11 +59,21 @@ class GatheredAttention(AttentionSizes):
     @property
     def tiles(self) -> int:
         """Of a segment."""
-        return -(-self.segment_tokens // self.tile.tokens)
+        return cdiv(self.segment_tokens, self.tile.tokens)
 
     @property
     def all_tiles(self) -> int:
-        return -(-self.T // self.tile.tokens)
+        return cdiv(self.T, self.tile.tokens)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            "T": self.T,
+            "segment_tokens": self.segment_tokens,
+            "tiles": self.tiles,
+            "all_tiles": self.all_tiles,
+            "items": self.items,
+        }
 
     @property
     def partial_lse(self) -> Array:
@@ -71,7 +93,7 @@ class GatheredAttention(AttentionSizes):
     def _partial_inputs(self) -> dict[str, Array]:
         return {
             **self.operands,
-            "items": Array((self.segments, self.items, WORK_ITEM_INTS), "int32"),
+            "items": Array((self.segments * self.items, WORK_ITEM_INTS), "int32"),
             "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
             "key_end": Array((self.B, self.T), "int32"),
             "segment": self._segment,
@@ -85,13 +107,13 @@ class GatheredAttention(AttentionSizes):
     @property
     def _selection(self) -> dict[str, Array]:
         return {
-            "block_counts": Array((self.B, self.Hkv, self.all_tiles, 2), "int32"),
+            "block_counts": Array((self.B * self.Hkv * self.all_tiles, 2), "int32"),
             "indices": Array((self.B, self.T, self.Hkv, self.n), "int32"),
             "position": Array((self.B, self.T), "int32"),
         }
 
 
-@functools.cache
+@described
 def partials(spec: GatheredAttention) -> Kernel:
     """O_j = softmax(scale Q K_j^T) V_j of each token and each block j that it selected.
 
@@ -99,7 +121,7 @@ def partials(spec: GatheredAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      items: int32 `[segments, items, 8]`, a block and some of the entries that chose it: row of
+      items: int32 `[segments * items, 8]`, a block and some of the entries that chose it: row of
         `[B, Hkv]` (negative: nothing to do), first key of the block, and in `entries` where
         those begin, where those of tokens that see the block to its end, and where they end.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
@@ -111,11 +133,19 @@ def partials(spec: GatheredAttention) -> Kernel:
       partial_lse: float32 `[B, Hkv, n * tiles * 64]`, lse_log2 by slot and row of `tile`.
     """
     outputs = {"partials": spec.partial_rows(spec.Dv), "partial_lse": spec.partial_lse}
-    body = "kernels_pallas.mosaic.gathered_forward:build"
-    return Kernel.named("gathered_forward", spec, body, spec._partial_inputs, outputs)
+    return Kernel.named(
+        "gathered_forward",
+        spec,
+        "kernels_pallas.mosaic.gathered_forward:build",
+        spec._partial_inputs,
+        outputs,
+        sizes=spec.sizes,
+        grid=(spec.items,),
+        source="kernels_pallas.specs.gathered:partials",
+    )
 
 
-@functools.cache
+@described
 def partial_dq(spec: GatheredAttention) -> Kernel:
     """scale dS_j K_j of each token and each block j that it selected.
 
@@ -129,19 +159,25 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
     inputs = spec._partial_inputs
     inputs["do"] = spec.rows(spec.Dv)
     inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
-    outputs = {"partials": spec.partial_rows(spec.D)}
     return Kernel.named(
-        "gathered_dq", spec, "kernels_pallas.mosaic.gathered_dq:build", inputs, outputs
+        "gathered_dq",
+        spec,
+        "kernels_pallas.mosaic.gathered_dq:build",
+        inputs,
+        {"partials": spec.partial_rows(spec.D)},
+        sizes=spec.sizes | {"stats_units": cdiv(spec.T, spec.stats_unit[0])},
+        grid=(spec.items,),
+        source="kernels_pallas.specs.gathered:partial_dq",
     )
 
 
-@functools.cache
+@described
 def merge(spec: GatheredAttention) -> Kernel:
     """O = sum_j 2^(lse_j - lse) O_j of a segment's gathered tiles, times its gate.
 
     Inputs:
       partials, partial_lse: of `partials`.
-      block_counts: int32 `[B, Hkv, tiles of T, 2]`, as of `selected.forward`.
+      block_counts: int32 `[B * Hkv * tiles of T, 2]`, as of `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, of each token among the keys.
       selected_lse: float32 `[B, T, H]`, of the tiles that are not gathered.
@@ -159,12 +195,20 @@ def merge(spec: GatheredAttention) -> Kernel:
     if spec.gated:
         inputs["gate"] = spec.by_head()
     inputs |= {"segment": spec._segment, "added": out}
-    outputs = {"out": out, "lse": spec.by_head(tokens)}
-    body = "kernels_pallas.mosaic.gathered_merge:build_forward"
-    return Kernel.named("gathered_merge", spec, body, inputs, outputs, in_place=True)
+    return Kernel.named(
+        "gathered_merge",
+        spec,
+        "kernels_pallas.mosaic.gathered_merge:build_forward",
+        inputs,
+        {"out": out, "lse": spec.by_head(tokens)},
+        in_place=True,
+        sizes=spec.sizes,
+        grid=(spec.B * spec.Hkv, spec.tiles),
+        source="kernels_pallas.specs.gathered:merge",
+    )
 
 
-@functools.cache
+@described
 def merge_dq(spec: GatheredAttention) -> Kernel:
     """dQ = sum_j dQ_j of a segment's gathered tiles.
 
@@ -179,5 +223,14 @@ def merge_dq(spec: GatheredAttention) -> Kernel:
     out = spec.rows(spec.D, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.D)} | spec._selection
     inputs |= {"segment": spec._segment, "added": out}
-    body = "kernels_pallas.mosaic.gathered_merge:build_dq"
-    return Kernel.named("gathered_merge_dq", spec, body, inputs, {"dq": out}, in_place=True)
+    return Kernel.named(
+        "gathered_merge_dq",
+        spec,
+        "kernels_pallas.mosaic.gathered_merge:build_dq",
+        inputs,
+        {"dq": out},
+        in_place=True,
+        sizes=spec.sizes,
+        grid=(spec.B * spec.Hkv, spec.tiles),
+        source="kernels_pallas.specs.gathered:merge_dq",
+    )

@@ -5,14 +5,14 @@ Bodies: `mosaic/interval_forward.py` and `mosaic/interval_dq.py` over `mosaic/in
 """
 
 import dataclasses
-import functools
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
-from kernels_pallas.specs.tile import ROWS, Tile, row_stats, slab_width
+from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
 
 CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share the keys
+CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,27 @@ class IntervalAttention(AttentionSizes):
     @property
     def tiles(self) -> int:
         """Tiles along the tokens, a multiple of the warpgroups that share keys."""
-        return -(-self.T // (self.tile.tokens * CONSUMERS)) * CONSUMERS
+        return cdiv(self.T, self.tile.tokens * CONSUMERS) * CONSUMERS
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tiles, which a CTA takes at a time."""
+        return self.B * self.Hkv * self.tiles // CONSUMERS
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        heads, (ctas,) = self.B * self.Hkv, self.grid
+        return {"T": self.T, "tiles": self.tiles, "heads": heads, "pairs": self.pairs} | {
+            "ctas": ctas
+        }
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return (min(self.pairs, CTAS),)
 
     @property
     def _inputs(self) -> dict[str, Array]:
-        bounds = Array((self.B, self.tiles, ROWS), "int32")
+        bounds = Array((self.B * self.tiles, ROWS), "int32")
         return {**self.operands, "first_key": bounds, "key_end": bounds}
 
 
@@ -55,7 +71,7 @@ def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:
     return {"block": 64, "stages": 3 if width <= 256 else 2 if width <= 384 else 1}
 
 
-@functools.cache
+@described
 def forward(spec: IntervalAttention) -> Kernel:
     """O = added + gate * softmax(scale Q K^T) V over the keys that each query sees.
 
@@ -65,7 +81,7 @@ def forward(spec: IntervalAttention) -> Kernel:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      first_key, key_end: int32 `[B, tiles, 64]`, the bounds of each row of a tile.
+      first_key, key_end: int32 `[B * tiles, 64]`, the bounds of each row of a tile.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
 
@@ -76,7 +92,7 @@ def forward(spec: IntervalAttention) -> Kernel:
     return attention.forward("interval", spec, spec._inputs)
 
 
-@functools.cache
+@described
 def dq(spec: IntervalAttention) -> Kernel:
     """dQ = added + scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
 
@@ -88,4 +104,4 @@ def dq(spec: IntervalAttention) -> Kernel:
     Output:
       dq: `[B, T, H, D]`, plus `added`.
     """
-    return attention.dq("interval", spec, spec._inputs, row_stats(spec, spec.tile.tokens, ROWS))
+    return attention.dq("interval", spec, spec._inputs, spec.tile.tokens, ROWS)

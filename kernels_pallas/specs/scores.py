@@ -26,9 +26,10 @@ A product takes the same phase of 64 blocks, so the sum over phases is an additi
 
 import dataclasses
 import functools
+from typing import Self
 
-from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.specs.tile import LANES, ROWS, Tile, slab_width
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
 KEYS = 64  # blocks of a product, one phase of each
 MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T
@@ -97,6 +98,20 @@ class Scores:
     stages: int = 4
     held: int = 1024
     interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths, for as many candidates as have its tiling."""
+        lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
+        candidates = self.most_candidates
+        return dataclasses.replace(self, any_length=True, candidates=candidates, **lengths)
+
+    @property
+    def most_candidates(self) -> int:
+        """`candidates`, rounded up to a power of two, so that few kernels serve all lengths."""
+        most = max(KEYS, 1 << (self.candidates - 1).bit_length())
+        # Beyond what a token holds at a time, all lengths take chunks of one size.
+        return most if self.swap_ab else min(most, 4 * self.held)
 
     @property
     def group(self) -> int:
@@ -123,14 +138,15 @@ class Scores:
 
     @property
     def tiles(self) -> int:
-        return -(-self.T // self.tile.tokens)
+        return cdiv(self.T, self.tile.tokens)
 
     @property
     def chunks(self) -> int:
-        return -(-self.candidates // self.tiling.chunk)
+        """Of `most_candidates`."""
+        return cdiv(self.most_candidates, self.tiling.chunk)
 
 
-@functools.cache
+@described
 def best_blocks(spec: Scores) -> Kernel:
     """The blocks that each token selects.
 
@@ -138,17 +154,17 @@ def best_blocks(spec: Scores) -> Kernel:
       query `[B, T, H, D]`;
       key `[B, blocks, ratio, Hkv, D]`: compressed keys, every sequence from a block of its own;
       lse: float32 `[B, T, H]`, natural, -inf where a query sees nothing;
-      key_begin, key_end: int32 `[B, tiles, rows]`, the keys `ratio * block + phase` that a row
+      key_begin, key_end: int32 `[B * tiles, rows]`, the keys `ratio * block + phase` that a row
         sees, never decreasing;
-      own_block, base_block: int32 `[B, tiles, score_rows]`, a token's own block in its sequence
+      own_block, base_block: int32 `[B * tiles, score_rows]`, a token's own block in its sequence
         (-1: padding) and the block where its sequence begins;
-      span: int32 `[B, tiles]`, blocks from `base_block` of the tile's first token to the end of
+      span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
         the last candidate.
 
-    Output: int32 `[B, Hkv, tiles, n, score_rows]`, ascending, -1 in empty places.
+    Output: int32 `[B * Hkv * tiles, n, score_rows]`, ascending, -1 in empty places.
     """
-    by_tile, ints = (spec.B, spec.tiles), functools.partial(Array, dtype="int32")
-    by_row, by_token = (*by_tile, spec.tiling.rows), (*by_tile, spec.tiling.score_rows)
+    tiles, ints = spec.B * spec.tiles, functools.partial(Array, dtype="int32")
+    by_row, by_token = (tiles, spec.tiling.rows), (tiles, spec.tiling.score_rows)
     inputs = {
         "query": Array((spec.B, spec.T, spec.H, spec.D), spec.dtype),
         "key": Array((spec.B, spec.blocks, spec.ratio, spec.Hkv, spec.D), spec.dtype),
@@ -157,11 +173,18 @@ def best_blocks(spec: Scores) -> Kernel:
         "key_end": ints(by_row),
         "own_block": ints(by_token),
         "base_block": ints(by_token),
-        "span": ints(by_tile),
+        "span": ints((tiles,)),
     }
-    shape = spec.B, spec.Hkv, spec.tiles, spec.n, spec.tiling.score_rows
-    body = f"kernels_pallas.mosaic.scores_{'kq' if spec.swap_ab else 'qk'}:best_blocks"
-    return Kernel.named("best_blocks", spec, body, inputs, {"selection": ints(shape)})
+    return Kernel.named(
+        "best_blocks",
+        spec,
+        f"kernels_pallas.mosaic.scores_{'kq' if spec.swap_ab else 'qk'}:best_blocks",
+        inputs,
+        {"selection": ints((spec.Hkv * tiles, spec.n, spec.tiling.score_rows))},
+        sizes={"T": spec.T, "tiles": spec.tiles},
+        grid=(spec.B * spec.Hkv, spec.tiles),
+        source="kernels_pallas.specs.scores:best_blocks",
+    )
 
 
 def winner_slots(free: int) -> int:
@@ -180,13 +203,13 @@ def tiling_qk(spec: Scores) -> Tiling:
     heads = max(4, 1 << (spec.group - 1).bit_length())
     # 128 registers a thread are for four warpgroups. Where the compiler needs no limit to stay
     # there, they are two CTAs; where it would spill, three warpgroups have more.
-    narrow = spec.D <= 128 and heads == 16 and spec.candidates <= MAX_STRIPES * LANES
+    narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
     large = spec.D > 192 or spec.cover > 2
     ctas, warpgroups = (1, 3) if large else (2, 2) if narrow else (1, 4)
     tokens = warpgroups * ROWS // heads
     room = sm_bytes // ctas - 2 * 1024  # the system's, and barriers
     winners = winner_slots(spec.free)
-    every = -(-spec.candidates // KEYS) * KEYS
+    every = spec.most_candidates
 
     def chunk(stages):
         words = (room - stages * KEYS * spec.D * 2) // (4 * tokens) - winners
@@ -197,7 +220,7 @@ def tiling_qk(spec: Scores) -> Tiling:
         return max(min(most - winners, spec.held) // KEYS * KEYS, KEYS)
 
     def cost(stages):
-        return -(-spec.candidates // chunk(stages)), -stages
+        return cdiv(spec.most_candidates, chunk(stages)), -stages
 
     stages = min(range(2, max(spec.stages, 2) + 1), key=cost)
     return Tiling(heads, warpgroups * ROWS, tokens, chunk(stages), stages)
@@ -211,5 +234,5 @@ def tiling_kq(spec: Scores) -> Tiling:
     tokens = min(KQ_ROWS // heads, KQ_TOKENS)
     score_rows = -(-tokens // KQ_WARPS) * KQ_WARPS
     most = max(min(spec.held, KQ_SCORES // score_rows) // 128 * 128, 128)
-    chunk = min(most, -(-spec.candidates // 128) * 128)
+    chunk = min(most, cdiv(spec.most_candidates, 128) * 128)
     return Tiling(heads, tokens * heads, score_rows, chunk, min(spec.stages, KQ_STAGES))

@@ -6,9 +6,8 @@ Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/se
 """
 
 import dataclasses
-import functools
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
@@ -16,7 +15,7 @@ from kernels_pallas.specs.tile import (
     SMEM_BUDGET,
     SMEM_HALF,
     Tile,
-    row_stats,
+    cdiv,
     slab_width,
 )
 
@@ -43,17 +42,25 @@ class SelectedAttention(AttentionSizes):
 
     @property
     def tiles(self) -> int:
-        return -(-self.T // self.tile.tokens)
+        return cdiv(self.T, self.tile.tokens)
 
     @property
     def entries(self) -> int:
         """Room in a tile's block list, a multiple of `LIST_CHUNK`."""
-        return -(-self.tile.tokens * self.n // LIST_CHUNK) * LIST_CHUNK
+        return cdiv(self.tile.tokens * self.n, LIST_CHUNK) * LIST_CHUNK
 
     @property
     def words(self) -> int:
         """int32 words that have a bit for each token of a tile."""
-        return -(-self.tile.tokens // 32)
+        return cdiv(self.tile.tokens, 32)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"T": self.T, "tiles": self.tiles}
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return self.B * self.Hkv, self.tiles
 
     @property
     def _inputs(self) -> dict[str, Array]:
@@ -62,8 +69,8 @@ class SelectedAttention(AttentionSizes):
             **self.operands,
             "block_starts": Array((*lists, self.entries), "int32"),
             "block_members": Array((*lists, self.words, self.entries), "int32"),
-            "block_counts": Array((*lists, 2), "int32"),
-            "key_end": Array((self.B, self.tiles, ROWS), "int32"),
+            "block_counts": Array((self.B * self.Hkv * self.tiles, 2), "int32"),
+            "key_end": Array((self.B * self.tiles, ROWS), "int32"),
         }
 
 
@@ -79,7 +86,7 @@ def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
     return {"key_stages": stages, "value_stages": 1}
 
 
-@functools.cache
+@described
 def forward(spec: SelectedAttention) -> Kernel:
     """O = added + gate * softmax(scale Q K^T) V over the selected blocks of each token.
 
@@ -92,9 +99,9 @@ def forward(spec: SelectedAttention) -> Kernel:
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
         whether the tile's token `i` selected the block.
-      block_counts: int32 `[B, Hkv, tiles, 2]`: length of the list's prefix that needs no mask by
+      block_counts: int32 `[B * Hkv * tiles, 2]`: length of the list's prefix that needs no mask by
         key (each token that selected such a block sees all of it), and of the whole list.
-      key_end: int32 `[B, tiles, 64]`, of each row the last key that it may see, + 1.
+      key_end: int32 `[B * tiles, 64]`, of each row the last key that it may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
 
@@ -105,7 +112,7 @@ def forward(spec: SelectedAttention) -> Kernel:
     return attention.forward("selected", spec, spec._inputs)
 
 
-@functools.cache
+@described
 def dq(spec: SelectedAttention) -> Kernel:
     """dQ = added + scale dS K, the gradient of `forward`'s query.
 
@@ -121,4 +128,4 @@ def dq(spec: SelectedAttention) -> Kernel:
     Output:
       dq: `[B, T, H, D]`, plus `added`; rows that see no key, and gathered tiles, add 0.
     """
-    return attention.dq("selected", spec, spec._inputs, row_stats(spec, *spec.stats_unit))
+    return attention.dq("selected", spec, spec._inputs, *spec.stats_unit)

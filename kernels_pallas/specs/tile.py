@@ -21,6 +21,7 @@ WORK_ITEM_INTS = (
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
+WARPS = 4  # of a CTA of one warpgroup, which is what Mosaic launches at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,16 @@ class Tile:
     def used(self) -> int:
         """Rows that stand for a query head."""
         return self.tokens * self.group
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
+def warp_grid(rows: int, warps: int) -> tuple[int, int]:
+    """The CTAs of `warps` warps for each of `rows` rows; the last one of a row may have more."""
+    return rows, cdiv(warps, WARPS)
 
 
 def slab_width(*widths: int) -> int:

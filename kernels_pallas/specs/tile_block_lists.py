@@ -11,20 +11,20 @@ Query-stationary selected attention walks over it (`selected_attention`). Of eac
 Past the count of a list, `starts` and `members` are zero.
 """
 
-import functools
-
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.tile import warp_grid
 
 
-def list_arrays(spec: SelectedAttention) -> tuple[Array, ...]:
+def list_arrays(spec: SelectedAttention) -> dict[str, Array]:
     """`starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles
     shapes = (spec.entries,), (spec.words, spec.entries), (2,)
-    return tuple(Array((*tiles, *shape), "int32") for shape in shapes)
+    starts, members, counts = (Array((*tiles, *shape), "int32") for shape in shapes)
+    return {"starts": starts, "members": members, "counts": counts}
 
 
-@functools.cache
+@described
 def tile_block_lists(spec: SelectedAttention) -> Kernel:
     """Inputs, int32:
 
@@ -36,6 +36,17 @@ def tile_block_lists(spec: SelectedAttention) -> Kernel:
     Outputs: `starts`, `members` and `counts`, as above.
     """
     by_token = Array((spec.B, spec.T), "int32")
-    inputs = Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"), by_token, by_token
-    body = "kernels_pallas.mosaic.tile_block_lists:tile_block_lists"
-    return Kernel("tile_block_lists", spec, body, inputs, list_arrays(spec))
+    return Kernel.named(
+        "tile_block_lists",
+        spec,
+        "kernels_pallas.mosaic.tile_block_lists:tile_block_lists",
+        {
+            "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
+            "position": by_token,
+            "key_start": by_token,
+        },
+        list_arrays(spec),
+        sizes={"T": spec.T, "tiles": spec.tiles},
+        grid=warp_grid(spec.B * spec.Hkv, spec.tiles),
+        source="kernels_pallas.specs.tile_block_lists:tile_block_lists",
+    )

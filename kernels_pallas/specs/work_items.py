@@ -19,18 +19,18 @@ queries that they read are in L2 together.
 """
 
 import dataclasses
-import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
-from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, warp_grid
 
 GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
 MIN_INTERVAL = 64  # query tiles of a work item of an interval
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
+MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
 MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, which L2 holds
 
 
@@ -138,6 +138,15 @@ class WorkItems:
     halving: bool = False
 
     @property
+    def any_length(self) -> bool:
+        return self.lists.any_length
+
+    def for_any_length(self) -> Self:
+        """The same of lists with nominal lengths; `segment` and `longest` are sizes too."""
+        lists = self.lists.for_any_length()
+        return dataclasses.replace(self, lists=lists, segment=MIN_SEGMENT, longest=MAX_ENTRIES)
+
+    @property
     def square(self) -> bool:
         """Token t sees no key after t."""
         return not self.lists.packed and self.lists.T == self.lists.S
@@ -146,7 +155,7 @@ class WorkItems:
     def cuts(self) -> tuple[int, ...]:
         """The chunk that each segment begins with, and how many chunks there are."""
         lists = self.lists
-        if self.halving:
+        if self.halving:  # at most `MAX_HALVES` times
             halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
             inner = [(lists.query_tiles >> i) // lists.chunk for i in range(halves, 0, -1)]
         else:
@@ -184,13 +193,38 @@ class WorkItems:
         return tuple(step * sum(self.capacities[:i]) for i in range(self.segments))
 
     @property
-    def outputs(self) -> tuple[Array, ...]:
+    def outputs(self) -> dict[str, Array]:
         """`table`; if `halving` also `first` and `count`."""
         lists = self.lists
-        shapes = [(lists.rows * sum(self.capacities), WORK_ITEM_INTS)]
+        shapes = {"table": (lists.rows * sum(self.capacities), WORK_ITEM_INTS)}
         if self.halving:
-            shapes += [(lists.B, lists.Hkv, lists.key_tiles)] * 2
-        return tuple(Array(shape, "int32") for shape in shapes)
+            by_tile = lists.B, lists.Hkv, lists.key_tiles
+            shapes |= {"first": by_tile, "count": by_tile}
+        return {name: Array(shape, "int32") for name, shape in shapes.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of the lists and of the segments; if `halving` each segment's own, of which
+        those past the last repeat it.
+        """
+        lists = self.lists
+        sizes = {
+            "T": lists.T,
+            "key_tiles": lists.key_tiles,
+            "chunks": lists.chunks,
+            "tokens_of_chunk": lists.chunk * lists.tokens,
+            "segments": self.segments,
+            "items": self.items,
+            "longest": self.longest,
+            "most": max(self.capacities),
+        }
+        if not self.halving:
+            return sizes | {"step": self.segment // lists.chunk, "rows": lists.rows}
+        values = {"cut": self.cuts[1:], "offset": self.offsets, "capacity": self.capacities}
+        for name, each in values.items():
+            padded = [*each, *[each[-1]] * (MAX_HALVES + 1 - len(each))]
+            sizes |= {f"{name}_{i}": x for i, x in enumerate(padded)}
+        return sizes
 
 
 def dkv_work_items(lists: BlockQueryLists) -> WorkItems:
@@ -198,13 +232,20 @@ def dkv_work_items(lists: BlockQueryLists) -> WorkItems:
     return WorkItems(lists, MIN_SEGMENT, entries_of_item(lists.entries), halving=True)
 
 
-@functools.cache
+@described
 def work_items(spec: WorkItems) -> Kernel:
     """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one a token in
     rows that are not packed. Outputs: `table`, whose empty rows have `row` -1 and no entries;
     if `halving` also `first` and `count`.
     """
     lists = spec.lists
-    inputs = lists.edges, Array((lists.B, lists.T), "int32")
-    body = "kernels_pallas.mosaic.work_items:work_items"
-    return Kernel("work_items", spec, body, inputs, spec.outputs)
+    return Kernel.named(
+        "work_items",
+        spec,
+        "kernels_pallas.mosaic.work_items:work_items",
+        {"edges": lists.edges, "position": Array((lists.B, lists.T), "int32")},
+        spec.outputs,
+        sizes=spec.sizes,
+        grid=warp_grid(lists.rows, spec.segments),
+        source="kernels_pallas.specs.work_items:work_items",
+    )
