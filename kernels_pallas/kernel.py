@@ -42,6 +42,11 @@ class Kernel:
       in_place: whether the first output may take the memory of the last input, of which each
         part is read before the same part of the output is written.
       names: of the inputs, then of the outputs (`Kernel.named`).
+      sizes: the numbers that follow from lengths, by name.
+      grid: CTAs, by axis, two at most.
+      source: `module:function` of the function that makes this kernel of its spec.
+      any_length: whether it is for any lengths: those of the spec are capacities, and for each
+        of `sizes` there is an input more, before the others, whose address is `value << 8`.
     """
 
     name: str
@@ -51,6 +56,10 @@ class Kernel:
     outputs: Sequence[Array]
     in_place: bool = False
     names: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    grid: tuple[int, ...] = ()
+    source: str = ""
+    any_length: bool = False
 
     @classmethod
     def named(
