@@ -8,11 +8,12 @@ again and again, the next ones find all that and are a call of the driver.
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.cubin import (
     MAP_BYTES,
+    POINTER_BYTES,
     Cubin,
     Pointer,
     Size,
@@ -24,6 +25,7 @@ from kernels_pallas.runtime.cubin import (
 # Mosaic compiles every pointer as a multiple of it.
 ALIGNMENT = 256
 MAP_ALIGNMENT = 64
+MAX_RANK = 5
 LONGEST_DIM = 1 << 32
 LARGEST_STRIDE = 1 << 40  # bytes, exclusive
 STRIDE_MULTIPLE = 16
@@ -31,41 +33,53 @@ LARGEST_GRID = ((1 << 31) - 1, 65535, 65535)
 REMEMBERED = 256  # launches of a plan that differ in stream or addresses
 
 
-class _Map(NamedTuple):
-    """A tensor map without its address, as the driver takes it."""
+_Dims = ctypes.c_uint64 * MAX_RANK
+_Boxes = ctypes.c_uint32 * MAX_RANK
 
-    argument: int
+
+class _Map(NamedTuple):
+    """A tensor map as the driver takes it: where it goes, then what stands before its address,
+    and after.
+    """
+
     offset: int  # in the parameters' memory
-    head: tuple[int, int]  # type, rank
-    arrays: tuple[ctypes.Array, ...]  # dims, strides, box, steps
-    tail: tuple[int, int, int, int]  # interleave, swizzle, l2, oob
+    argument: int
+    head: tuple[Any, ...]  # type, rank
+    tail: tuple[Any, ...]  # dims, strides, box, steps, interleave, swizzle, l2, oob
 
 
 class _Bound(NamedTuple):
     """What `cuLaunchKernelEx` takes; `kept` is the memory that it refers to."""
 
-    config: int
-    parameters: int
-    kept: tuple[ctypes.Array | ctypes.Structure, ...]
+    config: Any
+    parameters: Any
+    kept: tuple[Any, ...]
 
 
 class LaunchPlan:
     """A loaded kernel with the sizes of a problem; any thread may launch it."""
 
-    def __init__(self, name: str, function: driver.Function, arguments: int):
-        self.name, self.function, self.arguments = name, function, arguments
-        self.description = name
-        self.grid = self.block = (1, 1, 1)
-        self.shared_bytes = 0
-        self._offsets: list[int] = []  # of the parameters, in memory of their own
-        self._pointers: list[tuple[int, int]] = []  # offset, argument
-        self._numbers: list[tuple[int, int]] = []  # offset, value
+    def __init__(
+        self,
+        cubin: Cubin,
+        function: driver.Function,
+        sizes: Mapping[str, int],
+        grid: Sequence[int],
+    ):
+        """As `of`, which adds the parameters."""
+        self.cubin, self.sizes, self.grid = cubin, dict(sizes), _cuda_grid(cubin.name, grid)
+        # Of the memory of the parameters: their offsets; of its words, which is which.
+        self._offsets: list[int] = []
+        self._pointers: list[tuple[int, int]] = []
+        self._numbers: list[tuple[int, int]] = []
         self._maps: list[_Map] = []
-        self._bytes = 0
         self._bound: dict[tuple[int, ...], _Bound] = {}
         self._lock = threading.Lock()
         quick = driver.quick()
-        self._start = driver.library().cuLaunchKernelEx
+        self._start, self._encode = (
+            driver.library().cuLaunchKernelEx,
+            quick.cuTensorMapEncodeTiled,
+        )
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p(function.context)
         self._handle = ctypes.c_void_p(function.handle)
@@ -93,32 +107,32 @@ class LaunchPlan:
           ValueError: the shapes, the sizes or the grid are not the kernel's, or beyond what
             CUDA can do.
         """
-        plan = cls(cubin.name, function, len(cubin.arguments))
-        plan.description = f"{cubin.name} of {dict(sizes)}" if sizes else cubin.name
-        plan.block, plan.shared_bytes = cubin.block, cubin.shared_bytes
-        plan.grid = _cuda_grid(cubin.name, grid)
-        ranks = [x.rank for x in cubin.arguments]
+        name, arguments = cubin.name, cubin.arguments
+        plan, bytes_ = cls(cubin, function, sizes, grid), 0
+        ranks = [x.rank for x in arguments]
         if [len(shape) for shape in shapes] != ranks:
             raise ValueError(
-                f"{cubin.name} must have arguments of ranks {ranks}, got shapes {shapes}"
+                f"{name} must have arguments of ranks {ranks}, got shapes {shapes}"
             )
         for parameter in cubin.parameters:
-            alignment = MAP_ALIGNMENT if isinstance(parameter.value, TensorMaps) else 8
-            offset = -(-plan._bytes // alignment) * alignment
+            value = parameter.value
+            alignment = MAP_ALIGNMENT if isinstance(value, TensorMaps) else POINTER_BYTES
+            offset = -(-bytes_ // alignment) * alignment
+            bytes_ = offset + parameter.bytes
             plan._offsets.append(offset)
-            plan._bytes = offset + parameter.bytes
-            match parameter.value:
-                case Pointer(argument):
-                    plan._pointers.append((offset, argument))
-                case Size(name):
-                    if name not in sizes:
-                        raise ValueError(f"{cubin.name} must have the size {name}, got {sizes}")
-                    plan._numbers.append((offset, _carried(cubin.name, name, sizes[name])))
-                case TensorMaps(maps):
-                    for i, found in enumerate(maps):
-                        place, dtype = offset + i * MAP_BYTES, cubin.arguments[found.argument].dtype
-                        shape = tuple(shapes[found.argument])
-                        plan._maps.append(_map(cubin.name, found, place, shape, dtype))
+            if isinstance(value, Pointer):
+                plan._pointers.append((offset // POINTER_BYTES, value.argument))
+            elif isinstance(value, Size):
+                number = _carried(name, value.name, sizes)
+                plan._numbers.append((offset // POINTER_BYTES, number))
+            else:
+                for i, found in enumerate(value.maps):
+                    shape, dtype = shapes[found.argument], arguments[found.argument].dtype
+                    place = offset + i * MAP_BYTES
+                    plan._maps.append(_map(name, found, place, tuple(shape), dtype))
+        plan._memory = ctypes.c_char * (bytes_ + MAP_ALIGNMENT)
+        plan._words = ctypes.c_uint64 * (bytes_ // POINTER_BYTES)
+        plan._places = ctypes.c_void_p * len(plan._offsets)
         return plan
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
@@ -146,31 +160,32 @@ class LaunchPlan:
     def _bind(self, key: tuple[int, ...]) -> _Bound:
         """Lays the parameters out for a stream and addresses, and remembers them."""
         stream, *addresses = key
-        if len(addresses) != self.arguments:
-            raise ValueError(
-                f"{self.name} must get {self.arguments} addresses, got {len(addresses)}"
-            )
+        name, count = self.cubin.name, len(self.cubin.arguments)
+        if len(addresses) != count:
+            raise ValueError(f"{name} must get {count} addresses, got {len(addresses)}")
         for i, address in enumerate(addresses):
             if address % ALIGNMENT:
                 raise ValueError(
-                    f"argument {i} of {self.name} must start at a multiple of {ALIGNMENT} "
+                    f"argument {i} of {name} must start at a multiple of {ALIGNMENT} "
                     f"bytes, got {address:#x}"
                 )
-        memory = (ctypes.c_char * (self._bytes + MAP_ALIGNMENT))()
+        memory = self._memory()
         start = ctypes.addressof(memory)
         start += -start % MAP_ALIGNMENT
-        for offset, argument in self._pointers:
-            ctypes.c_uint64.from_address(start + offset).value = addresses[argument]
-        for offset, value in self._numbers:
-            ctypes.c_uint64.from_address(start + offset).value = value
-        encode = driver.quick().cuTensorMapEncodeTiled
-        for found in self._maps:
-            place = ctypes.c_void_p(start + found.offset)
-            base = ctypes.c_void_p(addresses[found.argument])
-            if error := encode(place, *found.head, base, *found.arrays, *found.tail):
-                self._fail(f"cuTensorMapEncodeTiled of argument {found.argument}", error)
-        places = (ctypes.c_void_p * len(self._offsets))(*(start + x for x in self._offsets))
-        config = driver.LaunchConfig(self.grid, self.block, self.shared_bytes, stream)
+        words = self._words.from_address(start)
+        for word, value in self._numbers:
+            words[word] = value
+        for word, argument in self._pointers:
+            words[word] = addresses[argument]
+        encode, address = self._encode, ctypes.c_void_p
+        for offset, argument, head, tail in self._maps:
+            place, base = address(start + offset), address(addresses[argument])
+            if error := encode(place, *head, base, *tail):
+                self._fail(f"cuTensorMapEncodeTiled of argument {argument}", error)
+        places = self._places(*[start + offset for offset in self._offsets])
+        config = driver.LaunchConfig(
+            self.grid, self.cubin.block, self.cubin.shared_bytes, stream
+        )
         bound = _Bound(ctypes.byref(config), places, (memory, config))
         with self._lock:
             if len(self._bound) >= REMEMBERED:
@@ -179,7 +194,8 @@ class LaunchPlan:
         return bound
 
     def _fail(self, name: str, error: int) -> None:
-        raise RuntimeError(f"{self.description}: {name} failed with {driver.words(error)}")
+        of = f" of {self.sizes}" if self.sizes else ""
+        raise RuntimeError(f"{self.cubin.name}{of}: {name} failed with {driver.words(error)}")
 
 
 def _cuda_grid(name: str, grid: Sequence[int]) -> tuple[int, int, int]:
@@ -192,22 +208,28 @@ def _cuda_grid(name: str, grid: Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _carried(name: str, size: str, value: int) -> int:
+def _carried(name: str, size: str, sizes: Mapping[str, int]) -> int:
     """A size in place of an address, of which the lowest 8 bits are zero."""
+    if size not in sizes:
+        raise ValueError(f"{name} must have the size {size}, got {dict(sizes)}")
+    value = sizes[size]
     if not 0 <= value < 1 << 31:
-        raise ValueError(f"the size {size} of {name} must be an int32, not negative, got {value}")
+        raise ValueError(f"the size {size} of {name} must be 0 to {2**31 - 1}, got {value}")
     return value << 8
 
 
 def _map(name: str, found: TensorMap, offset: int, shape: tuple[int, ...], dtype: str) -> _Map:
     """A tensor map for an actual shape."""
     where = f"argument {found.argument} of {name}"
-    if any(size != 1 for axis, size in enumerate(shape) if axis not in found.axes):
-        raise ValueError(f"{where} must have size 1 but on axes {found.axes}, got {shape}")
+    axes = found.axes
+    if len(axes) < len(shape) and any(
+        size != 1 for axis, size in enumerate(shape) if axis not in axes
+    ):
+        raise ValueError(f"{where} must have size 1 but on axes {axes}, got {shape}")
     strides = byte_strides(shape, dtype)
-    dims = [shape[axis] for axis in found.axes]
-    steps = [strides[axis] for axis in found.axes[1:]]
-    if not all(1 <= dim <= LONGEST_DIM for dim in dims):
+    dims = [shape[axis] for axis in axes]
+    steps = [strides[axis] for axis in axes[1:]]
+    if min(dims) < 1 or max(dims) > LONGEST_DIM:
         raise ValueError(
             f"{where} must have axes of 1 to {LONGEST_DIM} elements, a limit of CUDA's tensor "
             f"maps, got {shape}"
@@ -217,12 +239,6 @@ def _map(name: str, found: TensorMap, offset: int, shape: tuple[int, ...], dtype
             f"{where} must have strides below {LARGEST_STRIDE} bytes that are multiples of "
             f"{STRIDE_MULTIPLE}, a limit of CUDA's tensor maps, got {steps} of {shape}"
         )
-    rank = len(dims)
-    arrays = (
-        (ctypes.c_uint64 * rank)(*dims),
-        (ctypes.c_uint64 * max(rank - 1, 1))(*steps),
-        (ctypes.c_uint32 * rank)(*found.box),
-        (ctypes.c_uint32 * rank)(*found.steps),
-    )
-    tail = found.interleave, found.swizzle, found.l2, found.oob
-    return _Map(found.argument, offset, (found.type, rank), arrays, tail)
+    arrays = _Dims(*dims), _Dims(*steps), _Boxes(*found.box), _Boxes(*found.steps)
+    tail = *arrays, found.interleave, found.swizzle, found.l2, found.oob
+    return _Map(offset, found.argument, (found.type, len(dims)), tail)
