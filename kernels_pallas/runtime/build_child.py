@@ -48,15 +48,19 @@ class Map(NamedTuple):
     @classmethod
     def unpack(cls, packed: bytes) -> "Map":
         base, *rest = struct.unpack_from("<10Q5H11B", packed)
-        dims, strides, box, steps = rest[:5], rest[5:9], rest[9:14], rest[14:19]
         kind, rank, interleave, swizzle, l2, oob = rest[19:]
-        arrays = (
-            tuple(x[:n])
-            for x, n in zip(
-                (dims, strides, box, steps), (rank, rank - 1, rank, rank), strict=True
-            )
+        return cls(
+            base,
+            dims=tuple(rest[:rank]),
+            strides=tuple(rest[5 : 4 + rank]),
+            box=tuple(rest[9 : 9 + rank]),
+            steps=tuple(rest[14 : 14 + rank]),
+            type=kind,
+            interleave=interleave,
+            swizzle=swizzle,
+            l2=l2,
+            oob=oob,
         )
-        return cls(base, *arrays, kind, interleave, swizzle, l2, oob)
 
 
 class Launched(NamedTuple):
@@ -65,8 +69,8 @@ class Launched(NamedTuple):
     function: int
     stream: int
     context: int
-    grid: tuple[int, ...]
-    block: tuple[int, ...]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
     shared_bytes: int
     attributes: int
     parameters: tuple[bytes, ...]
@@ -187,9 +191,10 @@ def launches() -> list[Launched]:
     found = []
     for line in recorded():
         if line.pop("call") == "cuLaunchKernelEx":
-            line["parameters"] = [bytes.fromhex(text) for text in line["parameters"]]
-            lists = {k: tuple(x) for k, x in line.items() if isinstance(x, list)}
-            found.append(Launched(**line | lists))
+            line["parameters"] = map(bytes.fromhex, line["parameters"])
+            for name in ("grid", "block", "parameters"):
+                line[name] = tuple(line[name])
+            found.append(Launched(**line))
     return found
 
 

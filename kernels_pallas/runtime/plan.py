@@ -8,7 +8,7 @@ again and again, the next ones find all that and are a call of the driver.
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.cubin import (
@@ -48,6 +48,21 @@ class _Map(NamedTuple):
     tail: tuple[Any, ...]  # dims, strides, box, steps, interleave, swizzle, l2, oob
 
 
+class _Layout(NamedTuple):
+    """Where the parameters lie in memory of their own, and what they hold; but for the maps in
+    words of 8 bytes.
+    """
+
+    offsets: tuple[int, ...]
+    pointers: tuple[tuple[int, int], ...]  # word, argument
+    numbers: tuple[tuple[int, int], ...]  # word, value
+    maps: tuple[_Map, ...]
+    # Types: the memory with room to align it, its words, the places of the parameters.
+    memory: type[ctypes.Array]
+    words: type[ctypes.Array]
+    places: type[ctypes.Array]
+
+
 class _Bound(NamedTuple):
     """What `cuLaunchKernelEx` takes; `kept` is the memory that it refers to."""
 
@@ -63,22 +78,19 @@ class LaunchPlan:
         self,
         cubin: Cubin,
         function: driver.Function,
+        layout: _Layout,
         sizes: Mapping[str, int],
         grid: Sequence[int],
     ):
-        """As `of`, which adds the parameters."""
+        """By `of`."""
         self.cubin, self.sizes, self.grid = cubin, dict(sizes), _cuda_grid(cubin.name, grid)
-        # Of the memory of the parameters: their offsets; of its words, which is which.
-        self._offsets: list[int] = []
-        self._pointers: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, int]] = []
-        self._maps: list[_Map] = []
+        self._layout = layout
         self._bound: dict[tuple[int, ...], _Bound] = {}
         self._lock = threading.Lock()
         quick = driver.quick()
-        self._start, self._encode = (
-            driver.library().cuLaunchKernelEx,
+        self._encode, self._start = (
             quick.cuTensorMapEncodeTiled,
+            driver.library().cuLaunchKernelEx,
         )
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p(function.context)
@@ -93,7 +105,7 @@ class LaunchPlan:
         shapes: Sequence[Sequence[int]],
         sizes: Mapping[str, int],
         grid: Sequence[int],
-    ) -> "LaunchPlan":
+    ) -> Self:
         """The plan of a problem.
 
         Args:
@@ -107,33 +119,7 @@ class LaunchPlan:
           ValueError: the shapes, the sizes or the grid are not the kernel's, or beyond what
             CUDA can do.
         """
-        name, arguments = cubin.name, cubin.arguments
-        plan, bytes_ = cls(cubin, function, sizes, grid), 0
-        ranks = [x.rank for x in arguments]
-        if [len(shape) for shape in shapes] != ranks:
-            raise ValueError(
-                f"{name} must have arguments of ranks {ranks}, got shapes {shapes}"
-            )
-        for parameter in cubin.parameters:
-            value = parameter.value
-            alignment = MAP_ALIGNMENT if isinstance(value, TensorMaps) else POINTER_BYTES
-            offset = -(-bytes_ // alignment) * alignment
-            bytes_ = offset + parameter.bytes
-            plan._offsets.append(offset)
-            if isinstance(value, Pointer):
-                plan._pointers.append((offset // POINTER_BYTES, value.argument))
-            elif isinstance(value, Size):
-                number = _carried(name, value.name, sizes)
-                plan._numbers.append((offset // POINTER_BYTES, number))
-            else:
-                for i, found in enumerate(value.maps):
-                    shape, dtype = shapes[found.argument], arguments[found.argument].dtype
-                    place = offset + i * MAP_BYTES
-                    plan._maps.append(_map(name, found, place, tuple(shape), dtype))
-        plan._memory = ctypes.c_char * (bytes_ + MAP_ALIGNMENT)
-        plan._words = ctypes.c_uint64 * (bytes_ // POINTER_BYTES)
-        plan._places = ctypes.c_void_p * len(plan._offsets)
-        return plan
+        return cls(cubin, function, _lay_out(cubin, shapes, sizes), sizes, grid)
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         """Queues one run.
@@ -169,20 +155,21 @@ class LaunchPlan:
                     f"argument {i} of {name} must start at a multiple of {ALIGNMENT} "
                     f"bytes, got {address:#x}"
                 )
-        memory = self._memory()
+        layout = self._layout
+        memory = layout.memory()
         start = ctypes.addressof(memory)
         start += -start % MAP_ALIGNMENT
-        words = self._words.from_address(start)
-        for word, value in self._numbers:
+        words = layout.words.from_address(start)
+        for word, value in layout.numbers:
             words[word] = value
-        for word, argument in self._pointers:
+        for word, argument in layout.pointers:
             words[word] = addresses[argument]
         encode, address = self._encode, ctypes.c_void_p
-        for offset, argument, head, tail in self._maps:
+        for offset, argument, head, tail in layout.maps:
             place, base = address(start + offset), address(addresses[argument])
             if error := encode(place, *head, base, *tail):
                 self._fail(f"cuTensorMapEncodeTiled of argument {argument}", error)
-        places = self._places(*[start + offset for offset in self._offsets])
+        places = layout.places(*[start + offset for offset in layout.offsets])
         config = driver.LaunchConfig(
             self.grid, self.cubin.block, self.cubin.shared_bytes, stream
         )
@@ -196,6 +183,39 @@ class LaunchPlan:
     def _fail(self, name: str, error: int) -> None:
         of = f" of {self.sizes}" if self.sizes else ""
         raise RuntimeError(f"{self.cubin.name}{of}: {name} failed with {driver.words(error)}")
+
+
+def _lay_out(
+    cubin: Cubin, shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]
+) -> _Layout:
+    name, arguments = cubin.name, cubin.arguments
+    ranks = [x.rank for x in arguments]
+    if [len(shape) for shape in shapes] != ranks:
+        raise ValueError(f"{name} must have arguments of ranks {ranks}, got shapes {shapes}")
+    offsets, pointers, numbers, maps, end = [], [], [], [], 0
+    for parameter in cubin.parameters:
+        value = parameter.value
+        alignment = MAP_ALIGNMENT if isinstance(value, TensorMaps) else POINTER_BYTES
+        offset = -(-end // alignment) * alignment
+        end = offset + parameter.bytes
+        offsets.append(offset)
+        if isinstance(value, Pointer):
+            pointers.append((offset // POINTER_BYTES, value.argument))
+        elif isinstance(value, Size):
+            numbers.append((offset // POINTER_BYTES, _carried(name, value.name, sizes)))
+        else:
+            for i, found in enumerate(value.maps):
+                shape, dtype = shapes[found.argument], arguments[found.argument].dtype
+                maps.append(_map(name, found, offset + i * MAP_BYTES, tuple(shape), dtype))
+    return _Layout(
+        tuple(offsets),
+        tuple(pointers),
+        tuple(numbers),
+        tuple(maps),
+        ctypes.c_char * (end + MAP_ALIGNMENT),
+        ctypes.c_uint64 * (end // POINTER_BYTES),
+        ctypes.c_void_p * len(offsets),
+    )
 
 
 def _cuda_grid(name: str, grid: Sequence[int]) -> tuple[int, int, int]:
