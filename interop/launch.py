@@ -13,19 +13,16 @@ What is loaded stays loaded, and the kernel alive, until the process ends: CUDA 
 queued launches refer to the machine code, and nothing says when the last one is gone.
 """
 
-import contextlib
 import ctypes
 import functools
-import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import torch
-from jaxlib import xla_client
 
 from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.runtime.lowering import lower, plugin_compiler
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
 CAPABILITY = (9, 0)
@@ -35,7 +32,6 @@ CAPABILITY = (9, 0)
 # a view that starts inside its storage can break it.
 ALIGNMENT = 256
 
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 DRIVER = "libcuda.so.1"
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -104,80 +100,6 @@ def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if (kernel, index) not in _launchers:
         _load(kernel, index)
-
-
-def lower(kernel: Kernel) -> bytes:
-    """The MLIR bytecode of `kernel` for Hopper, as the plugin's compiler takes it.
-
-    Needs neither a GPU nor the plugin.
-
-    Raises:
-      ValueError: `kernel.call` is anything but one Mosaic GPU kernel that takes exactly the
-        arguments, in order, and gives exactly the results, in order; or the results are not
-        `kernel.outputs`.
-    """
-    with _lock, _no_backend():
-        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
-        traced = jax.jit(kernel.call, keep_unused=True).trace(*inputs)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    results = [f"{r.dtype.name}{list(r.shape)}" for r in jax.tree.leaves(traced.out_info)]
-    expected = [f"{o.dtype}{list(o.shape)}" for o in kernel.outputs]
-    if results != expected:
-        raise ValueError(f"{kernel.name} must return {expected}, got {results}")
-    return _payload(kernel.name, lowered.compiler_ir())
-
-
-@contextlib.contextmanager
-def _no_backend() -> Iterator[None]:
-    """Lets this thread trace and lower without starting any of JAX's backends.
-
-    jit asks for the default device, Mosaic for the first local one, to learn the compute
-    capability and the size of shared memory. Either question would start all backends, and the
-    GPU's takes 75 % of the memory. Here the CPU device of a client that JAX has no record of
-    answers both, and Mosaic assumes 9.0 and 227 KiB, beside a running GPU client too. JAX's own
-    backends stay as they are, to be started later or never, and other threads see nothing.
-    """
-    device = _unregistered_cpu()
-    thread, original = threading.get_ident(), jax.local_devices
-
-    def local_devices(*args: Any, **options: Any) -> list[jax.Device]:
-        here = threading.get_ident() == thread
-        return [device] if here else original(*args, **options)
-
-    jax.local_devices = local_devices
-    try:
-        with jax.default_device(device):
-            yield
-    finally:
-        jax.local_devices = original
-
-
-@functools.cache
-def _unregistered_cpu() -> jax.Device:
-    return xla_client.make_cpu_client(num_devices=1).local_devices()[0]
-
-
-def _payload(name: str, module: Any) -> bytes:
-    """What the Mosaic GPU call of a StableHLO module holds; the call must be all there is."""
-    main, *others = module.body.operations
-    (block,) = main.regions[0].blocks
-    *body, end = block.operations
-    names = [_name(op) for op in (*body, *others)]
-    if names != ["mosaic_gpu_v2"]:
-        raise ValueError(f"{name} must be exactly one Mosaic GPU kernel, got {names}")
-    (call,) = body
-    if list(call.operands) != list(block.arguments):
-        raise ValueError(f"{name} must pass all its arguments to the kernel, in their order")
-    if list(end.operands) != list(call.results):
-        raise ValueError(f"{name} must return all results of the kernel, in their order")
-    if len(call.attributes["output_operand_aliases"]):
-        raise ValueError(f"{name} must not write to its arguments")
-    return call.attributes["mhlo.backend_config"]["module"].value_bytes
-
-
-def _name(op: Any) -> str:
-    call = op.operation.name == "stablehlo.custom_call"
-    return op.attributes["call_target_name"].value if call else op.operation.name
 
 
 class _Argument(NamedTuple):
@@ -278,7 +200,7 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
       A function of the stream and of the addresses of inputs and outputs that queues one run.
     """
     code = lower(kernel)
-    compiler = _compiler()
+    compiler = plugin_compiler()
     device, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
     _call("cuInit", 0)
     _call("cuDeviceGet", ctypes.byref(device), index)
@@ -332,18 +254,3 @@ def _call(name: str, *arguments: Any) -> None:
     """Calls the CUDA driver."""
     if error := getattr(ctypes.CDLL(DRIVER), name)(*arguments):
         raise RuntimeError(f"{name} failed with CUDA error {error}")
-
-
-@functools.cache
-def _compiler() -> Callable[[bytes, int], Any]:
-    """The plugin's compiler: a pointer to the function and its launcher, or NULL."""
-    for name in PLUGINS:
-        with contextlib.suppress(ModuleNotFoundError):
-            path = importlib.import_module(name)._get_library_path()
-            break
-    else:
-        raise RuntimeError("JAX's CUDA plugin is missing: pip install 'jax[cuda13]'")
-    compiler = ctypes.CDLL(str(path)).MosaicGpuCompile
-    compiler.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    compiler.restype = ctypes.POINTER(ctypes.c_void_p)
-    return compiler

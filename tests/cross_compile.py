@@ -1,27 +1,23 @@
 """Compiles Mosaic GPU kernels for Hopper on a machine without a GPU.
 
-A process of its own loads a stand-in for the driver and calls the very code that compiles
-kernels for torch; what ptxas printed says whether a kernel spills. Compilation proves neither
+A process of its own loads the recorder in place of the driver and calls the very code that
+builds kernels; what ptxas printed says whether a kernel spills. Compilation proves neither
 that a kernel is right nor that it ends.
 """
 
-import contextlib
-import ctypes
 import importlib
 import json
-import os
-import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from kernels_pallas.runtime import build_child
+from kernels_pallas.runtime.build import environment
+
 ROOT = Path(__file__).parents[1]
-STAND_IN = ROOT / "tests" / "fake_libcuda.c"
-PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
 
 Builder = tuple[str, Mapping[str, Any]]
 
@@ -55,7 +51,7 @@ def compile_report(builders: Sequence[Builder], timeout: float = 280) -> list[Re
 
 
 def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float = 280) -> str:
-    """What Python prints, run with the stand-in in place of the driver; `text` is its input.
+    """What Python prints, run with the recorder in place of the driver; `text` is its input.
 
     Raises:
       RuntimeError: as `compile_report`, or Python failed.
@@ -66,7 +62,7 @@ def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float =
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=_environment(folder),
+        env=environment(folder),
         timeout=timeout,
     )
     if done.returncode:
@@ -74,92 +70,17 @@ def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float =
     return done.stdout
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """One that makes a process find the stand-in, built in `folder`, and ptxas."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise RuntimeError("a C compiler is missing: install gcc")
-    library = folder / "libcuda.so.1"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, STAND_IN], check=True)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")}
-    environment["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-    # Otherwise a first use of JAX has its CUDA plugin ask libraries that fail without a GPU.
-    environment["JAX_PLATFORMS"] = "cpu"
-    # Mosaic takes the first ptxas on PATH; a CUDA toolkit's version may be any.
-    for variable, first in (("PATH", _ptxas().parent), ("LD_LIBRARY_PATH", folder)):
-        rest = environment.get(variable)
-        environment[variable] = f"{first}:{rest}" if rest else str(first)
-    return environment
-
-
-def _ptxas() -> Path:
-    with contextlib.suppress(ModuleNotFoundError):
-        for root in importlib.import_module("nvidia").__path__:
-            for path in PTXAS:
-                if (found := Path(root) / path).exists():
-                    return found
-    raise RuntimeError("ptxas is missing: pip install nvidia-cuda-nvcc")
-
-
 def _main() -> None:
-    from interop import launch
-
     reports = []
     for place, options in json.load(sys.stdin):
         module, function = place.split(":")
         kernel = getattr(importlib.import_module(module), function)(**options)
-        with tempfile.TemporaryFile("w+") as log:
-            with _printing_to(log.fileno()):
-                try:
-                    launch._compile(kernel, 0)
-                except RuntimeError as error:
-                    failed = error
-                else:
-                    failed = None
-            log.seek(0)
-            text = log.read()
-        if failed:
-            raise RuntimeError(f"{place} {options}:\n{text}") from failed
-        reports.append(_report(kernel.name, text))
+        try:
+            built, _ = build_child.build(kernel)
+        except RuntimeError as error:
+            raise RuntimeError(f"{place} {options}") from error
+        reports.append({name: getattr(built, name) for name in Report.__annotations__})
     print(json.dumps(reports))
-
-
-@contextlib.contextmanager
-def _printing_to(file: int) -> Iterator[None]:
-    """Sends what C code prints to a file."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)
-        os.dup2(saved[0], 1)
-        os.dup2(saved[1], 2)
-
-
-def _report(name: str, log: str) -> Report:
-    """The figures in a log of ptxas, summed where a kernel has functions of its own."""
-    frames = re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
-    )
-    registers = re.findall(r"Used (\d+) registers", log)
-    if "for 'sm_90a'" not in log or not frames or not registers:
-        raise RuntimeError(f"ptxas did not compile {name} for sm_90a:\n{log}")
-    stack, stores, loads = (sum(map(int, numbers)) for numbers in zip(*frames, strict=True))
-    record = (ctypes.c_uint64 * 70)()
-    ctypes.CDLL("libcuda.so.1").fake_record(record)
-    return {
-        "name": name,
-        "registers": max(map(int, registers)),
-        "stack_bytes": stack,
-        "spill_store_bytes": stores,
-        "spill_load_bytes": loads,
-        "shared_bytes": record[1],
-        "remarks": re.findall(r"ptxas warning.*|.*Potential Performance Loss.*", log),
-    }
 
 
 if __name__ == "__main__":

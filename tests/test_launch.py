@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from interop import launch as module
 from interop.launch import launch, lower, prepare
 from kernels_pallas.kernel import Kernel
+from kernels_pallas.runtime import lowering
 from tests import cross_compile
 
 N = 4096
@@ -156,9 +157,9 @@ def test_another_gpu_is_refused(monkeypatch):
 
 
 def test_the_plugin_is_asked_for(monkeypatch):
-    monkeypatch.setattr(module, "PLUGINS", ("jax_plugins.none",))
+    monkeypatch.setattr(lowering, "PLUGINS", ("jax_plugins.none",))
     with pytest.raises(RuntimeError, match=r"plugin is missing: pip install 'jax\[cuda13\]'"):
-        module._compiler.__wrapped__()
+        lowering.plugin_compiler.__wrapped__()
 
 
 # Lowering
@@ -266,31 +267,34 @@ def test_a_launch_hands_the_driver_function_stream_and_addresses_in_order(tmp_pa
     script = """
         import ctypes, threading
         from interop import launch
+        from kernels_pallas.runtime import build_child
         from tests.test_launch import tiny
 
         driver = ctypes.CDLL("libcuda.so.1")
-        record = (ctypes.c_uint64 * 70)()
         launcher = launch._compile(tiny(), 0)
-        driver.fake_record(record)
-        assert record[0] == launch.RELAXED and driver.fake_depth() == 0
+        assert driver.recorder_depth() == 0
+        calls = build_child.recorded()
+        (mode,) = [x["capture_mode"] for x in calls if x["call"] == "cuModuleLoadData"]
+        assert mode == launch.RELAXED
         mode = ctypes.c_int(0)
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         assert mode.value == 0
 
-        driver.fake_expect(4)
+        build_child.expect([(8 * i, 8) for i in range(4)])
         launcher(0x1230, [0x100, 0x200, 0x300, 0x400])
-        driver.fake_record(record)
-        launches, function, stream, context = record[2:6]
-        assert launches == 1 and function and stream == 0x1230 and context
-        assert record[6:10] == [0x100, 0x200, 0x300, 0x400]
-        assert driver.fake_depth() == 0
+        (first,) = build_child.launches()
+        assert first.function and first.stream == 0x1230 and first.context
+        numbers = [int.from_bytes(x, "little") for x in first.parameters]
+        assert numbers == [0x100, 0x200, 0x300, 0x400]
+        assert driver.recorder_depth() == 0
 
         thread = threading.Thread(target=launcher, args=(0, [0x500, 0x600, 0x700, 0x800]))
         thread.start()
         thread.join()
-        driver.fake_record(record)
-        assert record[2:6] == [2, function, 0, context]
-        assert record[6:10] == [0x500, 0x600, 0x700, 0x800]
+        (second,) = build_child.launches()
+        assert second[:3] == (first.function, 0, first.context)
+        numbers = [int.from_bytes(x, "little") for x in second.parameters]
+        assert numbers == [0x500, 0x600, 0x700, 0x800]
     """
     cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
 

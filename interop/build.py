@@ -1,0 +1,89 @@
+"""Compiles the kernels of configurations ahead of time: nothing is left to compile at first use.
+
+    python -m interop.build --preset paper,seed             # into the user's cache
+    python -m interop.build --preset paper --out FOLDER     # into a folder of one's own
+    python -m interop.build --list | --clear                # what lies there; remove it
+
+No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.runtime.store import Store
+
+PRESETS = ("paper", "seed", "smallgroup")
+
+
+def kernels_of(settings: str) -> list[Kernel]:
+    """The kernels that a preset runs, forward and backward, for any length."""
+    raise NotImplementedError(f"the kernels of {settings} are not listed yet")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 where a kernel could not be built."""
+    parser = argparse.ArgumentParser("python -m interop.build", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")
+    parser.add_argument("--jobs", type=int, help="processes at once; default: one a processor")
+    parser.add_argument("--out", help="a folder; default: the user's cache")
+    parser.add_argument("--list", action="store_true", help="print what lies there")
+    parser.add_argument("--clear", action="store_true", help="remove what lies there")
+    options = parser.parse_args(arguments)
+    presets = [name for name in options.preset.split(",") if name]
+    if odd := sorted(set(presets) - set(PRESETS)):
+        parser.error(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(odd)}")
+    if options.jobs is not None and options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    if not (presets or options.list or options.clear):
+        parser.error("one of --preset, --list and --clear must be given")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+
+    # What comes with the package counts as there, but not in a folder that is to be complete.
+    store = Store(presets=None) if options.out is None else Store(options.out, presets=None)
+    if options.clear:
+        print(f"{store.clear()} kernels removed from {store.folder}")
+    status = _build(store, presets, options.jobs) if presets else 0
+    if options.list:
+        _print(store)
+    return status
+
+
+def _build(store: Store, presets: Sequence[str], jobs: int | None) -> int:
+    kernels = [kernel for name in presets for kernel in kernels_of(name)]
+    begin = time.perf_counter()
+    try:
+        built = store.fetch(kernels, jobs, _show if sys.stderr.isatty() else None)
+    except RuntimeError as error:
+        print(f"{error}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - begin
+    print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
+    return 0
+
+
+def _show(done: int, total: int, name: str) -> None:
+    """A line that is drawn over itself."""
+    width = 30
+    bar = "#" * (width * done // total)
+    end = "\n" if done == total else ""
+    print(
+        f"\r{bar:<{width}} {done}/{total} {name:<30.30}", end=end, file=sys.stderr, flush=True
+    )
+
+
+def _print(store: Store) -> None:
+    entries = store.list()
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        print(f"{entry.name:<24} {entry.bytes / 1024:8.1f} KiB  used {used}  {entry.key[:16]}")
+    total = sum(entry.bytes for entry in entries) / 2**20
+    print(f"{len(entries)} kernels, {total:.1f} MiB, in {store.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

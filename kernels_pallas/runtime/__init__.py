@@ -1,0 +1,10 @@
+"""Mosaic kernels compiled ahead of time, kept on disk, launched by plans of our own.
+
+description   a kernel in JSON: what another process builds, what a key is made of
+build         kernels to machine code, in child processes (`build_child`, `lowering`: JAX)
+cubin         what a launch must know of a kernel's machine code
+store         machine code on disk
+driver, plan  the CUDA driver; a kernel bound to shapes, launched with addresses
+
+Only the child processes import JAX, nothing imports torch.
+"""

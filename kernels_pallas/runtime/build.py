@@ -1,0 +1,206 @@
+"""Kernels to machine code for Hopper, in child processes; a GPU is not needed.
+
+A child (`build_child`) imports JAX, traces and lowers a kernel, and has the plugin compile it
+with the recorder in place of the CUDA driver. All of that is serial in a process, so that there
+is one for each job.
+"""
+
+import base64
+import concurrent.futures
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.runtime.cubin import Cubin
+from kernels_pallas.runtime.description import describe
+
+LOG = logging.getLogger("kernels_pallas.runtime")
+RECORDER = Path(__file__).with_name("recorder.c")
+PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
+INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
+SECONDS = 600.0  # that a kernel may take
+
+# Called when a kernel is done: how many are, of how many, and its name.
+Progress = Callable[[int, int, str], None]
+
+
+class Built(NamedTuple):
+    """A kernel's machine code."""
+
+    cubin: Cubin
+    image: bytes
+
+
+def default_jobs() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def build(
+    kernels: Sequence[Kernel], jobs: int | None = None, progress: Progress | None = None
+) -> Iterator[tuple[int, Built | RuntimeError]]:
+    """Builds `kernels`, each in one of `jobs` processes (default: one a processor).
+
+    Yields:
+      The place of a kernel in `kernels`, in the order in which they are done, and its machine
+      code, or an error with its name and the compiler's words.
+
+    Raises:
+      ValueError: a kernel cannot be described to another process.
+      RuntimeError: a C compiler, ptxas or JAX's CUDA plugin is missing.
+    """
+    requests = [json.dumps(_request(kernel)) for kernel in kernels]
+    if not requests:
+        return
+    jobs = min(jobs or default_jobs(), len(kernels))
+    total, begin = len(kernels), time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        variables = environment(Path(folder))
+        LOG.info("building %d kernels in %d processes", total, jobs)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
+        children: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        for i in range(jobs):
+            child = _Child(variables, Path(folder) / f"child{i}.log")
+            stack.callback(child.stop)
+            children.put(child)
+
+        def one(i: int) -> Built | RuntimeError:
+            child, start = children.get(), time.perf_counter()
+            try:
+                return child.build(kernels[i].name, requests[i])
+            finally:
+                children.put(child)
+                LOG.debug("%s: %.2f s", kernels[i].name, time.perf_counter() - start)
+
+        pending = {pool.submit(one, i): i for i in range(total)}
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
+            i, result = pending[future], future.result()
+            seconds, name = time.perf_counter() - begin, kernels[i].name
+            if isinstance(result, RuntimeError):
+                LOG.warning("%s was not built (%d of %d, %.1f s)", name, done, total, seconds)
+            else:
+                LOG.info("built %s (%d of %d, %.1f s)", name, done, total, seconds)
+            if progress:
+                progress(done, total, name)
+            yield i, result
+        LOG.info("%d kernels in %.1f s", total, time.perf_counter() - begin)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables that make a process find the recorder, built in `folder`, and ptxas, and the
+    modules that this one finds.
+
+    Raises:
+      RuntimeError: a C compiler, ptxas or JAX's CUDA plugin is missing.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("a C compiler is missing, which builds kernels: install gcc")
+    if not any(_installed(name) for name in PLUGINS):
+        raise RuntimeError(f"JAX's CUDA plugin is missing, which builds kernels: {INSTALL}")
+    library = folder / "libcuda.so.1"
+    command = [compiler, "-shared", "-fPIC", "-pthread", "-o", str(library), str(RECORDER)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} could not build the recorder:\n{done.stderr}")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")}
+    variables["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    # Otherwise a first use of JAX has its CUDA plugin ask libraries that fail without a GPU.
+    variables["JAX_PLATFORMS"] = "cpu"
+    variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    # Mosaic takes the first ptxas on PATH; a CUDA toolkit's version may be any.
+    for name, first in (("PATH", _ptxas().parent), ("LD_LIBRARY_PATH", folder)):
+        rest = variables.get(name)
+        variables[name] = f"{first}{os.pathsep}{rest}" if rest else str(first)
+    return variables
+
+
+def _installed(name: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):  # of what it is in
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def _ptxas() -> Path:
+    with contextlib.suppress(ModuleNotFoundError):
+        for root in importlib.import_module("nvidia").__path__:
+            for path in PTXAS:
+                if (found := Path(root) / path).exists():
+                    return found
+    raise RuntimeError(f"ptxas is missing, which builds kernels: {INSTALL}")
+
+
+def _request(kernel: Kernel) -> dict[str, Any]:
+    arguments = [[list(x.shape), x.dtype] for x in (*kernel.inputs, *kernel.outputs)]
+    return {"description": describe(kernel), "arguments": arguments}
+
+
+class _Child:
+    """A process that builds one kernel after the other; started anew where it has ended."""
+
+    def __init__(self, variables: dict[str, str], log: Path):
+        self._variables, self._log = variables, log
+        self._process: subprocess.Popen[str] | None = None
+        self._stopped = False
+
+    def build(self, name: str, request: str) -> Built | RuntimeError:
+        if self._stopped:
+            return RuntimeError(f"{name} was not built: its process was stopped")
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = self._start()
+        assert process.stdin and process.stdout
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        finally:
+            timer.cancel()
+        if not line.endswith("\n"):
+            status, said = process.wait(), self._log.read_text(errors="replace")
+            return RuntimeError(
+                f"{name} could not be built: its process ended with status {status}:\n"
+                f"{said[-4000:]}"
+            )
+        reply = json.loads(line)
+        if "error" in reply:
+            return RuntimeError(f"{name} could not be built:\n{reply['error']}")
+        return Built(Cubin.from_json(reply["cubin"]), base64.b64decode(reply["image"]))
+
+    def _start(self) -> subprocess.Popen[str]:
+        with self._log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "kernels_pallas.runtime.build_child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._variables,
+            )
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

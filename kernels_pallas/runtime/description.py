@@ -1,0 +1,79 @@
+"""A kernel in JSON: what another process needs to describe it again, and what a key is made of.
+
+A kernel is a function of its spec: `Kernel.source` names the function, the spec travels by its
+class and its fields. Nothing else is ever read as code.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kernels_pallas.kernel import Kernel
+
+PACKAGE = Path(__file__).parents[1]
+# Of `PACKAGE`, what decides the machine code and how it is launched.
+SOURCES = ("kernel.py", "mosaic/*.py", "specs/*.py", "runtime/*.py", "runtime/*.c")
+
+
+def describe(kernel: Kernel) -> dict[str, Any]:
+    """The description of a kernel, of values that JSON holds.
+
+    Raises:
+      ValueError: the kernel has no `source`, or its spec holds what is no static size.
+    """
+    if not kernel.source:
+        raise ValueError(f"{kernel.name} must have a source to be built elsewhere, got none")
+    return {"source": kernel.source, "spec": _plain(kernel.spec, f"the spec of {kernel.name}")}
+
+
+def described(description: dict[str, Any]) -> Kernel:
+    """The kernel of a description: that which its source makes of the spec."""
+    return _named(description["source"])(_value(description["spec"]))
+
+
+def canonical(value: Any) -> str:
+    """JSON that is equal where the values are."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@functools.cache
+def source_hash() -> str:
+    """Of the files that decide the machine code: 64 hexadecimal digits."""
+    found = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(PACKAGE)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is tuple:
+        return {"tuple": [_plain(x, where) for x in value]}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {
+            "class": f"{type(value).__module__}:{type(value).__qualname__}",
+            "fields": {x: _plain(getattr(value, x), f"{where}, field {x},") for x in names},
+        }
+    raise ValueError(
+        f"{where} must be of numbers, strings, tuples and dataclasses, got {value!r:.200}"
+    )
+
+
+def _value(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    if "tuple" in data:
+        return tuple(_value(x) for x in data["tuple"])
+    return _named(data["class"])(**{name: _value(x) for name, x in data["fields"].items()})
+
+
+def _named(place: str) -> Any:
+    module, name = place.split(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
