@@ -1,8 +1,10 @@
 """Mosaic GPU kernels on torch tensors: one C call on torch's current stream, no XLA.
 
-JAX traces and lowers the kernel, the compiler in JAX's CUDA plugin makes machine code of it and
-loads it, once for each device; from then on a launch is a C call with the tensors' addresses.
-No JAX GPU client is started, and one that runs already is not disturbed.
+Machine code that serves every length comes from disk, or is built there once
+(`kernels_pallas.runtime`); a launch is a call of the driver with the numbers and tensor maps of
+the problem. A kernel that is compiled for one length only (it has no `source`), or whose code
+cannot be built here, is compiled in this process by JAX's CUDA plugin, once for each device. No
+JAX GPU client is started, and one that runs already is not disturbed.
 
 Order and lifetime are those of any torch operator. The kernel reads and writes on the stream
 that is current when `launch` is called, outputs come from torch's allocator on that stream, and
@@ -15,14 +17,18 @@ queued launches refer to the machine code, and nothing says when the last one is
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
+from kernels_pallas.runtime import build, driver, store
+from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.lowering import lower, plugin_compiler
+from kernels_pallas.runtime.plan import LaunchPlan
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
 CAPABILITY = (9, 0)
@@ -39,6 +45,9 @@ RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 _launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
+_loaded: dict[tuple[Kernel, int], tuple[Cubin, driver.Function]] = {}
+LAUNCHERS = DESCRIPTIONS  # kept at most; code that was loaded stays
+LOG = logging.getLogger("kernels_pallas.runtime")
 _lock = threading.RLock()
 
 
@@ -86,8 +95,19 @@ def launch(
     return tuple(results)
 
 
-def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
-    """Compiles and loads `kernel` on a GPU, so that a capture or a timed run need not.
+def prepare(
+    kernels: Kernel | Sequence[Kernel],
+    device: torch.device | str | int,
+    jobs: int | None = None,
+) -> int:
+    """Compiles and loads kernels on a GPU, so that a capture or a timed run need not.
+
+    Args:
+      kernels: what differs in lengths alone is one kernel.
+      jobs: processes that build what is not on disk; by default one a core.
+
+    Returns:
+      How many kernels that are.
 
     Raises:
       ValueError: `device` is not a GPU; what `lower` raises.
@@ -98,8 +118,14 @@ def prepare(kernel: Kernel, device: torch.device | str | int) -> None:
         raise ValueError(f"device must be a GPU, got {device}")
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
-    if (kernel, index) not in _launchers:
-        _load(kernel, index)
+    kernels = [kernels] if isinstance(kernels, Kernel) else list(kernels)
+    generic = list(dict.fromkeys(x.for_any_length() for x in kernels if x.source))
+    _load_generic(generic, index, jobs)
+    fixed = [x for x in kernels if not x.source]
+    for kernel in fixed:
+        if (kernel, index) not in _launchers:
+            _load(kernel, index)
+    return len(generic) + len(fixed)
 
 
 class _Argument(NamedTuple):
@@ -174,6 +200,58 @@ def _broken_rule(tensor: Any, expected: _Argument, index: int) -> str:
 
 def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
     """The launcher of `kernel` on a GPU, made once."""
+    with _lock:
+        launcher = _launchers.get((kernel, index))
+        if launcher is None:
+            launcher = _made(kernel, index)
+            if len(_launchers) >= LAUNCHERS:
+                _launchers.pop(next(iter(_launchers)))
+            _launchers[kernel, index] = launcher
+    return launcher
+
+
+def _made(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
+    if kernel.source:
+        generic = kernel.for_any_length()
+        _load_generic([generic], index)
+        if found := _loaded.get((generic, index)):
+            shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
+            return LaunchPlan.of(*found, shapes, kernel.sizes, kernel.grid).launch
+    _check_may_load(kernel, index)
+    return _compile(kernel, index)
+
+
+def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None) -> None:
+    """Loads kernels for any length, built where they are not on disk; where this machine cannot
+    build, says so and loads none.
+    """
+    with _lock:
+        missing = [x for x in kernels if (x, index) not in _loaded]
+        for kernel in missing:
+            _check_may_load(kernel, index)
+        if not _can_build() and None in map(_store().get, missing):
+            return
+        for kernel, built in zip(missing, _store().fetch(missing, jobs), strict=True):
+            _loaded[kernel, index] = built.cubin, driver.load(built.cubin, built.image, index)
+
+
+@functools.cache
+def _store() -> store.Store:
+    return store.Store()
+
+
+@functools.cache
+def _can_build() -> bool:
+    """Whether kernels for any length can be made; if not, says why, once."""
+    reason = build.why_not()
+    if reason:
+        LOG.warning(
+            "kernels are compiled for one length at a time, in each process: %s", reason
+        )
+    return not reason
+
+
+def _check_may_load(kernel: Kernel, index: int) -> None:
     capability = torch.cuda.get_device_capability(index)
     if capability != CAPABILITY:
         raise NotImplementedError(
@@ -186,11 +264,6 @@ def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
                 f"{kernel.name} must be compiled before a CUDA graph is captured, code cannot "
                 f"be loaded meanwhile: call prepare(kernel, {index}), or launch it once"
             )
-    with _lock:
-        launcher = _launchers.get((kernel, index))
-        if launcher is None:
-            launcher = _launchers[kernel, index] = _compile(kernel, index)
-    return launcher
 
 
 def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
@@ -225,8 +298,8 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
         _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     pointers = ctypes.c_void_p * (len(kernel.inputs) + len(kernel.outputs))
-    driver = ctypes.PyDLL(DRIVER)  # keeps the GIL: the two calls return at once
-    push, pop = driver.cuCtxPushCurrent_v2, driver.cuCtxPopCurrent_v2
+    quick = driver.quick()  # keeps the GIL: the two calls return at once
+    push, pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
     popped = ctypes.byref(ctypes.c_void_p())
 
     def launcher(stream: int, addresses: Sequence[int]) -> None:

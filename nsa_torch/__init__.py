@@ -22,6 +22,7 @@ from nsa_torch.functional import (
     sliding_attention,
 )
 from nsa_torch.module import NSAAttention
+from nsa_torch.warm_up import prepare
 
 __all__ = [
     "Branches",
@@ -36,6 +37,7 @@ __all__ = [
     "compressed_attention",
     "explain",
     "init_cache",
+    "prepare",
     "select_blocks",
     "selected_attention",
     "sliding_attention",

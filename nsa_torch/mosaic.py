@@ -22,7 +22,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_attention import Inputs, Residuals
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.types import Branches
-from nsa_torch import operators
+from nsa_torch import operators, warm_up
 from nsa_torch.mosaic_layout import MosaicLayout
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
@@ -81,6 +81,7 @@ def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
 
 def _forward(*arguments):
     inputs, given, layout = _arguments(*arguments)
+    warm_up.before_call(inputs, arguments[NUM_INPUTS + 2 :], gradients=False)
     inputs = inputs._replace(value=layout.seen(inputs.value))
     num_blocks = layout.num_blocks(inputs.key.compressed)
     out, indices = mosaic_attention.forward(OPS, inputs, given, *layout.rest, num_blocks)
@@ -90,6 +91,7 @@ def _forward(*arguments):
 def _forward_with_residuals(*arguments):
     """`_forward`, and what its gradients need: the branches one by one (`RESIDUALS`)."""
     inputs, given, layout = _arguments(*arguments)
+    warm_up.before_call(inputs, arguments[NUM_INPUTS + 2 :], gradients=True)
     inputs = inputs._replace(value=layout.seen(inputs.value))
     num_blocks = layout.num_blocks(inputs.key.compressed)
     out, (indices, lists, outputs, lses) = mosaic_attention.forward_with_residuals(

@@ -103,6 +103,17 @@ def build(
         LOG.info("%d kernels in %.1f s", total, time.perf_counter() - begin)
 
 
+def why_not() -> str | None:
+    """What this machine lacks to build kernels; None: nothing."""
+    if _compiler() is None:
+        return "a C compiler is missing, which builds kernels: install gcc"
+    if not any(_installed(name) for name in PLUGINS):
+        return f"JAX's CUDA plugin is missing, which builds kernels: {INSTALL}"
+    if _ptxas() is None:
+        return f"ptxas is missing, which builds kernels: {INSTALL}"
+    return None
+
+
 def environment(folder: Path) -> dict[str, str]:
     """Variables that make a process find the recorder, built in `folder`, and ptxas, and the
     modules that this one finds.
@@ -110,11 +121,10 @@ def environment(folder: Path) -> dict[str, str]:
     Raises:
       RuntimeError: a C compiler, ptxas or JAX's CUDA plugin is missing.
     """
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise RuntimeError("a C compiler is missing, which builds kernels: install gcc")
-    if not any(_installed(name) for name in PLUGINS):
-        raise RuntimeError(f"JAX's CUDA plugin is missing, which builds kernels: {INSTALL}")
+    if reason := why_not():
+        raise RuntimeError(reason)
+    compiler, ptxas = _compiler(), _ptxas()
+    assert compiler and ptxas
     library = folder / "libcuda.so.1"
     command = [compiler, "-shared", "-fPIC", "-pthread", "-o", str(library), str(RECORDER)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -126,7 +136,7 @@ def environment(folder: Path) -> dict[str, str]:
     variables["JAX_PLATFORMS"] = "cpu"
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # Mosaic takes the first ptxas on PATH; a CUDA toolkit's version may be any.
-    for name, first in (("PATH", _ptxas().parent), ("LD_LIBRARY_PATH", folder)):
+    for name, first in (("PATH", ptxas.parent), ("LD_LIBRARY_PATH", folder)):
         rest = variables.get(name)
         variables[name] = f"{first}{os.pathsep}{rest}" if rest else str(first)
     return variables
@@ -138,13 +148,17 @@ def _installed(name: str) -> bool:
     return False
 
 
-def _ptxas() -> Path:
+def _compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def _ptxas() -> Path | None:
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:
                 if (found := Path(root) / path).exists():
                     return found
-    raise RuntimeError(f"ptxas is missing, which builds kernels: {INSTALL}")
+    return None
 
 
 def _request(kernel: Kernel) -> dict[str, Any]:
