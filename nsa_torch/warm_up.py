@@ -140,6 +140,7 @@ def prepare(
     packed: bool = False,
     lengths: Iterable[int] = LENGTHS,
     device: torch.device | str | int = "cuda",
+    jobs: int | None = None,
 ) -> int:
     """Compiles the kernels of a layer that are not on disk yet, and loads all of them.
 
@@ -150,6 +151,7 @@ def prepare(
       packed: for batches with `cu_seqlens`.
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
         long sequences.
+      jobs: processes that build what is not on disk; by default one a core.
 
     Returns:
       How many kernels are ready.
@@ -168,4 +170,4 @@ def prepare(
         for each in {False, gradients}:
             layer = Layer(*sizes, each, packed)
             wanted |= dict.fromkeys(kernels_of(layer, 1, length, length, index))
-    return launch.prepare(list(wanted), device)
+    return launch.prepare(list(wanted), device, jobs)

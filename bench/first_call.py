@@ -1,0 +1,206 @@
+"""What a first call costs: kernels built, kernels read from disk, a length never seen.
+
+    python -m bench.first_call
+    python -m bench.first_call --H 32 --Hkv 8 --lengths 50
+
+A new folder of kernels, then three processes of torch: `cold` builds all kernels of the layer,
+`warm` finds them on disk and calls forward and backward for the first time, and `lengths` calls
+lengths never seen, each twice, in random order. One row of JSON each, in `--out`. `mosaic`, so a
+Hopper GPU.
+
+Host time: microseconds until a call returns, the GPU left alone to finish.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from absl import app, flags
+
+from bench.harness import cli, exit_status, records
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+HEADS = flags.DEFINE_integer("H", 64, "Query heads.", lower_bound=1, **at)
+KV_HEADS = flags.DEFINE_integer("Hkv", 4, "Key/value heads.", lower_bound=1, **at)
+WIDTH = flags.DEFINE_integer("D", 128, "Columns of a head.", lower_bound=1, **at)
+LENGTHS = flags.DEFINE_integer("lengths", 50, "Lengths never seen.", lower_bound=1, **at)
+LONGEST = flags.DEFINE_integer("longest", 16384, "Tokens at most.", lower_bound=64, **at)
+SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
+JOBS = flags.DEFINE_integer("jobs", None, "Processes that build; default: one a core.", **at)
+OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+STAGE = flags.DEFINE_enum("stage", None, ["cold", "warm", "lengths"], "Only this one.", **at)
+FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Forward, and forward and backward, of one length."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, length: int) -> "Calls":
+        heads, kv_heads, width = HEADS.value, KV_HEADS.value, WIDTH.value
+        random_ = torch.Generator("cuda").manual_seed(length)
+        shapes = [(heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)]
+        query, key, value, gates = (
+            torch.randn(
+                1, length, *x, generator=random_, device="cuda", dtype=torch.bfloat16
+            ).requires_grad_()
+            for x in shapes
+        )
+        return cls((query, key, value, gates))
+
+    def forward(self):
+        import nsa_torch
+
+        with torch.no_grad():
+            return nsa_torch.attention(*self.tensors, implementation="mosaic")
+
+    def both(self):
+        import nsa_torch
+
+        out = nsa_torch.attention(*self.tensors, implementation="mosaic")
+        return torch.autograd.grad(out, self.tensors, out)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Of a call and all that it queued."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def host_us(call: Callable[[], object], times: int = 20) -> float:
+    """Microseconds until a call returns: the median."""
+    found = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        found.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(found)
+
+
+def used_mib() -> float:
+    """Of the GPU by this process, besides what torch's allocator holds."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / 2**20
+
+
+def cold() -> dict:
+    """All kernels of the layer, on disk and loaded."""
+    import nsa_torch
+
+    layer = {"heads": HEADS.value, "kv_heads": KV_HEADS.value, "key_width": WIDTH.value}
+    torch.zeros(1, device="cuda")
+    lengths = [512, LONGEST.value]
+    start = time.perf_counter()
+    count = nsa_torch.prepare(**layer, lengths=lengths, jobs=JOBS.value)
+    built = time.perf_counter() - start
+    files = list(Path(str(FOLDER.value)).glob("*.kernel"))
+    return {
+        "kernels": count,
+        "build_s": built,
+        "disk_kib": sum(x.stat().st_size for x in files) / 1024,
+        "memory_mib": used_mib(),
+    }
+
+
+def warm() -> dict:
+    """The first calls of a process that finds all kernels on disk."""
+    calls = Calls.of(4096)
+    first = seconds(calls.both)
+    forward = seconds(calls.forward)
+    again = {"forward_s": seconds(calls.forward), "both_s": seconds(calls.both)}
+    return {
+        "first_both_s": first,
+        "first_forward_s": forward,
+        **again,
+        "forward_host_us": host_us(calls.forward),
+        "both_host_us": host_us(calls.both),
+        "memory_mib": used_mib(),
+    }
+
+
+def new_lengths() -> dict:
+    """Lengths never seen, each called twice; the longest first, so that torch's allocator need
+    not grow."""
+    draw = random.Random(SEED.value)
+    lengths = [LONGEST.value, *(draw.randint(65, LONGEST.value) for _ in range(LENGTHS.value))]
+    more_ms, memory = [], []
+    for length in lengths:
+        calls = Calls.of(length)
+        first = seconds(calls.both)
+        more_ms.append((first - seconds(calls.both)) * 1e3)
+        memory.append(torch.cuda.memory_reserved() / 2**20 + used_mib())
+        del calls
+    more_ms = more_ms[1:]
+    return {
+        "lengths": len(more_ms),
+        "more_ms_median": statistics.median(more_ms),
+        "more_ms_p90": sorted(more_ms)[len(more_ms) * 9 // 10],
+        "more_ms_max": max(more_ms),
+        "longest_alone_mib": memory[0],
+        "after_all_mib": memory[-1],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    if STAGE.value:
+        if not FOLDER.value:
+            raise app.UsageError("--stage needs --folder")
+        from kernels_pallas.runtime import store
+
+        store.use(FOLDER.value)
+        stage = {"cold": cold, "warm": warm, "lengths": new_lengths}[STAGE.value]
+        print(json.dumps(stage()), flush=True)
+        return exit_status.OK
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "time": records.utc_now(),
+        "H": HEADS.value,
+        "Hkv": KV_HEADS.value,
+        "D": WIDTH.value,
+        "longest": LONGEST.value,
+    } | records.environment(COMMIT.value)
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in ("cold", "warm", "lengths"):
+            words = ["-m", "bench.first_call", *_own_flags(), f"--stage={stage}"]
+            command = [sys.executable, *words, f"--folder={folder}"]
+            start = time.perf_counter()
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                print(f"{stage}: exit status {done.returncode}", flush=True)
+                return exit_status.WRONG
+            found = json.loads(done.stdout.splitlines()[-1])
+            found["process_s"] = time.perf_counter() - start
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            print(f"{stage:8} {shown}", flush=True)
+            if OUT.value:
+                records.append_lines(OUT.value, [about | {"stage": stage} | found])
+    return exit_status.OK
+
+
+def _own_flags() -> list[str]:
+    names = "H", "Hkv", "D", "lengths", "longest", "seed", "jobs"
+    values = {name: FLAGS[name].value for name in names}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)
