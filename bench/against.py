@@ -105,10 +105,11 @@ class Child:
 
     def __init__(self, checkout: Path, problem: Problem):
         self.name = f"{problem.name} in {checkout.name}"
+        paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-P", SCRIPT, json.dumps(dataclasses.asdict(problem))],
             env=os.environ
-            | {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            | {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
