@@ -21,11 +21,11 @@ ANY_LENGTH = copy(Copy(2, 128, any_length=True))
 
 @pytest.fixture(scope="module")
 def results():
-    """One process: the first kernel ends it, the second raises, the third comes all the same."""
+    """Of one process at a time: a kernel ends it, one raises, one comes all the same."""
     kernels = [ending(Broken("last words")), broken(Broken("too wide")), ANY_LENGTH]
     shown = []
     found = dict(building.build(kernels, 1, lambda *progress: shown.append(progress)))
-    assert shown == [(1, 3, "ending"), (2, 3, "broken"), (3, 3, "copy")]
+    assert shown == [(1, 3, "copy"), (2, 3, "ending"), (3, 3, "broken")]
     return [found[i] for i in range(3)]
 
 
