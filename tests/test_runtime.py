@@ -9,8 +9,10 @@ import pytest
 
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import build as building
+from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.cubin import Cubin, Pointer, Size, TensorMaps
 from kernels_pallas.runtime.description import canonical, describe, described
+from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile
@@ -349,3 +351,30 @@ def test_a_driver_that_refuses_machine_code(saved):
         assert recorder.recorder_depth() == 0
     """
     run(script, saved, jax=False)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_one_cubin_is_right_for_every_length(results):
+    torch = pytest.importorskip("torch")
+    torch.cuda.init()
+    cubin, image = results[2]
+    function = driver.load(cubin, image, torch.cuda.current_device())
+    for B, T in (2, 128), (1, 1), (3, 100), (5, 7001):
+        kernel = copy(Copy(B, T))
+        shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
+        plan = LaunchPlan.of(cubin, function, shapes, kernel.sizes, kernel.grid)
+        x = torch.randn(shapes[0], device="cuda").bfloat16()
+        out, lengths = torch.zeros_like(x), torch.zeros(shapes[2], dtype=torch.int32).cuda()
+        addresses = [tensor.data_ptr() for tensor in (x, out, lengths)]
+        plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+        assert torch.equal(out, x) and bool((lengths == T).all())
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+        x.neg_()
+        graph.replay()
+        assert torch.equal(out, x)
