@@ -31,6 +31,7 @@ def refused(statement, extra):
 """
 BASE = """
 import nsa_jax.config, nsa_jax.types, nsa_jax.layer, configs
+import kernels_pallas.runtime.plan, kernels_pallas.runtime.store
 assert nsa_jax.config.NSAConfig().num_compressed(64) == 3
 assert configs.load("base")
 refused("import nsa_torch", "torch")

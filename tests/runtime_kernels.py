@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import os
+import sys
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -106,3 +108,15 @@ def broken(spec: Broken) -> Kernel:
 
 def broken_body(kernel: Kernel):
     raise ValueError(kernel.spec.words)
+
+
+def ending(spec: Broken) -> Kernel:
+    """A kernel whose body ends the process, as a crash of the compiler would."""
+    x = Array((64,), "float32")
+    place = f"{__name__}:ending"
+    return Kernel("ending", spec, f"{place}_body", (x,), (x,), source=place)
+
+
+def ending_body(kernel: Kernel):
+    print(kernel.spec.words, file=sys.stderr, flush=True)
+    os._exit(3)

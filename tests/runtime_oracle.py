@@ -8,9 +8,8 @@ of.
 from collections.abc import Sequence
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import build_child, driver, plan
-from kernels_pallas.runtime.build_child import Launched
-from kernels_pallas.runtime.cubin import Cubin, TensorMaps
+from kernels_pallas.runtime import build_child, cubin, driver, plan
+from kernels_pallas.runtime.build_child import Launched, Map
 
 STREAM = 0x1230
 
@@ -27,7 +26,9 @@ def plugin(kernel: Kernel) -> Launched:
     return build_child.launch(compiled, addresses(count), STREAM)
 
 
-def ours(built: tuple[Cubin, bytes], kernel: Kernel, grid: Sequence[int] = ()) -> Launched:
+def ours(
+    built: tuple[cubin.Cubin, bytes], kernel: Kernel, grid: Sequence[int] = ()
+) -> Launched:
     """What our plan does with a cubin for the sizes of `kernel`."""
     shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
     function = driver.load(*built, 0)
@@ -54,12 +55,16 @@ def assert_launched_alike(found: Launched, wanted: Launched) -> None:
         assert getattr(found, name) == getattr(wanted, name), (name, found, wanted)
 
 
-def maps(launched: Launched) -> list[bytes]:
-    """The tensor maps of a launch, in an order that does not depend on the parameters'."""
-    found = [x for x in launched.parameters if len(x) % 128 == 0]
-    return sorted(x[i : i + 128] for x in found for i in range(0, len(x), 128))
-
-
-def map_count(built: tuple[Cubin, bytes]) -> int:
-    values = [x.value for x in built[0].parameters]
-    return sum(len(x.maps) for x in values if isinstance(x, TensorMaps))
+def maps(launched: Launched) -> list[tuple]:
+    """The tensor maps of a launch, in an order that does not depend on the parameters', without
+    dimensions of size 1: the plugin leaves out the batch where a kernel is compiled for one.
+    """
+    found = []
+    for packed in (x for x in launched.parameters if len(x) % cubin.MAP_BYTES == 0):
+        for i in range(0, len(packed), cubin.MAP_BYTES):
+            x = Map.unpack(packed[i:])
+            first = cubin.ITEM_BYTES["bfloat16"]
+            dims = zip(x.dims, (first, *x.strides), x.box, x.steps, strict=True)
+            kept = tuple(dim for dim in dims if dim[0] > 1)
+            found.append((x.base, kept, x.type, x.interleave, x.swizzle, x.l2, x.oob))
+    return sorted(found)

@@ -1,8 +1,9 @@
 """Kernels to machine code for Hopper, in child processes; a GPU is not needed.
 
 A child (`build_child`) imports JAX, traces and lowers a kernel, and has the plugin compile it
-with the recorder in place of the CUDA driver. All of that is serial in a process, so that there
-is one for each job.
+with the recorder in place of the CUDA driver. Only the plugin would run in threads: 21 kernels
+take two processors 20 s in two processes, 25 s in two threads of one, and more processors leave
+the latter with 15 s of Python (two cores of a server, 2026-11).
 """
 
 import base64
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime.cubin import Cubin
@@ -73,12 +74,12 @@ def build(
         folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         variables = environment(Path(folder))
         LOG.info("building %d kernels in %d processes", total, jobs)
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
+        logs = [Path(folder) / f"child{i}.log" for i in range(jobs)]
+        everyone = [stack.enter_context(_Child(variables, log)) for log in logs]
         children: queue.SimpleQueue[_Child] = queue.SimpleQueue()
-        for i in range(jobs):
-            child = _Child(variables, Path(folder) / f"child{i}.log")
-            stack.callback(child.stop)
+        for child in everyone:
             children.put(child)
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(jobs))
 
         def one(i: int) -> Built | RuntimeError:
             child, start = children.get(), time.perf_counter()
@@ -88,7 +89,12 @@ def build(
                 children.put(child)
                 LOG.debug("%s: %.2f s", kernels[i].name, time.perf_counter() - start)
 
-        pending = {pool.submit(one, i): i for i in range(total)}
+        # Those with most arguments take longest: none of them is to be what is left at the end.
+        counts = [len(kernel.inputs) + len(kernel.outputs) for kernel in kernels]
+        order = sorted(range(total), key=lambda i: -counts[i])
+        pending = {pool.submit(one, i): i for i in order}
+        # Where the caller stops early, threads that wait for a child must not keep it waiting.
+        stack.callback(lambda: [child.kill() for child in everyone])
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
             i, result = pending[future], future.result()
@@ -172,14 +178,26 @@ class _Child:
     def __init__(self, variables: dict[str, str], log: Path):
         self._variables, self._log = variables, log
         self._process: subprocess.Popen[str] | None = None
-        self._stopped = False
+        self._lock, self._killed = threading.Lock(), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._reap()
+
+    def kill(self) -> None:
+        """Ends what another thread waits for; nothing is started any more."""
+        with self._lock:
+            self._killed = True
+            if self._process is not None:
+                self._process.kill()
 
     def build(self, name: str, request: str) -> Built | RuntimeError:
-        if self._stopped:
-            return RuntimeError(f"{name} was not built: its process was stopped")
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
+        process = self._started()
+        if process is None:
+            return RuntimeError(f"{name} was not built: building was stopped")
         assert process.stdin and process.stdout
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
@@ -192,29 +210,37 @@ class _Child:
         finally:
             timer.cancel()
         if not line.endswith("\n"):
-            status, said = process.wait(), self._log.read_text(errors="replace")
+            status = self._reap()
+            said = self._log.read_text(errors="replace")[-4000:]
             return RuntimeError(
-                f"{name} could not be built: its process ended with status {status}:\n"
-                f"{said[-4000:]}"
+                f"{name} could not be built: its process ended with status {status}:\n{said}"
             )
         reply = json.loads(line)
         if "error" in reply:
             return RuntimeError(f"{name} could not be built:\n{reply['error']}")
         return Built(Cubin.from_json(reply["cubin"]), base64.b64decode(reply["image"]))
 
-    def _start(self) -> subprocess.Popen[str]:
-        with self._log.open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "kernels_pallas.runtime.build_child"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self._variables,
-            )
+    def _started(self) -> subprocess.Popen[str] | None:
+        with self._lock:
+            if self._process is None and not self._killed:
+                with self._log.open("w") as log:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", "kernels_pallas.runtime.build_child"],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                        env=self._variables,
+                    )
+            return self._process
 
-    def stop(self) -> None:
-        self._stopped = True
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def _reap(self) -> int | None:
+        """Waits for the end of a process that ends, and gives its pipes back: its status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin and process.stdout
+        with contextlib.suppress(OSError):  # what the process did not read
+            process.stdin.close()
+        process.stdout.close()
+        return process.wait()

@@ -145,7 +145,6 @@ class Store:
                     locks[key] = lock
                 elif lock:
                     lock.release()
-            # The order of `kernels`, which may know what takes longest.
             rest = [key for key in wanted if key in locks]
             results = building.build([wanted[key] for key in rest], jobs, progress)
             for i, result in results:

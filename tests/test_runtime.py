@@ -1,0 +1,380 @@
+"""Building kernels, what is known of their machine code, and launching it by plans of our own."""
+
+import copy as copying
+import json
+import logging
+import textwrap
+
+import pytest
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.runtime import build as building
+from kernels_pallas.runtime import driver
+from kernels_pallas.runtime.cubin import Cubin, Pointer, Size, TensorMaps
+from kernels_pallas.runtime.description import canonical, describe, described
+from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.work_items import dkv_work_items
+from tests import cross_compile
+from tests.runtime_kernels import Broken, Copy, broken, copy, ending
+
+ANY_LENGTH = copy(Copy(2, 128, any_length=True))
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Of one process at a time: a kernel ends it, one raises, one comes all the same."""
+    kernels = [ending(Broken("last words")), broken(Broken("too wide")), ANY_LENGTH]
+    shown = []
+    found = dict(building.build(kernels, 1, lambda *progress: shown.append(progress)))
+    assert shown == [(1, 3, "copy"), (2, 3, "ending"), (3, 3, "broken")]
+    return [found[i] for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def cubin(results):
+    return results[2].cubin
+
+
+# Descriptions
+
+
+def test_a_description_makes_the_same_kernel_elsewhere():
+    lists = BlockQueryLists(2, 512, 512, 2, 4, 64, 4, packed=False)
+    spec = dkv_work_items(lists)
+    place = "kernels_pallas.specs.work_items:work_items"
+    kernel = Kernel("work_items", spec, "", (Array((1,), "int32"),), (), source=place)
+    description = json.loads(canonical(describe(kernel)))
+    assert described(description).spec == spec
+    assert described(json.loads(canonical(describe(ANY_LENGTH)))).inputs == ANY_LENGTH.inputs
+
+
+@pytest.mark.parametrize(
+    ("spec", "source", "message"),
+    [
+        (Copy(1, 2), "", "copy must have a source to be built elsewhere"),
+        (Copy(1, object()), "a:b", "the spec of copy, field T, must be of numbers, .* <object"),
+        (Copy(1, [2]), "a:b", r"field T, must be of numbers.* got \[2\]"),
+    ],
+)
+def test_a_kernel_that_no_other_process_can_describe(spec, source, message):
+    with pytest.raises(ValueError, match=message):
+        describe(Kernel("copy", spec, "", (), (), source=source))
+
+
+# Building
+
+
+def test_a_build_gives_what_a_launch_must_know(results, cubin):
+    assert results[2].image.startswith(b"\x7fELF")
+    assert cubin.name == "copy" and cubin.block == (128, 1, 1)
+    assert [(x.rank, x.dtype) for x in cubin.arguments] == [
+        (4, "bfloat16"),
+        (4, "bfloat16"),
+        (2, "int32"),
+    ]
+    assert {x.value for x in cubin.parameters} >= {Pointer(2), Size("T")}
+    (maps,) = (x.value.maps for x in cubin.parameters if isinstance(x.value, TensorMaps))
+    assert {(x.argument, x.axes, x.box) for x in maps} == {
+        (i, (3, 1, 2, 0), (64, 64, 1, 1)) for i in (0, 1)
+    }
+    assert cubin.shared_bytes >= 64 * 64 * 2 and 0 < cubin.registers < 64
+    assert cubin.versions.keys() >= {"jax", "jaxlib", "ptxas"}
+
+
+def test_a_kernel_that_fails_says_why_and_the_others_arrive(results):
+    first, second, _ = results
+    assert isinstance(first, RuntimeError) and isinstance(second, RuntimeError)
+    assert str(first) == (
+        "ending could not be built: its process ended with status 3:\nlast words\n"
+    )
+    assert str(second) == "broken could not be built:\ntoo wide"
+
+
+def test_nothing_is_built_of_nothing():
+    assert list(building.build([])) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shutil.which", "a C compiler is missing, which builds kernels: install gcc"),
+        ("_installed", "JAX's CUDA plugin is missing, .*: pip install 'native-sparse"),
+        ("PTXAS", "ptxas is missing, which builds kernels: pip install"),
+    ],
+)
+def test_what_is_missing_to_build(monkeypatch, what, words):
+    name = f"kernels_pallas.runtime.build.{what}"
+    monkeypatch.setattr(name, () if what == "PTXAS" else lambda name: None)
+    with pytest.raises(RuntimeError, match=words):
+        next(building.build([ANY_LENGTH]))
+
+
+def test_a_build_is_logged(caplog, monkeypatch):
+    class Child:
+        def __init__(self, *arguments):
+            pass
+
+        def build(self, name, request):
+            return building.Built(None, b"")
+
+        __enter__ = lambda self: self
+        __exit__ = kill = lambda *_: None
+
+    monkeypatch.setattr(building, "_Child", Child)
+    monkeypatch.setattr(building, "environment", lambda folder: {})
+    with caplog.at_level(logging.INFO, "kernels_pallas.runtime"):
+        assert len(list(building.build([ANY_LENGTH] * 3, 2))) == 3
+    first, *middle, last = [record.getMessage() for record in caplog.records]
+    assert first == "building 3 kernels in 2 processes"
+    assert [line.split(",")[0] for line in middle] == [
+        f"built copy ({i} of 3" for i in (1, 2, 3)
+    ]
+    assert last.startswith("3 kernels in ")
+
+
+# What is known of machine code
+
+
+def test_metadata_survives_json(cubin):
+    assert Cubin.from_json(json.loads(json.dumps(cubin.to_json()))) == cubin
+
+
+def _set(path, value):
+    def change(data):
+        *parents, last = path
+        for part in parents:
+            data = data[part]
+        data[last] = value
+
+    return change
+
+
+MAPS = ("parameters", 1, "value", "maps", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.pop("block"), r"must have the fields .*: see \['block'\]"),
+        (_set(["extra"], 1), r"see \['extra'\]"),
+        (_set(["registers"], "10"), "cubin.registers must be int, got '10'"),
+        (_set(["registers"], True), "cubin.registers must be int, got True"),
+        (_set(["block"], [128, 1]), r"cubin.block must be a list of 3, got \[128, 1\]"),
+        (_set(["block"], 128), "cubin.block must be a list, got 128"),
+        (_set(["versions"], {"jax": 1}), "cubin.versions.jax must be str, got 1"),
+        (_set(["parameters", 0, "value", "kind"], "texture"), "must be of a known kind"),
+        (_set(["parameters", 0, "value"], None), "must be of a known kind, got None"),
+        (_set(["parameters", 0, "value", "argument"], 3), "must be of one of 3 arguments"),
+        (_set(["parameters", 0, "bytes"], 4), r"parameters\[0\] must have 8 bytes, got 4"),
+        (_set([*MAPS, "argument"], -1), "must be of one of 3 arguments"),
+        (_set([*MAPS, "axes"], [3, 1, 1, 0]), "must have 1 to 5 different axes"),
+        (_set([*MAPS, "axes"], [0, 1, 2, 3]), "must have axes of 4, the last first"),
+        (_set([*MAPS, "box"], [64]), "must have one box and step an axis"),
+        (_set([*MAPS, "box"], [64, 64, 1, 1.0]), r"box\[3\] must be int, got 1.0"),
+        (_set(["arguments", 0, "dtype"], "float4"), "must be one of bfloat16, .*float4"),
+    ],
+)
+def test_other_metadata_is_refused(cubin, change, message):
+    data = copying.deepcopy(cubin.to_json())
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        Cubin.from_json(data)
+
+
+def test_metadata_must_be_an_object():
+    with pytest.raises(ValueError, match=r"cubin must be an object, got \[\]"):
+        Cubin.from_json([])
+
+
+# Launching. The driver is the recorder; `tests/runtime_oracle.py` says what is compared.
+
+
+@pytest.fixture(scope="module")
+def saved(results, tmp_path_factory):
+    """The cubin and its image as files, for processes with the recorder."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "cubin.json").write_text(json.dumps(results[2].cubin.to_json()))
+    (folder / "image").write_bytes(results[2].image)
+    return folder
+
+
+def run(script, folder, *, jax=True):
+    head = f"""
+        import ctypes, json, sys, threading
+        if not {jax}: sys.modules["jax"] = sys.modules["jaxlib"] = sys.modules["torch"] = None
+        from pathlib import Path
+        from kernels_pallas.runtime import driver
+        from kernels_pallas.runtime.cubin import Cubin
+        from kernels_pallas.runtime.plan import LaunchPlan
+
+        folder = Path({str(folder)!r})
+        cubin = Cubin.from_json(json.loads((folder / "cubin.json").read_text()))
+        built = cubin, (folder / "image").read_bytes()
+        recorder = ctypes.CDLL("libcuda.so.1")
+        recorder.recorder_log.restype = ctypes.c_char_p
+
+        def said(call):
+            lines = [json.loads(x) for x in recorder.recorder_log().splitlines()]
+            return [line for line in lines if line["call"] == call]
+
+        def refused(kind, words, function, *arguments):
+            try:
+                function(*arguments)
+            except kind as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"not refused: {{words}}")
+    """
+    script = textwrap.dedent(head) + textwrap.dedent(script)
+    return cross_compile.run(["-c", script], folder)
+
+
+def test_a_plan_tells_the_driver_what_the_launcher_of_the_plugin_tells_it(saved):
+    script = """
+        from kernels_pallas.runtime import build_child
+        from tests import runtime_oracle as oracle
+        from tests.runtime_kernels import Copy, copy
+
+        fixed = copy(Copy(3, 100))
+        wanted = oracle.plugin(fixed)
+        oracle.assert_same(oracle.ours(build_child.build(fixed), fixed), wanted)
+        for kernel in fixed, copy(Copy(1, 1)), copy(Copy(5, 70_001, 2)):
+            wanted = oracle.plugin(kernel)
+            found = oracle.ours(built, kernel)
+            oracle.assert_launched_alike(found, wanted)
+            assert oracle.maps(found) == oracle.maps(wanted)
+            pointers = [x for x in found.parameters if len(x) == 8]
+            T, lengths = kernel.spec.T << 8, oracle.addresses(3)[2]
+            assert sorted(int.from_bytes(x, "little") for x in pointers) == [T, lengths]
+    """
+    run(script, saved)
+
+
+def test_launches_without_jax(saved):
+    script = """
+        function = driver.load(*built, 0)
+        assert said("cuModuleLoadData")[0]["capture_mode"] == driver.RELAXED
+        wanted = [(x.number, x.value) for x in cubin.attributes]
+        found = [(x["attribute"], x["value"]) for x in said("cuFuncSetAttribute")]
+        assert found == wanted and recorder.recorder_depth() == 0
+        mode = ctypes.c_int(0)
+        recorder.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        assert mode.value == 0
+
+        bytes_ = [x.bytes for x in cubin.parameters]
+        recorder.recorder_expect(len(bytes_), (ctypes.c_int * len(bytes_))(*bytes_))
+        plan = LaunchPlan.of(cubin, function, [(2, 70, 2, 64)] * 2 + [(2, 2)], {"T": 70}, (4, 2))
+        recorder.recorder_clear()
+
+        # More addresses than are remembered, in threads: each launch has its own.
+        def work(thread):
+            for i in range(200):
+                place = ((thread * 100 + i % 100) << 16) + 0x1000000
+                plan.launch(thread, [place, place + 256, place + 512])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        launches = said("cuLaunchKernelEx")
+        assert len(launches) == 800 and len(plan._bound) <= 256
+        for x in launches:
+            assert x["function"] == function.handle and x["context"] == function.context
+            assert x["grid"] == [2, 4, 1] and x["shared_bytes"] == cubin.shared_bytes
+            first, maps, T = (bytes.fromhex(text) for text in x["parameters"])
+            heads = maps, maps[128:], first
+            base, other, third = (int.from_bytes(x[:8], "little") for x in heads)
+            assert third == base + 512 and other == base + 256
+            assert (base - 0x1000000 >> 16) // 100 == x["stream"]
+            assert int.from_bytes(T, "little") == 70 << 8
+        assert sum(x["stream"] == 3 for x in launches) == 200
+
+        recorder.recorder_fail(b"cuLaunchKernelEx", 1)
+        words = "copy of {'T': 70}: cuLaunchKernelEx failed with CUDA error 1, CUDA_ERROR_INVAL"
+        refused(RuntimeError, words, plan.launch, 0, [0, 256, 512])
+        recorder.recorder_fail(b"cuTensorMapEncodeTiled", 1)
+        words = "cuTensorMapEncodeTiled of argument 0 failed with CUDA error 1"
+        refused(RuntimeError, words, plan.launch, 0, [0x8000, 256, 512])
+        recorder.recorder_fail(b"", 0)
+        assert recorder.recorder_depth() == 0
+    """
+    run(script, saved, jax=False)
+
+
+def test_plans_and_launches_that_are_refused(saved):
+    script = """
+        function = driver.load(*built, 0)
+        def of(B=2, T=70, heads=2, width=64, grid=(4, 2), sizes=None, shapes=None):
+            shapes = shapes or [(B, T, heads, width)] * 2 + [(B, heads)]
+            sizes = {"T": 70} if sizes is None else sizes
+            return LaunchPlan.of(cubin, function, shapes, sizes, grid)
+
+        plan = of()
+        words = "argument 1 of copy must start at a multiple of 256 bytes, got 0x110"
+        refused(ValueError, words, plan.launch, 0, [0, 0x110, 0])
+        refused(ValueError, "copy must get 3 addresses, got 2", plan.launch, 0, [0, 0])
+        refused(ValueError, "must have the size T, got {}", lambda: of(sizes={}))
+        words = "the size T of copy must be 0 to 2147483647, got 2147483648"
+        refused(ValueError, words, lambda: of(sizes={"T": 1 << 31}))
+        refused(ValueError, "must have arguments of ranks [4, 4, 2]", lambda: of(shapes=[(1,)] * 3))
+        of(T=1 << 32, B=1, heads=1)
+        words = "axes of 1 to 4294967296 elements, a limit of CUDA's tensor maps"
+        refused(ValueError, words, lambda: of(T=(1 << 32) + 1, B=1, heads=1))
+        refused(ValueError, words, lambda: of(T=0))
+        words = "strides below 1099511627776 bytes that are multiples of 16"
+        refused(ValueError, words, lambda: of(T=1 << 32, B=2))
+        refused(ValueError, words, lambda: of(width=4))
+        words = "the grid of copy, reversed, must be within 1 and (2147483647, 65535, 65535)"
+        refused(ValueError, words, lambda: of(grid=(65536, 1)))
+        refused(ValueError, words, lambda: of(grid=(0,)))
+        of(grid=((1 << 31) - 1,))
+    """
+    run(script, saved, jax=False)
+
+
+def test_a_driver_that_refuses_machine_code(saved):
+    script = """
+        import dataclasses
+        newer = dataclasses.replace(cubin, versions={"ptxas": "13.5"})
+        older = dataclasses.replace(cubin, versions={"ptxas": "12.9"})
+        recorder.recorder_fail(b"cuModuleLoadData", 200)
+        words = "copy on device 0: cuModuleLoadData failed with CUDA error 200, CUDA_ERROR_INV"
+        refused(RuntimeError, words, driver.load, newer, built[1], 0)
+        words = "(the driver is for CUDA 13.0, the kernel was compiled by that of CUDA 13.5: update"
+        refused(RuntimeError, words, driver.load, newer, built[1], 0)
+        try:
+            driver.load(older, built[1], 0)
+        except RuntimeError as error:
+            assert "update" not in str(error)
+        recorder.recorder_fail(b"", 0)
+        refused(RuntimeError, "INVALID_IMAGE", driver.load, older, b"no image", 0)
+        assert recorder.recorder_depth() == 0
+    """
+    run(script, saved, jax=False)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_one_cubin_is_right_for_every_length(results):
+    torch = pytest.importorskip("torch")
+    torch.cuda.init()
+    cubin, image = results[2]
+    function = driver.load(cubin, image, torch.cuda.current_device())
+    for B, T in (2, 128), (1, 1), (3, 100), (5, 7001):
+        kernel = copy(Copy(B, T))
+        shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
+        plan = LaunchPlan.of(cubin, function, shapes, kernel.sizes, kernel.grid)
+        x = torch.randn(shapes[0], device="cuda").bfloat16()
+        out, lengths = torch.zeros_like(x), torch.zeros(shapes[2], dtype=torch.int32).cuda()
+        addresses = [tensor.data_ptr() for tensor in (x, out, lengths)]
+        plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+        assert torch.equal(out, x) and bool((lengths == T).all())
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan.launch(torch.cuda.current_stream().cuda_stream, addresses)
+        x.neg_()
+        graph.replay()
+        assert torch.equal(out, x)

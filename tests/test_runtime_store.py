@@ -1,0 +1,379 @@
+"""Kernels on disk: what is kept is found, and no fault of a folder gives wrong machine code."""
+
+import concurrent.futures
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from interop import build as command
+from kernels_pallas.runtime import build as building
+from kernels_pallas.runtime import store as module
+from kernels_pallas.runtime.cubin import Cubin
+from kernels_pallas.runtime.store import Store, key_of
+from tests.cross_compile import ROOT
+from tests.runtime_samples import built_of, kernel
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Kernels are not compiled; what would have been, in order. D = 13 cannot be."""
+    done = []
+
+    def build(kernels, jobs=None, progress=None):
+        for i, x in enumerate(kernels):
+            done.append(x.spec.D)
+            bad = RuntimeError(f"{x.name} could not be built:\n13")
+            yield i, bad if x.spec.D == 13 else built_of(x)
+
+    monkeypatch.setattr(building, "build", build)
+    monkeypatch.setattr(module, "_in_use", set())
+    return done
+
+
+@pytest.fixture
+def store(tmp_path, builds):
+    return Store(tmp_path / "kernels")
+
+
+def warnings(caplog):
+    return [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
+
+
+def the_file(store):
+    (path,) = store.folder.glob("*.kernel")
+    return path
+
+
+# What is kept
+
+
+def test_what_is_put_is_got(store, caplog):
+    assert store.get(kernel(1)) is None
+    store.put(kernel(1), built_of(kernel(1)))
+    assert store.get(kernel(1)) == built_of(kernel(1))
+    assert Store(store.folder).get(kernel(1)) == built_of(kernel(1))
+    assert store.get(kernel(2)) is None
+    assert the_file(store).stat().st_mode & 0o077 == 0
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert warnings(caplog) == []
+
+
+def test_what_is_missing_is_built_once(store, builds):
+    kernels = [kernel(2), kernel(1), kernel(2)]
+    assert store.fetch(kernels) == [built_of(x) for x in kernels]
+    assert builds == [2, 1]
+    assert Store(store.folder).fetch([kernel(3), kernel(1)]) == [
+        built_of(kernel(i)) for i in (3, 1)
+    ]
+    assert builds == [2, 1, 3]
+
+
+def test_a_kernel_that_cannot_be_built_does_not_take_the_others_along(store, builds):
+    with pytest.raises(RuntimeError, match=r"^sample could not be built:\n13$"):
+        store.fetch([kernel(13), kernel(1)])
+    assert store.get(kernel(1)) == built_of(kernel(1))
+    with pytest.raises(
+        RuntimeError, match=r"2 of 3 kernels \(sample, other\); the first: sample"
+    ):
+        store.fetch([kernel(13), kernel(13, "other"), kernel(1)])
+
+
+def test_a_key_is_of_the_kernel_its_sources_and_the_architecture(monkeypatch):
+    key = key_of(kernel(1))
+    assert key == key_of(kernel(1)) and len(key) == 64
+    others = {key_of(kernel(2)), key_of(kernel(1, "other"))}
+    monkeypatch.setattr(module, "source_hash", lambda: "other sources")
+    others.add(key_of(kernel(1)))
+    monkeypatch.undo()
+    monkeypatch.setattr(Cubin, "ARCHITECTURE", "sm_100a")
+    others.add(key_of(kernel(1)))
+    assert len(others - {key}) == 4
+
+
+def test_the_folder_is_the_users_cache_or_that_of_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Store().folder == tmp_path / "native-sparse-attention" / "kernels"
+    module.use(tmp_path / "mine")
+    try:
+        assert Store().folder == tmp_path / "mine"
+        assert Store(tmp_path / "other").folder == tmp_path / "other"
+    finally:
+        module.use(None)
+    assert Store().folder == tmp_path / "native-sparse-attention" / "kernels"
+
+
+def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path):
+    presets = Store(tmp_path / "presets", presets=None)
+    presets.put(kernel(1), built_of(kernel(1), b"preset"))
+    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
+    assert both.fetch([kernel(1)]) == [built_of(kernel(1), b"preset")] and builds == []
+    both.put(kernel(2), built_of(kernel(2)))
+    assert [entry.preset for entry in both.list()] == [True, False]
+    assert both.clear() == 1 and both.get(kernel(1))
+
+
+def test_list_and_clear(store):
+    assert store.list() == [] and store.clear() == 0
+    for i in range(3):
+        store.put(kernel(i, f"of-{i}"), built_of(kernel(i, f"of-{i}")))
+        path = store.folder / f"of-{i}-{key_of(kernel(i, f'of-{i}'))}.kernel"
+        os.utime(path, (i, i))
+    entries = store.list()
+    assert [(x.name, x.key, x.used) for x in entries] == [
+        (f"of-{i}", key_of(kernel(i, f"of-{i}")), float(i)) for i in (2, 1, 0)
+    ]
+    assert all(x.bytes == path.stat().st_size for x in entries)
+    assert store.clear() == 3 and store.list() == []
+
+
+# Faults. What is built anew is right, whatever lay there.
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(path, **values):
+    """Another manifest, with a checksum that fits."""
+    _, line, image = path.read_bytes().split(b"\n", 2)
+    rest = json.dumps(json.loads(line) | values).encode() + b"\n" + image
+    path.write_bytes(module._checksum(rest) + b"\n" + rest)
+
+
+def other_jax(path):
+    data = built_of(kernel(1)).cubin.to_json()
+    rewrite(path, cubin=data | {"versions": {"jax": "0.1"}})
+
+
+FAULTS = {
+    "a bit of the image": (lambda path: flip(path, -1), "it is damaged"),
+    "a bit of the manifest": (lambda path: flip(path, 200), "it is damaged"),
+    "a bit of the checksum": (lambda path: flip(path, 10), "it is damaged"),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), "it is damaged"),
+    "empty": (lambda path: os.truncate(path, 0), "it is damaged"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "directory"),
+    "another format": (lambda path: rewrite(path, format=0), "of format 0"),
+    "another kernel": (lambda path: rewrite(path, key="1"), "it is 1 of format"),
+    "no cubin": (lambda path: rewrite(path, cubin={}), "must have the fields"),
+    "another jax": (other_jax, "it was made by jax 0.1, and jax .* is here"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_damaged_file_is_built_anew_with_a_warning(store, builds, name, caplog):
+    damage, words = FAULTS[name]
+    store.fetch([kernel(1)])
+    damage(the_file(store))
+    again = Store(store.folder)
+    assert again.fetch([kernel(1)]) == [built_of(kernel(1))]
+    assert builds == [1, 1]
+    (warning, *rest) = warnings(caplog)
+    assert "does not count, its kernel is built anew" in warning
+    assert re.search(words, warning)
+    if name == "a folder":  # which stays in the way
+        assert "cannot keep kernels" in rest.pop()
+    else:
+        assert Store(store.folder).get(kernel(1)) == built_of(kernel(1))
+    assert rest == [] and list(store.folder.glob("*.tmp")) == []
+
+
+def test_without_jax_its_version_is_not_compared(store, monkeypatch, builds):
+    store.fetch([kernel(1)])
+    other_jax(the_file(store))
+    monkeypatch.setattr(module, "_jax_version", lambda: None)
+    assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
+
+
+def raising(number):
+    def function(*arguments, **options):
+        raise OSError(number, os.strerror(number))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("os.fsync", errno.ENOSPC),
+        ("tempfile.mkstemp", errno.EACCES),
+        ("os.replace", errno.EROFS),
+    ],
+)
+def test_where_nothing_can_be_written_kernels_stay_in_memory(
+    store, builds, caplog, monkeypatch, place, number
+):
+    monkeypatch.setattr(f"{module.__name__}.{place}", raising(number))
+    for i in (1, 2):
+        assert store.fetch([kernel(i)]) == [built_of(kernel(i))]
+    assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
+    assert builds == [1, 2] and store.list() == []
+    (warning,) = warnings(caplog)
+    assert os.strerror(number) in warning and "are kept in memory" in warning
+    assert [path for path in store.folder.iterdir() if path.name != "locks"] == []
+    monkeypatch.undo()
+    assert Store(store.folder).list() == []
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, builds, caplog):
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "kernels")
+    for _ in range(2):
+        assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
+    assert builds == [1] and len(warnings(caplog)) == 1 and store.clear() == 0
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(store, builds, caplog, mode):
+    store.put(kernel(1), built_of(kernel(1), b"planted"))
+    store.folder.chmod(mode)
+    store = Store(store.folder)
+    assert store.get(kernel(1)) is None
+    for _ in range(2):
+        assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
+    assert builds == [1]
+    (warning,) = warnings(caplog)
+    assert "is refused: others may write to it" in warning and "chmod go-w" in warning
+
+
+def test_a_folder_of_another_user_is_refused(store, builds, caplog, monkeypatch):
+    store.put(kernel(1), built_of(kernel(1), b"planted"))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    store = Store(store.folder)
+    assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
+    (warning,) = warnings(caplog)
+    assert f"is refused: it must belong to user {user + 1}, not to {user}" in warning
+
+
+def test_a_file_that_is_removed_while_it_is_in_use(store, builds):
+    (first,) = store.fetch([kernel(1)])
+    the_file(store).unlink()
+    assert first == built_of(kernel(1))
+    assert store.fetch([kernel(1)]) == [first] and builds == [1, 1]
+
+
+# Room
+
+
+def put_in_turn(store, count):
+    for i in range(count):
+        store.put(kernel(i), built_of(kernel(i), b"x" * 1000))
+        module._in_use.clear()  # as if another process had
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path, builds):
+    store = Store(tmp_path / "kernels")
+    put_in_turn(store, 3)
+    size = sum(entry.bytes for entry in store.list()) // 3
+    paths = {i: store.folder / f"sample-{key_of(kernel(i))}.kernel" for i in range(3)}
+    for i, path in paths.items():
+        os.utime(path, (100 + i, 100 + i))
+    assert store.get(kernel(0)) and paths[0].stat().st_mtime > 1000  # a use
+    module._in_use.clear()
+    small = Store(store.folder, limit_bytes=3 * size + 100)
+    small.put(kernel(3), built_of(kernel(3), b"x" * 1000))
+    assert {i: path.exists() for i, path in paths.items()} == {0: True, 1: False, 2: True}
+    assert sum(entry.bytes for entry in small.list()) <= 3 * size + 100
+
+
+def test_what_this_process_uses_is_not_removed(tmp_path, builds):
+    store = Store(tmp_path / "kernels", limit_bytes=1)
+    for i in range(3):
+        store.put(kernel(i), built_of(kernel(i)))
+    assert len(store.list()) == 3
+    module._in_use.clear()
+    store.put(kernel(3), built_of(kernel(3)))
+    assert len(store.list()) == 1
+
+
+# Processes
+
+
+def start(script, folder):
+    """A process without JAX and torch."""
+    script = (
+        "import os, sys\n"
+        "sys.modules.update(dict.fromkeys(('jax', 'torch')))\n"
+        "from pathlib import Path\n"
+        "from tests.runtime_samples import fetch\n"
+        f"{script}\nfetch(Path({str(folder)!r}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_at_once_build_once(tmp_path):
+    processes = [start("", tmp_path) for _ in range(4)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and out.split() == ["1", "2"], err
+    assert sorted((tmp_path / "builds").read_text().split()) == ["1", "2"]
+
+
+def test_a_process_that_is_killed_leaves_no_half_file(tmp_path, builds):
+    process = start("os.replace = lambda *_: os.kill(os.getpid(), 9)", tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, err
+    folder = tmp_path / "kernels"
+    assert len(list(folder.glob("*.tmp"))) == 1 and list(folder.glob("*.kernel")) == []
+    store = Store(folder)
+    assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
+    for path in folder.glob("*.tmp"):
+        os.utime(path, (0, 0))
+    store.put(kernel(2), built_of(kernel(2)))
+    assert list(folder.glob("*.tmp")) == []
+
+
+def test_threads_share_a_store(store, builds):
+    kernels = [kernel(i) for i in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: store.fetch(kernels), range(8)))
+    assert found == [[built_of(x) for x in kernels]] * 8
+    assert sorted(builds) == [0, 1, 2, 3]
+
+
+# The command
+
+
+def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, capsys):
+    monkeypatch.setattr(command, "kernels_of", lambda name: [kernel(len(name)), kernel(1)])
+    out = f"--out={tmp_path / 'out'}"
+    assert command.main(["--preset=paper,seed", "--jobs=2", out, "--list"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("4 kernels of paper, seed in ") and builds == [5, 1, 4]
+    assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
+    assert command.main(["--clear", out]) == 0
+    assert capsys.readouterr().out == f"3 kernels removed from {tmp_path / 'out'}\n"
+    monkeypatch.setattr(command, "kernels_of", lambda name: [kernel(13)])
+    assert command.main(["--preset=seed", out]) == 1
+    assert "sample could not be built:\n13" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset=paper,big"], "--preset must be of paper, seed, smallgroup, got big"),
+        (["--preset=paper", "--jobs=0"], "--jobs must be at least 1, got 0"),
+        ([], "one of --preset, --list and --clear must be given"),
+    ],
+)
+def test_flags_that_are_refused(arguments, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        command.main(arguments)
+    assert error.value.code == 2 and words in capsys.readouterr().err
