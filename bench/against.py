@@ -5,10 +5,10 @@
     python -m bench.against --checkout ../before --only 64k --rounds 10
 
 Both checkouts run in processes of their own on one machine: all compile side by side, then
-each is timed in turn (before, after, before, ...), calls in a row, alone on the GPU. A row is
-slower where the median of its ratios exceeds `--margin`. Exit status 1: a row is slower or not
-bit-equal (`--allow_other_bits` for a change that may round differently), or a process failed.
-Kernels: `mosaic`, so a Hopper GPU.
+each is timed in turn (before, after, after, before, ...), calls in a row, alone on the GPU. A
+row is slower where the median of its ratios exceeds `--margin`. Exit status 1: a row is slower
+or not bit-equal (`--allow_other_bits` for a change that may round differently), or a process
+failed. Kernels: `mosaic`, so a Hopper GPU.
 """
 
 import contextlib
@@ -146,7 +146,13 @@ def compiled(children) -> tuple[list, list[ChildProcessError]]:
 
 
 def measure(before: Child, after: Child, name: str, digests, rounds: int) -> list[Row]:
-    times = [(before.time(), after.time()) for _ in range(rounds)]
+    times = []
+    for i in range(rounds):  # who is first takes turns too
+        if i % 2:
+            then = after.time()
+            times.append((before.time(), then))
+        else:
+            times.append((before.time(), after.time()))
     return [
         Row(
             name,

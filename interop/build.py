@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from kernels_pallas.kernel import Kernel
+from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
 
 PRESETS = ("paper", "seed", "smallgroup")
@@ -57,23 +58,13 @@ def _build(store: Store, presets: Sequence[str], jobs: int | None) -> int:
     kernels = [kernel for name in presets for kernel in kernels_of(name)]
     begin = time.perf_counter()
     try:
-        built = store.fetch(kernels, jobs, _show if sys.stderr.isatty() else None)
+        built = store.fetch(kernels, jobs, terminal_progress())
     except RuntimeError as error:
         print(f"{error}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - begin
     print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
     return 0
-
-
-def _show(done: int, total: int, name: str) -> None:
-    """A line that is drawn over itself."""
-    width = 30
-    bar = "#" * (width * done // total)
-    end = "\n" if done == total else ""
-    print(
-        f"\r{bar:<{width}} {done}/{total} {name:<30.30}", end=end, file=sys.stderr, flush=True
-    )
 
 
 def _print(store: Store) -> None:

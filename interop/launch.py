@@ -231,7 +231,9 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
             _check_may_load(kernel, index)
         if not _can_build() and None in map(_store().get, missing):
             return
-        for kernel, built in zip(missing, _store().fetch(missing, jobs), strict=True):
+        for kernel, built in zip(
+            missing, _store().fetch(missing, jobs, build.terminal_progress()), strict=True
+        ):
             _loaded[kernel, index] = built.cubin, driver.load(built.cubin, built.image, index)
 
 

@@ -3,7 +3,9 @@
 import copy as copying
 import json
 import logging
+import shutil
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -105,6 +107,9 @@ def test_nothing_is_built_of_nothing():
 )
 def test_what_is_missing_to_build(monkeypatch, what, words):
     name = f"kernels_pallas.runtime.build.{what}"
+    if what == "PTXAS":
+        monkeypatch.setattr(building, "TOOLKIT", "nowhere")
+        monkeypatch.setenv("PATH", str(Path(shutil.which("cc")).parent))
     monkeypatch.setattr(name, () if what == "PTXAS" else lambda name: None)
     with pytest.raises(RuntimeError, match=words):
         next(building.build([ANY_LENGTH]))

@@ -32,8 +32,10 @@ from kernels_pallas.runtime.description import describe
 LOG = logging.getLogger("kernels_pallas.runtime")
 RECORDER = Path(__file__).with_name("recorder.c")
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
 PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
+BAR = 30  # columns
 SECONDS = 600.0  # that a kernel may take
 
 # Called when a kernel is done: how many are, of how many, and its name.
@@ -45,6 +47,17 @@ class Built(NamedTuple):
 
     cubin: Cubin
     image: bytes
+
+
+def terminal_progress() -> Progress | None:
+    """A line on stderr that is drawn over itself; None where nobody looks."""
+    return _show if sys.stderr.isatty() else None
+
+
+def _show(done: int, total: int, name: str) -> None:
+    bar = "#" * (BAR * done // total)
+    end = "\n" if done == total else ""
+    print(f"\r{bar:<{BAR}} {done}/{total} {name:<30.30}", end=end, file=sys.stderr, flush=True)
 
 
 def default_jobs() -> int:
@@ -159,12 +172,14 @@ def _compiler() -> str | None:
 
 
 def _ptxas() -> Path | None:
+    """That which comes with the plugin, else one on PATH or of a CUDA toolkit."""
     with contextlib.suppress(ModuleNotFoundError):
         for root in importlib.import_module("nvidia").__path__:
             for path in PTXAS:
                 if (found := Path(root) / path).exists():
                     return found
-    return None
+    found = Path(shutil.which("ptxas") or TOOLKIT)
+    return found if found.exists() else None
 
 
 def _request(kernel: Kernel) -> dict[str, Any]:
