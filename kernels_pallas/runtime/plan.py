@@ -133,13 +133,15 @@ class LaunchPlan:
           RuntimeError: in the driver's words.
         """
         key = (stream, *addresses)
-        bound = self._bound.get(key) or self._bind(key)
-        # A thread that has not called the CUDA runtime yet has no context, and another device
-        # may be current.
+        # A thread that has not called the CUDA runtime yet has no context, which tensor maps
+        # need too, and another device may be current.
         if error := self._push(self._context):
             self._fail("cuCtxPushCurrent", error)
-        error = self._start(bound.config, self._handle, bound.parameters, None)
-        self._pop(self._popped)
+        try:
+            bound = self._bound.get(key) or self._bind(key)
+            error = self._start(bound.config, self._handle, bound.parameters, None)
+        finally:
+            self._pop(self._popped)
         if error:
             self._fail("cuLaunchKernelEx", error)
 

@@ -44,7 +44,8 @@ class GatheredAttention(AttentionSizes):
     def for_any_length(self) -> Self:
         """The same with nominal lengths, of segments too."""
         spec = super().for_any_length()
-        return dataclasses.replace(spec, segment_tokens=NOMINAL_LENGTH, segments=1, items=1)
+        lengths = {"segment_tokens": NOMINAL_LENGTH, "items": NOMINAL_LENGTH}
+        return dataclasses.replace(spec, segments=1, **lengths)
 
     @property
     def token_tile(self) -> Tile:
