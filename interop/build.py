@@ -13,16 +13,38 @@ import sys
 import time
 from collections.abc import Sequence
 
+import configs
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
+from nsa_jax import kernel_list
+from nsa_jax.config import NSAConfig
 
 PRESETS = ("paper", "seed", "smallgroup")
+DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+# Each power of two has a kernel of its own for scores; others differ in short and long ones.
+LENGTHS = tuple(2**i for i in range(9, 18))
 
 
-def kernels_of(settings: str) -> list[Kernel]:
-    """The kernels that a preset runs, forward and backward, for any length."""
-    raise NotImplementedError(f"the kernels of {settings} are not listed yet")
+def kernels_of(preset: str) -> list[Kernel]:
+    """The kernels that a file of `configs/` runs, forward and backward, for any length."""
+    settings = configs.overlay(configs.load("base"), configs.load(preset))
+    model, config = settings["model"], NSAConfig(**settings["nsa"])
+    found: dict[Kernel, None] = {}
+    for length in LENGTHS:
+        for gradients in (False, True):
+            kernels = kernel_list.kernels_of(
+                length=length,
+                heads=model["n_heads"],
+                kv_heads=model["n_kv_groups"],
+                key_width=model["d_k"],
+                value_width=model["d_v"],
+                dtype=DTYPES[settings["runtime"]["precision"]],
+                config=config,
+                gradients=gradients,
+            )
+            found |= dict.fromkeys(x.for_any_length() for x in kernels)
+    return list(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,8 @@ from nsa_torch import operators
 from nsa_torch.mosaic_layout import MosaicLayout
 from nsa_torch.torch_ops import TorchOps, device_name
 
-LENGTHS = (512, 1024, 4096, 16384, 65536)  # every power of two between needs nothing else
+# Each power of two has a kernel of its own for scores; others differ in short and long ones.
+LENGTHS = tuple(2**i for i in range(9, 17))
 
 
 class Layer(NamedTuple):

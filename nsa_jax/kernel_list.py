@@ -1,0 +1,80 @@
+"""Which Mosaic kernels a problem runs: the steps are traced, and no kernel runs."""
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.kernel import Kernel
+from nsa_jax import geometry, mosaic_attention
+from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JaxOps
+from nsa_jax.mosaic_attention import Inputs
+from nsa_jax.types import Branches
+
+
+class Recording(JaxOps):
+    """Notes kernels in place of running them."""
+
+    def __init__(self):
+        self.kernels: dict[Kernel, None] = {}
+
+    def run(self, kernel, *arrays):
+        self.kernels[kernel] = None
+        return [jnp.zeros(x.shape, x.dtype) for x in kernel.outputs]
+
+    def device_name(self, x):
+        return None  # measured tiles are a device's: none is asked for here
+
+
+def kernels_of(
+    *,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype: str,
+    config: NSAConfig,
+    gradients: bool,
+    packed: bool = False,
+    batch: int = 1,
+) -> list[Kernel]:
+    """The kernels of `attention` for `batch` sequences of `length` tokens.
+
+    Args:
+      heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
+      dtype: `bfloat16` or `float16`.
+      gradients: of a forward pass that keeps residuals and its backward pass, in place of a
+        forward pass alone.
+      packed: of rows with several sequences.
+    """
+    ops = Recording()
+    count = config.num_compressed(length)
+
+    def call(query, key, value, gates, segment_ids):
+        layout = geometry.query_layout(
+            batch, length, kv_len=length, segment_ids=segment_ids, config=config
+        )
+        inputs = Inputs(query, key, value, gates)
+        rest, num_blocks = (layout, config, None), config.num_blocks(length)
+        if not gradients:
+            return mosaic_attention.forward(ops, inputs, None, *rest, num_blocks)
+        out, residuals = mosaic_attention.forward_with_residuals(
+            ops, inputs, None, *rest, num_blocks
+        )
+        return mosaic_attention.backward(ops, inputs, residuals, out, *rest)
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    key, value = (
+        Branches(
+            array(batch, count, kv_heads, width),
+            *[array(batch, length, kv_heads, width)] * 2,
+        )
+        for width in (key_width, value_width)
+    )
+    gates = Branches.each(array(batch, length, heads))
+    segment_ids = array(batch, length, dtype="int32") if packed else None
+    query = array(batch, length, heads, key_width)
+    jax.eval_shape(call, query, key, value, gates, segment_ids)
+    return list(ops.kernels)

@@ -1,0 +1,113 @@
+"""Kernels for any length: which there are, and that nothing of a length is left in them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from interop import launch
+from kernels_pallas.kernel import CARRIER, SIZE
+from nsa_jax import kernel_list
+from nsa_jax.config import NSAConfig
+from nsa_torch import warm_up
+from tests.test_block_query_lists import needs_gpu
+
+LAYERS = {
+    "G16": {"heads": 32, "kv_heads": 2, "key_width": 128, "value_width": 128},
+    "wide": {"heads": 16, "kv_heads": 1, "key_width": 192, "value_width": 128},
+    "gathered": {"heads": 8, "kv_heads": 2, "key_width": 64, "value_width": 64},
+    "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
+    "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
+}
+by_layer = pytest.mark.parametrize("name", LAYERS)
+by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+
+
+def kernels_of(name, length, gradients, batch=1):
+    layer = {"packed": False} | LAYERS[name]
+    layer = warm_up.Layer(
+        **layer, dtype=torch.bfloat16, config=NSAConfig(), scale=None, gradients=gradients
+    )
+    return warm_up.kernels_of(layer, batch, length, length, None)
+
+
+def generic(kernels):
+    return list(dict.fromkeys(kernel.for_any_length() for kernel in kernels))
+
+
+@by_pass
+@by_layer
+def test_both_frameworks_run_the_same_kernels(name, gradients):
+    found = kernel_list.kernels_of(
+        **LAYERS[name], length=9000, dtype="bfloat16", config=NSAConfig(), gradients=gradients
+    )
+    assert found == kernels_of(name, 9000, gradients)
+
+
+@by_pass
+@by_layer
+def test_one_kernel_serves_lengths_and_batches(name, gradients):
+    first = generic(kernels_of(name, 9000, gradients))
+    batch = 1 if name == "packed" else 3  # a packed batch is one row
+    assert generic(kernels_of(name, 12001, gradients, batch)) == first
+    assert [x.sizes.keys() for x in first] == [x.for_any_length().sizes.keys() for x in first]
+    assert len({repr((x.name, x.spec)) for x in first}) == len(first)
+
+
+@by_layer
+def test_an_axis_of_a_length_is_never_one(name):
+    """Mosaic drops the index of an axis of size 1: all would read its first element."""
+    kernels = {*kernels_of(name, 9000, True), *kernels_of(name, 9000, False)}
+    for kernel in kernels:
+        any_length = kernel.for_any_length()
+        carriers = len(any_length.carriers)
+        assert any_length.names[:carriers] == tuple(SIZE + x for x in kernel.sizes)
+        assert any_length.inputs[:carriers] == (CARRIER,) * len(kernel.sizes)
+        actual = *kernel.inputs, *kernel.outputs
+        nominal = *any_length.inputs[carriers:], *any_length.outputs
+        for array, other in zip(actual, nominal, strict=True):
+            assert array.dtype == other.dtype and len(array.shape) == len(other.shape)
+            pairs = zip(array.shape, other.shape, strict=True)
+            assert all(b > 1 for a, b in pairs if a != b), (kernel.name, array, other)
+
+
+def test_a_kernel_of_one_length_says_so():
+    kernel = kernels_of("G16", 9000, False)[0]
+    with pytest.raises(NotImplementedError, match="one length at a time"):
+        dataclasses.replace(kernel, source="").for_any_length()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@by_layer
+def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
+    """Output and gradients of code for any length and of code compiled for the length."""
+    import nsa_torch
+
+    layer = {"packed": False} | LAYERS[name]
+    draw = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    length, kv_heads = 9001, layer["kv_heads"]
+    inputs = (
+        normal(1, length, layer["heads"], layer["key_width"]),
+        normal(1, length, kv_heads, layer["key_width"]),
+        normal(1, length, kv_heads, layer["value_width"]),
+        normal(1, length, layer["heads"], 3),
+    )
+    borders = torch.tensor([0, 4000, length], device="cuda", dtype=torch.int32)
+    packed = {"cu_seqlens": borders} if layer["packed"] else {}
+
+    def run():
+        wanting = [x.clone().requires_grad_() for x in inputs]
+        out = nsa_torch.attention(*wanting, implementation="mosaic", **packed)
+        return out, *torch.autograd.grad(out, wanting, torch.ones_like(out))
+
+    found = run()
+    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch, "_loaded", {})
+    monkeypatch.setattr(launch, "_load_generic", lambda *_: None)
+    for x, y in zip(found, run(), strict=True):
+        assert torch.equal(x, y)
