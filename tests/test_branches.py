@@ -10,8 +10,8 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
-from nsa_jax import branches, chunks, reference
-from tests.inputs import CASES, SMALL, Case, call, oracle, problem, yardstick
+from nsa_jax import branches, chunks
+from tests.inputs import CASES, SMALL, Case, call, oracle, problem, selection, yardstick
 
 IMPLEMENTATIONS = ("xla", "reference")
 
@@ -49,7 +49,7 @@ def test_compressed(case, implementation):
 @by_implementation
 def test_selected(case, implementation):
     p = problem(case)
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
     arrays = (p.query, p.key, p.value, indices)
     out = call(nsa_jax.selected_attention, *arrays, implementation=implementation, **p.where)
     compare("selected_attention", out, arrays, **p.where)
@@ -89,7 +89,7 @@ def test_whole(case):
     whole = call(nsa_jax.attention, *arrays, implementation="xla", **options)
     dense = call(nsa_jax.attention, *arrays, implementation="reference", **options)
     # The path's own rounding of the compressed keys decides its selection.
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
         exact = call(
@@ -158,7 +158,7 @@ def test_padding_may_be_nan(implementation):
     poison = np.array(p.key)
     poison[:, 50:] = np.nan
     key, value = jnp.asarray(poison), jnp.asarray(poison)
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
     chex.assert_trees_all_equal(
         nsa_jax.selected_attention(p.query, key, value, indices, **clean),
         nsa_jax.selected_attention(p.query, p.key, p.key, indices, **clean),

@@ -13,7 +13,7 @@ import nsa_jax
 from bench.judge.parity import assert_parity
 from nsa_jax import branches, chunks, reference
 from nsa_jax.compress_params import MLPParams, PoolParams
-from tests.inputs import CASES, SMALL, Case, call, problem
+from tests.inputs import CASES, SMALL, Case, call, problem, selection
 
 # Hundreds of queries share each block: their sum must not be kept in bfloat16.
 MANY = Case(600, 600, H=8, Hkv=1, B=1, dtype="bfloat16")
@@ -41,7 +41,7 @@ def test_backward_parity(case, rng):
     """dQ, dK, dV and the gates' gradients of `xla`, indices frozen, against float64."""
     p = problem(case)
     key = nsa_jax.compress(p.key, config=case.config, segment_ids=p.segment_ids)
-    indices = call(reference.select_blocks, p.query, key, **p.where)
+    indices = selection(p.query, key, **p.where)
     # Small cotangents keep the absolute float32 limit meaningful.
     cotangent = 0.1 * rng.normal(size=(*p.query.shape[:3], case.Dv))
     arrays = (p.query, p.key, p.value, p.gates)
