@@ -1,6 +1,5 @@
 """A strict world: no implicit promotion, warnings are errors, shapes checked at run time."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -45,15 +44,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 pytest_plugins = ["tests.durations"]
-
-
-def pytest_collection_finish():
-    """Modules and tests stay, and compilation makes few cycles: collections that walk all of
-    them again and again would be a tenth of the time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config, items):
