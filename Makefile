@@ -18,8 +18,8 @@ FLAGS ?=
 help:
 	@echo "make compare     parity and speed of every path, one table"
 	@echo "make oneshot     environment, tests, every bench and a report, within 10 minutes"
-	@echo "make test        the tests that take seconds (GPU tests run where there is a GPU)"
-	@echo "make test-all    all tests"
+	@echo "make test        those that fit in six minutes (GPU tests run where there is a GPU)"
+	@echo "make test-all    all tests, 25 minutes on two cores"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make check       format, lint, types, floors"

@@ -15,6 +15,10 @@ if not torch.cuda.is_available():
     FLAGS += " --xla_backend_optimization_level=0"
     # JAX's CUDA plugin asks cuSPARSE for its version, which crashes without a GPU.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Threads of torch that wait for each other take longer than the small sums of the tests,
+    # here and in the processes that tests start.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 # What was compiled once is read back, in this run and the next. A folder for each worker: an

@@ -2,20 +2,26 @@
 
 A process of its own loads the recorder in place of the driver and calls the very code that
 builds kernels; what ptxas printed says whether a kernel spills. Compilation proves neither
-that a kernel is right nor that it ends.
+that a kernel is right nor that it ends. The process serves all calls: to start it takes as long
+as to compile three kernels.
 """
 
+import atexit
+import functools
 import importlib
 import json
+import select
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from kernels_pallas.runtime import build_child
 from kernels_pallas.runtime.build import environment
+from tests import durations
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +41,7 @@ class Report(TypedDict):
 
 
 def compile_report(builders: Sequence[Builder], timeout: float = 280) -> list[Report]:
-    """Builds, lowers and compiles kernels for sm_90a, all in one new process.
+    """Builds, lowers and compiles kernels for sm_90a, all in one process.
 
     Args:
       builders: ("module:function", keyword arguments that JSON can hold) of functions that
@@ -45,9 +51,59 @@ def compile_report(builders: Sequence[Builder], timeout: float = 280) -> list[Re
     Raises:
       RuntimeError: no C compiler, no ptxas, no CUDA plugin, or a kernel does not compile.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output = run(["-m", "tests.cross_compile"], Path(folder), json.dumps(builders), timeout)
-    return json.loads(output.splitlines()[-1])
+    server = _server()
+    try:
+        answer = server.ask(json.dumps(builders), timeout)
+    except BaseException:  # what it does now is not known
+        _server.cache_clear()
+        server.close()
+        raise
+    durations.served += answer["seconds"]
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["reports"]
+
+
+class Server:
+    """This module as a process that answers a line with a line."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cross_compile"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            cwd=ROOT,
+            env=environment(Path(self.folder.name)),
+        )
+        atexit.register(self.close)
+
+    def ask(self, question: str, timeout: float) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            raise RuntimeError(f"no answer in {timeout} s:\n{question}")
+        answer = self.process.stdout.readline()
+        if not answer:
+            self.errors.seek(0)
+            raise RuntimeError(f"the compiler ended:\n{self.errors.read()}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self.process.kill()
+        self.process.communicate()
+        self.errors.close()
+        self.folder.cleanup()
+
+
+@functools.cache
+def _server() -> Server:
+    return Server()
 
 
 def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float = 280) -> str:
@@ -71,16 +127,25 @@ def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float =
 
 
 def _main() -> None:
-    reports = []
-    for place, options in json.load(sys.stdin):
-        module, function = place.split(":")
-        kernel = getattr(importlib.import_module(module), function)(**options)
+    before = 0.0
+    for line in sys.stdin:
         try:
-            built, _ = build_child.build(kernel)
-        except RuntimeError as error:
-            raise RuntimeError(f"{place} {options}") from error
-        reports.append({name: getattr(built, name) for name in Report.__annotations__})
-    print(json.dumps(reports))
+            answer = {"reports": [_compiled(*builder) for builder in json.loads(line)]}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        now = durations.spent()
+        answer["seconds"], before = now - before, now
+        print(json.dumps(answer), flush=True)
+
+
+def _compiled(place: str, options: Mapping[str, Any]) -> Report:
+    module, function = place.split(":")
+    kernel = getattr(importlib.import_module(module), function)(**options)
+    try:
+        built, _ = build_child.build(kernel)
+    except RuntimeError as error:
+        raise RuntimeError(f"{place} {options}") from error
+    return {name: getattr(built, name) for name in Report.__annotations__}
 
 
 if __name__ == "__main__":

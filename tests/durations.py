@@ -2,20 +2,25 @@
 
     make durations    # runs everything and writes tests/durations.json
 
-A test that took longer than `SLOW` seconds carries the marker `slow`: `make test` leaves it
-out. Files begin in the order of what they take, the longest first, so that no worker is left
-with a long one at the end (`--dist loadfile`: tests of a file share what they compile). A test
-without a record is not slow. Seconds are of the machine that recorded them.
+Seconds are those of a processor, of the test's process and of those that it starts: what else
+the machine does changes them little. The dearest tests carry the marker `slow`, which `make test`
+leaves out: the others fit in `BUDGET` seconds together. The cheapest of each file is never
+slow, nor is a test without a record. Files begin in the order of what they take, the longest
+first, so that no worker is left with a long one at the end (`--dist loadfile`: tests of a file
+share what they compile).
 """
 
 import collections
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
-SLOW = 2.0  # seconds
+BUDGET = 600.0  # seconds: two workers, five minutes
+
+served = 0.0  # Seconds of processes that outlive a test, which whoever asks them adds.
 
 
 def read(path=FILE) -> dict[str, float]:
@@ -35,10 +40,26 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
     recorded = read()
+    slow = slow_of(recorded)
     for item in items:
-        if recorded.get(item.nodeid, 0.0) > SLOW:
+        if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
     longest_first(items, recorded, without_slow="not slow" in config.getoption("markexpr"))
+
+
+def slow_of(recorded) -> set[str]:
+    """The tests that do not fit in the budget, the cheapest of each file first in it."""
+    first, rest = {}, []
+    for name in sorted(recorded, key=lambda name: (recorded[name], name)):
+        if first.setdefault(name.split("::")[0], name) != name:
+            rest.append(name)
+    left = BUDGET - sum(recorded[name] for name in first.values())
+    slow = set()
+    for name in rest:
+        left -= recorded[name]
+        if left < 0:
+            slow.add(name)
+    return slow
 
 
 def longest_first(items, recorded, without_slow: bool) -> None:
@@ -50,6 +71,30 @@ def longest_first(items, recorded, without_slow: bool) -> None:
     items.sort(key=lambda item: (-total[item.path], str(item.path)))
 
 
+_spent = 0.0  # when the last phase ended
+
+
+def spent() -> float:
+    """Seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4]) + served
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol():
+    global _spent
+    _spent = spent()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """A report says what its phase took."""
+    global _spent
+    report, before = (yield), _spent
+    _spent = spent()
+    report.cpu_seconds = _spent - before
+    return report
+
+
 class Recorder:
     """Adds up what the phases of each test took, of all workers."""
 
@@ -57,7 +102,7 @@ class Recorder:
         self.seconds = collections.Counter()
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] += report.cpu_seconds
 
     def pytest_sessionfinish(self):
         kept = {name: round(x, 2) for name, x in sorted(self.seconds.items()) if x >= 0.05}

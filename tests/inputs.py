@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -100,6 +101,30 @@ def call(function, *arrays, **options):
     return jax.jit(functools.partial(function, **options))(*arrays)
 
 
+def once(function):
+    """`function`, of arrays and options, called once for what is the same in every bit: for
+    references, which no test changes.
+    """
+    results = {}
+
+    def content(x):
+        if not hasattr(x, "dtype"):
+            return type(x), x
+        x = np.asarray(x)
+        return x.shape, x.dtype.name, hashlib.sha256(x.tobytes()).digest()
+
+    @functools.wraps(function)
+    def known(*arrays, **options):
+        leaves, tree = jax.tree.flatten((arrays, options))
+        key = (tree, *map(content, leaves))
+        if key not in results:
+            results[key] = function(*arrays, **options)
+        return results[key]
+
+    return known
+
+
+@once
 def oracle(name: str, *arrays, **options):
     """`reference.<name>` in float64 on the already rounded `arrays`, as NumPy."""
     with jax.enable_x64(True):
@@ -113,7 +138,14 @@ def oracle(name: str, *arrays, **options):
         return jax.tree.map(np.asarray, out)
 
 
+@once
 def yardstick(name: str, *arrays, **options):
     """`reference.<name>` computed in the arrays' own precision, as NumPy."""
     out = call(getattr(reference, name), *arrays, compute_dtype=arrays[0].dtype, **options)
     return jax.tree.map(np.asarray, out)
+
+
+@once
+def selection(query, key, **options):
+    """The indices of the reference."""
+    return call(reference.select_blocks, query, key, **options)

@@ -10,8 +10,8 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
-from nsa_jax import branches, chunks, reference
-from tests.inputs import CASES, SMALL, Case, call, oracle, problem, yardstick
+from nsa_jax import branches, chunks
+from tests.inputs import CASES, SMALL, Case, call, oracle, problem, selection, yardstick
 
 IMPLEMENTATIONS = ("xla", "reference")
 
@@ -49,7 +49,7 @@ def test_compressed(case, implementation):
 @by_implementation
 def test_selected(case, implementation):
     p = problem(case)
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
     arrays = (p.query, p.key, p.value, indices)
     out = call(nsa_jax.selected_attention, *arrays, implementation=implementation, **p.where)
     compare("selected_attention", out, arrays, **p.where)
@@ -89,7 +89,7 @@ def test_whole(case):
     whole = call(nsa_jax.attention, *arrays, implementation="xla", **options)
     dense = call(nsa_jax.attention, *arrays, implementation="reference", **options)
     # The path's own rounding of the compressed keys decides its selection.
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
         exact = call(
@@ -115,19 +115,20 @@ def test_chunks_change_nothing(budget, monkeypatch):
     options = dict(config=SMALL, implementation="xla")
     key, value = compressed_of(p)
 
-    def run():
-        indices = nsa_jax.select_blocks(p.query, key, kv_len=75, **options)
+    def run(query, *keys):
+        indices = nsa_jax.select_blocks(query, key, kv_len=75, **options)
         return (
-            nsa_jax.compressed_attention(p.query, key, value, kv_len=75, **options),
-            nsa_jax.selected_attention(p.query, p.key, p.value, indices, **options),
-            nsa_jax.sliding_attention(p.query, p.key, p.value, **options),
+            nsa_jax.compressed_attention(query, key, value, kv_len=75, **options),
+            nsa_jax.selected_attention(query, *keys, indices, **options),
+            nsa_jax.sliding_attention(query, *keys, **options),
             indices,
         )
 
-    whole = run()
+    arrays = p.query, p.key, p.value
+    whole = call(run, *arrays)
     monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
     monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
-    chex.assert_trees_all_close(run(), whole, rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(call(run, *arrays), whole, rtol=0, atol=1e-6)
 
 
 def test_branches_of_keys():
@@ -137,14 +138,18 @@ def test_branches_of_keys():
     key = nsa_jax.Branches(first.key, second.key, third.key)
     value = nsa_jax.Branches(first.value, second.value, third.value)
     query, gates = first.query, first.gates
-    whole = nsa_jax.attention(query, key, value, gates, config=SMALL)
-    compressed = tuple(nsa_jax.compress(x, config=SMALL) for x in (first.key, first.value))
-    indices = nsa_jax.select_blocks(query, compressed[0], config=SMALL)
-    outs = (
-        nsa_jax.compressed_attention(query, *compressed, config=SMALL)[0],
-        nsa_jax.selected_attention(query, second.key, second.value, indices, config=SMALL)[0],
-        nsa_jax.sliding_attention(query, third.key, third.value, config=SMALL)[0],
-    )
+    whole = call(nsa_jax.attention, query, key, value, gates, config=SMALL)
+
+    def apart(query, one, two, three):
+        compressed = tuple(nsa_jax.compress(x, config=SMALL) for x in one)
+        indices = nsa_jax.select_blocks(query, compressed[0], config=SMALL)
+        return (
+            nsa_jax.compressed_attention(query, *compressed, config=SMALL)[0],
+            nsa_jax.selected_attention(query, *two, indices, config=SMALL)[0],
+            nsa_jax.sliding_attention(query, *three, config=SMALL)[0],
+        )
+
+    outs = call(apart, query, *zip(key, value, strict=True))
     expected = sum(out * gates[..., i, None] for i, out in enumerate(outs))
     np.testing.assert_allclose(np.asarray(whole), np.asarray(expected), atol=1e-6)
 
@@ -158,16 +163,17 @@ def test_padding_may_be_nan(implementation):
     poison = np.array(p.key)
     poison[:, 50:] = np.nan
     key, value = jnp.asarray(poison), jnp.asarray(poison)
-    indices = call(reference.select_blocks, p.query, compressed_of(p)[0], **p.where)
-    chex.assert_trees_all_equal(
-        nsa_jax.selected_attention(p.query, key, value, indices, **clean),
-        nsa_jax.selected_attention(p.query, p.key, p.key, indices, **clean),
-    )
-    chex.assert_trees_all_equal(
-        nsa_jax.sliding_attention(p.query, key, value, **clean),
-        nsa_jax.sliding_attention(p.query, p.key, p.key, **clean),
-    )
-    out, lse = nsa_jax.sliding_attention(p.query, key, value, **clean)
+    indices = selection(p.query, compressed_of(p)[0], **p.where)
+
+    @jax.jit
+    def run(key, value):
+        return (
+            nsa_jax.selected_attention(p.query, key, value, indices, **clean),
+            nsa_jax.sliding_attention(p.query, key, value, **clean),
+        )
+
+    chex.assert_trees_all_equal(run(key, value), run(p.key, p.key))
+    out, lse = run(key, value)[1]
     assert (np.asarray(out)[:, -40:] == 0).all() and np.isneginf(np.asarray(lse)[:, -40:]).all()
 
 
@@ -191,25 +197,29 @@ def test_lengths_of_a_buffer(implementation):
             nsa_jax.sliding_attention(p.query, *buffers, kv_len=kv_len, **options)[0],
         )
 
-    together = run(jnp.asarray(lengths, jnp.int32))
-    for row, length in enumerate(lengths):
+    def run_alone(query, keys, values):
         one = dict(config=SMALL, implementation="reference")
-        query = p.query[row : row + 1]
-        keys, values = p.key[row : row + 1, :length], p.value[row : row + 1, :length]
+        length = keys.shape[1]
         small = tuple(nsa_jax.compress(x, config=SMALL) for x in (keys, values))
         indices = nsa_jax.select_blocks(query, small[0], kv_len=length, **one)
-        alone = (
+        return (
             indices,
             nsa_jax.compressed_attention(query, *small, kv_len=length, **one)[0],
             nsa_jax.selected_attention(query, keys, values, indices, **one)[0],
             nsa_jax.sliding_attention(query, keys, values, **one)[0],
         )
+
+    together = run(jnp.asarray(lengths, jnp.int32))
+    for row, length in enumerate(lengths):
+        pair = (x[row : row + 1, :length] for x in (p.key, p.value))
+        alone = call(run_alone, p.query[row : row + 1], *pair)
         got, want = [x[row] for x in together], [x[0] for x in alone]
         chex.assert_trees_all_equal(got[0], want[0])
         chex.assert_trees_all_close(got[1:], want[1:], rtol=1e-7, atol=2e-6)
 
 
 def test_repeat_runs_are_bitwise_equal():
+    """Op by op, which a call without `jit` is."""
     p = problem(dataclasses.replace(CASES[1], B=1))
     runs = [
         np.asarray(nsa_jax.attention(p.query, p.key, p.value, p.gates, config=p.case.config))

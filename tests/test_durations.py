@@ -1,6 +1,7 @@
 """Recorded durations: what is slow, which file comes first, what is written."""
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ def recorded(monkeypatch, tmp_path):
     path = tmp_path / "durations.json"
     monkeypatch.setattr(durations, "FILE", path)
     monkeypatch.setattr(durations.read, "__defaults__", (path,))
+    monkeypatch.setattr(durations, "BUDGET", 2.5)
     path.write_text(json.dumps({"a.py::long": 9.0, "a.py::short": 0.1, "b.py::some": 2.0}))
     return path
 
@@ -41,8 +43,15 @@ def collected(markexpr, *names):
 NAMES = "c.py::new", "b.py::some", "a.py::short", "a.py::long"
 
 
-def test_what_took_long_is_slow(recorded):
+def test_what_does_not_fit_is_slow(recorded):
     assert collected("", *NAMES)[1] == ["a.py::long"]
+
+
+def test_the_cheapest_fit_but_each_file_has_one():
+    tests = {"a.py::1": 200.0, "a.py::2": 350.0, "b.py::1": 300.0, "c.py::1": 30, "c.py::2": 40}
+    assert durations.slow_of(tests) == {"a.py::2"}
+    assert durations.slow_of(tests | {"b.py::1": 400.0}) == {"a.py::2", "c.py::2"}
+    assert durations.slow_of(tests | {"b.py::1": 9000.0}) == {"a.py::2", "c.py::2"}
 
 
 def test_the_longest_file_comes_first(recorded):
@@ -58,6 +67,19 @@ def test_what_is_left_out_does_not_count(recorded):
 def test_phases_of_a_test_add_up(recorded):
     recorder = durations.Recorder()
     for name, seconds in (("a.py::x", 1.0), ("a.py::x", 0.5), ("a.py::y", 0.01)):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds))
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=name, cpu_seconds=seconds))
     recorder.pytest_sessionfinish()
     assert json.loads(recorded.read_text()) == {"a.py::x": 1.5}
+
+
+def test_a_phase_takes_what_is_computed_not_what_is_waited_for():
+    durations.pytest_runtest_protocol()
+    end = time.process_time() + 0.1
+    while time.process_time() < end:
+        pass
+    time.sleep(0.5)
+    wrapper = durations.pytest_runtest_makereport()
+    next(wrapper)
+    with pytest.raises(StopIteration) as found:
+        wrapper.send(SimpleNamespace())
+    assert 0.08 < found.value.value.cpu_seconds < 0.4

@@ -11,9 +11,10 @@ from jax.test_util import check_grads
 
 import nsa_jax
 from bench.judge.parity import assert_parity
-from nsa_jax import branches, chunks, reference
+from nsa_jax import branches, chunks
 from nsa_jax.compress_params import MLPParams, PoolParams
-from tests.inputs import CASES, SMALL, Case, call, problem
+from nsa_jax.select import block_scores
+from tests.inputs import CASES, SMALL, Case, call, problem, selection
 
 # Hundreds of queries share each block: their sum must not be kept in bfloat16.
 MANY = Case(600, 600, H=8, Hkv=1, B=1, dtype="bfloat16")
@@ -40,8 +41,8 @@ def loss(query, key, value, gates, *, cotangent, indices, implementation, case, 
 def test_backward_parity(case, rng):
     """dQ, dK, dV and the gates' gradients of `xla`, indices frozen, against float64."""
     p = problem(case)
-    key = nsa_jax.compress(p.key, config=case.config, segment_ids=p.segment_ids)
-    indices = call(reference.select_blocks, p.query, key, **p.where)
+    key = call(nsa_jax.compress, p.key, config=case.config, segment_ids=p.segment_ids)
+    indices = selection(p.query, key, **p.where)
     # Small cotangents keep the absolute float32 limit meaningful.
     cotangent = 0.1 * rng.normal(size=(*p.query.shape[:3], case.Dv))
     arrays = (p.query, p.key, p.value, p.gates)
@@ -72,9 +73,8 @@ def test_backward_parity_of_chunks(budget, monkeypatch, rng):
     """Any chunk size gives the gradients of one chunk, also when the last is not full."""
     p = problem(Case(63, 75))
     cotangent = jnp.asarray(rng.normal(size=p.query.shape), jnp.float32)
-    indices = call(
-        nsa_jax.select_blocks, p.query, nsa_jax.compress(p.key, config=SMALL), **p.where
-    )
+    key = call(nsa_jax.compress, p.key, config=SMALL)
+    indices = call(nsa_jax.select_blocks, p.query, key, **p.where)
     options = dict(cotangent=cotangent, indices=indices, case=p.case, segments=None)
     run = functools.partial(loss, implementation="xla", **options)
     arrays = (p.query, p.key, p.value, p.gates)
@@ -102,8 +102,8 @@ def test_gradcheck(kind, rng):
             normal(1, 19, 1, 2),
             normal(1, 19, 2, 3),
         )
-        small = nsa_jax.compress(arrays[1], params, config=config)
-        indices = nsa_jax.select_blocks(arrays[0], small, config=config)
+        small = call(nsa_jax.compress, arrays[1], params, config=config)
+        indices = call(nsa_jax.select_blocks, arrays[0], small, config=config)
 
         def whole(query, key, value, gates, params):
             compressed = tuple(nsa_jax.compress(x, params, config=config) for x in (key, value))
@@ -126,12 +126,8 @@ def test_rows_without_keys_have_no_gradient(implementation):
     """`t < l - 1` of the compressed branch, `window=0`, padding: exact zeros, never NaN."""
     case = Case(40, 40, B=1, segments=(24, 6, -10))
     p = problem(case)
-    indices = call(
-        reference.select_blocks,
-        p.query,
-        nsa_jax.compress(p.key, config=SMALL, segment_ids=p.segment_ids),
-        **p.where,
-    )
+    key = call(nsa_jax.compress, p.key, config=SMALL, segment_ids=p.segment_ids)
+    indices = selection(p.query, key, **p.where)
     options = dict(indices=indices, case=case, segments=p.segment_ids)
     options |= dict(implementation=implementation, cotangent=jnp.ones((1, 40, 4, 16)))
     grads = call(
@@ -145,37 +141,31 @@ def test_rows_without_keys_have_no_gradient(implementation):
     for grad in map(np.asarray, grads):
         assert grad[:, :30].any() and (grad[:, 30:] == 0).all()
     off = nsa_jax.NSAConfig(8, 4, 16, 4, window=0)
-    grad = jax.grad(
-        lambda q: nsa_jax.sliding_attention(
-            q, p.key, p.value, config=off, implementation=implementation
-        )[0].sum()
-    )(p.query)
+
+    def total(query):
+        where = {"config": off, "implementation": implementation}
+        return nsa_jax.sliding_attention(query, p.key, p.value, **where)[0].sum()
+
+    grad = call(jax.grad(total), p.query)
     assert (np.asarray(grad) == 0).all()
 
 
 def test_causality_of_gradients():
     """The gradient of output `u` is exactly zero at every later input."""
     p = problem(Case(63, 63))
+
+    def total(key, value, token):
+        return nsa_jax.attention(p.query, key, value, p.gates, config=SMALL)[:, token].sum()
+
+    gradient = jax.jit(jax.grad(total, (0, 1)))
     for token in (0, 31, 50):
-        grads = call(
-            jax.grad(
-                lambda k, v, token=token: nsa_jax.attention(
-                    p.query, k, v, p.gates, config=SMALL
-                )[:, token].sum(),
-                (0, 1),
-            ),
-            p.key,
-            p.value,
-        )
-        for grad in map(np.asarray, grads):
+        for grad in map(np.asarray, gradient(p.key, p.value, token)):
             assert (grad[:, token + 1 :] == 0).all()
             assert grad[:, token].any() or token == 0
 
 
 def test_no_gradient_through_selection():
     p = problem(Case(63, 63))
-    key = nsa_jax.compress(p.key, config=SMALL)
-    from nsa_jax.select import block_scores
-
-    grad = jax.grad(lambda q: block_scores(q, key, config=SMALL).sum())(p.query)
+    key = call(nsa_jax.compress, p.key, config=SMALL)
+    grad = call(jax.grad(lambda q: block_scores(q, key, config=SMALL).sum()), p.query)
     assert (np.asarray(grad) == 0).all()

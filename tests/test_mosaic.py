@@ -27,10 +27,10 @@ from kernels_pallas.mosaic import (
     softmax,
 )
 from kernels_pallas.specs import scores
-from nsa_jax import geometry, key_bounds, mosaic, reference
+from nsa_jax import geometry, key_bounds, mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
-from tests.inputs import PAPER, SMALL, Case, call, oracle, problem, yardstick
+from tests.inputs import PAPER, SMALL, Case, call, oracle, problem, selection, yardstick
 from tests.test_branches import compare, compressed_of
 from tests.test_cache import equations
 
@@ -80,7 +80,7 @@ def check_selection(p, key, indices):
 def steps_of(p):
     """Arguments of the three attentions, by name; the selection is the reference's."""
     compressed = compressed_of(p)
-    indices = call(reference.select_blocks, p.query, compressed[0], **p.where)
+    indices = selection(p.query, compressed[0], **p.where)
     return {
         "compressed_attention": (p.query, *compressed),
         "selected_attention": (p.query, p.key, p.value, indices),
@@ -327,7 +327,7 @@ def test_lengths_of_a_buffer(interpreted):
         one = [x[row : row + 1] for x in (p.query, p.key, p.value)]
         keys = [x[:, :length] for x in one[1:]]
         small = [x[row : row + 1, : SMALL.num_compressed(length)] for x in compressed]
-        indices = call(reference.select_blocks, one[0], small[0], **options)
+        indices = selection(one[0], small[0], **options)
         rows.append((options, (one[0], *small), (one[0], *keys, indices), (one[0], *keys)))
     indices = jnp.concatenate([row[2][-1] for row in rows])
     arrays = {

@@ -73,11 +73,13 @@ GATHERED = ("G4", "G1")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
 # `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
 # at D=192). At D=192 a few of dq do not fit either. Four warpgroups that make scores have 128
-# registers a thread; at G=4 one of these is not enough.
+# registers a thread; at G=4 two of these are not enough. Sizes that are learnt at launch are a
+# few registers more: up to 12 bytes of `interval_forward`, which is as fast as without them.
 SPILLS = {
     "dkv_partials": {"spill_store_bytes": 256, "spill_load_bytes": 320},
-    "interval_dq": {"spill_store_bytes": 48, "spill_load_bytes": 48},
-    "best_blocks": {"spill_store_bytes": 4, "spill_load_bytes": 4},
+    "interval_dq": {"spill_store_bytes": 48, "spill_load_bytes": 96},
+    "interval_forward": {"spill_store_bytes": 16, "spill_load_bytes": 32},
+    "best_blocks": {"spill_store_bytes": 8, "spill_load_bytes": 8},
 }
 
 
@@ -125,24 +127,27 @@ def pulled(function):
     return pull
 
 
-def build(name, index, backward, any_length=False):
-    kernel = kernels(name, backward)[index]
-    return kernel.for_any_length() if any_length else kernel
+def build(name, index, backward):
+    return any_length(name, backward)[index]
 
 
-def compiled(names, backward=False, any_length=False):
-    """What ptxas says of all kernels of these shapes, and the shape."""
-    wanted = [(name, i) for name in names for i in range(len(kernels(name, backward)))]
-    reports = compile_report(
+@functools.cache
+def any_length(name, backward=False):
+    """`kernels` as torch runs them; JAX's, compiled for a length, are those of
+    `test_capability.py`.
+    """
+    return tuple(dict.fromkeys(x.for_any_length() for x in kernels(name, backward)))
+
+
+def compiled(name, backward=False):
+    """What ptxas says of all kernels of a shape."""
+    count = len(any_length(name, backward))
+    return compile_report(
         [
-            (
-                f"{__name__}:build",
-                {"name": name, "index": i, "backward": backward, "any_length": any_length},
-            )
-            for name, i in wanted
+            (f"{__name__}:build", {"name": name, "index": i, "backward": backward})
+            for i in range(count)
         ]
     )
-    return [{"shape": name} | report for (name, _), report in zip(wanted, reports, strict=True)]
 
 
 def excess(report):
@@ -155,21 +160,22 @@ def excess(report):
     return found | ({"remarks": remarks} if remarks else {})
 
 
-def test_kernels_fit_the_chip():
-    reports = compiled(SHAPES)
-    names = {report["name"] for report in reports}
-    assert names >= set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
-    assert {x["shape"] for x in reports if x["name"] in FORWARD} == set(GATHERED)
-    bad = [report for report in reports if excess(report)]
-    assert not bad, bad
+def names(name, backward=False):
+    return {kernel.name for kernel in kernels(name, backward)}
 
 
+def test_every_kernel_is_compiled():
+    assert set().union(*map(names, SHAPES)) >= set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
+    for name in SHAPES:
+        gathered = name in GATHERED
+        assert bool(names(name) & FORWARD) == gathered
+        assert names(name, backward=True) == GRADIENTS | (BACKWARD if gathered else set())
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_fit_the_chip(name):
-    reports = compiled([name], backward=True)
-    gathered = BACKWARD if name in GATHERED else set()
-    assert {report["name"] for report in reports} == GRADIENTS | gathered
-    bad = [report for report in reports if excess(report)]
+def test_kernels_fit_the_chip(name, backward):
+    bad = [report for report in compiled(name, backward) if excess(report)]
     assert not bad, bad
 
 
@@ -178,5 +184,5 @@ def test_gradients_fit_the_chip(name):
     [(name, False) for name in EDGES] + [(name, True) for name in EDGES_BACKWARD],
 )
 def test_what_is_not_refused_compiles(name, backward):
-    reports = compiled([name], backward)
+    reports = compiled(name, backward)
     assert all(report["shared_bytes"] <= SMEM_BYTES for report in reports)

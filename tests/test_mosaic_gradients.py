@@ -20,7 +20,7 @@ from kernels_pallas.specs.work_items import WorkItem
 from nsa_jax import mosaic_backward, reference
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
-from tests.inputs import Case, call, problem
+from tests.inputs import Case, call, once, problem
 from tests.test_mosaic import patched, steps_of
 
 BLOCKS = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
@@ -75,20 +75,48 @@ def widened(arrays):
     return [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
 
 
-def compare(names, fast, slow, arrays, cotangents):
-    """Gradients of `fast(*arrays)` against those of `slow(*arrays, dtype)`."""
+@once
+def references(slow, arrays, rest, cotangents, **where):
+    """Gradients of `slow(arrays, *rest, **where)`, exact and in the arrays' own precision."""
+
+    def attend(dtype):
+        return lambda *arrays: slow(arrays, *rest, compute_dtype=dtype, **where)
+
+    with jax.enable_x64(True):
+        exact = pulled(attend(None), widened(arrays), cotangents)
+    return exact, pulled(attend(arrays[0].dtype), arrays, cotangents)
+
+
+def compare(names, fast, slow, arrays, rest, cotangents, **where):
+    """Gradients of `fast(*arrays)` against those of `slow(arrays, *rest, **where)`."""
     got = pulled(fast, arrays, cotangents)
     dtype = arrays[0].dtype
-    with jax.enable_x64(True):
-        exact = pulled(functools.partial(slow, dtype=None), widened(arrays), cotangents)
-    low = pulled(functools.partial(slow, dtype=dtype), arrays, cotangents)
-    for name, array, *parts in zip(names, arrays, got, exact, low, strict=True):
+    found = references(slow, tuple(arrays), tuple(rest), cotangents, **where)
+    for name, array, *parts in zip(names, arrays, got, *found, strict=True):
         assert parts[0].dtype == array.dtype
         assert_parity(f"d{name}", *parts, dtype=dtype)
 
 
 def normal(shape, dtype, seed=1):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def slow_step(arrays, *rest, name, **options):
+    return getattr(reference, name)(*arrays, *rest, **options)
+
+
+SLOW = {name: functools.partial(slow_step, name=name) for name in STEPS}
+
+
+def slow_whole(arrays, indices, **options):
+    query, key, sliding_key, value, sliding_value, gates, *compressed = arrays
+    parts = (
+        reference.compressed_attention(query, *compressed, **options),
+        reference.selected_attention(query, key, value, indices, **options),
+        reference.sliding_attention(query, sliding_key, sliding_value, **options),
+    )
+    gates = Branches(*jnp.unstack(gates, axis=-1))
+    return reference.combine(Branches(*(out for out, _ in parts)), gates)
 
 
 def check_step(p, name, indices=None):
@@ -102,12 +130,8 @@ def check_step(p, name, indices=None):
         step = getattr(nsa_jax, name)
         return step(*arrays, *rest, implementation="mosaic", **p.where)
 
-    def slow(*arrays, dtype):
-        step = getattr(reference, name)
-        return step(*arrays, *rest, compute_dtype=dtype, **p.where)
-
     names = [f"{part} of {name}" for part in ("query", "key", "value")]
-    compare(names, fast, slow, arrays, cotangents)
+    compare(names, fast, SLOW[name], arrays, rest, cotangents, **p.where)
 
 
 def arrays_of(p):
@@ -139,19 +163,9 @@ def whole(p, indices, implementation="mosaic", **options):
 
 def check_whole(p):
     arrays, indices = arrays_of(p)
-
-    def slow(query, key, sliding_key, value, sliding_value, gates, *compressed, dtype):
-        options = p.where | {"compute_dtype": dtype}
-        parts = (
-            reference.compressed_attention(query, *compressed, **options),
-            reference.selected_attention(query, key, value, indices, **options),
-            reference.sliding_attention(query, sliding_key, sliding_value, **options),
-        )
-        gates = Branches(*jnp.unstack(gates, axis=-1))
-        return reference.combine(Branches(*(out for out, _ in parts)), gates)
-
     cotangent = normal((*p.query.shape[:3], p.case.Dv), p.query.dtype)
-    compare(NAMES, whole(p, indices), slow, arrays, cotangent)
+    fast = whole(p, indices)
+    compare(NAMES, fast, slow_whole, arrays, (indices,), cotangent, **p.where)
 
 
 @pytest.fixture

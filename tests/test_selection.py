@@ -45,7 +45,8 @@ def test_selection_tiebreak_of_equal_keys(implementation):
     """Identical keys give every complete block the same score: the lowest indices win."""
     query = jnp.ones((1, 160, 2, 8))
     key = jnp.ones((1, SMALL.num_compressed(160), 1, 8))
-    indices = nsa_jax.select_blocks(query * 0, key, config=SMALL, implementation=implementation)
+    options = {"config": SMALL, "implementation": implementation}
+    indices = call(nsa_jax.select_blocks, query * 0, key, **options)
     assert np.asarray(indices)[0, -1, 0].tolist() == [0, 1, 8, 9]
     assert np.asarray(indices)[0, 3, 0].tolist() == [0, -1, -1, -1]
 

@@ -14,7 +14,7 @@ from bench.judge.parity import assert_parity
 from nsa_jax import reference
 from nsa_torch import MLPParams, NSAConfig, PoolParams, sdpa, select
 from nsa_torch import reference as torch_reference
-from tests.inputs import PAPER, SMALL, Case, problem
+from tests.inputs import PAPER, SMALL, Case, problem, selection
 from tests.torch_inputs import (
     BRANCHES,
     TIGHT,
@@ -112,7 +112,7 @@ def test_equal_keys_select_as_the_reference_does(implementation):
     query = problem(case).query
     key = jnp.zeros((2, case.config.num_compressed(111), 1, 16))
     got = run("scores", implementation, tensor(query), tensor(key), config=case.config)
-    want = reference.select_blocks(query, key, config=case.config)
+    want = selection(query, key, config=case.config)
     np.testing.assert_array_equal(array(got), want)
 
 
