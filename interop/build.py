@@ -17,7 +17,7 @@ import configs
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
-from nsa_jax import kernel_list
+from nsa_jax import extras
 from nsa_jax.config import NSAConfig
 
 PRESETS = ("paper", "seed", "smallgroup")
@@ -28,6 +28,10 @@ LENGTHS = tuple(2**i for i in range(9, 18))
 
 def kernels_of(preset: str) -> list[Kernel]:
     """The kernels that a file of `configs/` runs, forward and backward, for any length."""
+    try:
+        from nsa_jax import kernel_list
+    except ModuleNotFoundError as error:
+        raise extras.missing("jax", error) from error
     settings = configs.overlay(configs.load("base"), configs.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     found: dict[Kernel, None] = {}

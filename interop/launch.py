@@ -27,7 +27,6 @@ import torch
 from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
 from kernels_pallas.runtime import build, driver, store
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.lowering import lower, plugin_compiler
 from kernels_pallas.runtime.plan import LaunchPlan
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
@@ -238,6 +237,12 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
 
 
 @functools.cache
+def kernels_on_disk() -> bool:
+    """Whether some are there, of whatever configuration."""
+    return bool(_store().list())
+
+
+@functools.cache
 def _store() -> store.Store:
     return store.Store()
 
@@ -274,6 +279,8 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
     Returns:
       A function of the stream and of the addresses of inputs and outputs that queues one run.
     """
+    from kernels_pallas.runtime.lowering import lower, plugin_compiler  # imports JAX
+
     code = lower(kernel)
     compiler = plugin_compiler()
     device, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)

@@ -12,7 +12,7 @@ implementation cannot run the problem.
 import jax
 from jaxtyping import Array, Float, Int
 
-from nsa_jax import branches, debug, validate
+from nsa_jax import branches, debug, jax_debug, validate
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
@@ -64,7 +64,7 @@ def attention(
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
         validate.attention(query, k, v, config, segment_ids, scale, branch)
     if compressed is None:
-        phi = debug.watch(debug.JAX, "compress", "xla", compress_windows)
+        phi = debug.watch(jax_debug.JAX, "compress", "xla", compress_windows)
         compressed = (
             phi(key.compressed, config=config, segment_ids=segment_ids),
             phi(value.compressed, config=config, segment_ids=segment_ids),
@@ -110,7 +110,7 @@ def attend(
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
     arrays = query, key, value, gates, compressed
-    if plan.attention is not None and not debug.stepwise(debug.JAX, *arrays):
+    if plan.attention is not None and not debug.stepwise(jax_debug.JAX, *arrays):
         return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
         block_indices = plan.scores.load()(query, compressed_key, **rest)
@@ -123,7 +123,7 @@ def attend(
             plan.selected.load()(query, *selected, **rest)[0],
             plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
         )
-        return debug.watch(debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
+        return debug.watch(jax_debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
     if recompute:
         by_branch = jax.checkpoint(by_branch)
@@ -311,6 +311,6 @@ def _plan(query, key, value_width, config, segment_ids, implementation, step=Non
     )
     plan = REGISTRY.plan(problem, implementation, step=step)
     if debug.on:
-        debug.plan(debug.JAX, problem, plan)
-        return debug.watched(debug.JAX, REGISTRY, plan)
+        debug.plan(jax_debug.JAX, problem, plan)
+        return debug.watched(jax_debug.JAX, REGISTRY, plan)
     return plan

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 EVENTS = ("routing", "shapes", "timing", "compare")
@@ -55,15 +54,6 @@ class Backend(NamedTuple):
     traced: Callable[[Any], bool]  # whether any of these has no value yet
     wait: Callable[[Any], Any]  # for the device to finish them
     numpy: Callable[[Any], np.ndarray]
-
-
-JAX = Backend(
-    "nsa_jax",
-    lambda: False,
-    lambda given: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)),
-    jax.block_until_ready,
-    np.asarray,
-)
 
 
 def enable(*events: str, limit: int = 100) -> None:

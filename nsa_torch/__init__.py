@@ -1,12 +1,13 @@
 """Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_jax.types`.
 
-The configuration and the container of the branches are JAX's own objects. Importing this
-package starts none of JAX's backends, so JAX takes no GPU memory before it is asked to run.
+The configuration and the container of the branches are those of `nsa_jax`. JAX itself is
+imported by what needs it: implementation `jax`, and building Mosaic kernels, in processes of
+their own. Its backends do not start before it is asked to run.
 """
 
 from nsa_jax import extras
 
-extras.require("torch", "torch", "jax")  # what the imports below need
+extras.require("torch", "torch")
 
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches

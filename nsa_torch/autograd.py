@@ -1,4 +1,4 @@
-"""Autograd of the gated sum, and of whole JAX functions on torch tensors."""
+"""The functions of `nsa_jax` on torch tensors (implementation `jax`), with their gradients."""
 
 import functools
 from collections.abc import Mapping
@@ -12,48 +12,6 @@ from torch.autograd.function import once_differentiable
 import nsa_jax
 from interop import dlpack
 from nsa_jax.types import Branches
-from nsa_torch.chunks import chunks, wide
-
-
-def combine(outputs: Branches[Tensor], gates: Branches[Tensor]) -> Tensor:
-    """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
-    return _Combine.apply(*outputs, *gates)
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors):
-        outputs, gates = tensors[:3], tensors[3:]
-        ctx.save_for_backward(*tensors)
-        total = torch.empty_like(outputs[0])
-        for part in _combine_parts(total):
-            pairs = zip(outputs, gates, strict=True)
-            total[:, part] = sum(_gated(out[:, part], gate[:, part]) for out, gate in pairs)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad):
-        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        outputs, gates = saved[:3], saved[3:]
-        grad_outputs = [torch.empty_like(x) for x in outputs]
-        grad_gates = [torch.empty_like(x) for x in gates]
-        for part in _combine_parts(grad):
-            for out, gate, grad_out, grad_gate in zip(
-                outputs, gates, grad_outputs, grad_gates, strict=True
-            ):
-                grad_out[:, part] = _gated(grad[:, part], gate[:, part])
-                product = out[:, part].to(wide(out.dtype)) * grad[:, part]
-                grad_gate[:, part] = product.sum(dim=-1)
-        return *grad_outputs, *grad_gates
-
-
-def _gated(x, gate):
-    return x.to(wide(x.dtype)) * gate.to(wide(x.dtype))[..., None]
-
-
-def _combine_parts(x):
-    return chunks(x.shape[1], x[:, :1].numel() * wide(x.dtype).itemsize)
 
 
 def jax_function(name: str, arrays: Mapping[str, Any], static: Mapping[str, Any]):

@@ -1,13 +1,13 @@
 """What `nsa_jax.debug`, which tells the events of both frameworks, must know of torch."""
 
-import jax
 import torch
+from torch.utils import _pytree
 
 from nsa_jax.debug import Backend
 
 
 def _wait(given):
-    devices = {x.device for x in jax.tree.leaves(given) if isinstance(x, torch.Tensor)}
+    devices = {x.device for x in _pytree.tree_leaves(given) if isinstance(x, torch.Tensor)}
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

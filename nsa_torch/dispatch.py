@@ -11,10 +11,10 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-import jax
 import torch
 
 import kernels_pallas
+from interop import launch
 from interop.launch import ALIGNMENT
 from nsa_jax import debug
 from nsa_jax.config import NSAConfig
@@ -36,6 +36,10 @@ FUNCTIONS = {
 
 def jax_why_not(problem: Problem) -> str | None:
     """Why JAX cannot take the tensors; asks without starting JAX's backends."""
+    if importlib.util.find_spec("jax") is None:
+        return "JAX is not installed: pip install 'native-sparse-attention[jax]'"
+    import jax
+
     if problem.dtype == "float64" and not jax.config.jax_enable_x64:
         return "JAX computes in float64 only with jax_enable_x64"
     if problem.platform == "cpu":
@@ -60,8 +64,11 @@ def mosaic_why_not(problem: Problem) -> str | None:
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
-    if problem.platform == "cuda" and not _jax_has_cuda():
-        return "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]'"
+    if problem.platform == "cuda" and not _jax_has_cuda() and not launch.kernels_on_disk():
+        return (
+            "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
+            "are built already: python -m interop.build"
+        )
     return problem.strided and f"needs {problem.strided}"
 
 

@@ -29,7 +29,8 @@ from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
-from nsa_torch import autograd, checks
+from nsa_torch import checks
+from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
@@ -135,7 +136,7 @@ def _by_branch(query, key, value, gates, compressed, block_indices, chosen, leng
         chosen.load("selected")(query, *selected, **rest)[0],
         chosen.load("sliding")(query, key.sliding, value.sliding, **rest)[0],
     )
-    return debug.watch(TORCH, "combine", "torch", autograd.combine)(outputs, gates)
+    return debug.watch(TORCH, "combine", "torch", combine)(outputs, gates)
 
 
 def compress(

@@ -12,9 +12,9 @@ import pytest
 
 import nsa_jax
 import nsa_torch
-from interop import launch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
+from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import SMEM_BYTES, Tile, slab_width
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
@@ -137,7 +137,7 @@ def test_gathered_query_tiles_can_be_copied():
     """Three tokens of five heads are 480 bytes a slab, which no copy moves."""
     kernel = next(k for k in kernels(96, 80, 5) if getattr(k.spec, "gathered", False))
     assert (kernel.spec.query_tile, kernel.spec.query_tile.tokens) == (Tile(5, 16, 32), 4)
-    assert launch.lower(kernel)
+    assert lowering.lower(kernel)
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_what_is_refused_does_not_compile(name, monkeypatch):
         monkeypatch.setattr(Tile, "tokens", property(lambda tile: tile.rows // tile.group))
     with pytest.raises(error, match=message):
         for kernel in kernels(**change):
-            launch.lower(kernel)
+            lowering.lower(kernel)
 
 
 # A refusal comes before any kernel runs.

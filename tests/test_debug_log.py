@@ -14,7 +14,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.harness.process import ROOT
-from nsa_jax import debug
+from nsa_jax import debug, jax_debug
 from tests.inputs import SMALL
 
 T, H, HKV, D = 24, 4, 2, 8
@@ -154,12 +154,14 @@ def test_jit_tells_of_the_trace_and_refuses_the_rest(arrays, lines):
 def test_a_fused_path_goes_step_by_step_only_to_be_timed(framework, arrays, lines):
     """Torch's `jax` is one call of JAX; JAX's own fused path needs kernels."""
     if framework == "jax":
-        assert not debug.stepwise(debug.JAX, *arrays)
+        assert not debug.stepwise(jax_debug.JAX, *arrays)
         lines("shapes")
-        assert not debug.stepwise(debug.JAX, *arrays)
+        assert not debug.stepwise(jax_debug.JAX, *arrays)
         lines("timing")
-        assert debug.stepwise(debug.JAX, *arrays)
-        jax.eval_shape(lambda x: pytest.fail("") if debug.stepwise(debug.JAX, x) else x, 1.0)
+        assert debug.stepwise(jax_debug.JAX, *arrays)
+        jax.eval_shape(
+            lambda x: pytest.fail("") if debug.stepwise(jax_debug.JAX, x) else x, 1.0
+        )
         return
     told = lines("shapes")
     out = call("torch", arrays, implementation="jax")

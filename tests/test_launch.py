@@ -20,9 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from interop import launch as module
-from interop.launch import launch, lower, prepare
+from interop.launch import launch, prepare
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import lowering
+from kernels_pallas.runtime.lowering import lower
 from tests import cross_compile
 
 N = 4096
@@ -230,7 +231,7 @@ def test_lowering_starts_no_backend_and_leaves_them_usable(tmp_path):
     script = """
         import jax
         from jax._src import xla_bridge
-        from interop.launch import lower
+        from kernels_pallas.runtime.lowering import lower
         from tests.test_launch import new_tiny
 
         before = lower(new_tiny())

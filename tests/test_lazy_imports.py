@@ -61,3 +61,37 @@ def test_public_names_are_there_after_the_import():
 
 def test_a_name_that_is_not_there():
     assert not hasattr(nsa_jax, "attend_to_everything")
+
+
+def test_torch_needs_no_jax():
+    """The portable paths run, and what needs JAX says so."""
+    blocked = """
+import importlib.abc, importlib.util, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib", "flax"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "jax" else find(name, *rest)
+"""
+    code = """
+import torch, nsa_torch, nsa_torch.mosaic, interop.build
+shapes = (4, 16), (2, 16), (2, 16), (4, 3)
+inputs = [torch.randn(1, 70, *shape, requires_grad=True) for shape in shapes]
+nsa_torch.attention(*inputs).sum().backward()
+assert all(torch.isfinite(x.grad).all() for x in inputs)
+
+plan = nsa_torch.explain(*inputs[:3])
+assert plan.selected.implementation == "sdpa"
+try:
+    nsa_torch.attention(*inputs, implementation="jax")
+except NotImplementedError as error:
+    assert "JAX is not installed" in str(error), error
+else:
+    raise AssertionError("implementation jax ran")
+"""
+    done = python(blocked + code)
+    assert done.returncode == 0, done.stderr
