@@ -146,6 +146,22 @@ def test_full_cache_is_an_error_or_nan():
     assert np.isnan(np.asarray(out)).all()
 
 
+@pytest.mark.parametrize("begin", [0, 40])
+def test_a_cache_that_is_full_at_the_end_is_no_error(begin, monkeypatch):
+    """Where the length is known: tokens are appended, here for the sake of time not really."""
+    p = problem(CASE)
+    cache = nsa_jax.init_cache(2, 63, 2, 8, 5, config=SMALL)
+    cache = cache._replace(length=jnp.array([0, begin], jnp.int32))
+
+    def update(*_):
+        raise StopIteration
+
+    monkeypatch.setattr(nsa_jax.cache, "update", update)
+    with pytest.raises(StopIteration):
+        rest = (x[:, begin:] for x in (p.query, p.key, p.value, p.gates))
+        nsa_jax.cached_attention(*rest, cache, config=SMALL)
+
+
 @pytest.mark.parametrize("length", [96, 128])
 def test_decode_counters(length):
     """`reads(S)` against the value rows that one token really reads: those with a gradient.
