@@ -81,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _build(store: Store, presets: Sequence[str], jobs: int | None) -> int:
-    kernels = [kernel for name in presets for kernel in kernels_of(name)]
     begin = time.perf_counter()
     try:
+        kernels = [kernel for name in presets for kernel in kernels_of(name)]
         built = store.fetch(kernels, jobs, terminal_progress())
-    except RuntimeError as error:
+    except (ModuleNotFoundError, RuntimeError) as error:
         print(f"{error}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - begin

@@ -8,7 +8,7 @@ import torch
 
 import nsa_torch
 from nsa_jax.dispatch import Problem
-from nsa_torch import Branches, dispatch, fa2
+from nsa_torch import Branches, autograd, dispatch, fa2
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
 
@@ -153,9 +153,9 @@ def test_explain_names_the_choice_and_every_refusal():
 
 def test_the_whole_attention_is_one_jax_call(monkeypatch):
     calls = []
-    original = nsa_torch.autograd.dlpack.call_jax
+    original = autograd.dlpack.call_jax
     monkeypatch.setattr(
-        nsa_torch.autograd.dlpack,
+        autograd.dlpack,
         "call_jax",
         lambda *x: calls.append(x[0]) or original(*x),
     )
