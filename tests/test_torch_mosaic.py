@@ -321,13 +321,15 @@ def test_a_tensor_that_cannot_be_read_in_place_is_named():
         run("sliding", "mosaic", shifted, key, value, config=SMALL)
 
 
-def test_torch_needs_the_compiler_of_jax(monkeypatch):
+def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     problem = dispatch.problem_of(*inputs(20, 20, 4, 2, 16, 16)[:2], 16, SMALL, False)
     hopper = {"platform": "cuda", "capability": (9, 0), "branch": "selected"}
     problem = problem._replace(**hopper)
-    for there, reason in ((True, None), (False, "needs the compiler in JAX's CUDA plugin")):
-        monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda there=there: there)
-        assert (dispatch.mosaic_why_not(problem) or "None").startswith(str(reason))
+    missing = "needs the compiler in JAX's CUDA plugin"
+    for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
+        monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda there=compiler: there)
+        monkeypatch.setattr(dispatch.launch, "kernels_on_disk", lambda there=on_disk: there)
+        assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
 
 
 # On a Hopper GPU
