@@ -76,6 +76,8 @@ def inputs(T, S, H, Hkv, D, Dv, B=1, device="cpu"):
 LATE = Case(21, 91, H=6, Hkv=2, D=16, Dv=32, dtype="float16")
 SEGMENTS = (1, 20, 0, 1, 23, 8, 0, -8)
 PACKED = Case(61, 61, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
+# Sizes of `inputs`; two tests have them, so that their kernels are compiled once.
+RECOMPUTED = 21, 40, 4, 2, 16, 32
 
 
 @pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
@@ -203,11 +205,11 @@ def test_compiled_without_a_graph_break():
 
 
 def check_compiled(device, backend):
-    leaves = inputs(20, 20, 2, 1, 16, 16, device=device)
+    leaves = inputs(*RECOMPUTED, device=device)
 
     def function(query, key, value, gates):
-        out = nsa_torch.attention(query, key, value, gates, config=FEW)
-        local = nsa_torch.sliding_attention(query, key, value, config=FEW)[0]
+        out = nsa_torch.attention(query, key, value, gates, config=SMALL)
+        local = nsa_torch.sliding_attention(query, key, value, config=SMALL)[0]
         return out + local
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
@@ -261,8 +263,7 @@ def test_recomputed(implementation, monkeypatch):
     monkeypatch.setattr(
         mosaic_lists, "tile_block_lists", lambda *a: made.append(1) or lists(*a)
     )
-    *tensors, gates = inputs(21, 40, 4, 2, 16, 32)
-    leaves, results = [*tensors, gates], []
+    leaves, results = inputs(*RECOMPUTED), []
     for recompute in (False, True):
         saved = []
         options = {"implementation": implementation, "recompute": recompute}
