@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -108,7 +109,7 @@ def cached_attention(
     gates = validate.gates(gates, query)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     if not isinstance(cache.length, jax.core.Tracer):
-        longest = int(jnp.max(cache.length)) + query.shape[1]
+        longest = int(np.max(np.asarray(cache.length))) + query.shape[1]  # inside of jit too
         if longest > cache.capacity:
             raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
     cache = update(cache, key, value, config, compress_params)

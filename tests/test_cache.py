@@ -162,6 +162,23 @@ def test_a_cache_that_is_full_at_the_end_is_no_error(begin, monkeypatch):
         nsa_jax.cached_attention(*rest, cache, config=SMALL)
 
 
+def test_a_cache_that_jit_closes_over_is_checked():
+    """Its length is known there, and the check must not be traced."""
+    p = problem(CASE)
+    for capacity in (63, 62):
+        cache = nsa_jax.init_cache(2, capacity, 2, 8, 5, config=SMALL)
+
+        def step(*arrays, cache=cache):
+            return nsa_jax.cached_attention(*arrays, cache, config=SMALL)
+
+        arrays = p.query, p.key, p.value, p.gates
+        if capacity == 63:
+            jax.eval_shape(step, *arrays)
+            continue
+        with pytest.raises(ValueError, match="capacity is 62 tokens, got 63"):
+            jax.eval_shape(step, *arrays)
+
+
 @pytest.mark.parametrize("length", [96, 128])
 def test_decode_counters(length):
     """`reads(S)` against the value rows that one token really reads: those with a gradient.
