@@ -103,6 +103,7 @@ def _forward_with_residuals(*arguments):
 
 def _backward(do, selection, *arguments):
     """The branches are computed again."""
+    warm_up.before_call(_inputs(arguments), arguments[NUM_INPUTS + 2 :], gradients=True)
     given = arguments[NUM_INPUTS]
     residuals = Residuals.recomputed(selection if given is None else given)
     return _gradients(do, residuals, arguments)
