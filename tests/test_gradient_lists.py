@@ -20,7 +20,6 @@ import nsa_torch.mosaic
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import (
     block_query_lists,
-    bwd_preprocess,
     dkv,
     interval,
     selected,
@@ -156,7 +155,6 @@ def no_kernels(monkeypatch):
         (interval, "dq"),
         (dkv, "merge"),
         (dkv, "partials"),
-        (bwd_preprocess, "row_stats"),
         (selected, "dq"),
     ):
         monkeypatch.setattr(module, name, functools.partial(Told, name))
