@@ -37,9 +37,6 @@ CAPABILITY = (9, 0)
 # a view that starts inside its storage can break it.
 ALIGNMENT = 256
 
-DRIVER = "libcuda.so.1"
-RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-
 # (function, stream, addresses); releases the GIL, since a full queue makes the driver wait.
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -118,13 +115,12 @@ def prepare(
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     kernels = [kernels] if isinstance(kernels, Kernel) else list(kernels)
-    generic = list(dict.fromkeys(x.for_any_length() for x in kernels if x.source))
-    _load_generic(generic, index, jobs)
-    fixed = [x for x in kernels if not x.source]
-    for kernel in fixed:
+    generic = dict.fromkeys(x.for_any_length() for x in kernels if x.source)
+    _load_generic(list(generic), index, jobs)
+    for kernel in kernels:
         if (kernel, index) not in _launchers:
             _load(kernel, index)
-    return len(generic) + len(fixed)
+    return len(generic) + len({x for x in kernels if not x.source})
 
 
 class _Argument(NamedTuple):
@@ -226,6 +222,8 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
     """
     with _lock:
         missing = [x for x in kernels if (x, index) not in _loaded]
+        if not missing:
+            return
         for kernel in missing:
             _check_may_load(kernel, index)
         if not _can_build() and None in map(_store().get, missing):
@@ -283,15 +281,8 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
 
     code = lower(kernel)
     compiler = plugin_compiler()
-    device, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(device), index)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    _call("cuCtxPushCurrent_v2", context)
-    try:
-        # A capture in another thread would forbid this one to load code, and the plugin ends
-        # the process when the driver refuses.
-        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    of = f"{kernel.name} on device {index}"
+    with driver.loading(index, of) as address:  # where refused, the plugin ends the process
         compiled = compiler(code, len(code))
         if not compiled:
             raise RuntimeError(
@@ -299,13 +290,9 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
                 "any, are on stderr; MOSAIC_GPU_DUMP_PTXAS=1 adds those of ptxas"
             )
         function, start = ctypes.c_void_p(compiled[0]), _Start(compiled[1])
-        # The driver may put off loading until the first launch, which may be in a capture.
-        if hasattr(ctypes.CDLL(DRIVER), "cuFuncLoad"):  # since CUDA 12.4
-            _call("cuFuncLoad", function)
-    finally:
-        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        driver.load_now(function, of)
 
+    context = ctypes.c_void_p(address)
     pointers = ctypes.c_void_p * (len(kernel.inputs) + len(kernel.outputs))
     quick = driver.quick()  # keeps the GIL: the two calls return at once
     push, pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
@@ -315,7 +302,7 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
         # A thread that has not called the CUDA runtime yet has no context, and another device
         # may be current; the launch would end the process.
         if error := push(context):
-            raise RuntimeError(f"cuCtxPushCurrent failed with CUDA error {error}")
+            raise RuntimeError(f"{of}: cuCtxPushCurrent failed with {driver.words(error)}")
         try:
             start(function, stream, pointers(*addresses))
         finally:
@@ -328,11 +315,5 @@ def capture_of(stream: int) -> int:
     """The number of the CUDA graph that a stream is being captured into; 0: none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     found = ctypes.byref(status), ctypes.byref(number)
-    _call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found, None, None, None)
+    driver.call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found, None, None, None)
     return number.value if status.value else 0
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Calls the CUDA driver."""
-    if error := getattr(ctypes.CDLL(DRIVER), name)(*arguments):
-        raise RuntimeError(f"{name} failed with CUDA error {error}")

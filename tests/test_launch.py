@@ -24,6 +24,7 @@ from interop.launch import launch, prepare
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import lowering
 from kernels_pallas.runtime.lowering import lower
+from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from tests import cross_compile
 
 N = 4096
@@ -259,6 +260,22 @@ def test_cross_compilation_reports_registers_and_spills():
     assert bad["remarks"]
 
 
+def test_what_cannot_be_built_is_compiled_for_its_length(monkeypatch):
+    """`prepare` leaves nothing to a later capture, where kernels for any length are out of
+    reach."""
+    kernels = [row_stats(RowStats(1, length, 8, 2, 16, 64)) for length in (40, 41, 40)]
+    compiled = []
+    monkeypatch.setattr(module.torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(module, "_launchers", {})
+    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_can_build", lambda: False)
+    monkeypatch.setattr(module, "_check_may_load", lambda kernel, index: None)
+    monkeypatch.setattr(module, "_compile", lambda kernel, index: compiled.append(kernel))
+    assert prepare(kernels, "cuda:3") == 1
+    assert compiled == kernels[:2]
+    assert list(module._launchers) == [(kernel, 3) for kernel in kernels[:2]]
+
+
 def test_cross_compilation_fails_aloud():
     with pytest.raises(RuntimeError, match="no attribute 'no_such_builder'"):
         cross_compile.compile_report([(f"{__name__}:no_such_builder", {})])
@@ -269,6 +286,7 @@ def test_a_launch_hands_the_driver_function_stream_and_addresses_in_order(tmp_pa
         import ctypes, threading
         from interop import launch
         from kernels_pallas.runtime import build_child
+        from kernels_pallas.runtime.driver import RELAXED
         from tests.test_launch import tiny
 
         driver = ctypes.CDLL("libcuda.so.1")
@@ -276,7 +294,7 @@ def test_a_launch_hands_the_driver_function_stream_and_addresses_in_order(tmp_pa
         assert driver.recorder_depth() == 0
         calls = build_child.recorded()
         (mode,) = [x["capture_mode"] for x in calls if x["call"] == "cuModuleLoadData"]
-        assert mode == launch.RELAXED
+        assert mode == RELAXED
         mode = ctypes.c_int(0)
         driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         assert mode.value == 0

@@ -1,7 +1,9 @@
 """The calls of the CUDA driver that loading and launching takes, by ctypes."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.runtime.cubin import Cubin
@@ -88,32 +90,48 @@ def load(cubin: Cubin, image: bytes, device: int) -> Function:
         what to do.
     """
     of = f"{cubin.name} on device {device}"
-    number, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with loading(device, of) as context:
+        try:
+            call("cuModuleLoadData", ctypes.byref(module), image, of=of)
+            entry = cubin.entry.encode()
+            call("cuModuleGetFunction", ctypes.byref(function), module, entry, of=of)
+            for number, value in ((x.number, x.value) for x in cubin.attributes):
+                call("cuFuncSetAttribute", function, number, value, of=of)
+            load_now(function, of)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{_advice(str(error), cubin)}") from error
+    assert function.value
+    return Function(function.value, context)
+
+
+@contextlib.contextmanager
+def loading(device: int, of: str) -> Iterator[int]:
+    """The primary context of a GPU, which is current within; code may be loaded there although
+    another thread captures a CUDA graph. `of` says what is loaded.
+    """
+    number, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
     call("cuInit", 0, of=of)
     call("cuDeviceGet", ctypes.byref(number), device, of=of)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number, of=of)
     call("cuCtxPushCurrent_v2", context, of=of)
     try:
-        # A capture in another thread would forbid this one to load code.
         call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
         try:
-            call("cuModuleLoadData", ctypes.byref(module), image, of=of)
-            entry = cubin.entry.encode()
-            call("cuModuleGetFunction", ctypes.byref(function), module, entry, of=of)
-            for number_, value in ((x.number, x.value) for x in cubin.attributes):
-                call("cuFuncSetAttribute", function, number_, value, of=of)
-            # The driver may put off loading until the first launch, which may be in a capture.
-            if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
-                call("cuFuncLoad", function, of=of)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}{_advice(str(error), cubin)}") from error
+            assert context.value
+            yield context.value
         finally:
             call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
     finally:
         call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()), of=of)
-    assert function.value and context.value
-    return Function(function.value, context.value)
+
+
+def load_now(function: ctypes.c_void_p, of: str) -> None:
+    """Loads a function that the driver may put off loading until its first launch, which may be
+    in a capture.
+    """
+    if hasattr(library(), "cuFuncLoad"):  # since CUDA 12.4
+        call("cuFuncLoad", function, of=of)
 
 
 def version() -> tuple[int, int]:
