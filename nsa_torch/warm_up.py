@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from interop import launch
+from interop.build import LENGTHS
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
 from nsa_jax import mosaic_attention
@@ -20,9 +21,6 @@ from nsa_jax.types import Branches
 from nsa_torch import operators
 from nsa_torch.mosaic_layout import MosaicLayout
 from nsa_torch.torch_ops import TorchOps, device_name
-
-# Each power of two has a kernel of its own for scores; others differ in short and long ones.
-LENGTHS = tuple(2**i for i in range(9, 17))
 
 
 class Layer(NamedTuple):

@@ -41,13 +41,6 @@ class Warp(Warps):
     def warp(self):
         return lanes(self.number_of_warp)
 
-    def each(self, function, rows: int, warps: int, of_group: int, *given) -> None:
-        """`function(*given, row, group)` of so many warps a row, in groups of `of_group`."""
-        for row in range(rows):
-            for group in range(-(-warps // of_group)):
-                for self.number_of_warp in range(of_group):
-                    function(*given, lanes(row), lanes(group))
-
 
 def machine(monkeypatch, bytes_: int, *modules) -> Warp:
     """A warp with so much shared memory, on which these modules' functions run."""

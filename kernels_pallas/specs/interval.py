@@ -41,9 +41,12 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def sizes(self) -> dict[str, int]:
-        heads, (ctas,) = self.B * self.Hkv, self.grid
-        return {"T": self.T, "tiles": self.tiles, "heads": heads, "pairs": self.pairs} | {
-            "ctas": ctas
+        return {
+            "T": self.T,
+            "tiles": self.tiles,
+            "heads": self.B * self.Hkv,
+            "pairs": self.pairs,
+            "ctas": self.grid[0],
         }
 
     @property
