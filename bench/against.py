@@ -14,7 +14,6 @@ failed. Kernels: `mosaic`, so a Hopper GPU.
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from absl import app, flags
 
-from bench.harness import cli, exit_status, records
+from bench.harness import cli, exit_status, process, records
 from bench.harness.timed_problem import Problem
 
 FLAGS = flags.FlagValues()
@@ -105,11 +104,11 @@ class Child:
 
     def __init__(self, checkout: Path, problem: Problem):
         self.name = f"{problem.name} in {checkout.name}"
-        paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-P", SCRIPT, json.dumps(dataclasses.asdict(problem))],
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(paths), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            env=process.environment(
+                {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -121,7 +121,13 @@ IMPORTS = {
     r"jax\.experimental\.pallas|jax\.experimental import pallas": ["kernels_pallas/"],
     r"dlpack": ["interop/", "nsa_torch/autograd.py"],
     r"^\s*(import|from) torch": ["nsa_torch/", "interop/", "bench/"],
-    r"os\.environ|getenv": ["bench/__init__.py", "bench/harness/seed_env.py"],
+    r"os\.environ|getenv": [
+        "bench/__init__.py",
+        "bench/harness/seed_env.py",
+        # These hand a changed copy to a child:
+        "bench/harness/process.py",
+        "kernels_pallas/runtime/build.py",
+    ],
 }
 
 

@@ -75,6 +75,16 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables with `changes`, for a child; of `PYTHONPATH` the change goes
+    before what is there."""
+    variables = os.environ | changes
+    before = os.environ.get("PYTHONPATH")
+    if before and "PYTHONPATH" in changes:
+        variables["PYTHONPATH"] += f"{os.pathsep}{before}"
+    return variables
+
+
 def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> list[str]:
     """The words of a command, `{name}` replaced; a word that comes out empty is left out, and
     one with `{records}` stands once for each of them."""

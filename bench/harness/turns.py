@@ -5,12 +5,13 @@ told to, on its standard input. So compilation takes the cores of the machine, a
 timed has the GPU to itself.
 """
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from bench.harness import process
 
 READY, GO = "ready\n", "go\n"
 
@@ -33,7 +34,7 @@ class Child:
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", *words],
-                env=os.environ | environment,
+                env=process.environment(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
