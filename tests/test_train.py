@@ -219,12 +219,14 @@ def test_a_checkpoint_that_breaks_off_leaves_the_last_one(tmp_path):
 
 def test_batches_follow_from_seed_and_step():
     one, same, other = (Batches(3, 40, seed, CORPUS) for seed in (1, 1, 2))
-    assert one.train(0).shape == (3, 41) and one.train(0).dtype == np.uint8
-    np.testing.assert_array_equal(one.train(5), same.train(5))
-    assert (one.train(5) != one.train(6)).any() and (one.train(5) != other.train(5)).any()
+    first, fifth = one.train(0).tokens, one.train(5).tokens
+    assert first.shape == (3, 41) and first.dtype == np.uint8
+    np.testing.assert_array_equal(fifth, same.train(5).tokens)
+    np.testing.assert_array_equal(fifth[1:2], one.train(5, slice(1, 2)).tokens)
+    assert (fifth != one.train(6).tokens).any() and (fifth != other.train(5).tokens).any()
     assert len(one.training) + len(one.held_out) == CORPUS
     for batch in one.evaluation(2):
-        assert all(row.tobytes() in one.held_out.tobytes() for row in batch)
+        assert all(row.tobytes() in one.held_out.tobytes() for row in batch.tokens)
     with pytest.raises(ValueError, match="corpus_bytes must be over 656 for seq_len=40"):
         Batches(3, 40, 1, 640)
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from bench.lm.data import Batch
 from bench.lm.spec import DivergedError, ModelSpec, Task, Training
 from interop import weights
 from nsa_jax.layer import LayerSpec
@@ -183,26 +184,26 @@ class Learner:
         self.state: Any = _committed(self.program.optimizer().init(self.params))
         self.shape: tuple[int, ...] | None = None  # of the last step's tokens
 
-    def step(self, tokens: np.ndarray, step: int) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch, uint8 `[B, T + 1]`.
+    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+        """Loss and gradient norm before clipping of the batch.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
         rate = jnp.float32(self.training.rate(step))
-        arguments = self.program, self.params, self.state, rate, jnp.asarray(tokens)
+        arguments = self.program, self.params, self.state, rate, _tokens(batch)
         with self._precision():
             self.params, self.state, numbers = _step(*arguments)
-        self.shape = tokens.shape
+        self.shape = batch.tokens.shape
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
             raise DivergedError(step, loss, norm)
         return loss, norm
 
-    def loss(self, tokens: np.ndarray) -> float:
-        """The mean loss of a batch, uint8 `[B, T + 1]`, in nats a token."""
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of a batch, in nats a token."""
         with self._precision():
-            return float(_loss(self.program, self.params, jnp.asarray(tokens)))
+            return float(_loss(self.program, self.params, _tokens(batch)))
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -249,6 +250,12 @@ class Learner:
         module = nnx.merge(self.graph, jax.tree.map(jnp.array, self.params))
         weights.load(path, module)
         return nnx.split(module)[1]
+
+
+def _tokens(batch: Batch) -> jax.Array:
+    if batch.segment_ids is not None:
+        raise NotImplementedError("the model attends to whole rows, got segment_ids")
+    return jnp.asarray(batch.tokens)
 
 
 def _committed(tree):

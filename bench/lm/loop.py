@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.harness import records, timing
 from bench.lm import checkpoint, log, speed, variants
-from bench.lm.data import Batches
+from bench.lm.data import Batch, Batches
 from bench.lm.spec import DivergedError, Task
 
 EVALUATED_BATCHES = 8
@@ -23,9 +23,9 @@ REPORTS = 10  # on the console in a run
 class Learner(checkpoint.Kept, Protocol):
     """`jax_lm.Learner` or `torch_lm.Learner`."""
 
-    def step(self, tokens: np.ndarray, step: int) -> tuple[float, float]: ...
+    def step(self, batch: Batch, step: int) -> tuple[float, float]: ...
 
-    def loss(self, tokens: np.ndarray) -> float: ...
+    def loss(self, batch: Batch) -> float: ...
 
     def parameters(self) -> int: ...
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.harness import timing
+from bench.lm.data import Batch
 from bench.lm.spec import DivergedError, ModelSpec, Task
 from interop import weights
 from nsa_jax.layer import LayerSpec
@@ -192,14 +193,14 @@ class Learner:
             fused=cuda,
         )
 
-    def step(self, tokens: np.ndarray, step: int) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch, uint8 `[B, T + 1]`.
+    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+        """Loss and gradient norm before clipping of the batch.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        batch = torch.from_numpy(tokens).to(self.place)
-        loss, grads = self._replay(batch) if self.graph else self._gradients(batch)
+        tokens = self._tokens(batch)
+        loss, grads = self._replay(tokens) if self.graph else self._gradients(tokens)
         for master, grad in zip(self.master.parameters(), grads, strict=True):
             master.grad = grad
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
@@ -213,10 +214,10 @@ class Learner:
         self._use_master()
         return numbers[0], numbers[1]
 
-    def loss(self, tokens: np.ndarray) -> float:
-        """The mean loss of a batch, uint8 `[B, T + 1]`, in nats a token."""
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of a batch, in nats a token."""
         with torch.no_grad():
-            return self._loss(torch.from_numpy(tokens).to(self.place)).item()
+            return self._loss(self._tokens(batch)).item()
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -257,6 +258,11 @@ class Learner:
     @torch.no_grad()
     def _use_master(self) -> None:
         torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
+
+    def _tokens(self, batch: Batch) -> Tensor:
+        if batch.segment_ids is not None:
+            raise NotImplementedError("the model attends to whole rows, got segment_ids")
+        return torch.from_numpy(batch.tokens).to(self.place)
 
     def _loss(self, batch: Tensor) -> Tensor:
         batch = batch.long()
