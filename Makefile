@@ -10,10 +10,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
+# What a process imports is not compiled again by the next one, wherever that is switched off.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all test-clean durations check format clean
+.PHONY: help setup compare oneshot test test-all test-clean durations wheel check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
@@ -22,6 +25,7 @@ help:
 	@echo "make test-all    all tests, 25 minutes on two cores"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
+	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
 	@echo "make check       format, lint, types, floors"
 	@echo "make format      rewrite the sources in the house format"
 
@@ -59,6 +63,18 @@ durations: $(READY)
 test-clean:
 	$(PYTHON) tests/clean_environments.py $(CLEAN)
 
+# Kernels lie in the package while the wheel is made, not in the checkout.
+PRESETS := kernels_pallas/runtime/presets
+WHEEL_MIB := 30
+
+wheel: $(READY)
+	rm -rf $(PRESETS) build/lib dist
+	trap 'rm -rf $(PRESETS)' EXIT; \
+		$(RUN) -m interop.build --preset paper,seed,smallgroup --out $(PRESETS) && \
+		$(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@du -k dist/*.whl | awk '{ printf "%s: %.1f MiB\n", $$2, $$1 / 1024; \
+		if ($$1 > $(WHEEL_MIB) * 1024) { print "must be at most $(WHEEL_MIB) MiB"; exit 1 } }'
+
 check: $(READY)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
@@ -70,4 +86,4 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -65,6 +65,22 @@ assert layer.W_Q.weight.grad.isfinite().all()
 interop.weights.save("layer.safetensors", layer)
 interop.weights.load("layer.safetensors", layer)
 """
+# The kernels of a preset come with the wheel, and are found without JAX and without a GPU.
+BUILT = """
+import configs
+from kernels_pallas.runtime.store import Store
+from nsa_jax.config import NSAConfig
+from nsa_torch.warm_up import Layer, kernels_of
+for preset in ("paper", "seed", "smallgroup"):
+    settings = configs.overlay(configs.load("base"), configs.load(preset))
+    model, config = settings["model"], NSAConfig(**settings["nsa"])
+    sizes = (model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v"))
+    layer = Layer(*sizes, torch.bfloat16, config, None, gradients=True, packed=False)
+    kernels = {x for n in (700, 5000, 70000) for x in kernels_of(layer, 1, n, n, None)}
+    missing = [x.name for x in kernels if Store("none").get(x) is None]
+    assert not missing, f"{preset}: the wheel has no {missing}"
+refused("import nsa_jax.nn", "jax")
+"""
 
 
 class Environment(NamedTuple):
@@ -79,7 +95,7 @@ ENVIRONMENTS = {
     "base": Environment("", ("jax", "torch", "flax", "matplotlib", "rich"), BASE),
     "jax": Environment("[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX),
     "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
-    "torch": Environment("[torch]", ("flax", "matplotlib", "rich"), TORCH + NO_FLAX),
+    "torch": Environment("[torch]", ("jax", "flax", "matplotlib", "rich"), TORCH + BUILT),
 }
 
 
@@ -94,12 +110,10 @@ for name in {environment.absent}:
 
 
 def wheel() -> Path:
-    """The wheel of this checkout."""
-    # setuptools would put modules that are gone into the wheel again.
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    """The wheel of this checkout, with kernels."""
     shutil.rmtree(FOLDER, ignore_errors=True)
-    _pip(Path(sys.executable), "wheel", "--no-deps", "--wheel-dir", str(FOLDER), str(ROOT))
-    (built,) = FOLDER.glob("*.whl")
+    subprocess.run(["make", "wheel"], cwd=ROOT, check=True)
+    (built,) = (ROOT / "dist").glob("*.whl")
     return built
 
 

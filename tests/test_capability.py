@@ -15,12 +15,11 @@ import nsa_torch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
-from kernels_pallas.specs.tile import SMEM_BYTES, Tile, slab_width
+from kernels_pallas.specs.tile import Tile, slab_width
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
 from nsa_torch import torch_ops
 from tests import test_mosaic_compiled
-from tests.cross_compile import compile_report
 from tests.inputs import PAPER, SMALL, Case, problem
 from tests.test_mosaic_gradients import check_step
 from tests.torch_inputs import on_the_cpu, tensor
@@ -110,7 +109,8 @@ def test_large_groups_whose_rows_no_copy_moves_are_refused():
     assert capability.why_not(narrow).endswith("got D=128, Dv=128, select_block=48")
 
 
-# What is accepted compiles, and what is refused would not.
+# What is accepted is compiled by Mosaic, and what is refused would not. Mosaic counts the shared
+# memory; what ptxas makes of such kernels is in `test_mosaic_compiled.py`.
 
 
 @functools.cache
@@ -127,10 +127,6 @@ def kernels(D=128, Dv=128, G=4, config=PAPER):
                     gathered = getattr(kernel.spec, "gathered", False)
                     found[kernel.name, gathered] = kernel
     return list(found.values())
-
-
-def build(shape, index):
-    return kernels(*shape)[index]
 
 
 def test_gathered_query_tiles_can_be_copied():
@@ -155,11 +151,7 @@ def test_small_groups_are_compiled_with_the_gathered_kernels():
 @pytest.mark.parametrize("shape", SAMPLE + BORDERS)
 def test_what_is_accepted_compiles(shape):
     assert not capability.why_not(asked(*shape))
-    builders = [
-        (f"{__name__}:build", {"shape": shape, "index": i}) for i in range(len(kernels(*shape)))
-    ]
-    reports = compile_report(builders)
-    assert all(report["shared_bytes"] <= SMEM_BYTES for report in reports)
+    assert all(lowering.lower(kernel) for kernel in kernels(*shape))
 
 
 @pytest.mark.slow

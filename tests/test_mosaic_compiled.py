@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels_pallas.mosaic.operands import REGISTERS
+from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import SMEM_BYTES
 from nsa_jax import mosaic
 from nsa_jax.config import NSAConfig
@@ -134,9 +135,7 @@ def build(name, index, backward):
 
 @functools.cache
 def any_length(name, backward=False):
-    """`kernels` as torch runs them; JAX's, compiled for a length, are those of
-    `test_capability.py`.
-    """
+    """`kernels` as torch runs them; those of `test_capability.py` are for a length, as JAX's."""
     return tuple(dict.fromkeys(x.for_any_length() for x in kernels(name, backward)))
 
 
@@ -187,5 +186,7 @@ def test_kernels_fit_the_chip(name, backward):
     [(name, False) for name in EDGES] + [(name, True) for name in EDGES_BACKWARD],
 )
 def test_what_is_not_refused_compiles(name, backward):
-    reports = compiled(name, backward)
-    assert all(report["shared_bytes"] <= SMEM_BYTES for report in reports)
+    """By Mosaic, which counts the shared memory; ptxas takes the largest only."""
+    assert all(map(lowering.lower, any_length(name, backward)))
+    if name == "widest":
+        assert all(report["shared_bytes"] <= SMEM_BYTES for report in compiled(name, backward))

@@ -73,11 +73,11 @@ def inputs(T, S, H, Hkv, D, Dv, B=1, device="cpu"):
 
 # In the interpreter
 
-LATE = Case(21, 91, H=6, Hkv=2, D=16, Dv=32, dtype="float16")
-SEGMENTS = (1, 20, 0, 1, 23, 8, 0, -8)
-PACKED = Case(61, 61, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
-# Sizes of `inputs`; two tests have them, so that their kernels are compiled once.
-RECOMPUTED = 21, 40, 4, 2, 16, 32
+LATE = Case(9, 60, H=3, Hkv=1, D=16, Dv=32, dtype="float16")
+SEGMENTS = (1, 14, 0, 1, 17, 6, 0, -6)
+PACKED = Case(45, 45, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
+# Sizes of `inputs`, with `FEW`; several tests have them, so that kernels are compiled once.
+SIZES = 5, 21, 2, 1, 16, 16
 
 
 @pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
@@ -205,11 +205,11 @@ def test_compiled_without_a_graph_break():
 
 
 def check_compiled(device, backend):
-    leaves = inputs(*RECOMPUTED, device=device)
+    leaves = inputs(*SIZES, device=device)
 
     def function(query, key, value, gates):
-        out = nsa_torch.attention(query, key, value, gates, config=SMALL)
-        local = nsa_torch.sliding_attention(query, key, value, config=SMALL)[0]
+        out = nsa_torch.attention(query, key, value, gates, config=FEW)
+        local = nsa_torch.sliding_attention(query, key, value, config=FEW)[0]
         return out + local
 
     compiled = torch.compile(function, backend=backend, fullgraph=True)
@@ -223,7 +223,7 @@ def check_compiled(device, backend):
 
 def operators(device):
     """The operators with arguments of one small problem."""
-    query, key, value, gates = inputs(5, 21, 2, 1, 16, 16, device=device)
+    query, key, value, gates = inputs(*SIZES, device=device)
     place = arguments(FEW, 21, None, None)
     pair = [nsa_torch.compress(x, config=FEW).detach().requires_grad_() for x in (key, value)]
     indices = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
@@ -263,14 +263,14 @@ def test_recomputed(implementation, monkeypatch):
     monkeypatch.setattr(
         mosaic_lists, "tile_block_lists", lambda *a: made.append(1) or lists(*a)
     )
-    leaves, results = inputs(*RECOMPUTED), []
+    leaves, results = inputs(*SIZES), []
     for recompute in (False, True):
         saved = []
         options = {"implementation": implementation, "recompute": recompute}
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, saved=saved: saved.append(x.shape) or x, lambda x: x
         ):
-            out = nsa_torch.attention(*leaves, config=SMALL, **options)
+            out = nsa_torch.attention(*leaves, config=FEW, **options)
         found = torch.autograd.grad(out, leaves, torch.ones_like(out))
         results.append((out, found, saved.count(out.shape)))
         assert len(made) == (1 + 2 * recompute if implementation == "mosaic" else 0)
@@ -283,7 +283,7 @@ def test_recomputed(implementation, monkeypatch):
 
 @pytest.mark.usefixtures("interpreted")
 def test_gradients_end_where_they_should():
-    query, key, value, _ = inputs(5, 21, 2, 1, 16, 16)
+    query, key, value, _ = inputs(*SIZES)
     out, lse = mosaic.sliding_attention(query, key, value, config=FEW, kv_len=21)
     assert out.requires_grad and not lse.requires_grad
     (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
