@@ -91,6 +91,26 @@ def launch(
     return tuple(results)
 
 
+def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[int]], None]:
+    """What `launch` calls: a function of a stream (`current_stream`) and of the addresses of
+    inputs and outputs, which must be as `launch` wants them, that queues one run.
+
+    Raises:
+      as `launch`.
+    """
+    index = _index(device)
+    return _launchers.get((kernel, index)) or _load(kernel, index)
+
+
+def current_stream(device: torch.device) -> int:
+    """The address of torch's current stream."""
+    return torch._C._cuda_getCurrentRawStream(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def prepare(
     kernels: Kernel | Sequence[Kernel],
     device: torch.device | str | int,
@@ -113,7 +133,7 @@ def prepare(
     if device.type != "cuda":
         raise ValueError(f"device must be a GPU, got {device}")
     torch.cuda.init()
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     kernels = [kernels] if isinstance(kernels, Kernel) else list(kernels)
     generic = dict.fromkeys(x.for_any_length() for x in kernels if x.source)
     _load_generic(list(generic), index, jobs)

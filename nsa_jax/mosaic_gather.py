@@ -119,7 +119,7 @@ def _segments(
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
 
     def starts():
-        index = ops.arange(block_indices, work.segments).reshape(-1, 1)
+        index = ops.arange(layout.position, work.segments).reshape(-1, 1)
         columns = index, index * size, index * (size // tile)
         columns = ops.xp.concatenate(columns, axis=1)
         return [ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)]

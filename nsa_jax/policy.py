@@ -155,6 +155,11 @@ def overridden(thresholds: Thresholds, source: str) -> Iterator[None]:
         _overridden.reset(token)
 
 
+def in_force() -> tuple[Thresholds, str]:
+    """Those of `overridden`, and who gave them."""
+    return _overridden.get()
+
+
 def barred(device: Device | None, kernel: str, step: str) -> Rule | None:
     """The rule of the device that forbids the kernel for this step."""
     rules = device.policy if device else ()
@@ -169,7 +174,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
         return (
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
-    given, giver = _overridden.get()
+    given, giver = in_force()
     if implementation in MEASURED_ONLY and not _is_given(given, implementation, problem.branch):
         if device is None or not device.has_measured(implementation, problem.branch):
             return (

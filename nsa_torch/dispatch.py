@@ -16,7 +16,8 @@ import torch
 import kernels_pallas
 from interop import launch
 from interop.launch import ALIGNMENT
-from nsa_jax import debug
+from kernels_pallas.mosaic import capability
+from nsa_jax import debug, policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry, kernel
 from nsa_jax.types import Branches
@@ -160,6 +161,20 @@ def problem_of(
 
 @torch.compiler.assume_constant_result
 def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
+    if debug.on or problem[0][0] != "cuda":
+        return _planned(implementation, step, problem)
+    # What else decides. A plan takes as long as the launches of a short sequence.
+    state = policy.in_force(), capability.interpret.get() is not False
+    return _planned_before(implementation, step, problem, state)
+
+
+@functools.lru_cache(1024)
+def _planned_before(implementation, step, problem, state):
+    """`_planned`, once for calls alike."""
+    return _planned(implementation, step, problem)
+
+
+def _planned(implementation, step, problem) -> tuple[str | bool | None, ...]:
     asked = _problem(*problem)
     if isinstance(implementation, tuple):
         implementation = Branches(*implementation)

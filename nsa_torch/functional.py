@@ -20,6 +20,8 @@ log-sum-exp and the block indices. Bad input raises `ValueError` (argument, expe
 what a named implementation cannot do raises `NotImplementedError`.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -340,4 +342,6 @@ def _problem(query, key, value, config, cu_seqlens, compressed=None):
 
 def _as_given(x):
     """Autocast off: it would make the scores of float32 tensors bfloat16."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)

@@ -24,6 +24,7 @@ from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.types import Branches
 from nsa_torch import operators, warm_up
 from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.replay import Replayed
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 # One branch, or the selection alone.
@@ -199,13 +200,15 @@ def _define_operators():
 
     selection = "Tensor selection"
     results = f"(Tensor out, {selection})"
-    operators.define("attention", INPUTS, results, _forward, _forward_shapes)
+    forward, saving = Replayed(_forward), Replayed(_forward_with_residuals)
+    operators.define("attention", INPUTS, results, forward, _forward_shapes)
     name = "attention_recomputing"
-    operators.define(name, INPUTS, results, _forward, _forward_shapes)
-    operators.differentiate(name, INPUTS, NUM_INPUTS, selection, _backward)
+    operators.define(name, INPUTS, results, forward, _forward_shapes)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, selection, Replayed(_backward))
     name, results = "attention_saving", f"(Tensor out, {RESIDUALS})"
-    operators.define(name, INPUTS, results, _forward_with_residuals, _residual_shapes)
-    operators.differentiate(name, INPUTS, NUM_INPUTS, RESIDUALS, _backward_from_residuals)
+    operators.define(name, INPUTS, results, saving, _residual_shapes)
+    backward = Replayed(_backward_from_residuals)
+    operators.differentiate(name, INPUTS, NUM_INPUTS, RESIDUALS, backward)
 
 
 _define_operators()

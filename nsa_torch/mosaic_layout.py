@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa_jax import key_bounds
 from nsa_jax.types import Branches
-from nsa_torch import operators
+from nsa_torch import operators, replay
 from nsa_torch.geometry import geometry
 from nsa_torch.shared import SHARED
 
@@ -45,7 +45,9 @@ class MosaicLayout:
         if not self.fixed or self.device.type == "meta":  # without memory: `warm_up`
             return list(make())
         key = self.shape, self.kv_len, self.config, self.device, name
-        return SHARED.get(key, self.device, make)
+        get = lambda: SHARED.get(key, self.device, make)
+        recording = replay.recording()
+        return recording.constants(get) if recording else get()
 
     @functools.cached_property
     def _arrays(self):

@@ -40,7 +40,7 @@ class Shared:
             found = _made(device, make)
             self._keep(key, found, capture)
         tensors, stream, event = found
-        if event is not None and stream != _stream(device):
+        if event is not None and stream != launch.current_stream(device):
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
             for x in tensors:
@@ -75,7 +75,7 @@ def _capture(device):
     """Which CUDA graph is being captured on the current stream; 0: none."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return 0
-    return launch.capture_of(_stream(device))
+    return launch.capture_of(launch.current_stream(device))
 
 
 def _made(device, make):
@@ -87,13 +87,7 @@ def _made(device, make):
         return tensors, None, None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    return tensors, _stream(device), event
-
-
-def _stream(device):
-    """The address of the current stream."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch._C._cuda_getCurrentRawStream(index)
+    return tensors, launch.current_stream(device), event
 
 
 def _bytes(tensors):

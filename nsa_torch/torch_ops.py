@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic import capability
 from nsa_jax.array_ops import ArrayOps
+from nsa_torch import replay
 
 
 class TorchOps(ArrayOps):
@@ -18,7 +19,9 @@ class TorchOps(ArrayOps):
         tensors = [_readable(x) for x in tensors]
         # What a branch is added to is always made here, and read by nothing else afterwards.
         in_place = [tensors[-1], *[None] * (len(kernel.outputs) - 1)]
-        return launch(kernel, *tensors, out=in_place if kernel.in_place else ())
+        run = lambda: launch(kernel, *tensors, out=in_place if kernel.in_place else ())
+        recording = replay.recording()
+        return recording.launched(kernel, tensors, run) if recording else run()
 
     def device_name(self, x):
         on_gpu = x.device.type == "cuda" and not capability.interpret.get()

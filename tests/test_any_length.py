@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+import nsa_torch
 from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
 from nsa_jax import kernel_list
 from nsa_jax.config import NSAConfig
-from nsa_torch import warm_up
+from nsa_torch import replay, warm_up
 from tests.test_block_query_lists import needs_gpu
 
 LAYERS = {
@@ -111,3 +112,49 @@ def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
     monkeypatch.setattr(launch, "_load_generic", lambda *_: None)
     for x, y in zip(found, run(), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@by_layer
+def test_calls_alike_run_from_a_list(name, monkeypatch):
+    """The same bits as what was decided anew, on another stream and in a CUDA graph too."""
+    layer = LAYERS[name]
+    make = torch.Generator("cuda").manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
+
+    heads, kv_heads = layer["heads"], layer["kv_heads"]
+    key = 1, 3000, kv_heads, layer["key_width"]
+    shapes = (1, 3000, heads, layer["key_width"]), key, (*key[:3], layer["value_width"])
+    shapes = *shapes, (1, 3000, heads, 3)
+    bounds = torch.tensor([0, 7, 2900], device="cuda") if "packed" in layer else None
+
+    def both(tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        with torch.no_grad():
+            plain = nsa_torch.attention(*tensors, cu_seqlens=bounds, implementation="mosaic")
+        out = nsa_torch.attention(*leaves, cu_seqlens=bounds, implementation="mosaic")
+        return [
+            plain,
+            out.detach(),
+            *torch.autograd.grad(out, leaves, tensors[2].new_ones(out.shape)),
+        ]
+
+    for _ in range(2):
+        both([normal(*shape) for shape in shapes])
+    tensors = [normal(*shape) for shape in shapes]
+    listed = both(tensors)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        apart = both(tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both(tensors)
+    graph.replay()
+    monkeypatch.setattr(replay, "DEVICE_TYPES", ())
+    decided = both(tensors)
+    for found in (listed, apart, captured):
+        assert all(torch.equal(a, b) for a, b in zip(found, decided, strict=True))

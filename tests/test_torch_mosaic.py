@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Pallas' interpreter: what torch computes around them is real.
 """
 
+import ctypes
 import dataclasses
 import functools
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+import interop.launch
 import nsa_torch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
-from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic, torch_ops
+from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic, replay, torch_ops
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
 from tests.torch_inputs import (
@@ -279,6 +281,74 @@ def test_recomputed(implementation, monkeypatch):
     # Kernels round the sum of the branches after each, unless these are kept.
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
+
+
+def launcher(kernel, device):
+    """`interop.launch.launcher` on the CPU: memory by addresses."""
+    arrays = *kernel.inputs, *kernel.outputs
+
+    def at(address, array):
+        dtype = getattr(torch, array.dtype)
+        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(array.shape)
+
+    def start(stream, addresses):
+        tensors = [at(*each) for each in zip(addresses, arrays, strict=True)]
+        count = len(kernel.inputs)
+        for place, x in zip(tensors[count:], launch(kernel, *tensors[:count]), strict=True):
+            place.copy_(x)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("packed", "workspace"),
+    [(False, 2**20), (False, 0), (True, 2**20)],
+    ids=["one allocation", "one each", "packed"],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_calls_alike_run_from_a_list(packed, workspace, monkeypatch):
+    """The same bits forward and backward, from other inputs than those that were recorded."""
+    monkeypatch.setattr(interop.launch, "launcher", launcher)
+    monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
+    monkeypatch.setattr(replay, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
+    where = {"cu_seqlens": torch.tensor([0, 1, 15])} if packed else {}
+    sizes = (21, *SIZES[1:]) if packed else SIZES
+    function = [*inputs(*sizes)], FEW, where
+
+    def both(tensors, config, where, forward, backward):
+        query, key, value, gates = tensors
+        pair = [nsa_torch.compress(x, config=config, **where) for x in (key, value)]
+        gates = [x.contiguous() for x in gates.unbind(-1)]
+        place = arguments(config, key.shape[1], where.get("cu_seqlens"), None)
+        given = query, pair[0], key, key, pair[1], value, value, *gates, None, False, *place
+        out, *residuals = forward(*given)
+        return (
+            out,
+            *residuals,
+            *backward(query.mul(2)[..., : value.shape[-1]], *residuals, *given),
+        )
+
+    steps = mosaic._forward_with_residuals, mosaic._backward_from_residuals
+    counts = [0, 0]
+
+    def counted(i):
+        def count(*arguments):
+            counts[i] += 1
+            return steps[i](*arguments)
+
+        return replay.Replayed(count)
+
+    listed = counted(0), counted(1)
+    with torch.no_grad():
+        for scale in (1, 1, 2):
+            tensors, *rest = function
+            tensors = [x.detach() * scale for x in tensors]
+            want, got = both(tensors, *rest, *steps), both(tensors, *rest, *listed)
+            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert counts == [2, 2]
 
 
 @pytest.mark.usefixtures("interpreted")
