@@ -20,8 +20,10 @@ def require(extra: str, *packages: str, minimum: str | None = None) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(_text(extra, package), name=package)
-        found = importlib.metadata.version(package) if minimum else None
-        if found and Version(found) < Version(minimum):
+        if minimum is None:
+            continue
+        found = importlib.metadata.version(package)
+        if Version(found) < Version(minimum):
             raise ImportError(
                 f"{package} must be at least {minimum}, got {found}: "
                 f"pip install --upgrade 'native-sparse-attention[{extra}]'",

@@ -7,7 +7,7 @@ through the new tokens, into a copy of it. Nothing grows: a write past the capac
 
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -195,24 +195,22 @@ def update(cache, key, value, config, compress_params, new_lengths=None) -> NSAC
 
 def grow(cache: NSACache, capacity: int, config: NSAConfig) -> NSACache:
     """A cache of the same tokens with room for `capacity` of them."""
-    spare = cache.compressed_key.shape[1] - 1
+    sizes = {"selected": (cache.capacity, capacity), "sliding": (cache.capacity, capacity)}
+    slots = cache.compressed_key.shape[1] - 1, config.num_compressed(capacity) + 1
+    wide: dict[str, Any] = {
+        name: extend(x, *size)
+        for branch, size in (sizes | {"compressed": slots}).items()
+        for name in (f"{branch}_key", f"{branch}_value")
+        if (x := getattr(cache, name)) is not None
+    }
+    return dataclasses.replace(cache, **wide)
 
-    def extend(x, used, length):
-        if x is None:
-            return None
-        wide = x.new_zeros(x.shape[0], length, *x.shape[2:])
-        wide[:, :used] = x[:, :used]
-        return wide
 
-    names = ("selected_key", "selected_value", "sliding_key", "sliding_value")
-    tokens = {name: extend(getattr(cache, name), cache.capacity, capacity) for name in names}
-    slots = config.num_compressed(capacity) + 1
-    return dataclasses.replace(
-        cache,
-        compressed_key=extend(cache.compressed_key, spare, slots),
-        compressed_value=extend(cache.compressed_value, spare, slots),
-        **tokens,
-    )
+def extend(x: Tensor, used: int, length: int) -> Tensor:
+    """The first `used` of `x` [B, M, ...], and zeros up to `length` of them."""
+    wide = x.new_zeros(x.shape[0], length, *x.shape[2:])
+    wide[:, :used] = x[:, :used]
+    return wide
 
 
 def crop(cache: NSACache, count: int) -> None:

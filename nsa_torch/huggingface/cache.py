@@ -8,7 +8,7 @@ Tensors have room for `capacity` tokens; what is written where follows from leng
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,21 +46,23 @@ class RowLayer(CacheLayerMixin):
 
     Args:
       limit: its capacity; None: it grows.
+
+    The state is an `NSACache` or a `DenseCache`, made by the first call.
     """
 
     is_sliding = False
     supports_early_init = False
-    state: nsa_cache.NSACache | DenseCache | None
 
     def __init__(self, limit: int | None):
         super().__init__()
-        self.limit, self.state = limit, None
+        self.limit = limit
+        self.state: Any = None
 
     @abc.abstractmethod
     def grow(self, capacity: int) -> None:
         """Moves the tokens to a cache with room for `capacity` of them."""
 
-    def reserve(self, num_new: int, make: Callable[[int], nsa_cache.NSACache | DenseCache]):
+    def reserve(self, num_new: int, make: Callable[[int], Any]) -> Any:
         """The state, with room for `num_new` columns more; `make` gives one of a capacity."""
         needed = self.get_seq_length() + num_new
         if self.limit is not None and needed > self.limit:
@@ -127,8 +129,6 @@ class RowLayer(CacheLayerMixin):
 class NSALayer(RowLayer):
     """That of a layer with NSA."""
 
-    state: nsa_cache.NSACache | None
-
     def __init__(self, limit: int | None, config: NSAConfig):
         super().__init__(limit)
         self.config, self.recording = config, False
@@ -161,8 +161,6 @@ class NSALayer(RowLayer):
 class DenseLayer(RowLayer):
     """That of a layer with dense attention."""
 
-    state: DenseCache | None
-
     def append(self, key: Tensor, value: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
         """Writes `[B, T, Hkv, .]`; returns the keys and values of all columns."""
 
@@ -185,15 +183,11 @@ class DenseLayer(RowLayer):
         return state.key[:, : state.longest], state.value[:, : state.longest]
 
     def grow(self, capacity: int) -> None:
-        def extend(x):
-            wide = x.new_zeros(x.shape[0], capacity, *x.shape[2:])
-            wide[:, : x.shape[1]] = x
-            return wide
-
-        state = self.state
-        self.state = dataclasses.replace(
-            state, key=extend(state.key), value=extend(state.value)
+        used = self.state.longest
+        key, value = (
+            nsa_cache.extend(x, used, capacity) for x in (self.state.key, self.state.value)
         )
+        self.state = dataclasses.replace(self.state, key=key, value=value)
 
 
 class NSAModelCache(Cache):
@@ -205,13 +199,13 @@ class NSAModelCache(Cache):
         `ValueError`. None: the cache starts with the prompt's and doubles where it is full.
     """
 
-    layers: list[RowLayer]
+    layers: list[Any]  # NSALayer or DenseLayer
 
     def __init__(self, config: NSAModelConfig, capacity: int | None = None):
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
         sizes = config.layer_spec.config
-        layers = [
+        layers: list[Any] = [
             NSALayer(capacity, sizes) if kind == "nsa" else DenseLayer(capacity)
             for kind in config.layer_attention
         ]

@@ -15,7 +15,7 @@ def load(cls, from_pretrained: Callable, path, args: tuple, kwargs: dict[str, An
     strict = kwargs.pop("strict", True)
     wants_info = kwargs.pop("output_loading_info", False)
     other_sizes = kwargs.pop("ignore_mismatched_sizes", False)
-    stated = None
+    stated: dict[str, Any] = {}
     if path is not None:
         place = {name: kwargs[name] for name in PLACE if name in kwargs}
         stated, _ = NSAModelConfig.get_config_dict(path, **place)
@@ -23,7 +23,7 @@ def load(cls, from_pretrained: Callable, path, args: tuple, kwargs: dict[str, An
     model, info = from_pretrained(
         path, *args, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    for name in KIND if stated is not None else ():
+    for name in KIND if stated else ():
         ours, theirs = getattr(model.config, name), stated.get(name, "no such name")
         if ours != theirs:
             raise ValueError(

@@ -48,13 +48,13 @@ class NSAModelConfig(PreTrainedConfig):
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = 2
-    head_dim: int | None = None
-    v_head_dim: int | None = None
+    num_key_value_heads: Any = 2  # int; None until __post_init__
+    head_dim: Any = None
+    v_head_dim: Any = None
     max_position_embeddings: int = 65536
     initializer_range: float | None = None
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
+    rope_parameters: Any = None
     attention: str | list[str] = "nsa"
     compress_block: int = NSAConfig.compress_block
     compress_stride: int = NSAConfig.compress_stride

@@ -56,9 +56,8 @@ class DenseAttention(nn.Module):
         value = self.W_V(x).unflatten(-1, (spec.n_kv_groups, spec.d_v))
         if layer is not None:
             key, value = layer.append(key, value, count)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        name = self.config._attn_implementation or "sdpa"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         heads = (each.transpose(1, 2) for each in (query, key, value))
         out, _ = attend(self, *heads, mask, scaling=spec.d_k**-0.5, dropout=0.0)
         return self.out(out.flatten(2))
@@ -219,7 +218,10 @@ class NSAModel(NSAPreTrainedModel):
         Raises:
           ValueError: as `rows.rows` says; a token that is not in the vocabulary (on the CPU).
         """
-        if (input_ids is None) == (inputs_embeds is None):
+        x = inputs_embeds
+        if input_ids is not None and x is None:
+            x = self._embed(input_ids)
+        elif x is None or input_ids is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
         if kwargs.get("output_attentions"):
             raise NotImplementedError("no layer makes attention weights: output_attentions")
@@ -227,7 +229,6 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError(
                 f"past_key_values must be an NSAModelCache, got {type(past_key_values).__name__}"
             )
-        x = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
@@ -235,7 +236,7 @@ class NSAModel(NSAPreTrainedModel):
         cache = past_key_values
         if cache is None and use_cache and cu_seq_lens_q is None:
             cache = NSAModelCache(self.config)
-        where = rows(tuple(x.shape[:2]), attention_mask, position_ids, cu_seq_lens_q, cache)
+        where = rows(x.shape[0], x.shape[1], attention_mask, position_ids, cu_seq_lens_q, cache)
         if where.cu_seqlens is not None:
             cache = None
         position, mask = self._dense_inputs(x, where, cache)
@@ -348,11 +349,16 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
         """`cache_implementation`: None or "dynamic" grows; "static" has room for `max_length`."""
-        name = generation_config.cache_implementation
-        if model_kwargs.get("past_key_values") is not None or not generation_config.use_cache:
-            return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        name, given = (
+            generation_config.cache_implementation,
+            model_kwargs.get("past_key_values"),
+        )
+        if given is not None and name is not None:
+            raise ValueError(
+                f"cache_implementation must be None where past_key_values is given, got {name!r}"
             )
+        if given is not None or generation_config.use_cache is False:
+            return
         if name not in (None, "dynamic", "static"):
             raise ValueError(
                 f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
@@ -361,7 +367,6 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
-        return None
 
 
 def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> None:

@@ -25,13 +25,14 @@ class Rows(NamedTuple):
 
 
 def rows(
-    shape: tuple[int, int],
+    batch: int,
+    length: int,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: NSAModelCache | None,
 ) -> Rows:
-    """The tokens of a call of `shape` (B, T), after those of `cache`.
+    """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
     Args:
       attention_mask: `[B, columns of the cache + T]` of 0 and 1.
@@ -44,7 +45,6 @@ def rows(
         contradict each other. On a GPU it is known after the device has been waited for; in
         a CUDA graph nothing is checked.
     """
-    batch, length = shape
     if cu_seqlens is not None:
         if attention_mask is not None or cache is not None:
             raise ValueError(
@@ -58,14 +58,14 @@ def rows(
         return Rows()
     mask = attention_mask
     if mask is None:
-        device = position_ids.device
-        mask = torch.ones(batch, past + length, dtype=torch.bool, device=device)
+        mask = torch.ones(batch, past + length, dtype=torch.bool)
+        mask = mask if position_ids is None else mask.to(position_ids.device)
     if mask.ndim != 2 or tuple(mask.shape) != (batch, past + length):
         raise ValueError(
             f"attention_mask must have shape {(batch, past + length)}, a number for each column "
             f"of the cache and of the input, got {tuple(mask.shape)}"
         )
-    wrong = []  # of each row, [B], with what must hold
+    wrong: list[tuple[Tensor, str | None]] = []  # of each row, [B], with what must hold
     if mask.dtype != torch.bool:
         wrong.append((((mask != 0) & (mask != 1)).any(dim=1), "hold 0 and 1 only"))
         mask = mask != 0
