@@ -138,7 +138,7 @@ def cached_attention(
         )
     if new_lengths is not None:
         validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
-        validate.shape("new_lengths", new_lengths, query.shape[:1])
+        validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
         checks.devices(query, {"new_lengths": new_lengths})
     kv_len = cache.length + num_new
     cache = update(cache, key, value, config, compress_params, new_lengths)

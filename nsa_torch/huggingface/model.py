@@ -154,6 +154,10 @@ class NSAPreTrainedModel(PreTrainedModel):
         load = super().from_pretrained
         return checkpoints.load(cls, load, pretrained_model_name_or_path, args, kwargs)
 
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        """transformers leaves modules without own weights out in code that is not its own."""
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """The start of `module`'s own weights; transformers calls it, children first."""

@@ -121,7 +121,7 @@ class _TrainingModel(_Renamed):
             embedding=decoder.embed_tokens.weight,
             blocks=nn.ModuleList(map(_block, decoder.layers)),
             norm=_Renamed(scale=decoder.norm.weight),
-            head=model.lm_head,
+            head=_head(model),
         )
         self.config, self.kind = config, kinds.pop()
 
@@ -134,6 +134,14 @@ class _TrainingModel(_Renamed):
             config.vocab_size,
         )
         return config.layer_spec.as_dict() | dict(zip(MODEL, values, strict=True))
+
+
+def _head(model: NSAForCausalLM) -> nn.Module:
+    """A copy where it is the embedding: a file holds no tensor twice."""
+    head = model.lm_head
+    if head.weight is not model.model.embed_tokens.weight:
+        return head
+    return _Renamed(weight=nn.Parameter(head.weight.detach().clone()))
 
 
 def _block(layer: NSADecoderLayer) -> nn.Module:
