@@ -13,6 +13,7 @@ from typing import Any
 import safetensors
 from torch import nn
 
+from nsa_jax import extras
 from nsa_jax.layer import LayerSpec
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
@@ -25,12 +26,11 @@ def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
     """Writes the weights to `path`, all or nothing; tied embeddings twice.
 
     Raises:
+      ModuleNotFoundError: JAX is not installed; the file is one for both frameworks.
       ValueError: `bench.train` has no such model (nsa and dense layers in one, another
         epsilon).
     """
-    from interop import weights
-
-    weights.save(path, _TrainingModel(model))
+    _weights().save(path, _TrainingModel(model))
 
 
 def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> NSAForCausalLM:
@@ -40,11 +40,11 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
       model: takes the weights, in place; None: one as the file's hyper-parameters say.
 
     Raises:
+      ModuleNotFoundError: as of `to_safetensors`.
       ValueError: the file states no hyper-parameters, or they, gate, phi, vocabulary, keys,
         shapes or dtypes are not the model's, which is then unchanged.
     """
-    from interop import weights
-
+    weights = _weights()
     if model is None:
         model = NSAForCausalLM(_configuration(path))
     elif model.config.tie_word_embeddings:
@@ -55,10 +55,17 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     return model
 
 
-def _configuration(path: str | Path) -> NSAModelConfig:
-    """That of the model in the file."""
+def _weights():
+    """`interop.weights`, which reads and writes the weights of both frameworks."""
+    extras.require("jax", "jax")
     from interop import weights
 
+    return weights
+
+
+def _configuration(path: str | Path) -> NSAModelConfig:
+    """That of the model in the file."""
+    weights = _weights()
     with safetensors.safe_open(path, framework="pt") as file:
         text = (file.metadata() or {}).get(weights.METADATA_KEY)
     if text is None:
