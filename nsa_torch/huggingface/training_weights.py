@@ -37,7 +37,8 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """The model whose weights a training run wrote to `path`.
 
     Args:
-      model: takes the weights, in place; None: one as the file's hyper-parameters say.
+      model: takes the weights, in place; None: one as the file's hyper-parameters say, in
+        evaluation mode, as from `from_pretrained`.
 
     Raises:
       ModuleNotFoundError: as of `to_safetensors`.
@@ -46,7 +47,7 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
     """
     weights = _weights()
     if model is None:
-        model = NSAForCausalLM(_configuration(path))
+        model = NSAForCausalLM(_configuration(path)).eval()
     elif model.config.tie_word_embeddings:
         raise ValueError(
             "tie_word_embeddings must be False to load a model with a head of its own"
