@@ -1,6 +1,9 @@
 """Optional packages: a missing one is an error that names the extra which brings it."""
 
+import importlib.metadata
 import importlib.util
+
+from packaging.version import Version
 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
@@ -8,11 +11,24 @@ def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     return ModuleNotFoundError(_text(extra, str(error.name)), name=error.name)
 
 
-def require(extra: str, *packages: str) -> None:
-    """Raises `ModuleNotFoundError` unless all `packages` of `extra` are installed."""
+def require(extra: str, *packages: str, minimum: str | None = None) -> None:
+    """Raises `ModuleNotFoundError` unless all `packages` of `extra` are installed.
+
+    Args:
+      minimum: the oldest version of them that will do; an older one is an `ImportError`.
+    """
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(_text(extra, package), name=package)
+        if minimum is None:
+            continue
+        found = importlib.metadata.version(package)
+        if Version(found) < Version(minimum):
+            raise ImportError(
+                f"{package} must be at least {minimum}, got {found}: "
+                f"pip install --upgrade 'native-sparse-attention[{extra}]'",
+                name=package,
+            )
 
 
 def _text(extra: str, package: str) -> str:

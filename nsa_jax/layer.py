@@ -14,6 +14,7 @@ GATES = ("sigmoid", "softmax")
 KIND = ("gate", "phi")
 KIND_KEY = "_extra_state"
 KIND_BYTES = 64
+FORCED = ("num_initial", "num_local")
 
 
 class Unnamed(str):
@@ -35,7 +36,7 @@ class LayerSpec:
       n_heads, n_kv_groups: query heads, key/value heads.
       d_k, d_v: width of a query/key head (even), of a value head.
       l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
-        `num_selected`, `window` of `NSAConfig`.
+        `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
       phi: "avg": the mean. "mlp": the seed system's word for a learnable depthwise
         convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
         position embedding.
@@ -67,6 +68,8 @@ class LayerSpec:
     gate_temp: float = 1.0
     rope_base: float = 10000.0
     rope_scale: float = 1.0
+    num_initial: int = NSAConfig.num_initial
+    num_local: int = NSAConfig.num_local
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_heads", "n_kv_groups", "d_k", "d_v"):
@@ -94,8 +97,14 @@ class LayerSpec:
 
     @property
     def config(self) -> NSAConfig:
-        return NSAConfig.from_seed(
-            l=self.l, d=self.d, l_sel=self.l_sel, n_sel=self.n_sel, w=self.w
+        return NSAConfig(
+            compress_block=self.l,
+            compress_stride=self.d,
+            select_block=self.l_sel,
+            num_selected=self.n_sel,
+            num_initial=self.num_initial,
+            num_local=self.num_local,
+            window=self.w,
         )
 
     @property
@@ -108,9 +117,16 @@ class LayerSpec:
         return self.phi_hidden or 2 * width
 
     def as_dict(self) -> dict[str, Any]:
-        """The values that differ from None, for a checkpoint's metadata."""
+        """The values that differ from None, for a checkpoint's metadata.
+
+        The numbers of forced blocks stand in it where they are not the paper's: a checkpoint
+        that does not state them has those.
+        """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
+        for name in FORCED:
+            if values[name] == getattr(NSAConfig, name):
+                values[name] = None
         return {name: value for name, value in values.items() if value is not None}
 
     def kind(self) -> bytes:

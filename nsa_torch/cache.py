@@ -6,6 +6,8 @@ through the new tokens, into a copy of it. Nothing grows: a write past the capac
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,21 +35,31 @@ class NSACache:
     recent_value: Tensor  # [B, l - 1, Hkv, Dv]
     length: Tensor  # int32 [B], tokens seen by each sequence
     longest: int = 0  # no sequence is longer; known on the host
+    # [B, R, Hkv, .]: where `crop` has to go back, `recent` and what came since `record`.
+    history_key: Tensor | None = None
+    history_value: Tensor | None = None
 
     @property
     def capacity(self) -> int:
         return self.selected_key.shape[1]
 
-    def clone(self) -> "NSACache":
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The cache with `function` of each tensor in its place."""
+        tensors = {
+            field.name: function(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **tensors)
+
+    def clone(self) -> Self:
         """A copy that shares no memory with this one."""
-        return dataclasses.replace(
-            self,
-            **{
-                field.name: value.clone()
-                for field in dataclasses.fields(self)
-                if isinstance(value := getattr(self, field.name), Tensor)
-            },
-        )
+        return self.map(Tensor.clone)
+
+    def record(self) -> None:
+        """From now on keeps what `crop` needs."""
+        self.history_key = self.recent_key.clone()
+        self.history_value = self.recent_value.clone()
 
 
 def init_cache(
@@ -102,12 +114,18 @@ def cached_attention(
     config: NSAConfig = NSAConfig(),
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
     scale: float | None = None,
+    new_lengths: Tensor | None = None,
     implementation: str | Branches[str | None] | None = None,
 ) -> tuple[Tensor, NSACache]:
     """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
 
     Arguments and errors as in `nsa_jax.cached_attention`. Go on with the cache that comes
     back: it is the one given, unless a gradient made a copy necessary.
+
+    Args:
+      new_lengths: int32 or int64 `[B]`, `0..T`, not read on the host: the first `new_lengths`
+        of the `T` tokens are the sequence's own. The rest is padding, whose output means
+        nothing; it needs room in the cache, and the tokens after it take its place. None: `T`.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
@@ -118,7 +136,12 @@ def cached_attention(
         raise ValueError(
             f"cache capacity is {cache.capacity} tokens, got {cache.longest + num_new}"
         )
-    cache = update(cache, key, value, config, compress_params)
+    if new_lengths is not None:
+        validate.array("new_lengths", new_lengths, 1, ("int32", "int64"))
+        validate.shape("new_lengths", new_lengths, tuple(query.shape[:1]))
+        checks.devices(query, {"new_lengths": new_lengths})
+    kv_len = cache.length + num_new
+    cache = update(cache, key, value, config, compress_params, new_lengths)
     width = cache.selected_value.shape[-1]
     memory = {
         field.name: x
@@ -138,12 +161,12 @@ def cached_attention(
         sliding = cache.sliding_key[:, :tokens], cache.sliding_value[:, :tokens]
     compressed = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
     keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
-    lengths = {"config": config, "kv_len": cache.length, "cu_seqlens": None, "scale": scale}
+    lengths = {"config": config, "kv_len": kv_len, "cu_seqlens": None, "scale": scale}
     tensors = query, keys, values, gates, compressed, None
     return functional.attend(*tensors, chosen, lengths, clean=True), cache
 
 
-def update(cache, key, value, config, compress_params) -> NSACache:
+def update(cache, key, value, config, compress_params, new_lengths=None) -> NSACache:
     """The cache with the new tokens in it, `[B, T, Hkv, .]` in each branch."""
     new = (*key, *value)
     if torch.is_grad_enabled() and any(x.requires_grad for x in new):
@@ -160,14 +183,82 @@ def update(cache, key, value, config, compress_params) -> NSACache:
         (cache.compressed_key, cache.recent_key, key.compressed, compress_params[0]),
         (cache.compressed_value, cache.recent_value, value.compressed, compress_params[1]),
     ):
-        _emit(buffer, recent, tokens, cache.length, config, params)
-    cache.length = cache.length + num_new
+        _emit(buffer, recent, tokens, cache.length, new_lengths, config, params)
+    if cache.history_key is not None and cache.history_value is not None:
+        cache.history_key = _recorded(cache.history_key, key.compressed, new_lengths)
+        cache.history_value = _recorded(cache.history_value, value.compressed, new_lengths)
+    counted = num_new if new_lengths is None else new_lengths.to(cache.length.dtype)
+    cache.length = cache.length + counted
     cache.longest += num_new
     return cache
 
 
-def _emit(buffer, recent, new, start, config, params):
-    """Writes the compressed tokens whose last raw token is among `new`."""
+def grow(cache: NSACache, capacity: int, config: NSAConfig) -> NSACache:
+    """A cache of the same tokens with room for `capacity` of them."""
+    sizes = {"selected": (cache.capacity, capacity), "sliding": (cache.capacity, capacity)}
+    slots = cache.compressed_key.shape[1] - 1, config.num_compressed(capacity) + 1
+    wide: dict[str, Any] = {
+        name: extend(x, *size)
+        for branch, size in (sizes | {"compressed": slots}).items()
+        for name in (f"{branch}_key", f"{branch}_value")
+        if (x := getattr(cache, name)) is not None
+    }
+    return dataclasses.replace(cache, **wide)
+
+
+def extend(x: Tensor, used: int, length: int) -> Tensor:
+    """The first `used` of `x` [B, M, ...], and zeros up to `length` of them."""
+    wide = x.new_zeros(x.shape[0], length, *x.shape[2:])
+    wide[:, :used] = x[:, :used]
+    return wide
+
+
+def crop(cache: NSACache, count: int) -> None:
+    """Takes the last `count` tokens of every sequence back; forgets how to go back further.
+
+    Raises:
+      ValueError: some of them came before `NSACache.record` or the `crop` before this one.
+    """
+    block = cache.recent_key.shape[1]
+    known = 0 if cache.history_key is None else cache.history_key.shape[1] - block
+    if not 0 <= count <= known:
+        raise ValueError(
+            f"count must be in 0..{known}, the tokens since record() or the last crop(), "
+            f"got {count}"
+        )
+    if cache.history_key is None or cache.history_value is None:
+        return
+    end = cache.history_key.shape[1] - count
+    cache.recent_key.copy_(cache.history_key[:, end - block : end])
+    cache.recent_value.copy_(cache.history_value[:, end - block : end])
+    cache.record()
+    cache.length = cache.length - count
+    cache.longest -= count
+
+
+def _last(raw, kept, new_lengths, count):
+    """The last `count` of the tokens `raw`: `kept` of them and, of a row's new, `new_lengths`.
+
+    None: all. What would lie before the first is the first.
+    """
+    if new_lengths is None:
+        return raw[:, raw.shape[1] - count :]
+    end = kept + new_lengths[:, None]
+    index = end - count + torch.arange(count, device=raw.device)
+    row = torch.arange(raw.shape[0], device=raw.device)[:, None]
+    return raw[row, index.clamp(min=0)]
+
+
+def _recorded(history, new, new_lengths):
+    raw = torch.cat([history, new], dim=1)
+    return _last(raw, history.shape[1], new_lengths, raw.shape[1])
+
+
+def _emit(buffer, recent, new, start, new_lengths, config, params):
+    """Writes the compressed tokens whose last raw token is among `new`.
+
+    Those that padding ends stand in slots that no query sees before they are written again.
+    """
     block, stride = config.compress_block, config.compress_stride
     num_new, spare = new.shape[1], buffer.shape[1] - 1
     raw = torch.cat([recent, new], dim=1)
@@ -181,4 +272,4 @@ def _emit(buffer, recent, new, start, config, params):
     complete = index * stride + block <= start[:, None] + num_new
     slot = torch.where(complete, index, spare)
     buffer[row, slot] = apply_phi(windows, params)
-    recent.copy_(raw[:, num_new:])
+    recent.copy_(_last(raw, block - 1, new_lengths, block - 1))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_jax.config import NSAConfig
 from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
 from nsa_jax.types import Branches
 from nsa_torch import cache, functional, geometry
@@ -38,9 +39,17 @@ class Gate(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(spec.d_k, spec.gate_width)
         self.fc2 = nn.Linear(spec.gate_width, 3)
+        self.spec = spec
+        self._reset_output()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        self.fc1.reset_parameters()
+        self._reset_output()
+
+    def _reset_output(self) -> None:
         nn.init.xavier_uniform_(self.fc2.weight, gain=0.1)
         nn.init.zeros_(self.fc2.bias)
-        self.spec = spec
 
     def forward(self, pooled_query: Tensor) -> Tensor:
         logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
@@ -52,11 +61,20 @@ class MLP(nn.Module):
 
     def __init__(self, length: int, width: int, hidden: int):
         super().__init__()
-        self.position = nn.Parameter(0.02 * torch.randn(length, width))
-        self.w1 = nn.Parameter(torch.randn(length * width, hidden) / math.sqrt(length * width))
-        self.b1 = nn.Parameter(torch.zeros(hidden))
-        self.w2 = nn.Parameter(torch.randn(hidden, width) / math.sqrt(hidden))
-        self.b2 = nn.Parameter(torch.zeros(width))
+        self.position = nn.Parameter(torch.empty(length, width))
+        self.w1 = nn.Parameter(torch.empty(length * width, hidden))
+        self.b1 = nn.Parameter(torch.empty(hidden))
+        self.w2 = nn.Parameter(torch.empty(hidden, width))
+        self.b2 = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        nn.init.normal_(self.position, std=0.02)
+        nn.init.normal_(self.w1, std=1 / math.sqrt(self.w1.shape[0]))
+        nn.init.zeros_(self.b1)
+        nn.init.normal_(self.w2, std=1 / math.sqrt(self.w2.shape[0]))
+        nn.init.zeros_(self.b2)
 
     def params(self) -> MLPParams:
         return MLPParams(self.position, self.w1, self.b1, self.w2, self.b2)
@@ -65,15 +83,21 @@ class MLP(nn.Module):
 def _pool(length: int, stride: int, width: int) -> nn.Conv1d:
     """The seed's depthwise convolution (its keys in the state_dict); starts as the mean."""
     conv = nn.Conv1d(width, width, length, stride=stride, groups=width, bias=False)
-    nn.init.constant_(conv.weight, 1 / length)
+    reset_pool(conv)
     return conv
+
+
+def reset_pool(conv: nn.Conv1d) -> None:
+    """Makes a convolution of `_pool` the mean."""
+    nn.init.constant_(conv.weight, 1 / conv.kernel_size[0])
 
 
 class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
     Args:
-      dim ... rope_scale: `nsa_jax.layer.LayerSpec`, which also says what is refused.
+      dim ... rope_scale, num_initial, num_local: `nsa_jax.layer.LayerSpec`, which also says what
+        is refused.
       rope_impl: "llama", the seed's only one.
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
       use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
@@ -106,6 +130,8 @@ class NSAAttention(nn.Module):
         phi_hidden: int | None = None,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
+        num_initial: int = NSAConfig.num_initial,
+        num_local: int = NSAConfig.num_local,
         implementation: str | Branches[str | None] | None = None,
     ):
         super().__init__()
@@ -127,6 +153,8 @@ class NSAAttention(nn.Module):
             gate_temp=gate_temp,
             rope_base=rope_base,
             rope_scale=rope_scale,
+            num_initial=num_initial,
+            num_local=num_local,
         )
         if rope_impl != "llama":
             raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
@@ -173,8 +201,10 @@ class NSAAttention(nn.Module):
             return self.phi_k_mlp.params(), self.phi_v_mlp.params()
         return None, None
 
-    def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
-        """An empty cache for `capacity` tokens, where and in what the parameters are."""
+    def init_cache(
+        self, batch: int, capacity: int, dtype: torch.dtype | None = None
+    ) -> cache.NSACache:
+        """An empty cache for `capacity` tokens, where the parameters are; None: in their dtype."""
         spec, weight = self.spec, self.W_Q.weight
         return cache.init_cache(
             batch,
@@ -183,7 +213,7 @@ class NSAAttention(nn.Module):
             spec.d_k,
             spec.d_v,
             config=spec.config,
-            dtype=weight.dtype,
+            dtype=dtype or weight.dtype,
             device=weight.device,
             separate=True,
         )
@@ -219,6 +249,7 @@ class NSAAttention(nn.Module):
         *,
         prefill: bool = True,
         cu_seqlens: Tensor | None = None,
+        new_lengths: Tensor | None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 
@@ -229,6 +260,7 @@ class NSAAttention(nn.Module):
           prefill: False says that `x` continues a cache, which must then be given; chunks of
             any length may be appended either way.
           cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
+          new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
         """
         spec = self.spec
         if x.ndim != 3 or x.shape[-1] != spec.dim:
@@ -237,6 +269,8 @@ class NSAAttention(nn.Module):
             raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
         if kv is not None and cu_seqlens is not None:
             raise ValueError("cu_seqlens must be None where a cache is given, got both")
+        if kv is None and new_lengths is not None:
+            raise ValueError("new_lengths must be None where no cache is given, got a tensor")
         batch, length, _ = x.shape
         if kv is not None:
             steps = torch.arange(length, device=x.device)
@@ -249,6 +283,7 @@ class NSAAttention(nn.Module):
                 kv,
                 config=spec.config,
                 compress_params=self.compress_params(),
+                new_lengths=new_lengths,
                 implementation=self.implementation,
             )
             return self.out(out.flatten(2)), kv

@@ -46,6 +46,7 @@ def test_the_programs_of_clean_environments(name):
     [
         ("import nsa_torch", "torch", "torch"),
         ("import interop.weights", "torch", "torch"),
+        ("import nsa_torch.huggingface", "transformers", "hf"),
         ("import nsa_jax.nn", "flax", "nnx"),
         ("import bench.compare", "rich", "bench"),
         ("import bench.report", "matplotlib", "bench"),

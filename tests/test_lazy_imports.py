@@ -79,6 +79,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "jax" else find(n
 """
     code = """
 import torch, nsa_torch, nsa_torch.mosaic, interop.build
+assert "transformers" not in sys.modules
 shapes = (4, 16), (2, 16), (2, 16), (4, 3)
 inputs = [torch.randn(1, 70, *shape, requires_grad=True) for shape in shapes]
 nsa_torch.attention(*inputs).sum().backward()

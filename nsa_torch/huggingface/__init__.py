@@ -1,0 +1,37 @@
+"""A causal language model of Hugging Face's `transformers` on Native Sparse Attention.
+
+RMSNorm, rotary embedding, grouped heads and SwiGLU; each layer attends by NSA or to all keys, as
+the configuration says. Importing this module registers `model_type="nsa"` with `AutoConfig`,
+`AutoModel` and `AutoModelForCausalLM`; no remote code is involved:
+  `NSAModelConfig`                      the sizes, and what makes each layer's function
+  `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
+  `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
+  `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
+
+Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
+start at its first real token, so that it computes what it would alone.
+"""
+
+from nsa_jax import extras
+
+extras.require("hf", "transformers", minimum="5.17")
+
+import transformers
+
+from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
+from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
+
+__all__ = [
+    "NSAForCausalLM",
+    "NSAModel",
+    "NSAModelCache",
+    "NSAModelConfig",
+    "from_safetensors",
+    "to_safetensors",
+]
+
+transformers.AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
+transformers.AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
+transformers.AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)

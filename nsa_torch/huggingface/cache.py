@@ -1,0 +1,243 @@
+"""`NSAModelCache`: what `generate` keeps, one `nsa_torch` cache a layer.
+
+transformers counts columns of the batch, padding included (`get_seq_length`). A row's own
+tokens stand in its cache from slot 0 on, without the padding, and its length is its own.
+Tensors have room for `capacity` tokens; what is written where follows from lengths on the device.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from nsa_jax.config import NSAConfig
+from nsa_torch import cache as nsa_cache
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.module import NSAAttention
+
+ROOM = 64  # capacities of a growing cache are multiples of it
+
+
+@dataclasses.dataclass
+class DenseCache:
+    """Keys and values of a dense layer, as `nsa_torch.NSACache` has them."""
+
+    key: Tensor  # [B, M, Hkv, D]
+    value: Tensor  # [B, M, Hkv, Dv]
+    length: Tensor  # int32 [B], tokens seen by each row
+    longest: int = 0  # no row is longer; known on the host
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[1]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The cache with `function` of each tensor in its place."""
+        tensors = {name: function(getattr(self, name)) for name in ("key", "value", "length")}
+        return dataclasses.replace(self, **tensors)
+
+
+class RowLayer(CacheLayerMixin):
+    """A layer's cache, whose rows have lengths of their own.
+
+    Args:
+      limit: its capacity; None: it grows.
+
+    The state is an `NSACache` or a `DenseCache`, made by the first call.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, limit: int | None):
+        super().__init__()
+        self.limit = limit
+        self.state: Any = None
+
+    @abc.abstractmethod
+    def grow(self, capacity: int) -> None:
+        """Moves the tokens to a cache with room for `capacity` of them."""
+
+    def reserve(self, num_new: int, make: Callable[[int], Any]) -> Any:
+        """The state, with room for `num_new` columns more; `make` gives one of a capacity."""
+        needed = self.get_seq_length() + num_new
+        if self.limit is not None and needed > self.limit:
+            raise ValueError(f"cache capacity is {self.limit} tokens, got {needed}")
+        if self.state is None:
+            self.state = make(self.limit or _rounded(needed))
+            self.is_initialized = True
+        elif needed > self.state.capacity:
+            self.grow(_rounded(max(needed, 2 * self.state.capacity)))
+        return self.state
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a layer of this cache is made by the model's first call")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise NotImplementedError(
+            "tokens are appended by the attention layers of an nsa model, got a call of update"
+        )
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return 0 if self.state is None else self.state.longest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.limit is None else self.limit
+
+    def reset(self) -> None:
+        """Forgets the tokens; the tensors stay where they are."""
+        if self.state is not None:
+            self.state.length = torch.zeros_like(self.state.length)
+            self.state.longest = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are."""
+        if self.state is not None:
+            self.state.map(lambda x: x.copy_(x.index_select(0, beam_idx.to(x.device))))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.map(lambda x: x[indices.to(x.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` columns, in which no row has padding."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
+            raise ValueError(
+                f"tokens_to_remove must be in {-self.get_seq_length()}..0, minus the number of "
+                f"tokens to take back, got {tokens_to_remove}"
+            )
+        if self.state is not None:
+            self.take_back(-tokens_to_remove)
+
+    def take_back(self, count: int) -> None:
+        self.state.length = self.state.length - count
+        self.state.longest -= count
+
+
+class NSALayer(RowLayer):
+    """That of a layer with NSA."""
+
+    def __init__(self, limit: int | None, config: NSAConfig):
+        super().__init__(limit)
+        self.config, self.recording = config, False
+
+    def attend(self, attention: NSAAttention, x: Tensor, count: Tensor | None) -> Tensor:
+        """`attention` of the columns `x` [B, T, dim] to all before; `count`: `Rows.count`."""
+
+        def make(capacity):
+            state = attention.init_cache(x.shape[0], capacity, compute_dtype(x, attention.W_Q))
+            if self.recording:
+                state.record()
+            return state
+
+        y, self.state = attention(x, self.reserve(x.shape[1], make), new_lengths=count)
+        return y
+
+    def grow(self, capacity: int) -> None:
+        self.state = nsa_cache.grow(self.state, capacity, self.config)
+
+    def activate_past_recording(self) -> None:
+        """From now on keeps what `crop` needs to take tokens back."""
+        self.recording = True
+        if self.state is not None:
+            self.state.record()
+
+    def take_back(self, count: int) -> None:
+        nsa_cache.crop(self.state, count)
+
+
+class DenseLayer(RowLayer):
+    """That of a layer with dense attention."""
+
+    def append(self, key: Tensor, value: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Writes `[B, T, Hkv, .]`; returns the keys and values of all columns."""
+
+        def make(capacity):
+            def zeros(x):
+                return x.new_zeros(x.shape[0], capacity, *x.shape[2:])
+
+            length = torch.zeros(key.shape[0], dtype=torch.int32, device=key.device)
+            return DenseCache(zeros(key), zeros(value), length)
+
+        state = self.reserve(key.shape[1], make)
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            self.state = state = state.map(Tensor.clone)
+        row = torch.arange(key.shape[0], device=key.device)[:, None]
+        place = state.length[:, None] + torch.arange(key.shape[1], device=key.device)
+        state.key[row, place], state.value[row, place] = key, value
+        counted = key.shape[1] if count is None else count.to(state.length.dtype)
+        state.length = state.length + counted
+        state.longest += key.shape[1]
+        return state.key[:, : state.longest], state.value[:, : state.longest]
+
+    def grow(self, capacity: int) -> None:
+        used = self.state.longest
+        key, value = (
+            nsa_cache.extend(x, used, capacity) for x in (self.state.key, self.state.value)
+        )
+        self.state = dataclasses.replace(self.state, key=key, value=value)
+
+
+class NSAModelCache(Cache):
+    """The past of a batch, for `NSAForCausalLM`.
+
+    Args:
+      config: of the model.
+      capacity: columns there is room for, allocated at the first call; one more is a
+        `ValueError`. None: the cache starts with the prompt's and doubles where it is full.
+    """
+
+    layers: list[Any]  # NSALayer or DenseLayer
+
+    def __init__(self, config: NSAModelConfig, capacity: int | None = None):
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
+        sizes = config.layer_spec.config
+        layers: list[Any] = [
+            NSALayer(capacity, sizes) if kind == "nsa" else DenseLayer(capacity)
+            for kind in config.layer_attention
+        ]
+        super().__init__(layers=layers)
+        self.ragged = False  # whether rows may have different lengths
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """int32 `[B]`: real tokens of each row; None before the first call."""
+        state = self.layers[0].state
+        return None if state is None else state.length
+
+    @property
+    def batch_size(self) -> int:
+        lengths = self.lengths
+        return -1 if lengths is None else lengths.shape[0]
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.lengths is not None
+
+    def reset(self) -> None:
+        super().reset()
+        self.ragged = False
+
+
+def compute_dtype(x: Tensor, linear: torch.nn.Linear) -> torch.dtype:
+    """The dtype of `linear(x)`: autocast's where it is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return linear.weight.dtype
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // ROOM) * ROOM

@@ -1,0 +1,178 @@
+"""`NSAModelConfig`: what a model is, in transformers' words."""
+
+import dataclasses
+import difflib
+from typing import Any, Self
+
+from transformers import PreTrainedConfig
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.layer import LayerSpec
+
+ATTENTION = ("nsa", "dense")
+ROPE_TYPES = ("default", "linear")
+
+
+class NSAModelConfig(PreTrainedConfig):
+    """A decoder with Native Sparse Attention.
+
+    Attributes:
+      vocab_size: tokens there are.
+      hidden_size, intermediate_size: width of the model and of the SwiGLU.
+      num_hidden_layers: blocks.
+      num_attention_heads, num_key_value_heads: None: as many of these as of those.
+      head_dim, v_head_dim: width of a query and key head (even), of a value head. None:
+        `hidden_size // num_attention_heads`; as wide as a key head.
+      max_position_embeddings: tokens it is made for; nothing depends on it.
+      initializer_range: deviation of all matrices at the start. None: `1 / sqrt(3 inputs)`,
+        `sqrt(2 layers)` times less in those that write to the residual stream, 0.02 in the
+        embedding. Gates and `phi` start as their modules do either way.
+      rms_norm_eps: of the norms.
+      rope_parameters: `rope_theta`, and `rope_type`: "default", or "linear" with `factor`, by
+        which positions are divided. Pairs are interleaved.
+      attention: "nsa" or "dense", or a list of one of these a layer.
+      compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
+      phi, phi_hidden, gate, gate_hidden, gate_temp: as in `nsa_jax.layer.LayerSpec`.
+      tie_word_embeddings: whether the head's weight is the embedding.
+      use_cache: whether a call outside training makes a cache.
+
+    Raises:
+      ValueError: a rule is broken, or a key is nearly one of these names.
+    """
+
+    model_type = "nsa"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: Any = 2  # int; None until __post_init__
+    head_dim: Any = None
+    v_head_dim: Any = None
+    max_position_embeddings: int = 65536
+    initializer_range: float | None = None
+    rms_norm_eps: float = 1e-6
+    rope_parameters: Any = None
+    attention: str | list[str] = "nsa"
+    compress_block: int = NSAConfig.compress_block
+    compress_stride: int = NSAConfig.compress_stride
+    select_block: int = NSAConfig.select_block
+    num_selected: int = NSAConfig.num_selected
+    num_initial: int = NSAConfig.num_initial
+    num_local: int = NSAConfig.num_local
+    window: int = NSAConfig.window
+    phi: str = "avg"
+    phi_hidden: int | None = None
+    gate: str = "sigmoid"
+    gate_hidden: int | None = None
+    gate_temp: float = 1.0
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        for key in kwargs:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+            if near and not key.startswith("_"):
+                raise ValueError(
+                    f"unknown key {key!r} in the configuration; known: {near[0]!r}"
+                )
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.v_head_dim is None:
+            self.v_head_dim = self.head_dim
+        super().__post_init__(**kwargs)
+        self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """A configuration from its JSON; `ValueError` where it is another model's."""
+        found = config_dict.get("model_type", cls.model_type)
+        if found != cls.model_type:
+            raise ValueError(f"model_type must be {cls.model_type!r}, got {found!r}")
+        return super().from_dict(config_dict, **kwargs)
+
+    def check(self) -> None:
+        """Raises `ValueError` where a rule is broken; names the attribute and the value."""
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "v_head_dim",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}, got {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim must be even for the rotary embedding, got {self.head_dim}"
+            )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            found = getattr(self, name)
+            for token in found if isinstance(found, list) else [found]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"{name} must be in 0..{self.vocab_size - 1} (vocab_size), got {token}"
+                    )
+        rope_type = self.rope_parameters["rope_type"]
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}"
+            )
+        _ = self.layer_attention, self.layer_spec
+
+    @property
+    def layer_attention(self) -> tuple[str, ...]:
+        """ "nsa" or "dense" of each layer."""
+        count, found = self.num_hidden_layers, self.attention
+        kinds = (found,) * count if isinstance(found, str) else tuple(found)
+        if len(kinds) != count:
+            raise ValueError(
+                f"attention must be one word or num_hidden_layers={count} of them, got {len(kinds)}"
+            )
+        for kind in kinds:
+            if kind not in ATTENTION:
+                raise ValueError(f"attention must be one of {ATTENTION}, got {kind!r}")
+        return kinds
+
+    @property
+    def layer_spec(self) -> LayerSpec:
+        """What an attention layer is, in the words of `nsa_torch.NSAAttention`."""
+        rope = self.rope_parameters
+        return LayerSpec(
+            dim=self.hidden_size,
+            n_heads=self.num_attention_heads,
+            n_kv_groups=self.num_key_value_heads,
+            d_k=self.head_dim,
+            d_v=self.v_head_dim,
+            l=self.compress_block,
+            d=self.compress_stride,
+            l_sel=self.select_block,
+            n_sel=self.num_selected,
+            w=self.window,
+            phi=self.phi,
+            phi_hidden=self.phi_hidden,
+            gate=self.gate,
+            gate_hidden=self.gate_hidden,
+            gate_temp=self.gate_temp,
+            rope_base=rope["rope_theta"],
+            rope_scale=rope["factor"] if rope["rope_type"] == "linear" else 1.0,
+            num_initial=self.num_initial,
+            num_local=self.num_local,
+        )

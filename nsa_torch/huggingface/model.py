@@ -1,0 +1,385 @@
+"""`NSAModel` and `NSAForCausalLM`: the decoder, and what transformers asks of one."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from nsa_jax.layer import KIND_KEY
+from nsa_jax.types import Branches
+from nsa_torch import geometry
+from nsa_torch.huggingface import checkpoints
+from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.rows import Rows, rows
+from nsa_torch.module import MLP, Gate, NSAAttention, apply_rope, reset_pool
+
+
+class DenseAttention(nn.Module):
+    """Causal attention to all keys, by transformers' attention interface."""
+
+    is_causal = True
+
+    def __init__(self, config: NSAModelConfig):
+        super().__init__()
+        self.config, self.spec = config, config.layer_spec
+        spec = self.spec
+        self.num_key_value_groups = spec.n_heads // spec.n_kv_groups
+        self.W_Q = nn.Linear(spec.dim, spec.n_heads * spec.d_k, bias=False)
+        self.W_K = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_k, bias=False)
+        self.W_V = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_v, bias=False)
+        self.out = nn.Linear(spec.n_heads * spec.d_v, spec.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, position: Tensor, mask: Tensor | None, layer, count: Tensor | None
+    ) -> Tensor:
+        """`x` [B, T, dim] at `position` [B, T]; `layer`: its `DenseLayer` of a cache, or None."""
+        spec = self.spec
+
+        def rotate(x):
+            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
+
+        query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, spec.d_k)))
+        key = rotate(self.W_K(x).unflatten(-1, (spec.n_kv_groups, spec.d_k)))
+        value = self.W_V(x).unflatten(-1, (spec.n_kv_groups, spec.d_v))
+        if layer is not None:
+            key, value = layer.append(key, value, count)
+        name = self.config._attn_implementation or "sdpa"
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        out, _ = attend(self, *heads, mask, scaling=spec.d_k**-0.5, dropout=0.0)
+        return self.out(out.flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: NSAModelConfig):
+        super().__init__()
+        width, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class NSADecoderLayer(GradientCheckpointingLayer):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: NSAModelConfig, index: int):
+        super().__init__()
+        self.index, self.kind = index, config.layer_attention[index]
+        if self.kind == "nsa":
+            self.self_attn = NSAAttention(**config.layer_spec.as_dict())
+        else:
+            self.self_attn = DenseAttention(config)
+        self.mlp = SwiGLU(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        where: Rows,
+        position: Tensor | None = None,
+        mask: Tensor | None = None,
+        past_key_values: NSAModelCache | None = None,
+    ) -> Tensor:
+        """`x` [B, T, dim]; `position` and `mask`, of aligned rows, are read by dense layers."""
+        inputs = where.align(self.input_layernorm(x))
+        layer = None if past_key_values is None else past_key_values.layers[self.index]
+        if self.kind == "dense":
+            y = self.self_attn(inputs, position, mask, layer, where.count)
+        elif layer is None:
+            y, _ = self.self_attn(inputs, cu_seqlens=where.cu_seqlens)
+        else:
+            y = layer.attend(self.self_attn, inputs, where.count)
+        x = x + where.restore(y)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NSAPreTrainedModel(PreTrainedModel):
+    """What both models share: start of the weights, checkpoints."""
+
+    config: NSAModelConfig
+    config_class = NSAModelConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NSADecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _can_record_outputs = {"hidden_states": NSADecoderLayer}  # noqa: RUF012
+
+    def __init__(self, config: NSAModelConfig):
+        if not isinstance(config, NSAModelConfig):
+            raise ValueError(f"config must be an NSAModelConfig, got {type(config).__name__}")
+        config.check()
+        super().__init__(config)
+        self.register_state_dict_post_hook(_without_kinds)
+
+    def set_nsa_implementation(self, name: str | Branches[str | None] | None) -> None:
+        """`implementation` of `nsa_torch.attention`, for every layer with NSA."""
+        for module in self.modules():
+            if isinstance(module, NSAAttention):
+                module.implementation = name
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args: Any, **kwargs: Any):
+        """transformers' `from_pretrained`, which here takes a checkpoint that fits, or none.
+
+        Args:
+          strict: a keyword; False: weights that are missing are drawn anew and those that are
+            unknown left out, with transformers' warning.
+
+        Raises:
+          ValueError: gate or phi differ from the checkpoint's, or weights are missing, unknown
+            or of another shape; the message names the first.
+        """
+        load = super().from_pretrained
+        return checkpoints.load(cls, load, pretrained_model_name_or_path, args, kwargs)
+
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        """transformers leaves modules without own weights out in code that is not its own."""
+        super()._initialize_weights(module)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """The start of `module`'s own weights; transformers calls it, children first."""
+        given = self.config.initializer_range
+        residual = math.sqrt(2 * self.config.num_hidden_layers)
+        if isinstance(module, Gate | MLP):
+            module.reset_parameters()
+        elif isinstance(module, nn.Conv1d):
+            reset_pool(module)
+        elif isinstance(module, nn.Linear):
+            _draw(module, given)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02 if given is None else given)
+        elif isinstance(module, NSAAttention | DenseAttention) and given is None:
+            _draw(module.out, None, residual)
+        elif isinstance(module, SwiGLU) and given is None:
+            _draw(module.down_proj, None, residual)
+        else:
+            super()._init_weights(module)
+
+
+class NSAModel(NSAPreTrainedModel):
+    """The decoder without a head: `last_hidden_state` [B, T, hidden_size]."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
+
+    def __init__(self, config: NSAModelConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(NSADecoderLayer(config, index) for index in layers)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden_size].
+
+        Args:
+          attention_mask: `[B, columns of the cache + T]` of 0 and 1; a row may be padded on the
+            left or on the right.
+          position_ids: checked against the mask; without a mask, a single row whose positions
+            start anew is a packed one.
+          past_key_values: an `NSAModelCache`, to which the tokens are appended.
+          use_cache: makes a cache where none is given. None: the configuration's outside
+            training.
+          cu_seq_lens_q: int `[sequences + 1]`, a packed row.
+
+        Raises:
+          ValueError: as `rows.rows` says; a token that is not in the vocabulary (on the CPU).
+        """
+        x = inputs_embeds
+        if input_ids is not None and x is None:
+            x = self._embed(input_ids)
+        elif x is None or input_ids is not None:
+            raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
+        if kwargs.get("output_attentions"):
+            raise NotImplementedError("no layer makes attention weights: output_attentions")
+        if past_key_values is not None and not isinstance(past_key_values, NSAModelCache):
+            raise ValueError(
+                f"past_key_values must be an NSAModelCache, got {type(past_key_values).__name__}"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            use_cache, past_key_values = False, None
+        cache = past_key_values
+        if cache is None and use_cache and cu_seq_lens_q is None:
+            cache = NSAModelCache(self.config)
+        where = rows(x.shape[0], x.shape[1], attention_mask, position_ids, cu_seq_lens_q, cache)
+        if where.cu_seqlens is not None:
+            cache = None
+        position, mask = self._dense_inputs(x, where, cache)
+        for layer in self.layers:
+            x = layer(x, where, position, mask, past_key_values=cache)
+        if cache is not None:
+            cache.ragged = cache.ragged or where.count is not None
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        size = self.embed_tokens.num_embeddings
+        if tokens.device.type == "cpu" and tokens.numel():
+            for found in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= found < size:
+                    raise ValueError(
+                        f"input_ids must be in 0..{size - 1} (vocab_size), got {found}"
+                    )
+        return self.embed_tokens(tokens)
+
+    def _dense_inputs(self, x: Tensor, where: Rows, cache: NSAModelCache | None):
+        """Positions and mask of aligned rows; None where no layer is dense."""
+        if "dense" not in self.config.layer_attention:
+            return None, None
+        batch, length = x.shape[:2]
+        packed, only = None, None
+        position = torch.arange(length, device=x.device).expand(batch, length)
+        if where.cu_seqlens is not None:
+            sizes = {"config": self.config.layer_spec.config, "kv_len": length}
+            packed = position = geometry.geometry(
+                batch, length, cu_seqlens=where.cu_seqlens, device=x.device, **sizes
+            ).position
+        lengths = None if cache is None else cache.lengths
+        if cache is not None and lengths is not None:
+            position = position + lengths[:, None]
+            if cache.ragged:
+                behind = cache.get_seq_length() - lengths
+
+                def only(row, head, query, key):
+                    return key <= query - behind[row]
+
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=None,
+            past_key_values=cache,
+            position_ids=packed,
+            and_mask_function=only,
+        )
+        return position, mask
+
+
+class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
+    """The decoder with a head: logits `[B, T, vocab_size]`, a loss where labels are given."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: NSAModelConfig):
+        super().__init__(config)
+        self.model = NSAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Arguments of `NSAModel.forward`, and:
+
+        Args:
+          labels: `[B, T]`, tokens that are predicted one column earlier; -100 counts nothing.
+          logits_to_keep: logits of that many last columns only, or of these; 0: of all.
+        """
+        if use_cache is None and labels is not None:
+            use_cache = False
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = logits_to_keep
+        kept = slice(-keep, None) if isinstance(keep, int) else keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        """`cache_implementation`: None or "dynamic" grows; "static" has room for `max_length`."""
+        name, given = (
+            generation_config.cache_implementation,
+            model_kwargs.get("past_key_values"),
+        )
+        if given is not None and name is not None:
+            raise ValueError(
+                f"cache_implementation must be None where past_key_values is given, got {name!r}"
+            )
+        if given is not None or generation_config.use_cache is False:
+            return
+        if name not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
+            )
+        cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+
+def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> None:
+    if deviation is None:
+        deviation = 1 / math.sqrt(3 * linear.in_features)
+    nn.init.normal_(linear.weight, std=deviation / divisor)
+
+
+def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
+    """Gate and phi stand in config.json: FSDP shards what is in a state_dict, numbers only."""
+    for key in [key for key in state_dict if key.endswith(f".{KIND_KEY}")]:
+        del state_dict[key]

@@ -1,0 +1,135 @@
+"""Where the tokens of a padded or packed batch stand, from what transformers passes."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_torch.huggingface.cache import NSAModelCache
+
+
+class Rows(NamedTuple):
+    """The real tokens among the `T` columns of a call, which follow those of the cache."""
+
+    first: Tensor | None = None  # int64 [B], padding on the left; None: nowhere
+    count: Tensor | None = None  # int64 [B], real tokens; None: every column
+    cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
+
+    def align(self, x: Tensor) -> Tensor:
+        """`x` [B, T, ...] with each row's tokens at its start, its padding behind them."""
+        return x if self.first is None else _roll(x, self.first)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Takes `align` back."""
+        return x if self.first is None else _roll(x, -self.first)
+
+
+def rows(
+    batch: int,
+    length: int,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cache: NSAModelCache | None,
+) -> Rows:
+    """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
+
+    Args:
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1.
+      position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
+        cache they may start anew in a single row, which is then a packed one.
+      cu_seqlens: int `[sequences + 1]`, a packed row.
+
+    Raises:
+      ValueError: a row is padded in the middle or on both sides, mask, positions and cache
+        contradict each other. On a GPU it is known after the device has been waited for; in
+        a CUDA graph nothing is checked.
+    """
+    if cu_seqlens is not None:
+        if attention_mask is not None or cache is not None:
+            raise ValueError(
+                "cu_seq_lens_q must be None where attention_mask or a cache is given, got both"
+            )
+        return Rows(cu_seqlens=cu_seqlens)
+    if attention_mask is None and cache is None and position_ids is not None and batch == 1:
+        return _packed(position_ids, length)
+    past = 0 if cache is None else cache.get_seq_length()
+    if attention_mask is None and position_ids is None:
+        return Rows()
+    mask = attention_mask
+    if mask is None:
+        mask = torch.ones(batch, past + length, dtype=torch.bool)
+        mask = mask if position_ids is None else mask.to(position_ids.device)
+    if mask.ndim != 2 or tuple(mask.shape) != (batch, past + length):
+        raise ValueError(
+            f"attention_mask must have shape {(batch, past + length)}, a number for each column "
+            f"of the cache and of the input, got {tuple(mask.shape)}"
+        )
+    wrong: list[tuple[Tensor, str | None]] = []  # of each row, [B], with what must hold
+    if mask.dtype != torch.bool:
+        wrong.append((((mask != 0) & (mask != 1)).any(dim=1), "hold 0 and 1 only"))
+        mask = mask != 0
+    changes = (mask[:, 1:] != mask[:, :-1]).sum(dim=1)
+    wrong.append((changes > 1, "be padded on the left or on the right, zeros in one run"))
+    known = torch.zeros(batch, dtype=torch.int64, device=mask.device)
+    if cache is not None and cache.lengths is not None:
+        known = cache.lengths.to(mask.device, torch.int64)
+        if attention_mask is not None:
+            agrees = mask[:, :past].sum(dim=1) == known
+            wrong.append((~agrees, "have as many ones as the cache has tokens of the row"))
+    new = mask[:, past:]
+    count, first = new.sum(dim=1), new.int().argmax(dim=1)
+    if position_ids is not None:
+        expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
+        other = (position_ids != expected) & new
+        wrong.append((other.any(dim=1), None))
+    facts = torch.stack([(first > 0).any(), (count < length).any()])
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return Rows(first, count)
+    failed = torch.stack([each for each, _ in wrong])
+    shifted, short, *bad = torch.cat([facts, failed.any(dim=1)]).tolist()
+    if any(bad):
+        _refuse(wrong[bad.index(True)], mask)
+    return Rows(first if shifted else None, count if short else None)
+
+
+def _packed(position_ids: Tensor, length: int) -> Rows:
+    """A single row whose positions start anew at every sequence."""
+    position = position_ids.reshape(-1)
+    if position.numel() != length:
+        raise ValueError(
+            f"position_ids must have shape {(1, length)}, got {tuple(position_ids.shape)}"
+        )
+    index = torch.arange(length, device=position.device)
+    begins = position == 0
+    start = torch.where(begins, index, 0).cummax(dim=0).values
+    starts = index[begins]
+    if not bool(((index - start) == position).all()):
+        raise ValueError(
+            "position_ids must count from 0 in every sequence of the row, got "
+            f"{position.tolist()[:16]}"
+        )
+    if starts.numel() == 1:
+        return Rows()
+    return Rows(cu_seqlens=torch.cat([starts, index[-1:] + 1]).to(torch.int32))
+
+
+def _refuse(found: tuple[Tensor, str | None], mask: Tensor) -> None:
+    failed, rule = found
+    row = int(failed.int().argmax())
+    if rule is None:
+        raise ValueError(
+            "position_ids must count each row's tokens from its first one, as attention_mask and "
+            f"cache say, got others in row {row}"
+        )
+    line = "".join(str(int(x)) for x in mask[row].tolist())
+    shown = line if len(line) <= 64 else f"{line[:64]}..."
+    raise ValueError(f"attention_mask must {rule}, got {shown} in row {row}")
+
+
+def _roll(x: Tensor, shift: Tensor) -> Tensor:
+    """Row `b` of `x` [B, T, ...] rolled to the left by `shift[b]`."""
+    length = x.shape[1]
+    index = (torch.arange(length, device=x.device) + shift[:, None]) % length
+    row = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[row, index]

@@ -1,0 +1,162 @@
+"""Weights of `NSAForCausalLM` for the models of `bench.train`, and back.
+
+The file is one of `interop.weights`: its names and its hyper-parameters are those of
+`bench.lm.torch_lm.LM` and of its twin in JAX. The modules below hold the parameters of a model
+of transformers under these names.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from torch import nn
+
+from nsa_jax import extras
+from nsa_jax.layer import LayerSpec
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
+
+NORM_EPS = 1e-6  # of bench.train's models
+MODEL = ("attention", "layers", "hidden", "vocabulary")
+
+
+def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
+    """Writes the weights to `path`, all or nothing; tied embeddings twice.
+
+    Raises:
+      ModuleNotFoundError: JAX is not installed; the file is one for both frameworks.
+      ValueError: `bench.train` has no such model (nsa and dense layers in one, another
+        epsilon).
+    """
+    _weights().save(path, _TrainingModel(model))
+
+
+def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> NSAForCausalLM:
+    """The model whose weights a training run wrote to `path`.
+
+    Args:
+      model: takes the weights, in place; None: one as the file's hyper-parameters say, in
+        evaluation mode, as from `from_pretrained`.
+
+    Raises:
+      ModuleNotFoundError: as of `to_safetensors`.
+      ValueError: the file states no hyper-parameters, or they, gate, phi, vocabulary, keys,
+        shapes or dtypes are not the model's, which is then unchanged.
+    """
+    weights = _weights()
+    if model is None:
+        model = NSAForCausalLM(_configuration(path)).eval()
+    elif model.config.tie_word_embeddings:
+        raise ValueError(
+            "tie_word_embeddings must be False to load a model with a head of its own"
+        )
+    weights.load(path, _TrainingModel(model))
+    return model
+
+
+def _weights():
+    """`interop.weights`, which reads and writes the weights of both frameworks."""
+    extras.require("jax", "jax")
+    from interop import weights
+
+    return weights
+
+
+def _configuration(path: str | Path) -> NSAModelConfig:
+    """That of the model in the file."""
+    weights = _weights()
+    with safetensors.safe_open(path, framework="pt") as file:
+        text = (file.metadata() or {}).get(weights.METADATA_KEY)
+    if text is None:
+        raise ValueError(
+            f"{path}: must state hyper_parameters where no model is given, got none"
+        )
+    found = json.loads(text)
+    fields = {field.name for field in dataclasses.fields(LayerSpec)}
+    missing = [name for name in MODEL if name not in found]
+    if missing:
+        raise ValueError(
+            f"{path}: hyper_parameters must have {missing[0]!r}, got {sorted(found)}"
+        )
+    spec = LayerSpec(**{name: value for name, value in found.items() if name in fields})
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
+    if spec.rope_scale != 1.0:
+        rope |= {"rope_type": "linear", "factor": spec.rope_scale}
+    return NSAModelConfig(
+        vocab_size=found["vocabulary"],
+        hidden_size=spec.dim,
+        intermediate_size=found["hidden"],
+        num_hidden_layers=found["layers"],
+        num_attention_heads=spec.n_heads,
+        num_key_value_heads=spec.n_kv_groups,
+        head_dim=spec.d_k,
+        v_head_dim=spec.d_v,
+        rope_parameters=rope,
+        attention=found["attention"],
+        **dataclasses.asdict(spec.config),
+        phi=str(spec.phi),
+        phi_hidden=spec.phi_hidden,
+        gate=str(spec.gate),
+        gate_hidden=spec.gate_hidden,
+        gate_temp=spec.gate_temp,
+        rms_norm_eps=NORM_EPS,
+    )
+
+
+class _Renamed(nn.Module):
+    """Parameters and modules of others, by these names."""
+
+    def __init__(self, **parts: nn.Module | nn.Parameter):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class _TrainingModel(_Renamed):
+    """The parameters of `model` as those of `bench.lm.torch_lm.LM`."""
+
+    def __init__(self, model: NSAForCausalLM):
+        config = model.config
+        if config.rms_norm_eps != NORM_EPS:
+            raise ValueError(f"rms_norm_eps must be {NORM_EPS}, got {config.rms_norm_eps}")
+        kinds = set(config.layer_attention)
+        if len(kinds) > 1:
+            raise ValueError(f"attention must be the same in all layers, got {sorted(kinds)}")
+        decoder = model.model
+        super().__init__(
+            embedding=decoder.embed_tokens.weight,
+            blocks=nn.ModuleList(map(_block, decoder.layers)),
+            norm=_Renamed(scale=decoder.norm.weight),
+            head=_head(model),
+        )
+        self.config, self.kind = config, kinds.pop()
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        config = self.config
+        values = (
+            self.kind,
+            config.num_hidden_layers,
+            config.intermediate_size,
+            config.vocab_size,
+        )
+        return config.layer_spec.as_dict() | dict(zip(MODEL, values, strict=True))
+
+
+def _head(model: NSAForCausalLM) -> nn.Module:
+    """A copy where it is the embedding: a file holds no tensor twice."""
+    head = model.lm_head
+    if head.weight is not model.model.embed_tokens.weight:
+        return head
+    return _Renamed(weight=nn.Parameter(head.weight.detach().clone()))
+
+
+def _block(layer: NSADecoderLayer) -> nn.Module:
+    mlp = layer.mlp
+    return _Renamed(
+        norm_attention=_Renamed(scale=layer.input_layernorm.weight),
+        attention=layer.self_attn,
+        norm_mlp=_Renamed(scale=layer.post_attention_layernorm.weight),
+        mlp=_Renamed(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj),
+    )
