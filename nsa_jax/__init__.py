@@ -59,7 +59,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'api')}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        from nsa_jax import extras
+
+        raise extras.missing("jax", error) from error
     globals()[name] = found = getattr(module, name)
     return found
 

@@ -79,7 +79,7 @@ for preset in ("paper", "seed", "smallgroup"):
     kernels = {x for n in (700, 5000, 70000) for x in kernels_of(layer, 1, n, n, None)}
     missing = [x.name for x in kernels if Store("none").get(x.for_any_length()) is None]
     assert not missing, f"{preset}: the wheel has no {missing}"
-refused("import nsa_jax.nn", "jax")
+refused("import nsa_jax; nsa_jax.attention", "jax")
 """
 
 

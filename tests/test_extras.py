@@ -48,6 +48,7 @@ def test_the_programs_of_clean_environments(name):
         ("import interop.weights", "torch", "torch"),
         ("import nsa_torch.huggingface", "transformers", "hf"),
         ("import nsa_jax.nn", "flax", "nnx"),
+        ("import nsa_jax; nsa_jax.attention", "jax", "jax"),
         ("import bench.compare", "rich", "bench"),
         ("import bench.report", "matplotlib", "bench"),
     ],
