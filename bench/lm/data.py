@@ -6,7 +6,7 @@ for those: what a row holds does not depend on who asks, nor on how many do.
 
 import hashlib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ CORPUS_BYTES = 8 * 2**20
 HELD_OUT_SHARE = 1 / 16
 TEXT = "text"  # the dataset that needs no file and no network
 
-type Pack = Literal["documents", "none"]
+PACKS = ("documents", "none")
 
 
 class Batch(NamedTuple):
@@ -49,7 +49,7 @@ class Batches:
       sha256: of the tokens and of how they are packed.
 
     Raises:
-      ValueError: the held-out part is shorter than a row.
+      ValueError: the held-out part is shorter than a row, or there is no such packing.
     """
 
     def __init__(
@@ -59,8 +59,10 @@ class Batches:
         seed: int,
         size: int = CORPUS_BYTES,
         documents: Documents | None = None,
-        pack: Pack = "none",
+        pack: str = "none",
     ):
+        if pack not in PACKS:
+            raise ValueError(f"pack must be one of {PACKS}, got {pack!r}")
         name = "corpus_bytes"
         if documents is None:
             found = text.corpus(size)
@@ -130,7 +132,7 @@ def load(
     seed: int,
     *,
     size: int = CORPUS_BYTES,
-    pack: Pack | None = None,
+    pack: str | None = None,
     tokenizer: str | None = None,
     column: str = "text",
     split: str = "train",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench.lm.data import Batch, Batches, Pack, drawn
+from bench.lm.data import PACKS, Batch, Batches, drawn
 from bench.lm.packing import Packed
 from bench.lm.tokens import Documents, Tokenizer, gathered
 
@@ -74,13 +74,15 @@ class Streamed(Batches):
         batch: int,
         length: int,
         seed: int,
-        pack: Pack,
+        pack: str,
         *,
         buffer: int = BUFFER,
         notes: Path | None = None,
     ):
         if buffer < HELD_OUT_EVERY:
             raise ValueError(f"shuffle_buffer must be >= {HELD_OUT_EVERY}, got {buffer}")
+        if pack not in PACKS:
+            raise ValueError(f"pack must be one of {PACKS}, got {pack!r}")
         self.source, self.by, self.buffer = source, by, buffer
         self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
         self.vocabulary = by.vocabulary
