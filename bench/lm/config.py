@@ -106,22 +106,29 @@ class Runtime:
 @dataclasses.dataclass(frozen=True)
 class Parallel:
     """How the rows and weights are spread: "ddp" copies all weights, "fsdp" shards them;
-    `devices` in all, `tensor` of them share the heads of a row. None: those that there are."""
+    `devices` in all, `tensor` of them share the heads of a row. None: those that there are.
+
+    torch's processes are torchrun's; JAX's are told here: `coordinator` is "address:port" of
+    process 0, of `processes`; this is `process`.
+    """
 
     strategy: Literal["none", "ddp", "fsdp"] = "none"
     devices: int | None = None
     tensor: int = 1
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """What is told of a run besides its lines: seconds between heartbeats, 0 for none; seconds
-    without a step after which a rank counts as hung, 0 for never."""
+    """What is told of a run besides its lines: seconds between heartbeats; seconds without a
+    step after which a rank counts as hung, 0 for never."""
 
-    tensorboard: bool = False
-    csv: bool = False
-    heartbeat_s: float = 0.0
-    hang_s: float = 0.0
+    tensorboard: bool | None = None
+    csv: bool | None = None
+    heartbeat_s: float | None = None
+    hang_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +152,7 @@ class TrainConfig:
             value = _get(self, key)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{key} must be over 0, got {value}")
-        for key in ("watch.heartbeat_s", "watch.hang_s", "nsa.window", "train.weight_decay"):
+        for key in AT_LEAST_0:
             value = _get(self, key)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{key} must be >= 0, got {value}")
@@ -161,6 +168,12 @@ class TrainConfig:
         if devices is not None and devices % tensor:
             raise ValueError(
                 f"parallel.devices must be a multiple of parallel.tensor={tensor}, got {devices}"
+            )
+        given = self.parallel.processes, self.parallel.process
+        if self.parallel.coordinator is not None and None in given:
+            raise ValueError(
+                "parallel.coordinator needs parallel.processes and parallel.process, got "
+                f"{given[0]} and {given[1]}"
             )
         if self.parallel.strategy == "none" and (devices or 1) > 1:
             raise ValueError(
@@ -225,14 +238,16 @@ POSITIVE = (
     *(f"nsa.{name}" for name in SIZES.values() if name != "window"),
     *(f"train.{name}" for name in ("steps", "batch", "seq_len", "accumulate", "lr", "clip")),
     *("train.save_every", "train.eps", "data.corpus_bytes", "data.shuffle_buffer"),
-    *("parallel.devices", "parallel.tensor"),
+    *("parallel.devices", "parallel.tensor", "parallel.processes", "watch.heartbeat_s"),
 )
+AT_LEAST_0 = ("nsa.window", "train.weight_decay", "parallel.process", "watch.hang_s")
 # The flag that says the same, which wins where the command line has it.
 FLAGS = {
     "model.name": "model",
     "model.attention": "attention",
     "nsa.phi": "phi",
     "parallel.strategy": "parallel",
+    **{f"parallel.{name}": f"jax_{name}" for name in ("coordinator", "processes", "process")},
 } | {
     f"{section}.{name}": name
     for section, names in {
