@@ -125,20 +125,15 @@ class Streamed(Batches):
         """Makes the last noted block at or before `row` the current one."""
         at = max((x for x in self.known if x.row <= row), key=lambda x: x.block)
         if at.block == 0:
-            self.block, how = (
-                self.first,
-                "read again from its start: no later position is noted",
-            )
-        else:
-            how = f"read from document {at.document} of epoch {at.epoch} on, nothing before it"
-        if row >= self.first.end.row:
-            print(
-                f"dataset {self.source}: to go on at row {row} the stream is {how}. Its shuffle "
-                f"buffer of {self.buffer} documents is filled again; the order stays the same",
-                file=sys.stderr,
-            )
-        if at.block:
-            self.block = self._read(at)
+            self.block = self.first
+            return
+        print(
+            f"dataset {self.source}: to go on at row {row} the stream is read from document "
+            f"{at.document} of epoch {at.epoch} on, with row {at.row}, nothing before it. Its "
+            f"shuffle buffer of {self.buffer} documents is filled again; the order stays the same",
+            file=sys.stderr,
+        )
+        self.block = self._read(at)
 
     def _read(self, at: Position) -> Block:
         texts, state = self.source.take(at.state, self.buffer)
