@@ -160,6 +160,9 @@ def test_training_reads_config():
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()
+        for name in config.FLAGS.values():
+            if name in flags.FLAGS:
+                flags.FLAGS[name].unparse()
 
 
 def test_what_is_said_of_gates_is_so():
