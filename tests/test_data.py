@@ -166,7 +166,7 @@ def test_text_is_the_offline_default(load):
     assert any(borders)  # files follow each other
 
 
-def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch):
+def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, tmp_path):
     first = load(texts / "a.jsonl")
     with monkeypatch.context() as patch:
         patch.setattr(sources, "_jsonl", lambda *_: pytest.fail("read again"))
@@ -174,6 +174,10 @@ def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch):
     lines = (texts / "a.jsonl").read_text().splitlines()
     (texts / "a.jsonl").write_text("\n".join(lines[:-2]) + "\n")
     assert load(texts / "a.jsonl").sha256 != first.sha256
+    for kept in tmp_path.glob("cache/*/tokens"):
+        kept.write_bytes(kept.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="are not as they were written: remove them"):
+        load(texts / "a.jsonl")
 
 
 def test_a_row_shorter_than_a_document(load, tmp_path):

@@ -44,11 +44,10 @@ class Hub:
 
         Raises:
           ConnectionError, FileNotFoundError, ValueError: as `take`.
+          ModuleNotFoundError: the extra `data` is not installed.
         """
-        try:
-            import huggingface_hub
-        except ModuleNotFoundError as error:
-            raise extras.missing("data", error) from error
+        extras.require("data", "datasets")  # brings huggingface_hub
+        import huggingface_hub
 
         def ask() -> str | None:
             api = huggingface_hub.HfApi()

@@ -27,7 +27,10 @@ def files(pattern: str) -> list[Path]:
         matches = map(Path, glob.glob(pattern, recursive=True))
         found = [x for x in matches if x.is_file()]
     if not found:
-        raise FileNotFoundError(f"dataset {pattern!r}: no such file with one of {SUFFIXES}")
+        raise FileNotFoundError(
+            f"dataset {pattern!r}: no such file with one of {SUFFIXES}; a dataset of the Hugging "
+            "Face Hub is owner/name"
+        )
     for x in found:
         if x.suffix not in SUFFIXES:
             raise ValueError(f"dataset must be of files with one of {SUFFIXES}, got {x}")

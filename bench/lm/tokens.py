@@ -134,7 +134,7 @@ def kept(
       folder: of the files; None: the user's cache.
 
     Raises:
-      ValueError: there is no document with a token.
+      ValueError: there is no document with a token, or the file is damaged.
     """
     if folder is None:
         cache = platformdirs.user_cache_dir("native-sparse-attention", appauthor=False)
@@ -149,6 +149,8 @@ def kept(
     about = json.loads((target / "about.json").read_text())
     tokens = np.memmap(target / "tokens", np.dtype(about["dtype"]), "r")
     starts = np.fromfile(target / "starts", np.int64)
+    if not len(starts) or starts[-1] != len(tokens):
+        raise ValueError(f"tokens kept in {target} are not as they were written: remove them")
     return Documents(name, tokens, starts, by.vocabulary, about["sha256"])
 
 
