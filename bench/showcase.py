@@ -25,7 +25,7 @@ from absl import flags
 
 from bench import doc_tables
 from bench.harness import cli, command, exit_status, heartbeat, process, records
-from bench.lm import config, log, variants
+from bench.lm import config_file, log, variants
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         if mode not in variants.RANGES:
             raise ValueError(f"modes must be of {variants.RANGES}, got {mode!r}")
     for length in lengths:  # a fault of a file is told before anything runs
-        config.read(_config(length), SET.value)
+        config_file.read(_config(length), SET.value)
     folder = command.folder(OUT.value)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} has files; --out must name a new folder")
@@ -106,7 +106,7 @@ def measure(folder: Path, length: int, mode: str) -> Row:
     out = folder / name
     words = ["bench.train", "--throughput", "--framework=torch", "--attention=nsa"]
     words += [
-        f"--config={config.path_of(_config(length)).resolve()}",
+        f"--config={config_file.path_of(_config(length)).resolve()}",
         f"--lengths={length}",
         f"--ranges={mode}",
     ]

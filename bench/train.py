@@ -24,7 +24,7 @@ from typing import Any
 from absl import flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import config, curves, data, log, loop, spec, speed, variants
+from bench.lm import config_file, curves, data, log, loop, spec, speed, variants
 from bench.lm.config import TrainConfig
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags
@@ -138,10 +138,10 @@ SAVE = flags.DEFINE_bool(
 
 
 def main(argv: Sequence[str]) -> int:
-    settings, values, told = config.read(CONFIG.value, SET.value)
+    settings, values, told = config_file.read(CONFIG.value, SET.value)
     for line in told:
         print(f"warning: {line}", file=sys.stderr)
-    config.apply(values, (FLAGS, flags.FLAGS))
+    config_file.apply(values, (FLAGS, flags.FLAGS))
     if RESUME.value and OUT.value is None:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:

@@ -114,7 +114,7 @@ def check_training(task: dict) -> None:
     from torch.distributed.run import get_args_parser
 
     from bench import train
-    from bench.lm import config
+    from bench.lm import config_file
 
     assert set(task) <= TASK_KEYS and task["num_nodes"] >= 2
     resources = task["resources"]
@@ -140,7 +140,7 @@ def check_training(task: dict) -> None:
     train.FLAGS.unparse_flags()
     try:
         assert own(["train", *words]) == ["train"]
-        settings, _, _ = config.read(train.CONFIG.value, train.SET.value)
+        settings, _, _ = config_file.read(train.CONFIG.value, train.SET.value)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()

@@ -147,20 +147,20 @@ def test_config_is_read_or_refused(values):
 def test_training_reads_config():
     """The seed system's only way to a training config, with its names for the keys."""
     from bench import train
-    from bench.lm import config
+    from bench.lm import config_file
 
     train.FLAGS.unparse_flags()
     train.FLAGS(["train", "--seq_len=64"])
     try:
         (line,) = apply({"CONFIG": "configs/train/tiny.yaml"}, train.FLAGS, "train")
         assert "--config set" in line and train.CONFIG.value == "configs/train/tiny.yaml"
-        _, values, _ = config.read("tiny", ["train.batch_size=3"])
-        config.apply(values, (train.FLAGS, flags.FLAGS))
+        _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
+        config_file.apply(values, (train.FLAGS, flags.FLAGS))
         assert (train.BATCH.value, train.SEQ_LEN.value, train.LR.value) == (3, 64, 3e-3)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()
-        for name in config.FLAGS.values():
+        for name in config_file.FLAGS.values():
             if name in flags.FLAGS:
                 flags.FLAGS[name].unparse()
 

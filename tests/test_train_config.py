@@ -9,9 +9,9 @@ from absl import flags
 
 import configs
 from bench import train
-from bench.lm import config, log, spec
+from bench.lm import config, config_file, log, spec
 
-FILES = sorted(path.stem for path in config.FOLDER.glob("*.yaml"))
+FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
 # Flags of a run on several devices and of what is watched.
 SPREAD = {"parallel", "devices", "tensor", "accumulate", "tensorboard", "csv", "heartbeat_s"}
 SPREAD |= {"hang_s", "jax_coordinator", "jax_processes", "jax_process"}
@@ -24,8 +24,8 @@ def test_the_files_there_are():
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_understood(name):
-    found, values, told = config.read(name)
-    assert not told and values.keys() <= set(config.KEYS)
+    found, values, told = config_file.read(name)
+    assert not told and values.keys() <= set(config_file.KEYS)
     base = spec.model(found.model.name, "nsa")
     layer = found.model_of(base).layer
     if name != "tiny":  # the seed system's shape
@@ -45,21 +45,21 @@ def training_of(found):
 
 
 def test_the_first_file_lists_every_key():
-    listed = config._flat(configs.load(config.path_of("tiny")))
-    assert list(listed) == list(config.KEYS)
-    text = config.path_of("tiny").read_text()
-    assert all(f"{key.partition('.')[2]}: " in text for key in config.KEYS)
+    listed = config_file._flat(configs.load(config_file.path_of("tiny")))
+    assert list(listed) == list(config_file.KEYS)
+    text = config_file.path_of("tiny").read_text()
+    assert all(f"{key.partition('.')[2]}: " in text for key in config_file.KEYS)
     names = typing.get_args(typing.get_type_hints(config.Model)["name"])[0]
     assert set(typing.get_args(names)) == set(spec.MODELS)
 
 
 def test_every_flag_of_the_table_is_one():
     known = {*train.FLAGS, *flags.FLAGS}
-    assert set(config.FLAGS.values()) - known <= SPREAD
-    assert config.FLAGS.keys() <= set(config.KEYS)
-    assert set(config.SEED_KEYS.values()) <= set(config.KEYS)
+    assert set(config_file.FLAGS.values()) - known <= SPREAD
+    assert config_file.FLAGS.keys() <= set(config_file.KEYS)
+    assert set(config_file.SEED_KEYS.values()) <= set(config_file.KEYS)
     # What no flag says is read from the config itself.
-    assert set(config.KEYS) - config.FLAGS.keys() == {
+    assert set(config_file.KEYS) - config_file.FLAGS.keys() == {
         *(f"model.{name}" for name in config.LAYER + ("layers", "hidden", "vocabulary")),
         *(f"nsa.{name}" for name in (*config.SIZES.values(), "gate")),
         *(f"train.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")),
@@ -109,7 +109,7 @@ def test_faults_name_file_and_key(text, message, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"run.yaml.*{message}"):
-        config.read(str(path))
+        config_file.read(str(path))
 
 
 @pytest.mark.parametrize(
@@ -124,19 +124,19 @@ def test_faults_name_file_and_key(text, message, tmp_path):
 )
 def test_faults_of_changes(change, message):
     with pytest.raises(ValueError, match=message):
-        config.read("tiny", [change])
+        config_file.read("tiny", [change])
 
 
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError, match=r"configs/train/ has \['125m', .*'tiny'\]"):
-        config.read("none")
+        config_file.read("none")
 
 
 def test_the_seed_systems_names():
     given = ["train.batch_size=6", "train.accumulate_grad_batches=2", "train.warmup_steps=3"]
     given += ["runtime.precision=bf16", "nsa.l_sel=128", "nsa.w=9", "train.max_grad_norm=2"]
     given += ["train.lr_schedule=cosine", "train.log_every=20", "data.tokenizer=byte"]
-    found, values, told = config.read(None, given)
+    found, values, told = config_file.read(None, given)
     train_ = found.train
     assert (train_.batch, train_.accumulate, train_.warmup) == (6, 2, 3)
     assert (train_.dtype, train_.clip, found.nsa.select_block, found.nsa.window) == (
@@ -156,7 +156,7 @@ def own():
     def reset():
         train.FLAGS.unparse_flags()
         for values in (train.FLAGS, flags.FLAGS):
-            for name in config.FLAGS.values():
+            for name in config_file.FLAGS.values():
                 if name in values:
                     values[name].unparse()
         for name in train.FLAGS:
@@ -186,8 +186,8 @@ def command(tmp_path, own):
 
 def test_who_wins(own):
     own(["train", "--lr=0.5", "--steps=7"])
-    _, values, _ = config.read("tiny", ["train.steps=8", "train.batch=9"])
-    config.apply(values, (own, flags.FLAGS))
+    _, values, _ = config_file.read("tiny", ["train.steps=8", "train.batch=9"])
+    config_file.apply(values, (own, flags.FLAGS))
     assert (train.LR.value, train.STEPS.value, train.BATCH.value) == (0.5, 7, 9)
     assert train.SEQ_LEN.value == 512 and train.DATASET.value == "text"
 
@@ -197,12 +197,12 @@ def test_a_flag_that_is_missing_or_refuses():
     flags.DEFINE_integer("batch", None, "", lower_bound=2, flag_values=few)
     few(["x"])
     with pytest.raises(ValueError, match=r"train\.batch: .*flag --batch=1"):
-        config.apply({"train.batch": 1}, (few,))
+        config_file.apply({"train.batch": 1}, (few,))
     with pytest.raises(
         ValueError, match=r"train.steps=3 needs --steps, which this command has"
     ):
-        config.apply({"train.steps": 3}, (few,))
-    config.apply({"train.accumulate": 1}, (few,))  # as without it
+        config_file.apply({"train.steps": 3}, (few,))
+    config_file.apply({"train.accumulate": 1}, (few,))  # as without it
 
 
 SMALL = ("--framework=torch", "--attention=dense", "--batch=1", "--steps=2", "--seq_len=64")
