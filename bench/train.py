@@ -1,6 +1,9 @@
-"""Trains a language model of bytes on NSA and on dense attention, in JAX and in torch.
+"""Trains a language model on NSA and on dense attention, in JAX and in torch.
 
     python -m bench.train                                   # tiny, all four runs, this machine
+    python -m bench.train --config 125m --set train.lr=3e-4 # of configs/train/, or a path
+    python -m bench.train --dataset 'texts/*.jsonl' --tokenizer tokenizer.json
+    python -m bench.train --dataset HuggingFaceFW/fineweb-edu:sample-10BT
     python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
@@ -21,7 +24,8 @@ from typing import Any
 from absl import flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import curves, log, loop, spec, speed, variants
+from bench.lm import config_file, curves, data, log, loop, spec, speed, variants
+from bench.lm.config import TrainConfig
 from bench.lm.data import CORPUS_BYTES, Batches
 from nsa_jax import flags as kernel_flags
 
@@ -33,6 +37,12 @@ DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
+CONFIG = flags.DEFINE_string(
+    "config", None, "A run of configs/train/, or the path of such a file.", **_own
+)
+SET = flags.DEFINE_multi_string(
+    "set", [], "key=value in place of the file's, as train.lr=3e-4 (repeatable).", **_own
+)
 MODEL = flags.DEFINE_enum("model", "tiny", list(spec.MODELS), "Sizes of the model.", **_own)
 FRAMEWORK = flags.DEFINE_enum(
     "framework", "both", ["jax", "torch", "both"], "What trains it.", **_own
@@ -58,8 +68,37 @@ LR = flags.DEFINE_float("lr", None, "Highest learning rate.", **_own)
 WARMUP = flags.DEFINE_integer("warmup", None, "Steps up to it; default: a tenth.", **_own)
 CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of the gradient.", **_own)
 SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.", lower_bound=0, **_own)
+DATASET = flags.DEFINE_string(
+    "dataset",
+    data.TEXT,
+    "text: the standard library's source; a path, folder or glob of .jsonl, .parquet, .txt; "
+    "or owner/name[:config] of the Hugging Face Hub.",
+    **_own,
+)
+COLUMN = flags.DEFINE_string("text_column", "text", "Of the documents in --dataset.", **_own)
+TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "A file of the library tokenizers; default: bytes.", **_own
+)
+PACK = flags.DEFINE_enum(
+    "pack",
+    None,
+    ["documents", "none"],
+    "Rows of documents with their borders, or of one stream; default: documents, text: none.",
+    **_own,
+)
+BUFFER = flags.DEFINE_integer(
+    "shuffle_buffer", None, "Documents shuffled at a time, of the Hub; default: 4096.", **_own
+)
 CORPUS = flags.DEFINE_integer(
-    "corpus_bytes", CORPUS_BYTES, "Bytes of the text, a sixteenth held out.", **_own
+    "corpus_bytes", CORPUS_BYTES, "Bytes of --dataset=text, a sixteenth held out.", **_own
+)
+RANGES = flags.DEFINE_enum(
+    "ranges",
+    "none",
+    variants.RANGES,
+    "Key ranges that torch's fa2 reads the selected keys by: none: blocks; v1: made on the "
+    "host; v2: on the device; adaptive: v1 for short rows, v2 for long ones.",
+    **_own,
 )
 TOLERATED = flags.DEFINE_float(
     "tolerance", None, "Of a loss of JAX beside torch's; default by dtype.", **_own
@@ -99,6 +138,10 @@ SAVE = flags.DEFINE_bool(
 
 
 def main(argv: Sequence[str]) -> int:
+    settings, values, told = config_file.read(CONFIG.value, SET.value)
+    for line in told:
+        print(f"warning: {line}", file=sys.stderr)
+    config_file.apply(values, (FLAGS, flags.FLAGS))
     if RESUME.value and OUT.value is None:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:
@@ -107,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
     path = folder / "train.jsonl"
     if path.exists() and not RESUME.value:
         raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
-    return throughput(folder) if THROUGHPUT.value else runs(folder)
+    with variants.ranges(RANGES.value):
+        return throughput(folder, settings) if THROUGHPUT.value else runs(folder, settings)
 
 
 def _frameworks() -> tuple[str, ...]:
@@ -115,7 +159,7 @@ def _frameworks() -> tuple[str, ...]:
     return ("torch", "jax") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
 
 
-def _tasks(**known: int) -> list[spec.Task]:
+def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     """A task for each attention; `known` overrides values of `Training`."""
     batch, length, steps, lr = DEFAULTS[MODEL.value]
     steps = STEPS.value or steps
@@ -128,13 +172,35 @@ def _tasks(**known: int) -> list[spec.Task]:
         "clip": CLIP.value,
         "seed": SEED.value,
     }
-    training = spec.Training(**values | known)
+    training = spec.Training(**settings.training() | values | known)
     on_gpu = any(map(variants.gpu, _frameworks()))
     dtype = DTYPES[DTYPE.value or ("bf16" if on_gpu else "f32")]
     kinds: tuple[spec.Attention, ...] = ("nsa", "dense")
     wanted = [kind for kind in kinds if ATTENTION.value in (kind, "both")]
-    models = [spec.model(MODEL.value, kind, PHI.value) for kind in wanted]
-    return [spec.Task(MODEL.value, model, training, dtype) for model in models]
+    plain = [spec.model(MODEL.value, kind, PHI.value) for kind in wanted]
+    models = [settings.model_of(model) for model in plain]
+    name = MODEL.value if models == plain else f"{MODEL.value}-changed"
+    return [spec.Task(name, model, training, dtype) for model in models]
+
+
+def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Batches:
+    """Of the dataset that the flags name; what is noted of a stream lies in `folder`."""
+    given = settings.data
+    return data.load(
+        DATASET.value,
+        batch,
+        length,
+        SEED.value,
+        size=CORPUS.value,
+        pack=PACK.value,
+        tokenizer=TOKENIZER.value,
+        column=COLUMN.value,
+        split=given.split or "train",
+        revision=given.revision,
+        buffer=BUFFER.value,
+        notes=folder,
+        cache=None if given.cache is None else Path(given.cache),
+    )
 
 
 def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
@@ -143,15 +209,17 @@ def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
     else:
         named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
         found = variants.nsa(framework, named, fallback, task)
-    return dataclasses.replace(found, graph=GRAPH.value)
+        found = variants.with_ranges(found, RANGES.value, task)
+    return dataclasses.replace(found, graph=GRAPH.value and found.graph)
 
 
-def runs(folder: Path) -> int:
+def runs(folder: Path, settings: TrainConfig) -> int:
     """Trains every run that is not done yet; the exit status."""
-    tasks = _tasks()
+    tasks = _tasks(settings)
     training, dtype = tasks[0].training, tasks[0].dtype
     kept = Path(CHECKPOINTS.value or folder / "checkpoints")
-    batches = Batches(training.batch, training.seq_len, training.seed, CORPUS.value)
+    batches = _batches(settings, folder, training.batch, training.seq_len)
+    tasks = [settings.fitted(task, batches.vocabulary) for task in tasks]
     path = folder / "train.jsonl"
     plan = [
         loop.Run(
@@ -189,7 +257,7 @@ def runs(folder: Path) -> int:
     return 0 if all(verdict.ok for verdict in verdicts) else WRONG
 
 
-def throughput(folder: Path) -> int:
+def throughput(folder: Path, settings: TrainConfig) -> int:
     """Measures a step of every variant at every length; the exit status."""
     if not all(length.isdigit() and int(length) for length in LENGTHS.value):
         raise ValueError(f"lengths must be numbers over 0, got {LENGTHS.value}")
@@ -197,8 +265,9 @@ def throughput(folder: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for framework, length in itertools.product(_frameworks(), map(int, LENGTHS.value)):
             batch = BATCH.value or max(1, TOKENS.value // length)
-            batches = Batches(batch, length, SEED.value, CORPUS.value)
-            for task in _tasks(batch=batch, seq_len=length):
+            batches = _batches(settings, folder, batch, length)
+            for task in _tasks(settings, batch=batch, seq_len=length):
+                task = settings.fitted(task, batches.vocabulary)
                 every = DENSE.value == "all" and task.model.attention == "dense"
                 for dense in variants.DENSE[framework] if every else (DENSE.value,):
                     variant = _variant(framework, task, dense)

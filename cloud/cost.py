@@ -3,9 +3,9 @@
     python cloud/cost.py cloud/sky/l4.yaml                     # before
     python cloud/cost.py cloud/sky/l4.yaml artifacts/<commit>  # after
 
-Before: the hourly limit of the task times the longest that setup, run and the idle time before
-`autostop` may take. After: the hourly limit times the time of the run itself; what the provider
-charged is in `sky cost-report`. Modal's app prints both for itself.
+Before: the hourly limit of the task's nodes times the longest that setup, run and the idle time
+before `autostop` may take. After: the hourly limit times the time of the run itself; what the
+provider charged is in `sky cost-report`. Modal's app prints both for itself.
 """
 
 import json
@@ -43,9 +43,15 @@ def task_minutes(task: dict) -> float:
     return SETUP_MINUTES + float(limit) + idle
 
 
+def hourly_limit(task: dict) -> float | None:
+    """What all nodes of a task may cost an hour; its resources are those of one node."""
+    limit = task["resources"].get("max_hourly_cost")
+    return None if limit is None else limit * task.get("num_nodes", 1)
+
+
 def estimate(task: dict) -> str:
     """The line before a run."""
-    hourly = task["resources"].get("max_hourly_cost")
+    hourly = hourly_limit(task)
     if hourly is None:
         return "no price: the cluster is yours"
     minutes = task_minutes(task)
@@ -70,7 +76,7 @@ def main(argv: list[str]) -> int:
     print(estimate(task))
     if len(argv) == 3:
         summary = json.loads((Path(argv[2]) / "summary.json").read_text())
-        hourly = task["resources"].get("max_hourly_cost", 0.0)
+        hourly = hourly_limit(task) or 0.0
         print(f"{used(hourly, summary['seconds'])}; the bill: sky cost-report")
     return 0
 

@@ -122,9 +122,13 @@ def _coerce(value: Any, kind: Any, where: str) -> Any:
         if kind is bool and isinstance(value, bool):
             return value
         raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
+    # PyYAML takes 1e-4 for a text, which a float may be; nothing else is made of another type.
+    text = isinstance(value, str)
+    if (text and kind not in (str, float)) or (kind is str and not text):
+        raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}")
     try:
-        number = kind(value) if kind in (int, float, str) else value
-    except (TypeError, ValueError):
+        number = kind(value) if kind in (int, float) else value
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{where} must be of type {kind.__name__}, got {value!r}") from None
     if kind is int and isinstance(value, float) and value != number:
         raise ValueError(f"{where} must be of type int, got {value!r}")

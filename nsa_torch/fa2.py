@@ -12,7 +12,8 @@ to 1.2 at 4096, where one SDPA under the whole mask takes 0.22). A CUDA graph re
 without the host; eagerly FA-2 pays where that mask is too large. The indices themselves are
 made once for calls of the same sizes (`_once`).
 Sliding: a causal window. Selected: the visible keys of every query and key/value head of a
-chunk are packed one after the other; its `G` heads are the queries of one sequence.
+chunk are packed one after the other; its `G` heads are the queries of one sequence. They are
+read by blocks, or by key ranges where `nsa_torch.ranges.using` asks for them.
 
 Values of another width than the queries are padded with zeros to the larger of the two.
 """
@@ -24,6 +25,7 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
+from nsa_torch import ranges
 from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
 from nsa_torch.geometry import geometry_of
 from nsa_torch.packing import (
@@ -216,9 +218,12 @@ def selected_attention(
     where = geometry_of(query, config, kv_len, cu_seqlens)
     group = heads // kv_heads
     slots = block_indices.shape[-1] * config.select_block
+    handed = ranges.handed(block_indices, where.position, config)
 
     def plan(queries):
-        source, key_bounds = pack_selected(where, block_indices, queries, num_keys, config)
+        source, key_bounds = pack_selected(
+            where, block_indices, queries, num_keys, config, handed
+        )
 
         def attend(query, keys, values):
             part = query.shape[1]

@@ -213,6 +213,38 @@ def selected_ranges(
     first = blocks * size  # in the sequence
     length = (where.position[:, queries, None, None] + 1 - first).clamp(min=0, max=size)
     length = length.masked_fill(blocks < 0, 0)
+    return _placed(where, first, length, queries, size)
+
+
+def handed_ranges(
+    where: Geometry, ranges: Tensor, queries: slice, config
+) -> tuple[Ranges, Tensor]:
+    """As `selected_ranges`, of key ranges (`nsa_torch.ranges`) instead of blocks.
+
+    A range of several blocks is read block by block, so that two runs begin at the same token or
+    have none in common, as `Ranges` asks.
+
+    Args:
+      ranges: int32 `[B, T, Hkv, n, 2]`, each from a block's begin, `(0, 0)` in empty slots.
+    """
+    begin, end = ranges[:, queries].to(torch.int64).unbind(-1)
+    size, count = config.select_block, ranges.shape[-2]
+    pieces = _ceil_div(end - begin, size)
+    until = pieces.cumsum(-1)  # pieces of the ranges up to this one
+    slot = torch.arange(count, device=ranges.device)
+    owner = (slot[:, None] >= until[..., None, :]).sum(-1)
+    of = owner.clamp(max=count - 1)
+    within = slot - (until - pieces).gather(-1, of)
+    first = begin.gather(-1, of) + within * size
+    length = (end.gather(-1, of) - first).clamp(min=0, max=size)
+    length = length.masked_fill(owner == count, 0)
+    return _placed(where, first, length, queries, size)
+
+
+def _placed(
+    where: Geometry, first: Tensor, length: Tensor, queries: slice, size: int
+) -> tuple[Ranges, Tensor]:
+    """The ranges that begin at tokens `first` of their sequences, packed in their order."""
     start = first + where.key_start[:, queries, None, None]
     place = length.flatten().cumsum(0).reshape(length.shape) - length
     bounds = _bounds(length.sum(dim=-1).flatten()).to(torch.int32)
@@ -220,16 +252,27 @@ def selected_ranges(
 
 
 def pack_selected(
-    where: Geometry, block_indices: Tensor, queries: slice, num_keys: int, config
+    where: Geometry,
+    block_indices: Tensor,
+    queries: slice,
+    num_keys: int,
+    config,
+    handed: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
     """As `selected_ranges`, as the source that the device of `block_indices` asks for.
+
+    Args:
+      handed: key ranges of the same selection, which are read in place of the blocks.
 
     Returns:
       source: `source.read(key)` are the packed keys `[B*Q*Hkv * n*l', D]`, as many as there
         can be, so that the host need not know how many there are; the rest is not read.
       bounds: `cu_seqlens` of the keys, int32 `[B*Q*Hkv + 1]`.
     """
-    ranges, bounds = selected_ranges(where, block_indices, queries, config)
+    if handed is None:
+        ranges, bounds = selected_ranges(where, block_indices, queries, config)
+    else:
+        ranges, bounds = handed_ranges(where, handed, queries, config)
     return (ranges if block_indices.is_cuda else ranges.rows(num_keys)), bounds
 
 

@@ -18,14 +18,24 @@ import yaml
 
 from bench.harness.process import ROOT
 
-SKY = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
+TASKS = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
+TRAIN = [path for path in TASKS if path.stem.startswith("train_")]  # several nodes
+SKY = [path for path in TASKS if path not in TRAIN]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODAL = ROOT / "cloud" / "modal_app.py"
 CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
 GPUS = {"a100": "A100", "l4": "L4", "rtx4090": "RTX4090"}  # on any cloud
 # SkyPilot refuses autostop there; what ends the machine in its place.
 NO_AUTOSTOP = {"primeintellect": "sky down", "slurm": "time:"}
-TASK_KEYS = {"name", "workdir", "resources", "config", "setup", "run"}
+TASK_KEYS = {"name", "workdir", "num_nodes", "resources", "config", "setup", "run"}
+# What SkyPilot sets on each node of a task.
+NODE = {
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-1",
+}
 RESOURCE_KEYS = {"infra", "accelerators", "use_spot", "max_hourly_cost", "autostop"}
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -88,6 +98,95 @@ def test_tasks_do_the_same():
         assert len({task[key] for task in tasks}) == 1, key
 
 
+def commands(run: str) -> list[str]:
+    """The words that a task hands to `timeout`, as bash on the second node makes them."""
+    shell = f"timeout() {{ printf '%s\\0' \"$@\"; }}\n{run}"
+    done = subprocess.run(
+        ["bash", "-c", shell], env=NODE | {"PATH": os.environ["PATH"]}, capture_output=True
+    )
+    assert not done.returncode and not done.stderr, done.stderr
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def check_training(task: dict) -> None:
+    """A task of several nodes has limits, and every process it starts can be started so."""
+    from absl import flags
+    from torch.distributed.run import get_args_parser
+
+    from bench import train
+    from bench.lm import config_file
+
+    assert set(task) <= TASK_KEYS and task["num_nodes"] >= 2
+    resources = task["resources"]
+    assert set(resources) <= RESOURCE_KEYS and resources["use_spot"] is False
+    assert 0 < resources["max_hourly_cost"] <= 40 and resources["autostop"]["down"] is True
+    check_shell(task["setup"])
+    check_shell(task["run"])
+    signal, kill, limit, program, *words = commands(task["run"])
+    assert (signal, kill[:13]) == ("--signal=TERM", "--kill-after=") and limit.endswith("m")
+    if program.endswith("torchrun"):
+        found = get_args_parser().parse_args(words)
+        assert (found.nnodes, found.nproc_per_node) == ("2", "8")
+        assert (found.rdzv_backend, found.rdzv_endpoint) == ("c10d", "10.0.0.1:29500")
+        assert found.rdzv_id == "sky-1" and found.module
+        module, words = found.training_script, found.training_script_args
+    else:
+        assert program.endswith("python")
+        (_, module, *words) = words
+    assert module == "bench.train"
+    own = flags.FlagValues()
+    for name in train.FLAGS:
+        own[name] = train.FLAGS[name]
+    train.FLAGS.unparse_flags()
+    try:
+        assert own(["train", *words]) == ["train"]
+        settings, _, _ = config_file.read(train.CONFIG.value, train.SET.value)
+    finally:
+        for name in train.FLAGS:
+            train.FLAGS[name].unparse()
+    parallel = settings.parallel
+    assert parallel.strategy != "none" and parallel.devices == 16
+    assert not settings.train.batch % 16
+    if not program.endswith("torchrun"):
+        told = parallel.coordinator, parallel.processes, parallel.process
+        assert told == ("10.0.0.1:29500", 2, 1)
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
+def test_a_training_task_starts_its_processes(path):
+    check_training(yaml.safe_load(path.read_text()))
+
+
+def test_training_tasks_differ_in_the_run_alone():
+    tasks = [yaml.safe_load(path.read_text()) for path in TRAIN]
+    assert {task.pop("name") for task in tasks} == {"nsa-train-torch", "nsa-train-jax"}
+    assert len({task.pop("run") for task in tasks}) == 2 and tasks[0] == tasks[1]
+    readme = (ROOT / "cloud" / "README.md").read_text()
+    assert all(f"`{path.stem}`" in readme for path in TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("task", "old", "new"),
+    [
+        ("train_torch", "--rdzv-backend", "--rdzv-backnd"),
+        ("train_torch", "--config 125m_2gpu", "--config 125m_2gpus"),
+        ("train_torch", "parallel.devices", "parallel.device"),
+        ("train_torch", "--out", "--outt"),
+        ("train_jax", "$SKYPILOT_NODE_RANK", "$SKYPILOT_RANK"),
+        ("train_jax", "bench.train", "bench.training"),
+    ],
+    ids=str,
+)
+def test_a_broken_training_task_is_caught(task, old, new, capsys):
+    from absl import flags
+
+    text = (ROOT / "cloud" / "sky" / f"{task}.yaml").read_text()
+    assert old in text
+    faults = AssertionError, SystemExit, FileNotFoundError, ValueError, flags.Error
+    with pytest.raises(faults):
+        check_training(yaml.safe_load(text.replace(old, new)))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -141,10 +240,12 @@ import sys, sky, yaml
 for path in sys.argv[1:]:
     task = sky.Task.from_yaml_str(open(path).read())
     (found,) = task.resources
-    assert set(found.accelerators.values()) == {1} and not found.use_spot, path
+    alone = "train_" not in path
+    assert set(found.accelerators.values()) == {1 if alone else 8} and not found.use_spot, path
+    assert task.num_nodes == (1 if alone else 2), path
     print(found.infra.cloud)
 """
-    printed = in_scratch(program, tmp_path, *map(str, SKY))
+    printed = in_scratch(program, tmp_path, *map(str, TASKS))
     assert {word.lower() for word in printed.split()} == CLOUDS | {"none"}
 
 
@@ -198,6 +299,8 @@ def test_the_cost_is_said_before_and_after(cost, tmp_path, capsys):
     limit = task["resources"]["max_hourly_cost"]
     assert cost.task_minutes(task) == 15 + 20 + 15
     assert f"at most ${limit * 50 / 60:.2f}: 50 minutes" in cost.estimate(task)
+    two = task | {"num_nodes": 2}
+    assert f"at most ${2 * limit * 50 / 60:.2f}: 50 minutes" in cost.estimate(two)
     (tmp_path / "summary.json").write_text('{"seconds": 600}')
     assert cost.main(["cost", str(ROOT / "cloud" / "sky" / "l4.yaml"), str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -51,6 +51,8 @@ def test_the_programs_of_clean_environments(name):
         ("import nsa_jax; nsa_jax.attention", "jax", "jax"),
         ("import bench.compare", "rich", "bench"),
         ("import bench.report", "matplotlib", "bench"),
+        ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
+        ("from bench.lm import tokens; tokens.tokenizer('x')", "tokenizers", "data"),
     ],
 )
 def test_a_missing_package_names_its_extra(statement, hidden, extra):

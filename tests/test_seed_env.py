@@ -137,12 +137,32 @@ def test_config_is_read_or_refused(values):
     own = values()
     (line,) = apply({"CONFIG": "configs/paper.yaml"}, own)
     assert own.config == "configs/paper.yaml" and "--config set" in line
-    for command, flag in (("train", "steps"), ("decode", "iters")):
-        own = flags.FlagValues()
-        flags.DEFINE_integer(flag, None, "", flag_values=own)
-        own(["x"])
-        with pytest.raises(ValueError, match=f"CONFIG=x.yaml is not read by bench.{command}"):
-            apply({"CONFIG": "x.yaml"}, own, command)
+    own = flags.FlagValues()
+    flags.DEFINE_integer("iters", None, "", flag_values=own)
+    own(["x"])
+    with pytest.raises(ValueError, match=r"CONFIG=x.yaml is not read by bench.decode"):
+        apply({"CONFIG": "x.yaml"}, own, "decode")
+
+
+def test_training_reads_config():
+    """The seed system's only way to a training config, with its names for the keys."""
+    from bench import train
+    from bench.lm import config_file
+
+    train.FLAGS.unparse_flags()
+    train.FLAGS(["train", "--seq_len=64"])
+    try:
+        (line,) = apply({"CONFIG": "configs/train/tiny.yaml"}, train.FLAGS, "train")
+        assert "--config set" in line and train.CONFIG.value == "configs/train/tiny.yaml"
+        _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
+        config_file.apply(values, (train.FLAGS, flags.FLAGS))
+        assert (train.BATCH.value, train.SEQ_LEN.value, train.LR.value) == (3, 64, 3e-3)
+    finally:
+        for name in train.FLAGS:
+            train.FLAGS[name].unparse()
+        for name in config_file.FLAGS.values():
+            if name in flags.FLAGS:
+                flags.FLAGS[name].unparse()
 
 
 def test_what_is_said_of_gates_is_so():

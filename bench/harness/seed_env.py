@@ -38,7 +38,9 @@ def _flag(command: str = "", **values: str | None) -> Meaning:
 _DEAD = "dead in the seed system already: nothing reads it"
 _NO_COUNTERPART: dict[str, str] = {
     _DEAD: "NSA_SEL_RANGES_V2_MIN_S DDP_SAFE",
-    "ranges are one vectorised view of the block indices, nsa_jax.ranges": "NSA_SEL_RANGES_V2",
+    "blocks are read, not ranges; bench.train --ranges hands fa2 the ranges of v1 or v2": (
+        "NSA_SEL_RANGES_V2"
+    ),
     "prefill is always one batched call, chunks of any size are nsa_jax.cached_attention": (
         "NSA_PREFILL_BATCHED NSA_PREFILL_TILE"
     ),
@@ -162,10 +164,10 @@ def _one(name, text, values, command, present) -> str:
         nearest = difflib.get_close_matches(name, TABLE, n=1, cutoff=0)[0]
         return f"unknown, ignored; the nearest known name is {nearest}"
     meaning = TABLE[known]
-    if name == "CONFIG" and "config" not in values and _measures(values, command):
+    if name == "CONFIG" and "config" not in values and _measures(values):
         raise ValueError(
             f"CONFIG={text} is not read by bench.{command}, whose sizes are flags: unset it, "
-            "or run a command with --config (compare, indices)"
+            "or run a command with --config (compare, indices, train)"
         )
     if not meaning.flags:
         return f"ignored: {meaning.reason}"
@@ -193,9 +195,9 @@ def _one(name, text, values, command, present) -> str:
     return f"{use} ({'; '.join(dict.fromkeys(notes))})"
 
 
-def _measures(values, command: str) -> bool:
+def _measures(values) -> bool:
     """Whether the command has a problem whose sizes a config file could say."""
-    return command == "train" or "iters" in values
+    return "iters" in values
 
 
 def _length(name: str, text: str) -> str:

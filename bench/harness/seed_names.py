@@ -40,7 +40,7 @@ SCRIPTS = (
     Script("bench/modal_gpu_bench.py", "modal run cloud/modal_app.py"),
     Script("bench/check_availability.py", "sky gpus list", "prices by GPU and cloud"),
     Script("scripts/runner_oneshot.sh", "python -m bench.oneshot"),
-    Script("scripts/train_showcase.py", "python -m bench.train", "CONFIG is refused"),
+    Script("scripts/train_showcase.py", "python -m bench.train", "CONFIG is --config"),
     Script("scripts/train_showcase_fsdp.py", "-", "one device a process"),
     Script("scripts/train_toy.py", "python -m bench.train --model tiny"),
     Script("scripts/print_routing.py", "python -m bench.routing"),

@@ -35,6 +35,7 @@ class Corpus(NamedTuple):
 
     tokens: np.ndarray  # uint8 [size]
     sha256: str
+    starts: np.ndarray  # int64 [files + 1]: where each file begins, and the end
 
 
 class TextInputs(NamedTuple):
@@ -53,15 +54,17 @@ def corpus(size: int, folder: Path | None = None) -> Corpus:
       ValueError: the files hold fewer bytes.
     """
     folder = Path(folder or sysconfig.get_paths()["stdlib"])
-    data = bytearray()
+    data, starts = bytearray(), []
     for path in _sources(folder):
+        starts.append(len(data))
         data += path.read_bytes()
         if len(data) >= size:
             break
     if len(data) < size:
         raise ValueError(f"corpus in {folder} has {len(data)} bytes, expected {size}")
     used = bytes(data[:size])
-    return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest())
+    borders = np.array([*starts, size], np.int64)
+    return Corpus(np.frombuffer(used, np.uint8), hashlib.sha256(used).hexdigest(), borders)
 
 
 def _sources(folder: Path) -> Iterator[Path]:

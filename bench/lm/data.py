@@ -1,13 +1,25 @@
-"""Batches of real text: windows of the corpus of `bench.harness.text`, one token a byte."""
+"""Batches of tokens: real text, whose order follows from the seed and the step alone.
 
+`load` makes them of what `--dataset` names. A process that computes some rows of a batch asks
+for those: what a row holds does not depend on who asks, nor on how many do.
+"""
+
+import hashlib
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from bench.harness import text
+from bench.lm import sources, tokens
+from bench.lm.packing import Packed
+from bench.lm.tokens import Documents
 
 CORPUS_BYTES = 8 * 2**20
 HELD_OUT_SHARE = 1 / 16
+TEXT = "text"  # the dataset that needs no file and no network
+
+PACKS = ("documents", "none")
 
 
 class Batch(NamedTuple):
@@ -18,41 +30,174 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Windows of the first `size` bytes of the corpus; the last sixteenth is held out.
+    """Rows of documents at hand; the last sixteenth of the tokens is held out.
 
-    A batch follows from the seed and the step alone, so the step is the position in the data,
-    and a process that computes some of its rows asks for those.
+    A batch follows from the seed and the step alone, so the step is the position in the data.
 
     Args:
       batch, length: sequences, and tokens that each predicts.
-      seed: of the windows.
-      size: bytes of the corpus.
+      seed: of the order.
+      size: bytes of the corpus of `bench.harness.text`, where no documents are given.
+      documents: what the rows are made of; held-out text begins where a sixteenth is left, be
+        it within a document.
+      pack: "none": windows at random places of all tokens in one stream. "documents": every
+        document once an epoch, as `Packed` cuts them, with their borders.
+
+    Attributes:
+      shape: rows, and tokens of each.
+      vocabulary: tokens there are.
+      sha256: of the tokens and of how they are packed.
 
     Raises:
-      ValueError: the held-out part is shorter than one window.
+      ValueError: the held-out part is shorter than a row, or there is no such packing.
     """
 
-    def __init__(self, batch: int, length: int, seed: int, size: int = CORPUS_BYTES):
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        seed: int,
+        size: int = CORPUS_BYTES,
+        documents: Documents | None = None,
+        pack: str = "none",
+    ):
+        if pack not in PACKS:
+            raise ValueError(f"pack must be one of {PACKS}, got {pack!r}")
+        name = "corpus_bytes"
+        if documents is None:
+            found = text.corpus(size)
+            given = found.tokens, found.starts, tokens.Bytes.vocabulary, found.sha256
+            documents = Documents(TEXT, *given)
+        else:
+            size, name = len(documents.tokens), f"tokens of dataset {documents.name}"
         held_out = int(size * HELD_OUT_SHARE)
         if held_out <= length:
-            raise ValueError(
-                f"corpus_bytes must be over {int((length + 1) / HELD_OUT_SHARE)} "
-                f"for seq_len={length}, got {size}"
+            least = int((length + 1) / HELD_OUT_SHARE)
+            raise ValueError(f"{name} must be over {least} for seq_len={length}, got {size}")
+        self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
+        self.vocabulary = documents.vocabulary
+        self.sha256 = documents.sha256 if pack == "none" else _digest(documents.sha256, pack)
+        self.training, self.held_out = np.split(documents.tokens, [size - held_out])
+        if pack == "documents":
+            border = size - held_out
+            self._starts = np.append(documents.starts[documents.starts < border], border)
+            later = documents.starts[documents.starts > border] - border
+            self._held_out = Packed(
+                self.held_out, np.insert(later, 0, 0), (seed, 3), length + 1
             )
-        found = text.corpus(size)
-        self.sha256 = found.sha256
-        self.shape, self.seed = (batch, length + 1), seed
-        self.training, self.held_out = np.split(found.tokens, [size - held_out])
+            self._epoch, self._packed = 0, self._of_epoch(0)
 
     def train(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The `rows` of the batch of `step`, uint8."""
-        return self._windows(self.training, (self.seed, 0, step), rows)
+        """The `rows` of the batch of `step`."""
+        if self.pack == "none":
+            return self._windows(self.training, (self.seed, 0, step), rows)
+        batch = self.shape[0]
+        wanted = np.arange(step * batch, (step + 1) * batch)[rows]
+        parts = []
+        for epoch in np.unique(wanted // self._packed.count).tolist():
+            if epoch != self._epoch:
+                self._epoch, self._packed = epoch, self._of_epoch(epoch)
+            within = wanted[wanted // self._packed.count == epoch] % self._packed.count
+            parts.append(self._packed.rows(within))
+        return Batch(*map(np.concatenate, zip(*parts, strict=True)))
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
         """The `rows` of `count` batches of held-out text, always the same."""
-        return [self._windows(self.held_out, (self.seed, 1, i), rows) for i in range(count)]
+        if self.pack == "none":
+            seeds = [(self.seed, 1, i) for i in range(count)]
+            return [self._windows(self.held_out, seed, rows) for seed in seeds]
+        return drawn(self._held_out, self.shape[0], (self.seed, 1), count, rows)
 
     def _windows(self, tokens: np.ndarray, seed: tuple[int, ...], rows: slice) -> Batch:
         batch, width = self.shape
         starts = np.random.default_rng(seed).integers(0, len(tokens) - width + 1, batch)
         return Batch(tokens[starts[rows, None] + np.arange(width)])
+
+    def _of_epoch(self, epoch: int) -> Packed:
+        return Packed(self.training, self._starts, (self.seed, 2, epoch), self.shape[1])
+
+
+def drawn(
+    packed: Packed, batch: int, seed: tuple[int, ...], count: int, rows: slice
+) -> list[Batch]:
+    """The `rows` of `count` batches of rows of `packed` at random places."""
+    places = np.random.default_rng(seed).integers(0, packed.count, (count, batch))
+    return [Batch(*packed.rows(each[rows])) for each in places]
+
+
+def load(
+    dataset: str,
+    batch: int,
+    length: int,
+    seed: int,
+    *,
+    size: int = CORPUS_BYTES,
+    pack: str | None = None,
+    tokenizer: str | None = None,
+    column: str = "text",
+    split: str = "train",
+    revision: str | None = None,
+    buffer: int | None = None,
+    notes: Path | None = None,
+    cache: Path | None = None,
+) -> Batches:
+    """The batches of `dataset`.
+
+    Args:
+      dataset: "text": the standard library's source. A path, folder or glob of local files
+        (`sources`). Else `name` or `name:config` of a dataset of the Hugging Face Hub.
+      size: bytes of "text".
+      pack: as of `Batches`; None: documents, but for "text".
+      tokenizer: path of a file of the library `tokenizers`; None: bytes.
+      column: of text, in files that have columns.
+      split, revision, buffer, notes: as of `stream.Streamed` and `hub.Hub`.
+      cache: folder for the tokens of local files; None: the user's cache.
+
+    Raises:
+      FileNotFoundError: no file, and no name that the Hub can have; or the Hub has none.
+      ValueError: a file is damaged, empty or too short, or lacks the column.
+      ConnectionError: the Hub cannot be reached.
+    """
+    by = tokens.tokenizer(tokenizer)
+    if dataset == TEXT and tokenizer is None:
+        return Batches(batch, length, seed, size, pack=pack or "none")
+    if dataset == TEXT:
+        found = text.corpus(size)
+        parts = (
+            found.tokens[a:b] for a, b in zip(found.starts, found.starts[1:], strict=False)
+        )
+        texts = (part.tobytes().decode(errors="replace") for part in parts)
+        documents = tokens.kept(TEXT, texts, by, found.sha256, cache)
+        return Batches(batch, length, seed, documents=documents, pack=pack or "none")
+    if is_hub(dataset):
+        from bench.lm import hub, stream
+
+        name, _, config = dataset.partition(":")
+        source = hub.Hub(name, config or None, split, column, revision).pinned()
+        given = {} if buffer is None else {"buffer": buffer}
+        return stream.Streamed(
+            source, by, batch, length, seed, pack or "documents", notes=notes, **given
+        )
+    paths = sources.files(dataset)
+    identity = sources.identity(paths), column
+    documents = tokens.kept(dataset, sources.texts(paths, column), by, identity, cache)
+    return Batches(batch, length, seed, documents=documents, pack=pack or "documents")
+
+
+def is_hub(dataset: str) -> bool:
+    """Whether `dataset` is no local file and could be a name of the Hub, `owner/name[:config]`.
+
+    A name that is both is the local file.
+    """
+    name = dataset.partition(":")[0]
+    parts = name.split("/")
+    words = all(
+        part and part.strip("-_.") and not set(part) & set("*?[]~\\ ") for part in parts
+    )
+    suffix = Path(name).suffix in sources.SUFFIXES
+    local = Path(dataset).exists() or dataset.startswith(("/", "."))
+    return dataset != TEXT and not local and words and len(parts) == 2 and not suffix
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,5 +1,6 @@
 """Which attention runs in which framework, and the learner that has it."""
 
+import contextlib
 import dataclasses
 import gc
 from pathlib import Path
@@ -12,6 +13,7 @@ from bench.lm.spec import Attention, Task
 from nsa_jax.dispatch import OnUnsupported, Problem, Registry
 from nsa_jax.types import Branches
 
+RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
 # The first that the dtype and device allow is the default: 16-bit on a GPU, or else the last.
 DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 
@@ -86,6 +88,36 @@ def nsa(
     plan = registry.plan(problem, names, on_unsupported)
     chosen = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
     return Variant(framework, "nsa", jobs.label(plan), chosen)
+
+
+def with_ranges(found: Variant, mode: str, task: Task) -> Variant:
+    """`found` where `ranges(mode)` is entered, which makes no CUDA graph of what v1 does.
+
+    Raises:
+      NotImplementedError: its selected branch reads no ranges.
+    """
+    if mode == "none":
+        return found
+    kernel = found.implementation.selected
+    if (found.framework, kernel) != ("torch", "fa2"):
+        raise NotImplementedError(
+            f"ranges={mode} needs the selected branch by fa2 in torch "
+            f"(--framework torch --selected_kernel fa2), got {kernel} in {found.framework}"
+        )
+    from nsa_torch.ranges import way
+
+    way_here = way(mode, task.training.seq_len)
+    label = f"{found.label} ranges={mode}" + (f"={way_here}" if way_here != mode else "")
+    return dataclasses.replace(found, label=label, graph=way_here != "v1")
+
+
+def ranges(mode: str) -> contextlib.AbstractContextManager[None]:
+    """Within: torch's `fa2` reads by ranges of this mode (`nsa_torch.ranges.using`)."""
+    if mode == "none":
+        return contextlib.nullcontext()
+    from nsa_torch.ranges import using
+
+    return using(mode)
 
 
 def device(framework: str) -> str:

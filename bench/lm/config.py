@@ -1,0 +1,238 @@
+"""What a training run is: the sections and keys of a file that `config_file` reads.
+
+None stands for the command's own default.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from bench.lm.spec import ModelSpec, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes: those of `name`, but for what is given. Without `hidden` the MLP grows with `dim`;
+    without `vocabulary` it is that of the data."""
+
+    name: Literal["tiny", "125m"] | None = None
+    attention: Literal["nsa", "dense", "both"] | None = None
+    dim: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    n_heads: int | None = None
+    n_kv_groups: int | None = None
+    d_k: int | None = None
+    d_v: int | None = None
+    rope_base: float | None = None
+    vocabulary: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NSA:
+    """The fields of `NSAConfig` that a layer has, and its `phi` and `gate`."""
+
+    compress_block: int | None = None
+    compress_stride: int | None = None
+    select_block: int | None = None
+    num_selected: int | None = None
+    window: int | None = None
+    phi: Literal["avg", "mlp", "mlp_pe"] | None = None
+    gate: Literal["sigmoid", "softmax"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """The optimizer and its steps, as in `spec.Training`; `batch` rows a step in all, on every
+    device, `accumulate` micro-batches of them one after the other."""
+
+    framework: Literal["jax", "torch", "both"] | None = None
+    dtype: Literal["f32", "bf16"] | None = None
+    steps: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    accumulate: int = 1
+    lr: float | None = None
+    warmup: int | None = None
+    clip: float | None = None
+    weight_decay: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    seed: int | None = None
+    save_every: int | None = None
+    out: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """As of `data.load`."""
+
+    dataset: str | None = None
+    text_column: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    pack: Literal["documents", "none"] | None = None
+    shuffle_buffer: int | None = None
+    corpus_bytes: int | None = None
+    cache: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Which kernels, and how they are called."""
+
+    kernels: str | None = None
+    compressed_kernel: str | None = None
+    selected_kernel: str | None = None
+    sliding_kernel: str | None = None
+    on_unsupported: Literal["error", "fallback"] | None = None
+    ranges: Literal["none", "v1", "v2", "adaptive"] | None = None
+    graph: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """How the rows and weights are spread: "ddp" copies all weights, "fsdp" shards them;
+    `devices` in all, `tensor` of them share the heads of a row. None: those that there are.
+
+    torch's processes are torchrun's; JAX's are told here: `coordinator` is "address:port" of
+    process 0, of `processes`; this is `process`.
+    """
+
+    strategy: Literal["none", "ddp", "fsdp"] = "none"
+    devices: int | None = None
+    tensor: int = 1
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What is told of a run besides its lines: seconds between heartbeats; seconds without a
+    step after which a rank counts as hung, 0 for never."""
+
+    tensorboard: bool | None = None
+    csv: bool | None = None
+    heartbeat_s: float | None = None
+    hang_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The sections of a file.
+
+    Raises:
+      ValueError: a value is out of range; the message names its key.
+    """
+
+    model: Model = Model()
+    nsa: NSA = NSA()
+    train: Train = Train()
+    data: Data = Data()
+    runtime: Runtime = Runtime()
+    parallel: Parallel = Parallel()
+    watch: Watch = Watch()
+
+    def __post_init__(self) -> None:
+        for key in POSITIVE:
+            value = get(self, key)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{key} must be over 0, got {value}")
+        for key in AT_LEAST_0:
+            value = get(self, key)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{key} must be >= 0, got {value}")
+
+    def check(self) -> None:
+        """Raises `ValueError` where values do not go together."""
+        batch, parts = self.train.batch, self.train.accumulate
+        if batch is not None and batch % parts:
+            raise ValueError(
+                f"train.batch must be a multiple of train.accumulate={parts}, got {batch}"
+            )
+        devices, tensor = self.parallel.devices, self.parallel.tensor
+        if devices is not None and devices % tensor:
+            raise ValueError(
+                f"parallel.devices must be a multiple of parallel.tensor={tensor}, got {devices}"
+            )
+        given = self.parallel.processes, self.parallel.process
+        if self.parallel.coordinator is not None and None in given:
+            raise ValueError(
+                "parallel.coordinator needs parallel.processes and parallel.process, got "
+                f"{given[0]} and {given[1]}"
+            )
+        if self.parallel.strategy == "none" and (devices or 1) > 1:
+            raise ValueError(
+                f"parallel.strategy must be ddp or fsdp for parallel.devices={devices}, got none"
+            )
+
+    def model_of(self, spec: ModelSpec) -> ModelSpec:
+        """`spec` with the sizes that are given here."""
+        layer = {name: get(self, f"model.{name}") for name in LAYER}
+        layer |= {word: getattr(self.nsa, name) for word, name in SIZES.items()}
+        layer["gate"] = self.nsa.gate
+        sizes = {
+            name: get(self, f"model.{name}") for name in ("layers", "hidden", "vocabulary")
+        }
+        if self.model.dim is not None and self.model.hidden is None:
+            sizes["hidden"] = spec.hidden * self.model.dim // spec.layer.dim
+        changed = {name: value for name, value in layer.items() if value is not None}
+        return dataclasses.replace(
+            spec,
+            layer=dataclasses.replace(spec.layer, **changed),
+            **{name: value for name, value in sizes.items() if value is not None},
+        )
+
+    def training(self) -> dict[str, Any]:
+        """What `spec.Training` takes that no flag says."""
+        names = ("weight_decay", "beta1", "beta2", "eps")
+        found = {name: getattr(self.train, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def fitted(self, task: Task, vocabulary: int) -> Task:
+        """`task` with a model for tokens below `vocabulary`.
+
+        Raises:
+          ValueError: the model that is asked for has fewer, or its rows are shorter than a
+            selection block.
+        """
+        block, length = task.model.layer.l_sel, task.training.seq_len
+        if task.model.attention == "nsa" and length < block:
+            raise ValueError(
+                f"seq_len must be >= select_block={block} of the model, got {length}"
+            )
+        given = self.model.vocabulary
+        if given is not None and given < vocabulary:
+            raise ValueError(
+                f"model.vocabulary must be >= {vocabulary}, that of the tokens "
+                f"(--tokenizer), got {given}"
+            )
+        model = dataclasses.replace(task.model, vocabulary=given or vocabulary)
+        return dataclasses.replace(task, model=model)
+
+
+LAYER = ("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base")
+SIZES = {
+    "l": "compress_block",
+    "d": "compress_stride",
+    "l_sel": "select_block",
+    "n_sel": "num_selected",
+    "w": "window",
+}
+POSITIVE = (
+    *(f"model.{name}" for name in (*LAYER, "layers", "hidden", "vocabulary")),
+    *(f"nsa.{name}" for name in SIZES.values() if name != "window"),
+    *(f"train.{name}" for name in ("steps", "batch", "seq_len", "accumulate", "lr", "clip")),
+    *("train.save_every", "train.eps", "data.corpus_bytes", "data.shuffle_buffer"),
+    *("parallel.devices", "parallel.tensor", "parallel.processes", "watch.heartbeat_s"),
+)
+AT_LEAST_0 = ("nsa.window", "train.weight_decay", "parallel.process", "watch.hang_s")
+
+
+def get(config: TrainConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

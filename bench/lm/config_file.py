@@ -1,0 +1,208 @@
+"""Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
+
+A value comes from the flag of the command line, else from `--set`, else from the file, else from
+the command's own default. The seed system's names are understood (`SEED_KEYS`); an unknown key
+or a value of another type is an error.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from absl import flags
+
+import configs
+from bench.lm.config import SIZES, TrainConfig, get
+
+FOLDER = configs.FOLDER / "train"
+# The flag that says the same, which wins where the command line has it.
+FLAGS = {
+    "model.name": "model",
+    "model.attention": "attention",
+    "nsa.phi": "phi",
+    "parallel.strategy": "parallel",
+    **{f"parallel.{name}": f"jax_{name}" for name in ("coordinator", "processes", "process")},
+} | {
+    f"{section}.{name}": name
+    for section, names in {
+        "train": (
+            "framework dtype steps batch seq_len accumulate lr warmup clip seed save_every out"
+        ),
+        "data": "dataset text_column tokenizer pack shuffle_buffer corpus_bytes",
+        "runtime": (
+            "kernels compressed_kernel selected_kernel sliding_kernel on_unsupported ranges graph"
+        ),
+        "parallel": "devices tensor",
+        "watch": "tensorboard csv heartbeat_s hang_s",
+    }.items()
+    for name in names.split()
+}
+# The seed system's keys: the name here, or why there is none.
+SEED_KEYS = {
+    "model.n_layers": "model.layers",
+    "model.vocab_size": "model.vocabulary",
+    **{f"nsa.{word}": f"nsa.{name}" for word, name in SIZES.items()},
+    "train.batch_size": "train.batch",
+    "train.accumulate_grad_batches": "train.accumulate",
+    "train.warmup_steps": "train.warmup",
+    "train.grad_clip": "train.clip",
+    "train.max_grad_norm": "train.clip",
+    "train.out_dir": "train.out",
+    "runtime.precision": "train.dtype",
+}
+SEED_IGNORED = {
+    "train.lr_schedule": "the rate falls by half a cosine, always",
+    "train.log_every": "every step is a line of train.jsonl",
+    "train.eval_every": "held-out text is evaluated at the end",
+    "runtime.device": "a GPU where there is one",
+    "runtime.gradient_checkpointing": "nothing of a block is computed again",
+    "runtime.compile_cmp_win": "dead in the seed system already: nothing reads it",
+    **dict.fromkeys(
+        ("runtime.use_flash", "runtime.use_triton_sel", "runtime.fa2_enabled"),
+        "name kernels instead: runtime.kernels, runtime.<branch>_kernel",
+    ),
+    **dict.fromkeys(
+        ("runtime.fa2_min_len_win", "runtime.fa2_min_len_cmp", "runtime.sel_triton_min_L"),
+        "a flag of the same name",
+    ),
+}
+
+
+def path_of(name: str) -> Path:
+    """The file that `--config` names: one of `configs/train`, or a path.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(x.stem for x in FOLDER.glob("*.yaml"))
+        raise FileNotFoundError(f"no config file {str(path)!r}; configs/train/ has {known}")
+    return path
+
+
+def read(
+    name: str | None, changes: Sequence[str] = ()
+) -> tuple[TrainConfig, dict[str, Any], list[str]]:
+    """The file that `name` names, with `changes` ("train.lr=3e-4") laid over it.
+
+    Returns:
+      the config, its values by key as they were given, and a line for each key of the seed
+      system that means nothing here.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a key is unknown, or a value is not of its type or out of range; the message
+        names the file, or `--set`, and the key.
+    """
+    values: dict[str, Any] = {}
+    told: list[str] = []
+    if name is not None:
+        path = path_of(name)
+        values = _renamed(_flat(configs.load(path)), str(path), told)
+        _built(values, str(path))
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"--set must be key=value, got {change!r}")
+        try:
+            given = {key.strip(): yaml.safe_load(text)}
+        except yaml.YAMLError:
+            raise ValueError(f"--set {key} must have a value in YAML, got {text!r}") from None
+        one = _renamed(_flat(given), "--set", told)
+        _built(one, "--set")
+        values |= one
+    found = _built(values, "")
+    try:
+        found.check()
+    except ValueError as error:
+        origin = " and ".join([*([name] if name else []), *(["--set"] if changes else [])])
+        raise ValueError(f"{origin}: {error}") from None
+    return found, values, told
+
+
+def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
+    """Sets each flag that says the same as a key, but for those of the command line.
+
+    Raises:
+      ValueError: the flag cannot have the value, or the command has no such flag and the value
+        is not what it does anyway.
+    """
+    defaults = TrainConfig()
+    for key, value in values.items():
+        if key not in FLAGS or value is None:
+            continue
+        name = FLAGS[key]
+        flag = next((own[name] for own in given if name in own), None)
+        if flag is None:
+            if value != get(defaults, key):
+                raise ValueError(f"{key}={value} needs --{name}, which this command has not")
+        elif not flag.present:
+            try:
+                flag.parse(value)
+            except flags.IllegalFlagValueError as error:
+                raise ValueError(f"{key}: {error}") from None
+            flag.using_default_value = False
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{where}.")
+        elif value is not None or where not in SECTIONS:  # a section may be empty
+            found[where] = value
+    return found
+
+
+def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str, Any]:
+    """The values by the names here."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in SEED_IGNORED:
+            if key == "train.lr_schedule" and value != "cosine":
+                raise ValueError(f"{where}: {key} must be cosine, got {value!r}")
+            told.append(f"{where}: {key}={value} is ignored: {SEED_IGNORED[key]}")
+            continue
+        if key == "data.tokenizer" and value == "byte":
+            value = None
+        name = SEED_KEYS.get(key, key)
+        if name in found:
+            raise ValueError(f"{where}: {key} and another name of {name} are both given")
+        if name not in KEYS:
+            nearest = difflib.get_close_matches(name, KEYS, n=1, cutoff=0)[0]
+            section = name.partition(".")[0]
+            known = [x for x in KEYS if x.startswith(f"{section}.")] or list(SECTIONS)
+            raise ValueError(
+                f"{where}: unknown key {key!r}, the nearest is {nearest!r}; known: {known}"
+            )
+        found[name] = value
+    return found
+
+
+def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    try:
+        return configs.build(TrainConfig, tree, "")
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).removeprefix('.')}") from None
+
+
+def _keys() -> Iterator[str]:
+    for name in SECTIONS:
+        for field in dataclasses.fields(getattr(TrainConfig(), name)):
+            yield f"{name}.{field.name}"
+
+
+SECTIONS = tuple(field.name for field in dataclasses.fields(TrainConfig))
+KEYS = tuple(_keys())

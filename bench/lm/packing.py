@@ -1,0 +1,44 @@
+"""Documents cut into rows: one after the other in a random order, with their borders."""
+
+import numpy as np
+
+
+class Packed:
+    """All documents once, in an order drawn from `seed`, as rows of `width` tokens.
+
+    A row begins with the token that the row before it ended with, so that every token but the
+    first is predicted once; what is left over at the end, less than a row, is dropped. A
+    document that is longer than what is left of its row goes on in the next one. The rows come
+    in an order of their own, so that a long document does not fill a batch.
+
+    Args:
+      tokens: integers `[total]`.
+      starts: int64 `[documents + 1]`: where each document begins in `tokens`, and the end.
+      seed: of both orders.
+      width: tokens of a row.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, starts: np.ndarray, seed: tuple[int, ...], width: int
+    ):
+        self.tokens, self.width = tokens, width
+        order = np.random.default_rng((*seed, 0)).permutation(len(starts) - 1)
+        lengths = np.diff(starts)[order]
+        self.ends = np.cumsum(lengths)  # of the documents, in their new places
+        self.moved = starts[:-1][order] - (self.ends - lengths)
+        total = int(self.ends[-1]) if len(order) else 0
+        self.count = max(0, (total - 1) // (width - 1))
+        self.order = np.random.default_rng((*seed, 1)).permutation(self.count)
+
+    def rows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in places `indices` of the order, each below `count`.
+
+        Returns:
+          tokens: `[rows, width]`.
+          segment_ids: int32 `[rows, width]`, from 0: the document of a token in its row.
+        """
+        first = self.order[indices] * (self.width - 1)
+        place = first[:, None] + np.arange(self.width)
+        document = np.searchsorted(self.ends, place, side="right")
+        tokens = self.tokens[self.moved[document] + place]
+        return tokens, (document - document[:, :1]).astype(np.int32)

@@ -1,0 +1,119 @@
+"""Documents of local files: `.jsonl` and `.parquet` by a column, `.txt` one document a file."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nsa_jax import extras
+
+SUFFIXES = (".jsonl", ".parquet", ".txt")
+ROWS = 1024  # of a parquet file, read at a time
+
+
+def files(pattern: str) -> list[Path]:
+    """The files that a path, a folder or a glob names, in sorted order.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: one of them, named by itself or by the glob, is of an unknown kind.
+    """
+    path = Path(pattern)
+    if path.is_dir():
+        found = [x for x in path.rglob("*") if x.suffix in SUFFIXES and x.is_file()]
+    elif path.exists():
+        found = [path]
+    else:
+        matches = map(Path, glob.glob(pattern, recursive=True))
+        found = [x for x in matches if x.is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"dataset {pattern!r}: no such file with one of {SUFFIXES}; a dataset of the Hugging "
+            "Face Hub is owner/name"
+        )
+    for x in found:
+        if x.suffix not in SUFFIXES:
+            raise ValueError(f"dataset must be of files with one of {SUFFIXES}, got {x}")
+    return sorted(found)
+
+
+def identity(paths: list[Path]) -> list[tuple[str, int, int]]:
+    """What changes when a file does: path, size, time of the last change."""
+    found = ((path.resolve(), path.stat()) for path in paths)
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+
+
+def texts(paths: list[Path], column: str) -> Iterator[str]:
+    """The documents in the order of the files and of the rows in them.
+
+    Raises:
+      ValueError: a file is damaged, lacks the column, or has something else than text in it;
+        the message names the file.
+    """
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _txt}
+    for path in paths:
+        yield from readers[path.suffix](path, column)
+
+
+def _txt(path: Path, column: str) -> Iterator[str]:
+    try:
+        yield path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+
+
+def _jsonl(path: Path, column: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} must be a JSON object, got {line[:40]!r}")
+            if column not in row:
+                raise _no_column(where, column, row)
+            yield text_of(row[column], where, column)
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise extras.missing("data", error) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names, row = file.schema_arrow.names, 0
+            if column not in names:
+                raise _no_column(path, column, names)
+            for batch in file.iter_batches(ROWS, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    yield text_of(value, f"{path} row {row}", column)
+                    row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        # Arrow raises OSError where a column chunk is damaged.
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        raise ValueError(f"{path} is not a whole parquet file: {error}") from None
+
+
+def text_of(value: object, where: object, column: str) -> str:
+    """The text in a column.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: column {column!r} must be text, got {value!r:.60}")
+    return value
+
+
+def _no_column(where: object, column: str, known) -> ValueError:
+    return ValueError(
+        f"{where} has no column {column!r}; its columns are {sorted(known)}: "
+        "name one with --text_column"
+    )

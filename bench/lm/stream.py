@@ -1,0 +1,185 @@
+"""Batches of a dataset that comes over the network, document after document.
+
+The stream is read in blocks of `buffer` documents, the shuffle buffer: the documents of a block
+are packed in random order, and so are its rows. A row follows from the seed and its number, as
+everywhere; only to find it, the stream must be read up to its block. Where each block begins is
+noted, in memory and in a folder, so that a run that goes on reads no document before its block.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bench.lm.data import PACKS, Batch, Batches, drawn
+from bench.lm.packing import Packed
+from bench.lm.tokens import Documents, Tokenizer, gathered
+
+BUFFER = 4096  # documents of a block
+HELD_OUT_EVERY = 16
+
+
+class Source(Protocol):
+    """What documents come from (`hub.Hub`); equal text, equal documents."""
+
+    def take(
+        self, state: dict[str, Any] | None, count: int
+    ) -> tuple[list[str], dict[str, Any] | None]: ...
+
+
+class Position(NamedTuple):
+    """Where a block begins."""
+
+    block: int = 0
+    row: int = 0  # of the run
+    epoch: int = 0
+    document: int = 0  # of the epoch
+    state: dict[str, Any] | None = None  # of the source
+
+
+class Block(NamedTuple):
+    start: Position
+    end: Position
+    training: Packed
+    held_out: Documents
+
+
+class Streamed(Batches):
+    """Rows of a stream; every sixteenth document is held out.
+
+    Held-out rows are those of the first block. After the stream's last document it begins
+    again, in another order. What a block leaves over at its end, less than a row, is dropped.
+
+    Args:
+      source, by: of the documents, and of their tokens.
+      batch, length, seed: as of `Batches`.
+      pack: "documents" gives the borders, "none" none; the rows are the same.
+      buffer: documents of a block, held in memory.
+      notes: folder for the positions of blocks; None: in memory only.
+
+    Raises:
+      ConnectionError, FileNotFoundError, ValueError: as the source; ValueError too where the
+        documents do not fill a row.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        by: Tokenizer,
+        batch: int,
+        length: int,
+        seed: int,
+        pack: str,
+        *,
+        buffer: int = BUFFER,
+        notes: Path | None = None,
+    ):
+        if buffer < HELD_OUT_EVERY:
+            raise ValueError(f"shuffle_buffer must be >= {HELD_OUT_EVERY}, got {buffer}")
+        if pack not in PACKS:
+            raise ValueError(f"pack must be one of {PACKS}, got {pack!r}")
+        self.source, self.by, self.buffer = source, by, buffer
+        self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
+        self.vocabulary = by.vocabulary
+        # The order within a block belongs to the seed and the row's width, as the notes do.
+        what = repr((source, by.name, pack, buffer, HELD_OUT_EVERY))
+        self.sha256 = hashlib.sha256(what.encode()).hexdigest()
+        key = hashlib.sha256(repr((what, seed, length)).encode()).hexdigest()[:16]
+        self.notes = None if notes is None else notes / f"stream-{key}"
+        self.known = [Position(), *self._noted()]
+        self.block = self.first = self._read(Position())
+
+    def train(self, step: int, rows: slice = slice(None)) -> Batch:
+        batch = self.shape[0]
+        found = [self._row(i) for i in range(step * batch, (step + 1) * batch)[rows]]
+        return self._batch(*map(np.concatenate, zip(*found, strict=True)))
+
+    def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
+        held_out = self.first.held_out
+        packed = Packed(held_out.tokens, held_out.starts, (self.seed, 3), self.shape[1])
+        if not packed.count:
+            raise ValueError(
+                f"held-out documents of dataset {self.source} must fill a row of "
+                f"{self.shape[1]} tokens, got {len(held_out.tokens)} of the first "
+                f"{self.buffer} documents: a larger --shuffle_buffer or shorter rows"
+            )
+        found = drawn(packed, self.shape[0], (self.seed, 1), count, rows)
+        return [self._batch(*each) for each in found]
+
+    def _batch(self, tokens: np.ndarray, segment_ids: np.ndarray | None) -> Batch:
+        return Batch(tokens, segment_ids if self.pack == "documents" else None)
+
+    def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        if row < self.block.start.row or row > self.block.end.row:
+            self._seek(row)
+        while row >= self.block.end.row:
+            self.block = self._read(self.block.end)
+        return self.block.training.rows(np.array([row - self.block.start.row]))
+
+    def _seek(self, row: int) -> None:
+        """Makes the last noted block at or before `row` the current one."""
+        at = max((x for x in self.known if x.row <= row), key=lambda x: x.block)
+        if at.block == 0:
+            self.block = self.first
+            return
+        print(
+            f"dataset {self.source}: to go on at row {row} the stream is read from document "
+            f"{at.document} of epoch {at.epoch} on, with row {at.row}, nothing before it. Its "
+            f"shuffle buffer of {self.buffer} documents is filled again; the order stays the same",
+            file=sys.stderr,
+        )
+        self.block = self._read(at)
+
+    def _read(self, at: Position) -> Block:
+        texts, state = self.source.take(at.state, self.buffer)
+        kinds: tuple[list[str], list[str]] = [], []
+        for i, text in enumerate(texts, at.document):
+            kinds[i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1].append(text)
+        training, held_out = (gathered(str(self.source), kind, self.by) for kind in kinds)
+        seed = self.seed, 2, at.block
+        packed = Packed(training.tokens, training.starts, seed, self.shape[1])
+        end = Position(at.block + 1, at.row + packed.count, at.epoch, at.document + len(texts))
+        if len(texts) < self.buffer:  # the last of its epoch
+            end = end._replace(epoch=at.epoch + 1, document=0)
+            if end.row == self._epoch_row(at.epoch):
+                raise ValueError(
+                    f"dataset {self.source} must fill a row of {self.shape[1]} tokens, got "
+                    f"{len(training.tokens)} tokens in {len(texts)} documents"
+                )
+            print(f"dataset {self.source}: epoch {at.epoch} ends", file=sys.stderr)
+        else:
+            end = end._replace(state=state)
+        self._note(end)
+        return Block(at, end, packed, held_out)
+
+    def _epoch_row(self, epoch: int) -> int:
+        """The first row of an epoch."""
+        return min(x.row for x in self.known if x.epoch == epoch)
+
+    def _note(self, at: Position) -> None:
+        if any(x.block == at.block for x in self.known):
+            return
+        self.known.append(at)
+        if self.notes is None:
+            return
+        self.notes.mkdir(parents=True, exist_ok=True)
+        # Processes of one run note the same, each by a file of its own that takes the name.
+        scratch = self.notes / f".{uuid.uuid4().hex}"
+        scratch.write_text(json.dumps(at._asdict()))
+        os.replace(scratch, self.notes / f"{at.block:06d}.json")
+
+    def _noted(self) -> list[Position]:
+        """The positions in the folder, up to the first that is missing or damaged."""
+        found: list[Position] = []
+        while self.notes is not None:
+            try:
+                text = (self.notes / f"{len(found) + 1:06d}.json").read_text()
+                found.append(Position(**json.loads(text)))
+            except (OSError, ValueError, TypeError):
+                break
+        return found

@@ -1,0 +1,183 @@
+"""Text to tokens: bytes, or the vocabulary of a `tokenizers` file; documents of tokens, and the
+folder in which those of local files are kept.
+"""
+
+import array
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import filelock
+import numpy as np
+import platformdirs
+
+from nsa_jax import extras
+
+SCHEMA = 1
+TOGETHER = 256  # documents that a tokenizer takes at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents one after the other.
+
+    Attributes:
+      name: of the dataset, for messages.
+      tokens: integers `[total]`, in memory or in a file.
+      starts: int64 `[documents + 1]`: where each begins, and the end.
+      vocabulary: tokens there are; all of `tokens` are below it.
+      sha256: of the tokens and the borders.
+    """
+
+    name: str
+    tokens: np.ndarray
+    starts: np.ndarray
+    vocabulary: int
+    sha256: str
+
+
+class Tokenizer(Protocol):
+    """What makes tokens of text. `name` says which it is, the same for the same tokens."""
+
+    name: str
+    vocabulary: int
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+
+class Bytes:
+    """The bytes of UTF-8."""
+
+    name, vocabulary = "bytes", 256
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class FromFile:
+    """A tokenizer of the library `tokenizers`, with the special tokens that its own
+    post-processor adds to a document.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the library cannot read it.
+    """
+
+    def __init__(self, path: str | Path):
+        try:
+            import tokenizers
+        except ModuleNotFoundError as error:
+            raise extras.missing("data", error) from error
+        data = Path(path).read_bytes()
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"tokenizer must be a file of the library tokenizers, got {path}: {error}"
+            ) from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        numbers = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = max(numbers, default=-1) + 1
+        if not self.vocabulary:
+            raise ValueError(f"tokenizer must have tokens, got none in {path}")
+        self.name = f"tokenizer {hashlib.sha256(data).hexdigest()}"
+        self.dtype = np.uint16 if self.vocabulary <= 2**16 else np.int32
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        found = self.tokenizer.encode_batch(list(texts))
+        return [np.array(each.ids, self.dtype) for each in found]
+
+
+def tokenizer(path: str | None) -> Tokenizer:
+    """That of the file at `path`; None: bytes."""
+    return Bytes() if path is None else FromFile(path)
+
+
+def encoded(texts: Iterable[str], by: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of each document that has any.
+
+    Raises:
+      ValueError: a text has no UTF-8, as half of a surrogate pair.
+    """
+    group: list[str] = []
+    for text in texts:
+        group.append(text)
+        if len(group) == TOGETHER:
+            yield from filter(len, by.encode(group))
+            group = []
+    yield from filter(len, by.encode(group))
+
+
+def gathered(name: str, texts: Iterable[str], by: Tokenizer) -> Documents:
+    """The documents of `texts` in memory."""
+    parts = list(encoded(texts, by))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    return Documents(name, tokens, starts, by.vocabulary, _digest(tokens, starts))
+
+
+def kept(
+    name: str, texts: Iterable[str], by: Tokenizer, source: object, folder: Path | None
+) -> Documents:
+    """As `gathered`, from the file that an earlier call with an equal `source` wrote.
+
+    Args:
+      texts: read where there is no such file.
+      source: what the texts follow from, as JSON.
+      folder: of the files; None: the user's cache.
+
+    Raises:
+      ValueError: there is no document with a token, or the file is damaged.
+    """
+    if folder is None:
+        cache = platformdirs.user_cache_dir("native-sparse-attention", appauthor=False)
+        folder = Path(cache) / "tokens"
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(json.dumps([SCHEMA, by.name, source]).encode()).hexdigest()[:32]
+    target = folder / key
+    # Processes of one machine that want the same file wait for the first of them.
+    with filelock.FileLock(folder / f"{key}.lock"):
+        if not target.exists():
+            _write(name, texts, by, target)
+    about = json.loads((target / "about.json").read_text())
+    tokens = np.memmap(target / "tokens", np.dtype(about["dtype"]), "r")
+    starts = np.fromfile(target / "starts", np.int64)
+    if not len(starts) or starts[-1] != len(tokens):
+        raise ValueError(f"tokens kept in {target} are not as they were written: remove them")
+    return Documents(name, tokens, starts, by.vocabulary, about["sha256"])
+
+
+def _write(name: str, texts: Iterable[str], by: Tokenizer, target: Path) -> None:
+    starts, dtype = array.array("q", [0]), None
+    scratch = Path(tempfile.mkdtemp(prefix=".", dir=target.parent))
+    try:
+        with (scratch / "tokens").open("wb") as file:
+            for part in encoded(texts, by):
+                dtype = part.dtype
+                file.write(part.tobytes())
+                starts.append(starts[-1] + len(part))
+        if dtype is None:
+            raise ValueError(f"dataset {name} has no document with a token")
+        borders = np.array(starts, np.int64)
+        borders.tofile(scratch / "starts")
+        sha256 = _digest(np.memmap(scratch / "tokens", dtype, "r"), borders)
+        about = {"name": name, "dtype": dtype.name, "sha256": sha256}
+        (scratch / "about.json").write_text(json.dumps(about))
+        os.replace(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _digest(tokens: np.ndarray, starts: np.ndarray) -> str:
+    found = hashlib.sha256(str(tokens.dtype).encode())
+    for begin in range(0, len(tokens), 2**24):
+        found.update(tokens[begin : begin + 2**24].tobytes())
+    found.update(starts.tobytes())
+    return found.hexdigest()

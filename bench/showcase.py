@@ -1,0 +1,247 @@
+"""The seed system's runbook of the selection by key ranges: lengths x modes, one table.
+
+    python -m bench.showcase                                 # on a GPU: S 512, 1024, 2048
+    python -m bench.showcase --modes none --config tiny --lengths 64 --set runtime.kernels=sdpa
+
+Each row is a process, `python -m bench.train --throughput` with `configs/train/runbook_s<S>.yaml`
+and one mode of `--ranges`: `none` reads the selected keys by blocks, v1 by ranges made on the
+host, v2 by ranges made on the device, `adaptive` by v1 for short rows and v2 for long ones.
+The folder of the results has the report (`showcase.md`), the lines (`showcase.jsonl`), and for
+each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwhile,
+`gpu_s<S>_<mode>.csv`. A row that could not be measured says why.
+"""
+
+import contextlib
+import csv
+import datetime
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import flags
+
+from bench import doc_tables
+from bench.harness import cli, command, exit_status, heartbeat, process, records
+from bench.lm import config_file, log, variants
+
+# Not in flags.FLAGS before this is the main program: other commands have the same names.
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "2048"], "Tokens of a row.", **_own)
+MODES = flags.DEFINE_list("modes", list(variants.RANGES), "Of bench.train --ranges.", **_own)
+CONFIG = flags.DEFINE_string(
+    "config", None, "As of bench.train; default: runbook_s<length>.", **_own
+)
+SET = flags.DEFINE_multi_string("set", [], "As of bench.train (repeatable).", **_own)
+SECONDS = flags.DEFINE_float(
+    "row_seconds", 10.0, "Time spent on samples of a row.", lower_bound=0, **_own
+)
+TIMEOUT = flags.DEFINE_float("timeout_s", 600.0, "Of a row's process.", lower_bound=1, **_own)
+OUT = flags.DEFINE_string(
+    "out", None, "A new folder for the results; default: bench/results/<time>.", **_own
+)
+COMMIT = flags.DEFINE_string(
+    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+)
+QUERY = "timestamp,utilization.gpu,memory.used"
+COLUMNS = ("S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "FA-2 used")
+COLUMNS += ("GPU %", "MFU %", "status", "note")
+
+
+class Row(NamedTuple):
+    """A length and a mode: what was measured, or why nothing was."""
+
+    length: int
+    mode: str
+    speed: log.Speed | None
+    status: str  # of `speed`; without one: unsupported, or error
+    reason: str = ""
+    used_percent: float | None = None  # of the GPU's time, by nvidia-smi
+
+    @property
+    def measured(self) -> bool:
+        return self.status == "ok"
+
+
+def main(argv: Sequence[str]) -> int:
+    lengths = command.integers("lengths", LENGTHS.value, ())
+    for mode in MODES.value:
+        if mode not in variants.RANGES:
+            raise ValueError(f"modes must be of {variants.RANGES}, got {mode!r}")
+    for length in lengths:  # a fault of a file is told before anything runs
+        config_file.read(_config(length), SET.value)
+    folder = command.folder(OUT.value)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} has files; --out must name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for length in lengths:
+        for mode in MODES.value:
+            heartbeat.say(f"S={length} {mode}")
+            rows.append(measure(folder, length, mode))
+            cells = dict(zip(COLUMNS, cells_of(rows[-1]), strict=True))
+            print(f"S={length} {mode}: {cells['status']} {cells['ms']} ms {cells['note']}")
+    log.append(folder / "showcase.jsonl", [row.speed for row in rows if row.speed])
+    text = report(rows, folder)
+    (folder / "showcase.md").write_text(text)
+    print(f"\n{text}\nwritten to {folder}")
+    if any(row.status == "error" for row in rows):
+        return exit_status.WRONG
+    if any(row.measured for row in rows):
+        return exit_status.OK
+    print("nothing was measured", file=sys.stderr)
+    return exit_status.NOT_MEASURED
+
+
+def _config(length: int) -> str:
+    return CONFIG.value or f"runbook_s{length}"
+
+
+def measure(folder: Path, length: int, mode: str) -> Row:
+    """One row, in a process of its own."""
+    name = f"s{length}_{mode}"
+    out = folder / name
+    words = ["bench.train", "--throughput", "--framework=torch", "--attention=nsa"]
+    words += [
+        f"--config={config_file.path_of(_config(length)).resolve()}",
+        f"--lengths={length}",
+        f"--ranges={mode}",
+    ]
+    words += [f"--row_seconds={SECONDS.value}", f"--out={out.resolve()}"]
+    words += [f"--set={change}" for change in SET.value]
+    words += [f"--commit={COMMIT.value}"] if COMMIT.value else []
+    with watched(folder / f"gpu_{name}.csv") as samples:
+        result = process.run(f"run_{name}", words, folder, TIMEOUT.value, False)
+    path = out / "train.jsonl"
+    found = [x for x in log.read(path) if isinstance(x, log.Speed)] if path.exists() else []
+    if found:
+        about = found[0].status, found[0].reason, used(samples, SECONDS.value)
+        return Row(length, mode, found[0], *about)
+    said = (folder / f"run_{name}.log").read_text(errors="replace").splitlines()
+    errors = [line for line in said if line.startswith("error: ")]
+    refused = result.reason == f"exit status {exit_status.NOT_MEASURED}"
+    reason = errors[-1][7:] if errors else result.reason or "no row"
+    return Row(length, mode, None, "unsupported" if refused else "error", reason)
+
+
+@contextlib.contextmanager
+def watched(path: Path) -> Iterator[Path]:
+    """Within: nvidia-smi writes a line a second to `path`, where there is such a program."""
+    if shutil.which("nvidia-smi") is None:
+        yield path
+        return
+    words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,nounits", "-l", "1", "-i", "0"]
+    with path.open("wb") as output:
+        child = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL)
+        try:
+            yield path
+        finally:
+            child.terminate()
+            child.wait()
+
+
+def used(path: Path, seconds: float) -> float | None:
+    """The mean share of the GPU's time over the last `seconds` before the last two samples,
+    in which a row's process takes its samples; None: nothing is known."""
+    if not path.exists():
+        return None
+    found = []
+    with path.open(newline="") as file:
+        for cells in csv.reader(file, skipinitialspace=True):
+            with contextlib.suppress(ValueError, IndexError):
+                when = datetime.datetime.strptime(cells[0], "%Y/%m/%d %H:%M:%S.%f")
+                found.append((when, float(cells[1])))
+    found = found[:-2]
+    if not found:
+        return None
+    least = found[-1][0] - datetime.timedelta(seconds=seconds)
+    last = [percent for when, percent in found if when >= least]
+    return sum(last) / len(last)
+
+
+def fa2(speed: log.Speed) -> str:
+    """Which branches ran by FA-2: "yes" of all three, "no", or those that did.
+
+    A label names one kernel for all steps, or one for each; a named kernel never falls back.
+    """
+    kernels = speed.implementation.partition(" ")[0].split("/")
+    steps = ("compressed", "scores", "selected", "sliding")
+    each = zip(steps, kernels * 4 if len(kernels) == 1 else kernels, strict=False)
+    by = [step for step, kernel in each if kernel == "fa2" and step != "scores"]
+    return "yes" if len(by) == 3 else ", ".join(by) or "no"
+
+
+def cells_of(row: Row) -> list[str]:
+    """A line of the table."""
+    speed = row.speed
+    if speed is None:
+        unknown = ["-"] * 8
+        return [str(row.length), row.mode, "-", *unknown, row.status, row.reason]
+    peak = speed.peak_bytes and speed.peak_bytes / 2**30
+    return [
+        *(str(row.length), row.mode, str(speed.batch)),
+        *(_number(x, ".4g") for x in (speed.time_ms, speed.p20_ms, speed.p80_ms)),
+        *(_number(speed.tokens_per_s, ".0f"), _number(peak, ".2f")),
+        fa2(speed) if row.measured else "-",
+        *(_number(row.used_percent, ".0f"), _number(speed.mfu and 100 * speed.mfu, ".1f")),
+        *(row.status, row.reason.replace("|", "/")),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def report(rows: Sequence[Row], folder: Path) -> str:
+    """The seed system's template, filled in."""
+    speeds = [row.speed for row in rows if row.speed]
+    device = speeds[0].device if speeds else "not known"
+    versions = speeds[0].versions if speeds else records.environment(COMMIT.value)["versions"]
+    commit = (speeds[0].commit if speeds else None) or COMMIT.value or "unknown"
+    named = (f"{name} {versions.get(name) or 'n/a'}" for name in ("torch", "cuda", "driver"))
+    files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return "\n".join(
+        [
+            f"### Selection by ranges (Device: {device}, {', '.join(named)})",
+            f"Commit: {commit[:12]}  ",
+            f"Model: {speeds[0].model if speeds else 'not known'}, "
+            f"{speeds[0].dtype if speeds else 'not known'}; a step of training  ",
+            "Step time: median and 20th, 80th percentile. GPU: share of the time that a kernel "
+            "ran, by nvidia-smi. MFU: of the useful FLOPs.",
+            "",
+            doc_tables.table(COLUMNS, [tuple(cells_of(row)) for row in rows]),
+            "",
+            *answers(rows),
+            "",
+            "Artifacts:",
+            *(f"- `{name}`" for name in files),
+            "",
+        ]
+    )
+
+
+def answers(rows: Sequence[Row]) -> list[str]:
+    """Of each length: which mode was fastest, and v2 beside v1."""
+    lines = []
+    for length in dict.fromkeys(row.length for row in rows):
+        times = {
+            row.mode: row.speed.time_ms
+            for row in rows
+            if row.length == length and row.measured and row.speed and row.speed.time_ms
+        }
+        if not times:
+            lines.append(f"- S={length}: nothing was measured")
+            continue
+        fastest = min(times, key=lambda mode: times[mode])
+        text = f"- S={length}: fastest {fastest}, {times[fastest]:.4g} ms"
+        if "v1" in times and "v2" in times:
+            text += f"; v2 over v1 x{times['v1'] / times['v2']:.2f}"
+        lines.append(text)
+    return lines
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

@@ -1,0 +1,103 @@
+"""A selection as half-open key ranges, the seed system's view of it, in torch; and how `fa2` may
+be handed ranges instead of blocks.
+
+Two ways to the same ranges: v1 walks over the rows on the host, as the seed system did first,
+v2 is a dozen operators on the device. `nsa_jax.ranges` is v2 in JAX.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nsa_jax.config import NSAConfig
+
+MODES = ("none", "v1", "v2", "adaptive")
+# The seed system's default of NSA_SEL_RANGES_V2_MIN_S: v2 from this length on, v1 below it.
+ADAPTIVE_MIN_LEN = 1024
+
+_mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="none")
+
+
+@contextlib.contextmanager
+def using(mode: str) -> Iterator[None]:
+    """Within: the selected branch by `fa2` makes ranges of the blocks and reads by those.
+
+    The result is the same; what it costs is what the seed system's modes are compared by.
+
+    Raises:
+      ValueError: there is no such mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"ranges must be one of {MODES}, got {mode!r}")
+    token = _mode.set(mode)
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def way(mode: str, length: int) -> str:
+    """What `mode` comes to for sequences of `length` queries: none, v1 or v2."""
+    if mode == "adaptive":
+        return "v2" if length >= ADAPTIVE_MIN_LEN else "v1"
+    return mode
+
+
+def handed(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor | None:
+    """The ranges that `using` asks for; None: the blocks themselves."""
+    chosen = way(_mode.get(), block_indices.shape[1])
+    if chosen == "none":
+        return None
+    make = to_ranges if chosen == "v2" else to_ranges_by_row
+    return make(block_indices, position, config)
+
+
+def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
+    """`[start, end)` of each run of selected keys at or before the query, ascending.
+
+    Args:
+      block_indices: `[B, T, Hkv, n]`, ascending, negative in empty slots.
+      position: `[B, T]` of the queries in their sequences; negative: padding.
+
+    Returns:
+      int32 `[B, T, Hkv, n, 2]`: adjacent blocks are merged, ends are cut at `position + 1`, and
+      slots left over are `(0, 0)` at the end.
+    """
+    size, count = config.select_block, block_indices.shape[-1]
+    block = block_indices.to(torch.int64)
+    last = position[:, :, None, None]
+    valid = (block >= 0) & (block * size <= last)
+    before = torch.nn.functional.pad(block, (1, -1), value=-2)
+    opens = valid & (block != before + 1)
+    # The run that each block belongs to; blocks of no run go to a slot that is cut off.
+    run = torch.where(valid, opens.cumsum(-1) - 1, count)
+    end = torch.where(valid, torch.minimum((block + 1) * size, last + 1), 0)
+    starts = block.new_zeros(*block.shape[:-1], count + 1)
+    starts.scatter_(-1, torch.where(opens, run, count), block * size)
+    ends = torch.zeros_like(starts).scatter_reduce_(-1, run, end, "amax")
+    return torch.stack([starts, ends], dim=-1)[..., :-1, :].to(torch.int32)
+
+
+def to_ranges_by_row(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:
+    """As `to_ranges`, one row after the other on the host, for which the device is waited."""
+    size, count = config.select_block, block_indices.shape[-1]
+    heads, found = block_indices.shape[2], []
+    rows = block_indices.flatten(0, 2).tolist()
+    places = position.flatten().repeat_interleave(heads).tolist()
+    for row, place in zip(rows, places, strict=True):
+        runs: list[list[int]] = []
+        for block in row:
+            start = block * size
+            if block < 0 or start > place:
+                continue
+            end = min(start + size, place + 1)
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = end
+            else:
+                runs.append([start, end])
+        found.append(runs + [[0, 0]] * (count - len(runs)))
+    made = torch.tensor(found, dtype=torch.int32).to(block_indices.device)
+    return made.reshape(*block_indices.shape, 2)

@@ -1,0 +1,571 @@
+"""Where batches come from: local files, a stream, packing; their order, and what is wrong."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.harness import process
+from bench.lm import data, hub, log, sources, stream, tokens
+from bench.lm.data import Batches
+from bench.lm.packing import Packed
+
+WIDTH = 9
+PACKS = ("documents", "none")
+# Documents that hold each byte triple but once, so that a row tells where it is from.
+LENGTHS = (5, 40, 1, 12, 7, 23, 3, 30, 8, 16, 2, 19, 11, 6, 28, 14, 9, 21, 4, 17)
+
+
+def numbered(lengths=LENGTHS):
+    """Tokens that are their own places, and the borders of documents of these lengths."""
+    starts = np.cumsum([0, *lengths])
+    return np.arange(starts[-1]), starts
+
+
+def faults(packed, starts, width):
+    """What is wrong with the rows of an epoch of tokens that are their own places."""
+    total = int(starts[-1])
+    found, predicted = [], np.zeros(total, int)
+    for place in range(packed.count):
+        (row,), (segments,) = packed.rows(np.array([place]))
+        document = np.searchsorted(starts, row, side="right") - 1
+        same = np.diff(document) == 0
+        if segments[0] != 0 or (np.diff(segments) < 0).any():
+            found.append("segments")
+        if ((np.diff(segments) == 0) != same).any():
+            found.append("borders")
+        if (np.diff(row)[same] != 1).any():
+            found.append("order within a document")
+        if not np.isin(row[1:][~same], starts[:-1]).all():
+            found.append("begin of a document")
+        predicted[row[1:]] += 1
+    left_over = (total - 1) % (width - 1) + 1  # the first token, and less than a row
+    if predicted.max() > 1 or (predicted == 0).sum() != left_over:
+        found.append("not once each")
+    return found
+
+
+@pytest.mark.parametrize("width", [2, 5, 9, 40])
+def test_packing_predicts_each_token_once(width):
+    places, starts = numbered()
+    assert not faults(Packed(places, starts, (1,), width), starts, width)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "fault"),
+    [
+        (lambda x: setattr(x, "ends", x.ends + 1), "borders"),
+        (lambda x: setattr(x, "moved", x.moved + 1), "begin of a document"),
+        (lambda x: setattr(x, "order", np.zeros_like(x.order)), "not once each"),
+    ],
+    ids=["border", "shift", "order"],
+)
+def test_packing_that_is_wrong_is_seen(mutant, fault):
+    places, starts = numbered()
+    packed = Packed(np.append(places, 0), starts, (1,), WIDTH)
+    mutant(packed)
+    packed.ends = np.minimum(packed.ends, packed.ends.max())
+    packed.moved = np.append(packed.moved, packed.moved[-1])
+    assert fault in faults(packed, starts, WIDTH)
+
+
+def test_empty_documents_and_none():
+    places, starts = numbered((0, 5, 0, 0, 9, 0))
+    assert not faults(Packed(places, starts, (1,), 4), starts, 4)
+    assert Packed(np.zeros(0), np.zeros(1, int), (1,), 4).count == 0
+
+
+def documents(total=60):
+    return [f"<{i:03d}{'abcdefgh' * (i % 5)}>" for i in range(total)]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The same documents in files of two kinds."""
+    found, folder = documents(), tmp_path / "texts"
+    folder.mkdir()
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(found)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:40]) + "\n\n")
+    for i, text in enumerate(found[40:]):
+        (folder / f"b{i:02d}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def load(tmp_path):
+    """`data.load` with small rows, its tokens kept in the test's folder."""
+
+    def call(dataset, batch=4, length=WIDTH - 1, seed=0, **options):
+        cache = tmp_path / "cache"
+        return data.load(str(dataset), batch, length, seed, cache=cache, **options)
+
+    return call
+
+
+def same(one, other):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert (one.segment_ids is None) == (other.segment_ids is None)
+    if one.segment_ids is not None:
+        np.testing.assert_array_equal(one.segment_ids, other.segment_ids)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_a_batch_follows_from_seed_and_step(texts, load, pack):
+    one, again, other = (load(texts, pack=pack, seed=seed) for seed in (1, 1, 2))
+    late = one.train(70)  # of a later epoch
+    same(again.train(70), late)  # a run that goes on there
+    assert late.tokens.shape == (4, WIDTH) and late.tokens.dtype == np.uint8
+    assert (late.segment_ids is None) == (pack == "none")
+    assert (one.train(71).tokens != late.tokens).any()
+    assert (other.train(70).tokens != late.tokens).any()
+    for step, ranks in itertools.product((0, 13, 70), (1, 2, 4)):
+        whole = one.train(step)
+        for rank in range(ranks):
+            rows = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+            part = again.train(step, rows)
+            np.testing.assert_array_equal(part.tokens, whole.tokens[rows])
+            if pack == "documents":
+                np.testing.assert_array_equal(part.segment_ids, whole.segment_ids[rows])
+    for part, whole in zip(again.evaluation(2, slice(1, 3)), one.evaluation(2), strict=True):
+        np.testing.assert_array_equal(part.tokens, whole.tokens[1:3])
+    assert one.vocabulary == 256 and one.sha256 == other.sha256
+    assert load(texts, pack=PACKS[pack == "documents"]).sha256 != one.sha256
+
+
+def test_rows_hold_the_documents(texts, load):
+    """A segment is a part of one document, and held-out text is in no batch for training."""
+    found, batches = documents(), load(texts)
+    whole = "".join(found).encode()
+    assert batches.training.tobytes() + batches.held_out.tobytes() == whole
+    assert len(batches.held_out) == len(whole) // 16
+    rows = batches._packed.count
+    steps = range(rows // 4), range(-(-rows // 4), 2 * rows // 4)  # of one epoch each
+    epochs = [[batches.train(i) for i in each] for each in steps]
+    for batch in itertools.chain(*epochs, batches.evaluation(2)):
+        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
+            for segment in np.unique(segments):
+                text = row[segments == segment].tobytes().decode()
+                assert any(text in document for document in found)
+    first, second = ([b.tokens.tobytes() for b in epoch] for epoch in epochs)
+    assert len(first) == len(set(first)) and set(first).isdisjoint(second)
+    held_out = batches.held_out.tobytes()
+    assert all(row.tobytes() in held_out for b in batches.evaluation(2) for row in b.tokens)
+
+
+def test_text_is_the_offline_default(load):
+    plain, other = load("text", size=2**14), Batches(4, WIDTH - 1, 0, 2**14)
+    same(plain.train(3), other.train(3))
+    assert plain.sha256 == other.sha256 and plain.train(0).segment_ids is None
+    packed = load("text", length=512, size=2**17, pack="documents")
+    borders = [np.diff(packed.train(i).segment_ids).any() for i in range(40)]
+    assert any(borders)  # files follow each other
+
+
+def test_local_tokens_are_kept_until_the_file_changes(texts, load, monkeypatch, tmp_path):
+    first = load(texts / "a.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_jsonl", lambda *_: pytest.fail("read again"))
+        same(load(str(texts / "*.jsonl")).train(0), first.train(0))
+    lines = (texts / "a.jsonl").read_text().splitlines()
+    (texts / "a.jsonl").write_text("\n".join(lines[:-2]) + "\n")
+    assert load(texts / "a.jsonl").sha256 != first.sha256
+    for kept in tmp_path.glob("cache/*/tokens"):
+        kept.write_bytes(kept.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="are not as they were written: remove them"):
+        load(texts / "a.jsonl")
+
+
+def test_a_row_shorter_than_a_document(load, tmp_path):
+    (tmp_path / "long.txt").write_text("".join(map(chr, range(48, 90))) * 8)
+    batches = load(tmp_path / "long.txt")
+    rows = np.concatenate([batches.train(i).tokens for i in range(9)])
+    assert (batches.train(0).segment_ids == 0).all()  # one document throughout
+    assert ((np.diff(rows.astype(int)) == 1) | (np.diff(rows.astype(int)) == -41)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", "", "dataset .*x.jsonl has no document with a token"),
+        ("x.jsonl", '{"text": ""}\n', "has no document with a token"),
+        ("x.jsonl", '{"text": "a"}\n{"text": "b', r"x.jsonl:2 is not JSON: "),
+        ("x.jsonl", "[1]\n", r"x.jsonl:1 must be a JSON object, got b'\[1\]"),
+        (
+            "x.jsonl",
+            '{"body": "a"}\n',
+            r"x.jsonl:1 has no column 'text'.*\['body'\].*--text_col",
+        ),
+        ("x.jsonl", '{"text": 3}\n', "x.jsonl:1: column 'text' must be text, got 3"),
+        ("x.jsonl", '{"text": "\\ud800"}\n', "surrogates not allowed"),
+        ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8"),
+        ("x.txt", "short", "tokens of dataset .*x.txt must be over 144 for seq_len=8, got 5"),
+        ("x.csv", "a,b\n", "must be of files with one of .*, got .*x.csv"),
+        ("x.parquet", b"PAR1 cut off", "x.parquet is not a whole parquet file"),
+    ],
+    ids=str,
+)
+def test_bad_files_are_named(load, tmp_path, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="needs the extra data")
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=message):
+        load(path)
+    left = [x for x in (tmp_path / "cache").glob("*") if x.suffix != ".lock"]
+    assert bool(left) == (content == "short")  # a whole file, only too short for this row
+
+
+def test_files_that_are_not_there(load, tmp_path):
+    for name in (tmp_path / "none", tmp_path / "*.jsonl", "none.jsonl", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match=r"no such file with one of"):
+            load(name)
+    (tmp_path / "owner").mkdir()
+    names = {"owner/name": True, "owner/name:config": True, "text": False, "./a/b": False}
+    names |= {"a/b.jsonl": False, "a/*": False, "a/b/c": False, str(tmp_path / "owner"): False}
+    assert {name: data.is_hub(name) for name in names} == names
+
+
+class TestParquet:
+    @pytest.fixture
+    def path(self, tmp_path):
+        pyarrow = pytest.importorskip("pyarrow", reason="needs the extra data")
+        from pyarrow import parquet
+
+        table = pyarrow.table({"text": documents(), "id": list(range(60))})
+        parquet.write_table(table, tmp_path / "x.parquet", row_group_size=7, compression=None)
+        return tmp_path / "x.parquet"
+
+    def test_the_same_as_jsonl(self, path, load, tmp_path):
+        lines = [json.dumps({"text": text}) + "\n" for text in documents()]
+        (tmp_path / "x.jsonl").write_text("".join(lines))
+        one, other = load(path), load(tmp_path / "x.jsonl")
+        same(one.train(5), other.train(5))
+        assert one.sha256 == other.sha256
+
+    def test_faults(self, path, load, tmp_path):
+        with pytest.raises(
+            ValueError, match=r"no column 'body'; its columns are \['id', 'text'"
+        ):
+            load(path, column="body")
+        with pytest.raises(
+            ValueError, match=r"x.parquet row 0: column 'id' must be text, got 0"
+        ):
+            load(path, column="id")
+        whole = path.read_bytes()
+        for name, content in (("cut", whole[:-9]), ("zero", b"\0" * 400 + whole[400:])):
+            (tmp_path / f"{name}.parquet").write_bytes(content)
+            with pytest.raises(ValueError, match=f"{name}.parquet is not a whole parquet file"):
+                load(tmp_path / f"{name}.parquet")
+
+
+class TestTokenizer:
+    @pytest.fixture
+    def path(self, tmp_path):
+        library = pytest.importorskip("tokenizers", reason="needs the extra data")
+        words = {word: i for i, word in enumerate(("?", "a", "b", "c", "end"))}
+        made = library.Tokenizer(library.models.WordLevel(words, unk_token="?"))
+        made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+        made.post_processor = library.processors.TemplateProcessing(
+            single="$A end", special_tokens=[("end", 4)]
+        )
+        made.save(str(tmp_path / "tokenizer.json"))
+        return tmp_path / "tokenizer.json"
+
+    def test_tokens_are_its(self, path, load, tmp_path):
+        texts = ["a b x", "c", "b b b b"] * 20
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (tmp_path / "x.jsonl").write_text("".join(lines))
+        batches = load(tmp_path / "x.jsonl", tokenizer=str(path))
+        expected = [1, 2, 0, 4, 3, 4, 2, 2, 2, 2, 4] * 20
+        assert np.concatenate([batches.training, batches.held_out]).tolist() == expected
+        assert batches.vocabulary == 5 and batches.train(0).tokens.dtype == np.uint16
+        assert load(tmp_path / "x.jsonl").sha256 != batches.sha256
+        found = load("text", tokenizer=str(path), size=2**12)
+        assert found.vocabulary == 5 and found.train(0).tokens.max() < 5
+
+    def test_faults(self, path, load, tmp_path):
+        path.write_text(path.read_text()[:40])
+        with pytest.raises(ValueError, match=r"file of the library tokenizers, got .*r.json: "):
+            load("text", tokenizer=str(path))
+        with pytest.raises(FileNotFoundError, match=r"none.json"):
+            load("text", tokenizer=str(tmp_path / "none.json"))
+
+
+class Memory:
+    """A source of documents that are at hand; `fails` are errors of the next calls."""
+
+    def __init__(self, texts):
+        self.texts, self.read = texts, []
+
+    def __repr__(self):
+        return "memory"
+
+    def take(self, state, count):
+        first = 0 if state is None else state["at"]
+        self.read.append(first)
+        found = self.texts[first : first + count]
+        return found, {"at": first + len(found)}
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    def make(texts=None, notes=True, pack="documents", seed=0, buffer=16):
+        source = Memory(documents(70) if texts is None else texts)
+        where = {"buffer": buffer, "notes": tmp_path / "notes" if notes else None}
+        return stream.Streamed(source, tokens.Bytes(), 4, WIDTH - 1, seed, pack, **where)
+
+    return make
+
+
+def test_a_stream_goes_on_exactly_where_it_was(streamed, capsys):
+    whole = streamed(notes=False)
+    expected = [whole.train(i) for i in range(60)]
+    assert whole.block.start.epoch == 1 and capsys.readouterr().err.count("epoch 0 ends") == 1
+    first = streamed()
+    for i in range(41):
+        same(first.train(i), expected[i])
+    capsys.readouterr()
+    later = streamed()
+    later.source.read.clear()
+    for i in (40, 41, 59):
+        same(later.train(i), expected[i])
+    # Of what was consumed only the block at hand is read again, and that is said.
+    assert later.source.read[0] == 64
+    said = capsys.readouterr().err
+    assert "to go on at row 160 the stream is read from document 64 of epoch 0 on" in said
+    assert "shuffle buffer of 16 documents is filled again; the order stays the same" in said
+    unknown = streamed(notes=False)  # in another folder: by all that lies between
+    same(unknown.train(59), expected[59])
+    assert "read from document 16 of epoch 0 on" in capsys.readouterr().err
+    same(later.train(3), expected[3])  # back, as the next of several runs
+
+
+def test_a_damaged_note_is_not_believed(streamed):
+    expected = [streamed().train(i) for i in range(50)]
+    notes = sorted(streamed().notes.glob("*.json"))
+    notes[1].write_text("{")
+    later = streamed()
+    assert len(later.known) == 2
+    same(later.train(49), expected[49])
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_ranks_of_a_stream_share_its_rows(streamed, pack):
+    one, other = streamed(pack=pack), streamed(pack=pack)
+    for step, rows in itertools.product((0, 9, 10, 40), (slice(0, 2), slice(2, 4))):
+        whole, part = one.train(step), other.train(step, rows)
+        np.testing.assert_array_equal(part.tokens, whole.tokens[rows])
+        assert (part.segment_ids is None) == (pack == "none")
+    assert (streamed(seed=1).train(0).tokens != one.train(0).tokens).any()
+
+
+def test_a_stream_holds_out_every_sixteenth_document(streamed):
+    texts = documents(70)
+    batches = streamed(texts, buffer=64)
+    held_out = {texts[i] for i in range(15, 64, 16)}
+    for batch in [batches.train(i) for i in range(40)]:
+        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
+            for segment in range(1, segments[-1]):  # whole documents
+                text = row[segments == segment].tobytes().decode()
+                assert text in texts and text not in held_out
+    joined = b"".join(text.encode() for text in held_out)
+    for batch in batches.evaluation(2):
+        assert set(batch.tokens.tobytes()) <= set(joined) and batch.tokens.shape == (4, WIDTH)
+
+
+def test_a_stream_that_fills_no_row(streamed):
+    with pytest.raises(
+        ValueError, match="dataset memory must fill a row of 9 tokens, got 0 tok"
+    ):
+        streamed([])
+    with pytest.raises(
+        ValueError, match="must fill a row of 9 tokens, got 3 tokens in 3 docum"
+    ):
+        streamed(["a", "b", "c"])
+    with pytest.raises(
+        ValueError, match="held-out documents of dataset memory must fill a row"
+    ):
+        streamed(["long enough for a row"] * 3).evaluation(1)
+    with pytest.raises(ValueError, match="shuffle_buffer must be >= 16, got 3"):
+        streamed(buffer=3)
+
+
+class Fragile:
+    """As a dataset of `datasets`: it breaks off before the documents in `breaks`, once each."""
+
+    def __init__(self, texts, breaks, error):
+        self.texts, self.breaks, self.error, self.at = texts, breaks, error, 0
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def __iter__(self):
+        while self.at < len(self.texts):
+            if self.at in self.breaks:
+                self.breaks.remove(self.at)
+                raise self.error
+            self.at += 1
+            yield {"text": self.texts[self.at - 1]}
+
+
+def fragile(monkeypatch, breaks, error=None, pauses=(0.5, 1.0)):
+    slept = []
+    monkeypatch.setattr(hub.time, "sleep", slept.append)
+    error = error or ConnectionResetError("reset by peer")
+    monkeypatch.setattr(hub.Hub, "_open", lambda self: Fragile(documents(), breaks, error))
+    return hub.Hub("me/tiny", pauses_s=pauses), slept
+
+
+def test_a_network_that_fails_is_tried_again(monkeypatch, capsys):
+    source, slept = fragile(monkeypatch, [3, 9, 11])
+    found, state = source.take({"at": 2}, 20)
+    assert found == documents()[2:22] and state == {"at": 22}
+    assert slept == [0.5, 0.5, 0.5]  # something came in between
+    said = capsys.readouterr().err
+    assert "dataset me/tiny: ConnectionResetError: reset by peer; again in 0.5 s" in said
+
+
+def test_a_network_that_stays_away_is_an_error(monkeypatch):
+    source, slept = fragile(monkeypatch, [5] * 9)
+    with pytest.raises(
+        ConnectionError, match=r"dataset me/tiny: the Hugging Face Hub did not ans"
+    ):
+        source.take(None, 20)
+    assert slept == [0.5, 1.0]
+    source, slept = fragile(monkeypatch, [0], ValueError("no such split"))
+    with pytest.raises(ValueError, match="dataset me/tiny: ValueError: no such split"):
+        source.take(None, 20)
+    assert not slept
+
+
+class Answer(OSError):
+    def __init__(self, status):
+        super().__init__(f"{status} of the server")
+        self.response = type("Response", (), {"status_code": status})
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((Answer(status), True) for status in (408, 429, 500, 503)),
+        *((Answer(status), False) for status in (401, 403, 404)),
+        (TimeoutError(), True),
+        (OSError("cut off"), True),
+        (FileNotFoundError("x"), False),
+        (ValueError("x"), False),
+    ],
+    ids=str,
+)
+def test_what_is_tried_again(error, expected):
+    assert hub.temporary(error) == expected
+
+
+def test_what_the_hub_refuses(monkeypatch):
+    source, _ = fragile(monkeypatch, [0], Answer(404))
+    with pytest.raises(
+        FileNotFoundError, match=r"me/tiny: Answer: 404 .*; give --dataset a name"
+    ):
+        source.take(None, 20)
+
+
+def test_the_cache_has_a_default(monkeypatch, tmp_path):
+    monkeypatch.setattr(tokens.platformdirs, "user_cache_dir", lambda *_, **__: str(tmp_path))
+    tokens.kept("x", ["abc"], tokens.Bytes(), "x", None)
+    assert [x.name for x in (tmp_path / "tokens").glob("*/tokens")] == ["tokens"]
+    assert Path(tmp_path / "tokens").is_dir()
+
+
+# In a process of its own: the library reads the Hub's address when it is imported.
+REAL = """
+import json, pathlib, sys, urllib.request
+from absl import flags
+from bench import train
+from bench.lm import data, hub, stream, tokens
+
+out, url = pathlib.Path(sys.argv[1]), sys.argv[2]
+source = hub.Hub("me/tiny", pauses_s=(0.01, 0.02)).pinned()
+texts, state = source.take(None, 25)
+rest, _ = source.take(json.loads(json.dumps(state)), 99)
+result = {"revision": source.revision, "texts": texts + rest, "errors": []}
+options = dict(batch=4, length=8, seed=0, buffer=32)
+whole = data.load("me/tiny", **options)
+expected = [whole.train(i).tokens for i in range(45)]
+noted = data.load("me/tiny", **options, notes=out)
+for i in range(30):
+    noted.train(i)
+later = data.load("me/tiny", **options, notes=out)
+result["same"] = all((later.train(i).tokens == expected[i]).all() for i in (30, 31, 44, 2))
+for name, given in (
+    ("me/none", {}), ("me/tiny", {"column": "body"}), ("me/tiny", {"split": "test"}),
+    ("me/tiny:big", {}), ("me/tiny", {"column": "id"}),
+):
+    try:
+        data.load(name, **options, **given)
+    except (ValueError, OSError) as error:
+        result["errors"].append(f"{type(error).__name__}: {error}")
+train.FLAGS([
+    "train", "--dataset=me/tiny", "--pack=none", "--framework=torch", "--attention=dense",
+    "--seq_len=64", "--batch=2", "--steps=2", "--shuffle_buffer=64", f"--out={out}/run",
+])
+flags.FLAGS.mark_as_parsed()
+result["status"] = train.main(["train"])
+urllib.request.urlopen(url + "/down").read()
+try:
+    hub.Hub("me/tiny", pauses_s=(0.01, 0.02)).pinned()
+except ConnectionError as error:
+    result["errors"].append(f"{type(error).__name__}: {error}")
+print("RESULT", json.dumps(result))
+"""
+
+
+def test_the_real_library_beside_a_fake_hub(tmp_path):
+    """`datasets` and `huggingface_hub` over HTTP: all but the real Hub."""
+    pytest.importorskip("datasets", reason="needs the extra data")
+    import pyarrow
+    from pyarrow import parquet
+
+    from tests.fake_hub import COMMIT, FakeHub
+
+    found, files = documents(70), {}
+    for i, part in enumerate((range(40), range(40, 70))):
+        table = pyarrow.table({"text": [found[x] for x in part], "id": list(part)})
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(table, sink, row_group_size=8)
+        files[f"data/train-0000{i}-of-00002.parquet"] = sink.getvalue().to_pybytes()
+    with FakeHub("me/tiny", files) as server:
+        server.drops = 1  # the first question is not answered
+        changes = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+        changes |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", REAL, str(tmp_path), server.url],
+            env=process.environment(changes),
+            cwd=process.ROOT,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "again in 0.01 s" in done.stderr and "the order stays the same" in done.stderr
+    result = json.loads(done.stdout.partition("RESULT ")[2])
+    assert result["revision"] == COMMIT and result["texts"] == found
+    assert result["same"] and result["status"] == 0
+    messages = (
+        "FileNotFoundError: dataset me/none: .*404.*; give --dataset a name that the Hub has",
+        r"ValueError: me/tiny has no column 'body'; its columns are \['id', 'text'\]: .*--text_c",
+        "ValueError: dataset me/tiny: .*test",
+        "ValueError: dataset me/tiny:big: .*big.*",
+        "ValueError: me/tiny row 0: column 'id' must be text, got 0",
+        "ConnectionError: dataset me/tiny: the Hugging Face Hub did not answer, 3 tries in .* "
+        "check the network and go on with --resume, or download files of it",
+    )
+    for error, message in zip(result["errors"], messages, strict=True):
+        assert re.match(message, error), error
+    lines = log.read(tmp_path / "run" / "train.jsonl")
+    assert len([line for line in lines if isinstance(line, log.Step)]) == 2

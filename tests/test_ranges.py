@@ -1,0 +1,152 @@
+"""A selection as key ranges in torch, and `fa2` that reads by them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from bench import ranges as bench_ranges
+from nsa_jax import ranges as jax_ranges
+from nsa_torch import fa2, functional, geometry, packing, ranges
+from tests.inputs import SMALL
+from tests.torch_inputs import on_the_cpu
+
+WAYS = (ranges.to_ranges, ranges.to_ranges_by_row)
+
+
+def selected(length, n, first=0, seed=0):
+    """Random blocks of `SMALL` that queries at `first` and later may see, some slots empty."""
+    drawn = np.random.default_rng(seed)
+    position = np.broadcast_to(first + np.arange(length), (2, length))
+    found = np.full((2, length, 3, n), -1, np.int32)
+    for place in np.ndindex(found.shape[:3]):
+        blocks = position[place[:2]] // SMALL.select_block + 1
+        count = drawn.integers(0, min(n, blocks) + 1)
+        found[place][:count] = np.sort(drawn.choice(blocks, count, replace=False))
+    return found, position
+
+
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("length", "n", "first"), [(37, 4, 0), (21, 1, 50), (45, 9, 3)])
+def test_ranges_are_the_loops(make, length, n, first):
+    blocks, position = selected(length, n, first)
+    expected = bench_ranges.v1(blocks, position, SMALL)
+    found = make(torch.tensor(blocks), torch.tensor(position), SMALL)
+    assert found.dtype == torch.int32 and expected.any()
+    np.testing.assert_array_equal(found.numpy(), expected)
+    in_jax = jax_ranges.to_ranges(jnp.asarray(blocks), jnp.asarray(position), SMALL)
+    np.testing.assert_array_equal(found.numpy(), np.asarray(in_jax))
+
+
+@pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
+def test_what_no_query_may_see_is_in_no_range(make):
+    blocks = torch.tensor([[[[0, 1, 7]], [[0, 2, 3]], [[-1, -1, -1]]]])
+    position = torch.tensor([[10, -1, 40]])  # of padding: nothing
+    found = make(blocks, position, SMALL)
+    size = SMALL.select_block
+    assert found.tolist() == [
+        [[[[0, min(11, 2 * size)], [0, 0], [0, 0]]], *[[[[0, 0]] * 3]] * 2]
+    ]
+
+
+def test_ranges_are_read_block_by_block():
+    blocks, _ = selected(50, 6)
+    of = geometry.geometry(
+        2, 50, config=SMALL, kv_len=50, cu_seqlens=None, device=torch.device("cpu")
+    )
+    handed = ranges.to_ranges(torch.tensor(blocks), of.position, SMALL)
+    queries = slice(3, 44)
+    one, bounds = packing.selected_ranges(of, torch.tensor(blocks), queries, SMALL)
+    other, same_bounds = packing.handed_ranges(of, handed, queries, SMALL)
+    there = one.length > 0
+    assert torch.equal(bounds, same_bounds) and torch.equal(one.length, other.length)
+    for name in ("start", "place"):
+        assert torch.equal(getattr(one, name)[there], getattr(other, name)[there])
+    assert other.longest == SMALL.select_block
+
+
+def attended(lengths=None, n=4):
+    """Output, statistics and gradients of the selected branch by `fa2`, blocks of `SMALL`."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 50, 6, 8), *torch.randn(2, 2, 50, 3, 8)
+    blocks, _ = selected(50, n)
+    where = {"kv_len": 50}
+    if lengths is not None:
+        query, key, value, blocks = query[:1], key[:1], value[:1], blocks[:1].copy()
+        where["cu_seqlens"] = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+        local = np.concatenate([np.arange(each) for each in lengths])
+        blocks[0, np.arange(len(local), 50)] = -1  # padding
+        for t, place in enumerate(local):
+            blocks[0, t][blocks[0, t] > place // SMALL.select_block] = -1
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out, lse = fa2.selected_attention(*leaves, torch.tensor(blocks), config=SMALL, **where)
+    out.square().sum().backward()
+    return out, lse, *(x.grad for x in leaves)
+
+
+SEEN = {"alone": {}, "packed": {"lengths": (20, 1, 25)}, "more slots than blocks": {"n": 9}}
+
+
+@pytest.mark.parametrize("mode", ["v1", "v2"])
+@pytest.mark.parametrize("given", SEEN.values(), ids=SEEN)
+def test_fa2_by_ranges_is_fa2_by_blocks(given, mode, monkeypatch):
+    """Bitwise; `test_torch.py` holds the blocks against the oracle. And ranges were read."""
+    used, name = [], {"v1": "to_ranges_by_row", "v2": "to_ranges"}[mode]
+    make = getattr(ranges, name)
+    monkeypatch.setattr(ranges, name, lambda *at: used.append(mode) or make(*at))
+    with on_the_cpu(monkeypatch):
+        expected = attended(**given)
+        assert not used
+        with ranges.using(mode):
+            found = attended(**given)
+    assert used and expected[0].abs().max() > 0.1
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_ranges_that_are_wrong_are_seen(monkeypatch):
+    """A range that ends one key early."""
+    make = ranges.to_ranges
+
+    def short(*at):
+        found = make(*at)
+        found[..., 1] = torch.where(found[..., 1] > found[..., 0] + 1, found[..., 1] - 1, 0)
+        return found
+
+    monkeypatch.setattr(ranges, "to_ranges", short)
+    with on_the_cpu(monkeypatch):
+        expected = attended()
+        with ranges.using("v2"):
+            assert not torch.equal(attended()[0], expected[0])
+
+
+def test_which_way():
+    least = ranges.ADAPTIVE_MIN_LEN
+    assert [ranges.way("adaptive", x) for x in (least - 1, least)] == ["v1", "v2"]
+    assert [ranges.way(mode, 5) for mode in ("none", "v1", "v2")] == ["none", "v1", "v2"]
+    with (
+        pytest.raises(ValueError, match=r"ranges must be one of .* got 'v3'"),
+        ranges.using("v3"),
+    ):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["v1", "v2"])
+def test_ranges_change_nothing_on_a_gpu(mode):
+    """Bitwise the output of blocks; gradients add up by atomics, in no fixed order."""
+    torch.manual_seed(0)
+    shape = dict(device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(2, 700, 8, 64, **shape)
+    key, value = torch.randn(2, 2, 700, 2, 64, **shape)
+    blocks = functional.select_blocks(query, functional.compress(key))
+    results = []
+    for how in ("none", mode):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        with ranges.using(how):
+            out, lse = functional.selected_attention(*leaves, blocks, implementation="fa2")
+            out.float().square().sum().backward()
+        results.append((out, lse, *(x.grad for x in leaves)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    assert torch.equal(results[0][0], results[1][0])

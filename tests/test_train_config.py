@@ -1,0 +1,260 @@
+"""Runs from YAML: every file, the strict loader, the seed system's names, who wins."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+from absl import flags
+
+import configs
+from bench import train
+from bench.lm import config, config_file, log, spec
+
+FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
+# Flags of a run on several devices and of what is watched.
+SPREAD = {"parallel", "devices", "tensor", "accumulate", "tensorboard", "csv", "heartbeat_s"}
+SPREAD |= {"hang_s", "jax_coordinator", "jax_processes", "jax_process"}
+
+
+def test_the_files_there_are():
+    runbook = {f"runbook_{name}" for name in ("s512", "s1024", "s2048", "prod_2048")}
+    assert set(FILES) == {"tiny", "125m", "125m_2gpu"} | runbook
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_understood(name):
+    found, values, told = config_file.read(name)
+    assert not told and values.keys() <= set(config_file.KEYS)
+    base = spec.model(found.model.name, "nsa")
+    layer = found.model_of(base).layer
+    if name != "tiny":  # the seed system's shape
+        sizes = layer.dim, layer.n_heads, layer.n_kv_groups, layer.d_k, layer.d_v
+        assert (*sizes, base.layers) == (768, 12, 2, 64, 64, 12)
+    task = spec.Task(name, base, training_of(found), "float32")
+    assert found.fitted(task, 256).model.vocabulary == 256
+    if name.startswith("runbook_s"):
+        assert found.train.seq_len == int(name.removeprefix("runbook_s"))
+        assert (found.runtime.kernels, found.runtime.ranges) == ("fa2", "adaptive")
+
+
+def training_of(found):
+    given = dataclasses.asdict(found.train)
+    names = {field.name for field in dataclasses.fields(spec.Training)}
+    return spec.Training(**{k: v for k, v in given.items() if k in names and v is not None})
+
+
+def test_the_first_file_lists_every_key():
+    listed = config_file._flat(configs.load(config_file.path_of("tiny")))
+    assert list(listed) == list(config_file.KEYS)
+    text = config_file.path_of("tiny").read_text()
+    assert all(f"{key.partition('.')[2]}: " in text for key in config_file.KEYS)
+    names = typing.get_args(typing.get_type_hints(config.Model)["name"])[0]
+    assert set(typing.get_args(names)) == set(spec.MODELS)
+
+
+def test_every_flag_of_the_table_is_one():
+    known = {*train.FLAGS, *flags.FLAGS}
+    assert set(config_file.FLAGS.values()) - known <= SPREAD
+    assert config_file.FLAGS.keys() <= set(config_file.KEYS)
+    assert set(config_file.SEED_KEYS.values()) <= set(config_file.KEYS)
+    # What no flag says is read from the config itself.
+    assert set(config_file.KEYS) - config_file.FLAGS.keys() == {
+        *(f"model.{name}" for name in config.LAYER + ("layers", "hidden", "vocabulary")),
+        *(f"nsa.{name}" for name in (*config.SIZES.values(), "gate")),
+        *(f"train.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")),
+        *(f"data.{name}" for name in ("split", "revision", "cache")),
+    }
+
+
+FAULTS = [
+    (
+        "train: {lrr: 1}",
+        "unknown key 'train.lrr', the nearest is 'train.lr'; known: .*'train.lr'",
+    ),
+    ("trian: {lr: 1}", r"unknown key 'trian.lr', .*; known: \['model', 'nsa', 'train'"),
+    ("lr: 1", "unknown key 'lr'"),
+    ("train: 3", "unknown key 'train'"),
+    ("train: {lr: fast}", "train.lr must be of type float, got 'fast'"),
+    ("train: {steps: 1.5}", "train.steps must be of type int, got 1.5"),
+    ("train: {steps: '5'}", "train.steps must be of type int, got '5'"),
+    ("train: {steps: true}", "train.steps must be of type int, got True"),
+    ("train: {seq_len: [1]}", r"train.seq_len must be of type int, got \[1\]"),
+    ("data: {dataset: 5}", "data.dataset must be of type str, got 5"),
+    ("runtime: {graph: 1}", "runtime.graph must be of type bool, got 1"),
+    ("runtime: {ranges: v3}", "runtime.ranges must be one of .*'adaptive'.* got 'v3'"),
+    ("model: {name: 7b}", r"model.name must be one of \('tiny', '125m'\), got '7b'"),
+    ("train: {lr: -1}", "train.lr must be over 0, got -1"),
+    ("train: {lr: .nan}", "train.lr must be over 0, got nan"),
+    ("watch: {hang_s: -1}", "watch.hang_s must be >= 0, got -1"),
+    (
+        "train: {batch: 6, accumulate: 4}",
+        "batch must be a multiple of train.accumulate=4, got 6",
+    ),
+    ("parallel: {devices: 2}", "strategy must be ddp or fsdp for parallel.devices=2, got none"),
+    (
+        "parallel: {strategy: fsdp, devices: 3, tensor: 2}",
+        "parallel.devices must be a multiple of parallel.tensor=2, got 3",
+    ),
+    ("parallel: {coordinator: a}", "needs parallel.processes and parallel.process, got None"),
+    ("train: {batch: 1, batch_size: 2}", "batch_size and another name of train.batch are both"),
+    ("train: {lr_schedule: linear}", "train.lr_schedule must be cosine, got 'linear'"),
+    ("- 1", "must hold a mapping, got list"),
+    ("a: [", "is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FAULTS, ids=[text for text, _ in FAULTS])
+def test_faults_name_file_and_key(text, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"run.yaml.*{message}"):
+        config_file.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train.lrr=1", "--set: unknown key 'train.lrr'"),
+        ("train.lr=fast", "--set: train.lr must be of type float"),
+        ("train.lr", "--set must be key=value, got 'train.lr'"),
+        ("train.lr=[", "--set train.lr must have a value in YAML"),
+        ("train.accumulate=3", "tiny and --set: train.batch must be a multiple"),
+    ],
+)
+def test_faults_of_changes(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_file.read("tiny", [change])
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match=r"configs/train/ has \['125m', .*'tiny'\]"):
+        config_file.read("none")
+
+
+def test_the_seed_systems_names():
+    given = ["train.batch_size=6", "train.accumulate_grad_batches=2", "train.warmup_steps=3"]
+    given += ["runtime.precision=bf16", "nsa.l_sel=128", "nsa.w=9", "train.max_grad_norm=2"]
+    given += ["train.lr_schedule=cosine", "train.log_every=20", "data.tokenizer=byte"]
+    found, values, told = config_file.read(None, given)
+    train_ = found.train
+    assert (train_.batch, train_.accumulate, train_.warmup) == (6, 2, 3)
+    assert (train_.dtype, train_.clip, found.nsa.select_block, found.nsa.window) == (
+        *("bf16", 2.0, 128, 9),
+    )
+    assert values["data.tokenizer"] is None and found.data.tokenizer is None
+    assert [line.partition(":")[2].split("=")[0] for line in told] == [
+        " train.lr_schedule",
+        " train.log_every",
+    ]
+
+
+@pytest.fixture
+def own():
+    """The flags of bench.train and of kernels, as if no command line had been read."""
+
+    def reset():
+        train.FLAGS.unparse_flags()
+        for values in (train.FLAGS, flags.FLAGS):
+            for name in config_file.FLAGS.values():
+                if name in values:
+                    values[name].unparse()
+        for name in train.FLAGS:
+            train.FLAGS[name].unparse()
+
+    reset()
+    yield train.FLAGS
+    reset()
+
+
+@pytest.fixture
+def command(tmp_path, own):
+    """`bench.train.main` with arguments: its status, and the lines of `folder`."""
+
+    def call(*arguments, folder="out"):
+        own.unparse_flags()
+        for name in own:
+            own[name].unparse()
+        own(["train", f"--out={tmp_path / folder}", *arguments])
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        status = train.main(["train"])
+        return status, log.read(tmp_path / folder / "train.jsonl")
+
+    return call
+
+
+def test_who_wins(own):
+    own(["train", "--lr=0.5", "--steps=7"])
+    _, values, _ = config_file.read("tiny", ["train.steps=8", "train.batch=9"])
+    config_file.apply(values, (own, flags.FLAGS))
+    assert (train.LR.value, train.STEPS.value, train.BATCH.value) == (0.5, 7, 9)
+    assert train.SEQ_LEN.value == 512 and train.DATASET.value == "text"
+
+
+def test_a_flag_that_is_missing_or_refuses():
+    few = flags.FlagValues()
+    flags.DEFINE_integer("batch", None, "", lower_bound=2, flag_values=few)
+    few(["x"])
+    with pytest.raises(ValueError, match=r"train\.batch: .*flag --batch=1"):
+        config_file.apply({"train.batch": 1}, (few,))
+    with pytest.raises(
+        ValueError, match=r"train.steps=3 needs --steps, which this command has"
+    ):
+        config_file.apply({"train.steps": 3}, (few,))
+    config_file.apply({"train.accumulate": 1}, (few,))  # as without it
+
+
+SMALL = ("--framework=torch", "--attention=dense", "--batch=1", "--steps=2", "--seq_len=64")
+
+
+def test_a_run_from_a_file(command, tmp_path):
+    """A changed model on documents of a file, and what may not change before it goes on."""
+    texts = tmp_path / "texts.jsonl"
+    lines = [json.dumps({"body": f"{i} of the documents " * 9}) + "\n" for i in range(40)]
+    texts.write_text("".join(lines))
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"model: {{name: tiny, dim: 32, layers: 1, vocabulary: 300}}\n"
+        f"train: {{weight_decay: 0.5, lr: 1e-3}}\n"
+        f"data: {{dataset: {texts}, text_column: body, pack: none, cache: {tmp_path}/cache}}\n"
+    )
+    given = (*SMALL, f"--config={run}")
+    status, found = command(*given)
+    header = next(line for line in found if isinstance(line, log.Header))
+    assert status == 0 and (header.model["dim"], header.model["hidden"]) == (32, 96)
+    assert (header.model["vocabulary"], header.training["weight_decay"]) == (300, 0.5)
+    assert header.training["lr"] == 1e-3 and len(header.input_sha256) == 64
+    assert next(line for line in found if isinstance(line, log.Speed)).model == "tiny-changed"
+    texts.write_text("".join(lines[:-1]))
+    (tmp_path / "out" / "train.jsonl").unlink()  # as if the run were not done
+    for changes, message in (
+        ((), "input_sha256 must be .* as it was"),
+        (("--set=model.dim=64",), "dim must be 32 as it was, got 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(*given, "--resume", *changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set=model.vocabulary=255"], "model.vocabulary must be >= 256, that of the tokens"),
+        (["--attention=nsa", "--seq_len=31"], "seq_len must be >= select_block=32 .*, got 31"),
+        (["--config=125m_2gpu"], "parallel.strategy=ddp needs --parallel|torchrun|processes"),
+        (["--dataset=none/*.jsonl"], "no such file with one of"),
+        (["--set=nsa.select_block=20"], "select_block must be a multiple of"),
+        (["--set=model.n_heads=3"], "n_heads must be a multiple of"),
+    ],
+    ids=str,
+)
+def test_bad_runs_are_named(command, arguments, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        command(*SMALL, "--corpus_bytes=65536", *arguments)
+
+
+def test_ranges_need_fa2(command):
+    with pytest.raises(
+        NotImplementedError, match=r"ranges=v2 needs the selected branch by fa2"
+    ):
+        command(*SMALL, "--attention=nsa", "--ranges=v2", "--corpus_bytes=65536")
