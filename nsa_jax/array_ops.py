@@ -57,6 +57,10 @@ class ArrayOps(Protocol):
         """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
         ...
 
+    def capability(self, x: Any) -> tuple[int, int]:
+        """The compute capability of that GPU, asked for where tiles follow from it."""
+        ...
+
     def cached(
         self, layout: QueryLayout, name: Hashable, make: Callable[[], Iterable[Any]]
     ) -> Sequence[Any]:

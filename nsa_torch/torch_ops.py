@@ -15,7 +15,7 @@ class TorchOps(ArrayOps):
     xp: Any = torch
 
     def run(self, kernel, *tensors):
-        tensors = [_readable(x) for x in tensors]
+        tensors = [readable(x) for x in tensors]
         # What a branch is added to is always made here, and read by nothing else afterwards.
         in_place = [tensors[-1], *[None] * (len(kernel.outputs) - 1)]
         return launch(kernel, *tensors, out=in_place if kernel.in_place else ())
@@ -69,7 +69,7 @@ def device_name(index: int | None) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def _readable(x):
+def readable(x):
     """`x`, or a copy where kernels cannot read it in place.
 
     Only bounds, gates, block indices and what torch.compile laid out are ever copied:

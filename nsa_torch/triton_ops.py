@@ -1,0 +1,36 @@
+"""`ArrayOps` for torch tensors whose kernels are Triton's: launched on the current stream."""
+
+import functools
+
+import torch
+
+from nsa_torch.packing import run
+from nsa_torch.torch_ops import TorchOps, readable
+
+INTERPRETED = (8, 0)  # whose tiles the interpreter takes
+
+
+class TritonOps(TorchOps):
+    """`run` launches a `kernels_pallas.triton.kernel.TritonKernel`."""
+
+    def run(self, kernel, *tensors):
+        tensors = [readable(x) for x in tensors]
+        outputs = [
+            tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in kernel.outputs
+        ]
+        options = kernel.constants | {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        arguments = *tensors, *kernel.scalars, *outputs
+        run(kernel.load(), (kernel.programs,), *arguments, **options)
+        return outputs
+
+    def capability(self, x):
+        return _capability(x.device.index) if x.device.type == "cuda" else INTERPRETED
+
+
+TRITON_OPS = TritonOps()
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
