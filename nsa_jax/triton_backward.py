@@ -9,12 +9,7 @@ import dataclasses
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
-from kernels_pallas.triton.descriptions import (
-    SEGMENT,
-    IntervalDkv,
-    Selected,
-    SelectedDkv,
-)
+from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
 from nsa_jax import triton_forward
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
@@ -96,7 +91,9 @@ def _interval(
         ends = ops.arange(interval[0], problem.pairs * dkv.tiles) % dkv.tiles + 1
         return edges, ops.to_int32(ends * dkv.segments)
 
-    edges, ends = ops.cached(layout, ("dkv", bounds, dkv.tiles, dkv.segments, problem.pairs), make)
+    edges, ends = ops.cached(
+        layout, ("dkv", bounds, dkv.tiles, dkv.segments, problem.pairs), make
+    )
     found = ops.run(dkv.partials(), *arrays, edges)
     if dkv.segments > 1:
         found = ops.run(dkv.merge(), *found, ends)
@@ -145,7 +142,16 @@ def selected(
     if block_lists is None:
         block_lists = triton_forward.tile_block_lists(ops, *arrays, layout, config, scale)
     problem = triton_forward.problem_of(
-        ops, "selected", query, key, value, config, scale, rows.gate, added, rows.dlse is not None
+        ops,
+        "selected",
+        query,
+        key,
+        value,
+        config,
+        scale,
+        rows.gate,
+        added,
+        rows.dlse is not None,
     )
     n, block = block_indices.shape[-1], config.select_block
     position, key_start = triton_forward.places(ops, layout)
@@ -168,7 +174,7 @@ def selected(
 def block_query_lists(ops: ArrayOps, block_indices, position, key_start, dkv: SelectedDkv):
     """Which queries chose each tile of keys, and the work items: `of_blocks` describes them."""
     xp, tiles = ops.xp, dkv.tiles
-    batch, length, heads, n = block_indices.shape
+    batch, _, heads, _ = block_indices.shape
     start = key_start[..., None, None] + block_indices * dkv.block
     valid = (block_indices >= 0) & (position >= 0)[..., None, None] & (start < dkv.problem.S)
     tile = start // dkv.block
@@ -184,7 +190,8 @@ def block_query_lists(ops: ArrayOps, block_indices, position, key_start, dkv: Se
     rows = batch * heads
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.to_int32(ops.searchsorted(keys, borders, "left"))
-    items = ((starts[:, 1:] - starts[:, :-1] + SEGMENT - 1) // SEGMENT).clip(1, None)
+    segment = descriptions.SEGMENT
+    items = ((starts[:, 1:] - starts[:, :-1] + segment - 1) // segment).clip(1, None)
     ends = ops.to_int32(xp.cumsum(items, 1))
     numbers = xp.broadcast_to(ops.arange(keys, dkv.items), (rows, dkv.items))
     tile_of = ops.to_int32(ops.searchsorted(ends, numbers, "right"))

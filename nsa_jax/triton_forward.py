@@ -153,7 +153,9 @@ def select_blocks(
     else:
         base = ops.xp.zeros_like(first)
     if key.shape[1] == 0:  # scores are zero, and no key is read
-        key = ops.xp.broadcast_to(query[:, :1, :kv_heads], (batch, 1, kv_heads, query.shape[-1]))
+        key = ops.xp.broadcast_to(
+            query[:, :1, :kv_heads], (batch, 1, kv_heads, query.shape[-1])
+        )
         key = ops.contiguous(key)
     problem = problem_of(ops, "scores", query, key, key, config, scale)
     position, _ = places(ops, layout)

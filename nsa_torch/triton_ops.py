@@ -19,7 +19,9 @@ class TritonOps(TorchOps):
             tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
             for shape, dtype in kernel.outputs
         ]
-        options = kernel.constants | {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        launch = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
+        options = kernel.constants | launch | {"enable_fp_fusion": True}
         arguments = *tensors, *kernel.scalars, *outputs
         run(kernel.load(), (kernel.programs,), *arguments, **options)
         return outputs

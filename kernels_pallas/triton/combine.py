@@ -1,6 +1,6 @@
 """The gated sum of the branches, and delta = rowsum(dO * O) of each; bound by HBM.
 
-    out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
+out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
 """
 
 import triton
@@ -35,6 +35,13 @@ def gated_sum(
     store_rows(out, row, total, there, WIDTH, COLUMNS)
 
 
+@triton.jit
+def _dot(do_rows, out, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
+    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
+    return tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
+
+
 @triton.jit(do_not_specialize=["count"])
 def delta(
     do,
@@ -49,8 +56,7 @@ def delta(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
-    tl.store(delta_out + row, tl.sum(do_rows * out_rows, axis=1), mask=there)
+    tl.store(delta_out + row, _dot(do_rows, out, row, there, WIDTH, COLUMNS), mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -71,9 +77,9 @@ def deltas(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    out = load_rows(compressed, row, there, WIDTH, COLUMNS).to(tl.float32)
-    tl.store(compressed_delta + row, tl.sum(do_rows * out, axis=1), mask=there)
-    out = load_rows(selected, row, there, WIDTH, COLUMNS).to(tl.float32)
-    tl.store(selected_delta + row, tl.sum(do_rows * out, axis=1), mask=there)
-    out = load_rows(sliding, row, there, WIDTH, COLUMNS).to(tl.float32)
-    tl.store(sliding_delta + row, tl.sum(do_rows * out, axis=1), mask=there)
+    found = _dot(do_rows, compressed, row, there, WIDTH, COLUMNS)
+    tl.store(compressed_delta + row, found, mask=there)
+    found = _dot(do_rows, selected, row, there, WIDTH, COLUMNS)
+    tl.store(selected_delta + row, found, mask=there)
+    found = _dot(do_rows, sliding, row, there, WIDTH, COLUMNS)
+    tl.store(sliding_delta + row, found, mask=there)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import HEADS, LEAST, Tiling, choose, power
+from kernels_pallas.triton.tiling import LEAST, Tiling, choose, most, power, scores_tiling
 
 HERE = "kernels_pallas.triton"
 LOG2E = math.log2(math.e)
@@ -66,8 +66,10 @@ class Problem:
     def log2_scale(self) -> float:
         return self.scale * LOG2E
 
-    def tiling(self, kernel: str, rows: int, keys: int) -> Tiling:
-        """That of a kernel (`tiling.needed`) which has at most so many rows and keys a tile."""
+    def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
+        """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile."""
+        largest = most(kernel, self.capability, self.D, self.Dv)
+        rows, keys = largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
         found = choose(kernel, rows, keys, self.D, self.Dv, self.itemsize, self.capability)
         if found is None:
             raise NotImplementedError(
@@ -111,7 +113,7 @@ class Problem:
 
 def interval_forward(p: Problem) -> TritonKernel:
     """Arrays: query, key, value, first, last, gate, added; results: out, lse."""
-    tiling = p.tiling("forward", 128, 64)
+    tiling = p.tiling("forward")
     tiles = cdiv(p.T * p.group, tiling.rows)
     sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
     return TritonKernel(
@@ -127,7 +129,7 @@ def interval_forward(p: Problem) -> TritonKernel:
 
 def interval_dq(p: Problem) -> TritonKernel:
     """Arrays: query, key, value, first, last, do, lse, delta, gate, dlse, added; result: dq."""
-    tiling = p.tiling("dq", 64, 64)
+    tiling = p.tiling("dq")
     tiles = cdiv(p.T * p.group, tiling.rows)
     sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
     return TritonKernel(
@@ -157,12 +159,12 @@ class IntervalDkv:
         """`popular`: whether nearly all queries see the first keys, so that few tiles of keys
         have all the work: each is cut until there are `PROGRAMS` programs.
         """
-        tiles = cdiv(problem.S, problem.tiling("dkv", 64, 64).keys) * problem.pairs
+        tiles = cdiv(problem.S, problem.tiling("dkv").keys) * problem.pairs
         return cls(problem, min(cdiv(PROGRAMS, tiles), 16) if popular else 1)
 
     @property
     def tiling(self) -> Tiling:
-        return self.problem.tiling("dkv", 64, 64)
+        return self.problem.tiling("dkv")
 
     @property
     def tiles(self) -> int:
@@ -295,7 +297,7 @@ class Selected:
         )
 
     def dq(self) -> TritonKernel:
-        """Arrays: query .. counts as of `forward`, do, lse, delta, gate, dlse, added; result: dq."""
+        """Arrays: query .. counts as of `forward`, do .. added as of `interval_dq`; result: dq."""
         p, tiling = self.problem, self._tiling("dq")
         constants = self._constants(tiling)
         return TritonKernel(
@@ -343,7 +345,7 @@ class SelectedDkv:
 
     @property
     def tiling(self) -> Tiling:
-        return self.problem.tiling("dkv", 64, min(power(self.block), 64))
+        return self.problem.tiling("dkv", keys=power(self.block))
 
     @property
     def parts(self) -> int:
@@ -390,11 +392,12 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
     ratio_rows = 1 << (ratio - 1).bit_length()
     best = max(1 << (config.num_selected - 1).bit_length(), 2)
     group = 1 << (p.group - 1).bit_length()
-    # Few heads: so few tokens that their best blocks stay in registers.
-    columns = max(min(HEADS, max(group * 32, LEAST)), group)
-    tiling = p.tiling("scores", columns, 64)
+    tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
+    if tiling is None:
+        raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
+    tiling = tiling._replace(**p.tiles.get("scores", {}))
     columns = max(tiling.rows, group)
-    blocks = max(tiling.keys // ratio_rows, best, cdiv(LEAST, ratio_rows))
+    blocks = max(tiling.keys // ratio_rows, 1)
     return TritonKernel(
         f"{HERE}.scores:best_blocks",
         p.pairs * cdiv(p.T, columns // group),
@@ -415,6 +418,7 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
             "NUM_INITIAL": config.num_initial,
             "NUM_LOCAL": config.num_local,
             "BEST": best,
+            "DOUBLINGS": max((best // blocks).bit_length() - 1, 0),
             "COLUMNS": power(p.D),
             "PRECISION": p.constants["PRECISION"],
         },

@@ -383,13 +383,12 @@ def of_blocks(
     tile = tl.load(tile_of + item)
     if tile < tiles:
         batch, head = pair_of(pair, HEADS)
-        pair = tl.cast(pair, tl.int64)
-        starts += pair * (tiles + 1)
-        ends += pair * tiles
-        before = tl.load(ends + tile - 1, mask=tile > 0, other=0)
-        first = tl.load(starts + tile)
+        list_row = tl.cast(pair, tl.int64)
+        list_at = starts + list_row * (tiles + 1) + tile
+        before = tl.load(ends + list_row * tiles + tile - 1, mask=tile > 0, other=0)
+        first = tl.load(list_at)
         start = first + (number - before) * SEGMENT
-        stop = tl.minimum(start + SEGMENT, tl.load(starts + tile + 1))
+        stop = tl.minimum(start + SEGMENT, tl.load(list_at + 1))
         inside = part * KEYS + tl.arange(0, KEYS)
         at = tile * BLOCK + inside
         inner = (inside < BLOCK) & (at < S)
@@ -416,7 +415,7 @@ def of_blocks(
                 delta,
                 gate,
                 dlse,
-                order + pair * entries,
+                order + list_row * entries,
                 indices,
                 position,
                 key_start,

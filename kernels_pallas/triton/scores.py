@@ -55,6 +55,7 @@ def _walk(
     NUM_INITIAL: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     BEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
@@ -97,6 +98,9 @@ def _walk(
         packed = tl.where((local >= 0) & (local <= own[:, None]), packed, -1)
         if BLOCKS > BEST:
             packed = tl.topk(packed, BEST)
+        for doubling in tl.static_range(DOUBLINGS):
+            nothing = tl.full([TOKENS, BLOCKS << doubling], -1, tl.int64)
+            packed = tl.reshape(tl.join(packed, nothing), [TOKENS, BLOCKS << (doubling + 1)])
         both = tl.reshape(tl.join(best, packed), [TOKENS, 2 * BEST])
         best = tl.topk(both, BEST)
     return carried, best
@@ -129,6 +133,7 @@ def best_blocks(
     NUM_INITIAL: tl.constexpr,
     NUM_LOCAL: tl.constexpr,
     BEST: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -204,6 +209,7 @@ def best_blocks(
             NUM_INITIAL,
             NUM_LOCAL,
             BEST,
+            DOUBLINGS,
             COLUMNS,
             PRECISION,
             part == 1,

@@ -68,7 +68,19 @@ def tile_block_lists(
     entry = tl.arange(0, ENTRIES)
     first = tl.cast(program, tl.int64) % tiles * TOKENS
     mine = _entries(
-        entry, first, indices, position, key_start, batch, head, T, HEADS, N, BLOCK, TOKENS, SLOTS
+        entry,
+        first,
+        indices,
+        position,
+        key_start,
+        batch,
+        head,
+        T,
+        HEADS,
+        N,
+        BLOCK,
+        TOKENS,
+        SLOTS,
     )
     repeated = tl.zeros([ENTRIES], tl.int32)
     for part in range(0, ENTRIES, CHUNK):
@@ -136,11 +148,21 @@ def _tile(position, key_start, T, HEADS, GROUP, TOKENS: tl.constexpr, ROWS, CHUN
     at = tl.load(position + item, mask=there, other=-1)
     start = tl.load(key_start + item, mask=there, other=0)
     end = tl.where(at >= 0, start + at + 1, 0)
-    return program, batch, head, item, item * (HEADS * GROUP) + head * GROUP + row % GROUP, there, end
+    return (
+        program,
+        batch,
+        head,
+        item,
+        item * (HEADS * GROUP) + head * GROUP + row % GROUP,
+        there,
+        end,
+    )
 
 
 @triton.jit
-def _block(lists, i, PARTS: tl.constexpr, N: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start):
+def _block(
+    lists, i, PARTS: tl.constexpr, N: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start
+):
     """Of step i: the first key of its block, and its keys, which may lie behind the block."""
     found = tl.load(lists + i // PARTS)
     if TOKENS == 1:

@@ -32,6 +32,23 @@ class Tiling(NamedTuple):
     stages: int
 
 
+# Where products read their operands from shared memory and not from registers.
+WIDE = (9, 10)  # major versions
+
+
+def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
+    """Rows and keys of the largest tiles worth having of intervals, whose sums and operands fit
+    in the registers of a thread.
+    """
+    if kernel == "forward":
+        return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
+    if kernel == "dq":
+        return 64, 64
+    if kernel == "dkv":
+        return 64 if D + Dv <= 128 else 32, 64
+    raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
+
+
 def smem_of(capability: tuple[int, int]) -> int:
     """What a program can have, in bytes."""
     return SMEM.get(capability, SMEM_LEAST)
@@ -64,19 +81,25 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
 
 
-def _warps(elements: int) -> int:
-    """Of a program that holds a float32 sum of so many elements: at most 64 a thread."""
-    return 4 if elements <= 64 * 128 else 8
+def _warps(elements: int, a_thread: int = 64) -> int:
+    """Of a program that holds a float32 sum of so many elements, `a_thread` at most in one."""
+    return 4 if elements <= a_thread * 128 else 8
 
 
 @functools.cache
 def choose(
-    kernel: str, rows: int, keys: int, D: int, Dv: int, itemsize: int, capability: tuple[int, int]
+    kernel: str,
+    rows: int,
+    keys: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    capability: tuple[int, int],
 ) -> Tiling | None:
     """The largest tiles up to these that fit, or None.
 
     Args:
-      kernel: as of `needed`.
+      kernel: forward, dq or dkv.
       rows, keys: at most; powers of two.
     """
     limit = smem_of(capability)
@@ -87,12 +110,11 @@ def choose(
         for stages in (3, 2, 1):
             if kernel == "dkv":
                 sums = most_keys * (width + value_width)
-            elif kernel == "scores":
-                sums = most_rows * most_keys
             else:
                 sums = most_rows * (value_width if kernel == "forward" else width)
                 sums += most_rows * value_width if kernel == "dq" else 0
-            tiling = Tiling(most_rows, most_keys, _warps(sums), stages)
+            warps = _warps(sums, 128 if kernel == "dkv" else 64)
+            tiling = Tiling(most_rows, most_keys, warps, stages)
             # One stage hides no latency: smaller tiles come first.
             small = most_keys == LEAST or most_rows == LEAST
             if needed(kernel, tiling, D, Dv, itemsize) <= limit and (stages > 1 or small):
@@ -107,3 +129,24 @@ def choose(
         most_rows, most_keys = (streamed, held) if streams_rows else (held, streamed)
         if most_keys < LEAST or most_rows < LEAST:
             return None
+
+
+def scores_tiling(
+    group: int, D: int, itemsize: int, capability: tuple[int, int]
+) -> Tiling | None:
+    """That of the scores, whose rows are whole groups, or None where one does not fit."""
+    group = 1 << (group - 1).bit_length()
+    # Few heads: so few tokens that their best blocks stay in registers.
+    rows = max(min(HEADS, max(group * 32, LEAST)), group)
+    if itemsize == 4:
+        rows = max(min(rows, 32), group)
+    while rows >= max(group, LEAST):
+        for keys, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (LEAST, 1)):
+            sums = rows * keys
+            if itemsize == 4 and keys > 32:
+                continue
+            tiling = Tiling(rows, keys, _warps(sums), stages)
+            if needed("scores", tiling, D, D, itemsize) <= smem_of(capability):
+                return tiling
+        rows //= 2
+    return None
