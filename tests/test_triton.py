@@ -4,24 +4,34 @@ Where the interpreter is not asked for, this file runs once more in a process th
 """
 
 import dataclasses
+import importlib.util
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
+import kernels_pallas
 import nsa_torch
-from kernels_pallas.triton import descriptions
-from nsa_jax import policy
+from kernels_pallas import tiles
+from kernels_pallas.triton import capability, descriptions
+from kernels_pallas.triton import tiling as tilings
+from nsa_jax import dispatch as jax_dispatch
+from nsa_jax import policy, reference
+from nsa_jax import triton as jax_triton
 from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem, Registry
+from nsa_jax.triton_ops import compiled_for
 from nsa_jax.types import Branches
 from nsa_torch import dispatch
 from tests import interpreted_triton
-from tests.inputs import PAPER, SMALL, Case
+from tests.inputs import PAPER, SMALL, Case, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.torch_inputs import check_branch, check_selection, check_whole, poison
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
+JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
 ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=1, window=7)
 ONE_EACH = NSAConfig(16, 16, 16, num_selected=2, num_initial=0, num_local=1, window=0)
 FINE = NSAConfig(2, 1, 16, num_selected=4, window=20)  # fewer blocks a step than are selected
@@ -45,7 +55,10 @@ SELECTIONS = (
 )
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 64)
 ON_A_GPU = [
-    *(Case(300, 300, H=2 * g, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16") for g in GROUPS),
+    *(
+        Case(300, 300, H=2 * g, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
+        for g in GROUPS
+    ),
     Case(700, 700, B=1, H=16, Hkv=1, D=192, Dv=128, config=PAPER, dtype="bfloat16"),
     Case(1500, 1500, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="float16"),
     Case(260, 400, B=2, H=8, Hkv=2, D=64, Dv=32, config=PAPER),
@@ -125,7 +138,11 @@ def test_triton_sel_edge_cases_of_padding():
     """NaN in padding, in what is asked of it as well, reaches no output and no gradient."""
     config, lengths, length = SMALL, [12, 9], 26
     bounds = torch.tensor([0, 12, 21], device=DEVICE)
-    tensors = draw(1, length, 4, 16), draw(1, length, 1, 16, seed=1), draw(1, length, 1, 16, seed=2)
+    tensors = (
+        draw(1, length, 4, 16),
+        draw(1, length, 1, 16, seed=1),
+        draw(1, length, 1, 16, seed=2),
+    )
     gates, do = draw(1, length, 4, 3, seed=3), draw(1, length, 4, 16, seed=4)
 
     def results(hide):
@@ -149,8 +166,12 @@ def test_triton_sel_edge_cases_of_padding():
 @kernel
 def test_chunks_give_the_same_bits():
     """A row's sums depend on no other row of its tile."""
-    config = dataclasses.replace(SMALL, num_selected=2)
-    query, key, value = draw(1, 30, 2, 16), draw(1, 30, 1, 16, seed=1), draw(1, 30, 1, 16, seed=2)
+    config = dataclasses.replace(SMALL, num_selected=3)
+    query, key, value = (
+        draw(1, 30, 2, 16),
+        draw(1, 30, 1, 16, seed=1),
+        draw(1, 30, 1, 16, seed=2),
+    )
     gates = draw(1, 30, 2, 3, seed=3)
 
     def call(first, last):
@@ -200,7 +221,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
 
     monkeypatch.setattr(triton.OPS, "run", mutant(triton.OPS.run), raising=False)
     with pytest.raises(AssertionError):
-        check_whole(WHOLE[1], "triton", DEVICE)
+        check_whole(WHOLE[3], "triton", DEVICE)
 
 
 def leaves(length=20):
@@ -239,3 +260,137 @@ def test_compiled_without_a_graph_break():
         results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)
+
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not TRITON, reason="triton is not installed")
+    def test_triton_sel_parity_in_the_interpreter():
+        interpreted_triton.run_again(__file__)
+
+
+H100, A100, L4, B200 = (
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA L4",
+    "NVIDIA B200",
+)
+RTX_4090, RTX_5090 = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
+CAPABILITIES = {H100: (9, 0), A100: (8, 0), L4: (8, 9), B200: (10, 0)}
+CAPABILITIES |= {RTX_4090: (8, 9), RTX_5090: (12, 0)}
+EVERYWHERE = pytest.mark.skipif(INTERPRETED, reason="needs no kernel: not run once more")
+
+
+def pose(device=L4, framework="torch", **changes):
+    """A problem on a GPU that need not be there."""
+    values = dict(framework=framework, branch="selected", platform="cuda", dtype="bfloat16")
+    values |= dict(B=1, T=4096, S=4096, H=64, Hkv=4, D=128, Dv=128, packed=False)
+    values |= dict(config=PAPER, capability=CAPABILITIES[device], device=device)
+    return Problem(**values | changes)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Everything is installed, and torch sees a GPU that FA-2 can run on."""
+    monkeypatch.setattr(capability, "_missing", lambda framework: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"platform": "cpu"}, "an NVIDIA GPU"),
+        ({"capability": (7, 5)}, "compute capability"),
+        ({"dtype": "float64"}, "computes in"),
+        ({"H": 516}, "129"),
+        ({"Dv": 512}, "Dv=512"),
+        ({"config": NSAConfig(select_block=256)}, "256"),
+        ({"config": NSAConfig(num_selected=65)}, "65"),
+        ({"T": 2**23}, "2 T G n"),
+        ({"H": 512, "D": 256, "Dv": 256, "dtype": "float32"}, "shared memory"),
+    ],
+)
+def test_refusals(change, reason):
+    assert kernels_pallas.why_not("triton", pose()) is None
+    assert reason in kernels_pallas.why_not("triton", pose(**change))
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("registry", [jax_dispatch.REGISTRY, dispatch.REGISTRY], ids=str)
+@pytest.mark.parametrize("device", CAPABILITIES)
+def test_choice_on_posed_devices(registry, device, monkeypatch):
+    """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
+    monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda: True)
+    plan = registry.plan(pose(device, registry.framework))
+    names = {choice.branch: choice.implementation for choice in plan}
+    if device == H100:
+        assert set(names.values()) == {"mosaic"} and plan.attention.implementation == "mosaic"
+    elif device == RTX_4090:
+        assert names.pop("selected") in ("sdpa", "xla") and set(names.values()) == {"triton"}
+        assert "not allowed on NVIDIA GeForce RTX 4090" in plan.selected.refused["triton"]
+        assert plan.attention is None
+    else:
+        assert set(names.values()) == {"triton"} and plan.attention.implementation == "triton"
+        assert "not measured on this device" in plan.compressed.note
+        assert "triton (by default on compute capability" in str(plan)
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+def test_a_measurement_overturns_the_default(monkeypatch):
+    measured = {"sel_triton_min_L": {"kernel": "triton", "commits": ["abc"], "value": "never"}}
+    for thresholds in ("never", 64):
+        found = policy.Device(
+            L4,
+            policy.FOLDER / "x.yaml",
+            policy.Thresholds(sel_triton_min_L=thresholds),
+            evidence=measured,
+        )
+        monkeypatch.setattr(policy, "of", lambda name, found=found: found)
+        table = {"selected": dispatch.REGISTRY.table["selected"]}
+        choice = Registry("torch", table).choose(pose(L4))
+        assert (choice.implementation == "triton") == (thresholds == 64)
+        assert choice.note is None
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
+def test_tiles_fit_every_architecture(kind):
+    """The model never gives more than there is, and gives less where there is less."""
+    for width in (32, 48, 64, 128, 192, 256):
+        for itemsize in (2, 4):
+            sizes = []
+            for found in CAPABILITIES.values():
+                tiling = tilings.choose(kind, 128, 64, width, width, itemsize, found)
+                needed = tilings.needed(kind, tiling, width, width, itemsize)
+                assert needed <= tilings.smem_of(found)
+                sizes.append((tilings.smem_of(found), needed))
+            assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
+
+
+@EVERYWHERE
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+def test_jax_lowers_forward_backward_and_vmap():
+    """The kernels of all steps, compiled into what JAX would run on a GPU."""
+    case = Case(64, 64, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16")
+
+    def loss(query, key, value, gates):
+        pair = Branches.each(key), Branches.each(value)
+        compressed = [reference.compress(x, config=SMALL) for x in (key, value)]
+        gates = Branches.each(gates)
+        out = jax_triton.attention(query, *pair, gates, compressed, None, config=SMALL)
+        return out.astype(jnp.float32).sum()
+
+    p = problem(case)
+    arrays = p.query, p.key, p.value, p.gates[..., 0]
+    types = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in arrays]
+    gradients = jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    few = {"rows": 16, "keys": 16, "warps": 1, "stages": 1}  # which compiles fast
+    with compiled_for((8, 0)), tiles.forced(**dict.fromkeys(tiles.TRITON, few)):
+        lowered = jax.jit(gradients).trace(*types).lower(lowering_platforms=("cuda",))
+    # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
+    # 3 dq, and of dk, dv 3 and the sums of two.
+    assert lowered.as_text().count("@triton_kernel_call") == 6 + 10
