@@ -84,7 +84,7 @@ def _interval(
     unused = interval[0] if added is None else added
     (dq,) = ops.run(descriptions.interval_dq(problem), *arrays, unused)
 
-    dkv = IntervalDkv.of(problem, popular=step == "compressed")
+    dkv = IntervalDkv(problem, popular=step == "compressed")
 
     def make():
         edges = _edges(ops, interval, dkv)
@@ -95,7 +95,7 @@ def _interval(
         layout, ("dkv", bounds, dkv.tiles, dkv.segments, problem.pairs), make
     )
     found = ops.run(dkv.partials(), *arrays, edges)
-    if dkv.segments > 1:
+    if dkv.popular:
         found = ops.run(dkv.merge(), *found, ends)
     return Gradients(dq, *found)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kernels_pallas
+import nsa_jax
 import nsa_torch
 from kernels_pallas import tiles
 from kernels_pallas.triton import capability, descriptions
@@ -27,7 +28,14 @@ from nsa_torch import dispatch
 from tests import interpreted_triton
 from tests.inputs import PAPER, SMALL, Case, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
-from tests.torch_inputs import check_branch, check_selection, check_whole, poison
+from tests.torch_inputs import (
+    check_branch,
+    check_selection,
+    check_whole,
+    cu_seqlens,
+    poison,
+    tensor,
+)
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
@@ -176,7 +184,7 @@ def test_chunks_give_the_same_bits():
 
     def call(first, last):
         tensors = query[:, first:last], key[:, :last], value[:, :last], gates[:, first:last]
-        tensors = [x.contiguous() for x in tensors]
+        tensors = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
         return nsa_torch.attention(*tensors, config=config, implementation="triton")
 
     assert torch.equal(call(0, 30)[:, 17:], call(17, 30))
@@ -394,3 +402,52 @@ def test_jax_lowers_forward_backward_and_vmap():
     # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
     # 3 dq, and of dk, dv 3 and the sums of two.
     assert lowered.as_text().count("@triton_kernel_call") == 6 + 10
+
+
+@EVERYWHERE
+def test_shard_map_is_traced_over_heads(monkeypatch):
+    """Kernels are whole on each device; nothing is compiled here."""
+    monkeypatch.setattr(jax_triton.OPS.__class__, "capability", lambda self, x: (8, 0))
+    monkeypatch.setattr(jax_triton.OPS.__class__, "device_name", lambda self, x: None)
+    monkeypatch.setattr(jax_triton.OPS.__class__, "run", unwritten)
+    mesh = jax.make_mesh((1,), ("heads",))
+    by_head = jax.sharding.PartitionSpec(None, None, "heads")
+
+    def loss(query, key, value, gates):
+        def attend(query, key, value, gates):
+            pair = [reference.compress(x, config=SMALL) for x in (key, value)]
+            rest = Branches.each(gates), pair, None
+            both = Branches.each(key), Branches.each(value)
+            return jax_triton.attention(query, *both, *rest, config=SMALL)
+
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
+        return sharded(query, key, value, gates).astype(jnp.float32).sum()
+
+    p = problem(Case(24, 24, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16"))
+    arrays = p.query, p.key, p.value, p.gates[..., 0]
+    found = jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2, 3)), *arrays)
+    assert [x.shape for x in found] == [x.shape for x in arrays]
+
+
+def unwritten(self, launch, *arrays):
+    return [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+@pytest.mark.parametrize("case", ON_A_GPU[:2] + ON_A_GPU[-4:], ids=str)
+def test_both_frameworks_give_the_same_bits(case):
+    p = problem(case)
+    options = {"config": case.config, "implementation": "triton"}
+
+    def loss(*arrays):
+        out = nsa_jax.attention(*arrays, segment_ids=p.segment_ids, **options)
+        return jnp.square(out.astype(jnp.float32)).sum(), out
+
+    arrays = p.query, p.key, p.value, p.gates
+    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+    leaves = [tensor(x, "cuda").requires_grad_() for x in arrays]
+    same = nsa_torch.attention(*leaves, cu_seqlens=cu_seqlens(case, "cuda"), **options)
+    others = torch.autograd.grad(same.float().square().sum(), leaves)
+    for mine, theirs in zip((out, *gradients), (same, *others), strict=True):
+        assert torch.equal(tensor(mine), theirs.detach().cpu())

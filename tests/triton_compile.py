@@ -6,15 +6,18 @@ tests.triton_compile`, a process of its own, compiles what it reads and prints a
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_jax import triton_backward, triton_forward
 from nsa_jax.gradients import RowResiduals
@@ -23,6 +26,7 @@ from nsa_torch import operators
 from nsa_torch.mosaic_layout import MosaicLayout
 from nsa_torch.triton_ops import TritonOps
 
+ROOT = Path(__file__).parents[1]
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
 
 
@@ -146,9 +150,53 @@ def compiled(launch: Launch, capability: int) -> Report:
     )
 
 
+def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[Report]:
+    """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
+    lines = []
+    for case, capability, function in questions:
+        noted = launches(case, divmod(capability, 10))
+        launch = next(x for x in noted if x.kernel.function.endswith(f".{function}"))
+        asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
+        lines.append(json.dumps(asked))
+    shares = [lines[i::processes] for i in range(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        running = [_start(share, folder) for share in shares]
+        answers = [_answers(*each) for each in running]
+    found = [None] * len(lines)
+    for i, answer in enumerate(answers):
+        found[i::processes] = answer
+    return found
+
+
+def _start(lines, folder):
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.triton_compile"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"},
+    )
+    text = "".join(f"{line}\n" for line in lines)
+    reader = ThreadPoolExecutor(1).submit(process.communicate, text, 280)
+    return process, reader
+
+
+def _answers(process, reader):
+    try:
+        out, errors = reader.result()
+    finally:
+        process.kill()
+    if process.returncode:
+        raise RuntimeError(f"a Triton kernel does not compile:\n{errors[-4000:]}")
+    return [Report(**json.loads(line)) for line in out.splitlines()]
+
+
 def main() -> None:
     for line in sys.stdin:
         kernel, dtypes, capability = json.loads(line)
+        kernel["outputs"] = tuple(Array(*x) for x in kernel["outputs"])
         launch = Launch(TritonKernel(**kernel), tuple(dtypes))
         print(json.dumps(dataclasses.asdict(compiled(launch, capability))), flush=True)
 

@@ -148,19 +148,17 @@ class IntervalDkv:
     """dk and dv of a branch of intervals.
 
     Attributes:
-      segments: that the queries of a tile of keys are cut into.
+      popular: whether nearly all queries see the first keys, so that few tiles of keys have all
+        the work: each is cut into segments of queries until there are `PROGRAMS` programs.
     """
 
     problem: Problem
-    segments: int
+    popular: bool
 
-    @classmethod
-    def of(cls, problem: Problem, popular: bool) -> "IntervalDkv":
-        """`popular`: whether nearly all queries see the first keys, so that few tiles of keys
-        have all the work: each is cut until there are `PROGRAMS` programs.
-        """
-        tiles = cdiv(problem.S, problem.tiling("dkv").keys) * problem.pairs
-        return cls(problem, min(cdiv(PROGRAMS, tiles), 16) if popular else 1)
+    @property
+    def segments(self) -> int:
+        """Of the queries of a tile of keys."""
+        return min(cdiv(PROGRAMS, self.tiles * self.problem.pairs), 16) if self.popular else 1
 
     @property
     def tiling(self) -> Tiling:
@@ -172,17 +170,17 @@ class IntervalDkv:
 
     def partials(self) -> TritonKernel:
         """Arrays: query, key, value, first, last, do, lse, delta, gate, dlse, edges; results:
-        dk, dv of one segment, else their partials.
+        partials of dk, dv if `popular`, else these.
         """
         p, tiling = self.problem, self.tiling
         items = p.pairs * self.tiles * self.segments
         return TritonKernel(
             f"{HERE}.dkv:of_intervals",
             items,
-            (p.T, p.S, p.log2_scale, p.scale),
-            p.dk_dv if self.segments == 1 else p.partials(items, tiling.keys),
+            (p.T, p.S, self.segments, p.log2_scale, p.scale),
+            p.partials(items, tiling.keys) if self.popular else p.dk_dv,
             p.constants
-            | {"ROWS": tiling.rows, "KEYS": tiling.keys, "SEGMENTS": self.segments}
+            | {"ROWS": tiling.rows, "KEYS": tiling.keys, "DIRECT": not self.popular}
             | {"LSE_GRAD": p.lse_grad},
             tiling.warps,
             tiling.stages,

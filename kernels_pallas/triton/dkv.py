@@ -129,7 +129,7 @@ def _interval_walk(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["T", "S", "scale", "scale_dk"])
+@triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
 def of_intervals(
     query,
     key,
@@ -144,6 +144,7 @@ def of_intervals(
     edges,
     T,
     S,
+    segments,
     scale,
     scale_dk,
     dk_out,
@@ -154,27 +155,28 @@ def of_intervals(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    DIRECT: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
     GATED: tl.constexpr,
     LSE_GRAD: tl.constexpr,
 ):
-    """Programs: B * HEADS * ceil(S / KEYS) * SEGMENTS.
+    """Programs: B * HEADS * ceil(S / KEYS) * segments.
 
     Args:
       query .. dlse: as of `interval.dq`.
       edges: int32 `[B, tiles, 4]`: the tokens that see some key of a tile begin and end, and
         those that see all its keys.
       scale_dk: the scale itself.
-      dk_out, dv_out: of one segment, `[B, S, HEADS, .]`, done; else float32 partials
+      DIRECT: there is one segment.
+      dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
         `[programs, KEYS, .]`.
     """
     tiles = tl.cdiv(S, KEYS)
     program = tl.program_id(0)
-    segment, tile = program % SEGMENTS, program // SEGMENTS % tiles
-    batch, head = pair_of(program // SEGMENTS // tiles, HEADS)
+    segment, tile = program % segments, program // segments % tiles
+    batch, head = pair_of(program // segments // tiles, HEADS)
     inside = tl.arange(0, KEYS)
     at = tile * KEYS + inside
     inner = at < S
@@ -184,7 +186,7 @@ def of_intervals(
     edges += (batch * tiles + tile) * 4
     start = tl.load(edges) * GROUP
     stop = tl.load(edges + 1) * GROUP
-    share = tl.cdiv(tl.cdiv(stop - start, ROWS), SEGMENTS) * ROWS
+    share = tl.cdiv(tl.cdiv(stop - start, ROWS), segments) * ROWS
     start += segment * share
     stop = tl.minimum(stop, start + share)
     last_row = tl.maximum((stop - start + ROWS - 1) // ROWS, 0) * ROWS + start
@@ -230,7 +232,7 @@ def of_intervals(
             part != 1,
         )
     dk *= scale_dk
-    if SEGMENTS == 1:
+    if DIRECT:
         row = beyond
     else:
         row = tl.cast(program, tl.int64) * KEYS + inside
