@@ -10,6 +10,8 @@ from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic import capability
 from nsa_jax.array_ops import ArrayOps
 
+INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
+
 
 class TorchOps(ArrayOps):
     xp: Any = torch
@@ -23,6 +25,9 @@ class TorchOps(ArrayOps):
     def device_name(self, x):
         on_gpu = x.device.type == "cuda" and not capability.interpret.get()
         return device_name(x.device.index) if on_gpu else None
+
+    def capability(self, x):
+        return capability_of(x.device.index) if x.device.type == "cuda" else INTERPRETED
 
     def cached(self, layout, name, make):
         return layout.cached(name, make)
@@ -67,6 +72,12 @@ TORCH_OPS = TorchOps()
 def device_name(index: int | None) -> str:
     """What the driver calls the GPU with this index; None: the current one."""
     return torch.cuda.get_device_name(index)
+
+
+@functools.cache
+def capability_of(index: int | None) -> tuple[int, int]:
+    """The compute capability of the GPU with this index; None: the current one."""
+    return torch.cuda.get_device_capability(index)
 
 
 def readable(x):

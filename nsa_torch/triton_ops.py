@@ -1,13 +1,9 @@
 """`ArrayOps` for torch tensors whose kernels are Triton's: launched on the current stream."""
 
-import functools
-
 import torch
 
 from nsa_torch.packing import run
 from nsa_torch.torch_ops import TorchOps, readable
-
-INTERPRETED = (8, 0)  # whose tiles the interpreter takes
 
 
 class TritonOps(TorchOps):
@@ -26,13 +22,5 @@ class TritonOps(TorchOps):
         run(kernel.load(), (kernel.programs,), *arguments, **options)
         return outputs
 
-    def capability(self, x):
-        return _capability(x.device.index) if x.device.type == "cuda" else INTERPRETED
-
 
 TRITON_OPS = TritonOps()
-
-
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)

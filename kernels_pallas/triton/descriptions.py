@@ -108,7 +108,8 @@ class Problem:
 
     def partials(self, items: int, keys: int) -> tuple[Array, Array]:
         """Of dk and dv of `items` segments of tiles of `keys` keys."""
-        return tuple(Array((items, keys, x), "float32") for x in (self.D, self.Dv))
+        dk, dv = (Array((items, keys, x), "float32") for x in (self.D, self.Dv))
+        return dk, dv
 
 
 def interval_forward(p: Problem) -> TritonKernel:
