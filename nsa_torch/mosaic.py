@@ -11,7 +11,7 @@ from nsa_torch.kernel_path import KernelPath
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 
-def _list_shapes(query, key, value, n, block):
+def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     """Of starts, members and counts."""
     spec = SelectedAttention(**sizes_of(query, key, value, None), n=n, block=block)
     by_tile = spec.B, spec.Hkv, spec.tiles

@@ -229,6 +229,7 @@ def forward(
         start = tl.load(key_start + token)
         lists = indices + (token * HEADS + head) * N
         count = N
+        chosen = item[:, None]  # not read: all rows have these blocks
     else:
         start = 0
         lists += tl.cast(tile, tl.int64) * ENTRIES
@@ -325,6 +326,7 @@ def dq(
         start = tl.load(key_start + token)
         lists = indices + (token * HEADS + head) * N
         count = N
+        chosen = item[:, None]  # not read: all rows have these blocks
     else:
         start = 0
         lists += tl.cast(tile, tl.int64) * ENTRIES
