@@ -12,12 +12,10 @@ from kernels_pallas.triton import capability as triton
 
 # (implementation, step) -> a function of the problem: a reason, or None.
 KERNELS: dict[tuple[str, str], Callable[[Any], str | None]] = {
-    ("mosaic", "compressed"): mosaic.why_not,
-    ("mosaic", "scores"): mosaic.why_not,
-    ("mosaic", "selected"): mosaic.why_not,
-    ("mosaic", "sliding"): mosaic.why_not,
-    ("mosaic", "attention"): mosaic.why_not,  # all steps at once
-    ("triton", "selected"): triton.why_not,
+    (name, step): module.why_not
+    for name, module in (("mosaic", mosaic), ("triton", triton))
+    # The last: all steps at once.
+    for step in ("compressed", "scores", "selected", "sliding", "attention")
 }
 
 

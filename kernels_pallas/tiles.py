@@ -24,6 +24,13 @@ TUNABLE = {
     "selected": ("key_stages", "value_stages"),
     "sliding": ("block", "stages"),
 }
+# Of Triton's kernels, each pass of a branch by itself.
+TRITON = {
+    f"triton_{step}_{kernel}": ("rows", "keys", "warps", "stages")
+    for step in ("compressed", "selected", "sliding")
+    for kernel in ("forward", "dq", "dkv")
+} | {"triton_scores_scores": ("rows", "keys", "warps", "stages")}
+KNOWN = TUNABLE | TRITON
 # The fields of NSAConfig that change how much a kernel computes or holds.
 SIZES = {
     "compressed": (),
@@ -38,6 +45,7 @@ SIZES = {
     "selected": ("select_block", "num_selected"),
     "sliding": ("window",),
 }
+SIZES |= {name: SIZES[name.split("_")[1]] for name in TRITON}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +165,9 @@ def _shape(entry: Any, where: str) -> Shape:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} must be a mapping, got {entry!r}")
     kernel = entry.get("kernel")
-    if kernel not in TUNABLE:
-        raise ValueError(f"{where}: kernel must be one of {sorted(TUNABLE)}, got {kernel!r}")
-    for name, names in (("tiles", TUNABLE[kernel]), ("sizes", SIZES[kernel])):
+    if kernel not in KNOWN:
+        raise ValueError(f"{where}: kernel must be one of {sorted(KNOWN)}, got {kernel!r}")
+    for name, names in (("tiles", KNOWN[kernel]), ("sizes", SIZES[kernel])):
         found = entry.get(name)
         if not isinstance(found, dict) or sorted(found) != sorted(names):
             raise ValueError(f"{where}: {name} of {kernel} must be {names}, got {found!r}")

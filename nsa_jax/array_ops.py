@@ -1,14 +1,15 @@
-"""What the steps on Mosaic kernels ask of a framework's arrays.
+"""What the steps on kernels ask of a framework's arrays.
 
-The steps (`mosaic_forward`, `mosaic_backward`, `mosaic_gather`, `mosaic_lists`,
-`mosaic_attention`) are written once. They take an `ArrayOps`, of which there are two:
-`nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps`. Neither framework is imported here.
+The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. They take an
+`ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run Mosaic kernels, the
+`triton_ops` of each framework Triton's. Neither framework is imported here.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 from kernels_pallas.kernel import Kernel
+from kernels_pallas.triton.kernel import TritonKernel
 
 type Index = int | slice | tuple[slice, ...]
 
@@ -46,7 +47,7 @@ class ArrayOps(Protocol):
 
     xp: Any
 
-    def run(self, kernel: Kernel, *arrays: Any) -> Sequence[Any]:
+    def run(self, kernel: Kernel | TritonKernel, *arrays: Any) -> Sequence[Any]:
         """The outputs of `kernel`, in their shapes; the inputs in any shape of their size.
 
         A kernel that is `in_place` may write its first output over the last input.
@@ -55,6 +56,10 @@ class ArrayOps(Protocol):
 
     def device_name(self, x: Any) -> str | None:
         """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
+        ...
+
+    def capability(self, x: Any) -> tuple[int, int]:
+        """The compute capability of that GPU, asked for where tiles follow from it."""
         ...
 
     def cached(

@@ -73,15 +73,20 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What will run for one step, and why each implementation before it will not."""
+    """What will run for one step, and why each implementation before it will not; `note`: what
+    automatic choice could not know (`policy.note`).
+    """
 
     branch: str
     implementation: str
     refused: Mapping[str, str]
     load: Callable[[], Callable] = dataclasses.field(repr=False, compare=False)
+    note: str | None = None
 
     def __str__(self) -> str:
-        why = "; ".join(f"not {name}: {reason}" for name, reason in self.refused.items())
+        notes = [self.note] if self.note else []
+        notes += [f"not {name}: {reason}" for name, reason in self.refused.items()]
+        why = "; ".join(notes)
         return f"{self.branch}: {self.implementation}" + (f" ({why})" if why else "")
 
 
@@ -175,7 +180,8 @@ class Registry:
                 continue
             reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
             if reason is None:
-                choice = Choice(problem.branch, entry.name, refused, entry.load)
+                note = policy.note(entry.name, problem)
+                choice = Choice(problem.branch, entry.name, refused, entry.load, note)
                 if log.isEnabledFor(logging.INFO):
                     _log_once(str(choice))
                 return choice
@@ -250,6 +256,7 @@ def _table(function: str) -> tuple[Implementation, ...]:
     name = function.split(":")[1]
     return (
         kernel("mosaic", f"nsa_jax.mosaic:{name}"),  # built for Hopper
+        kernel("triton", f"nsa_jax.triton:{name}"),  # NVIDIA GPUs from Ampere on
         Implementation("xla", f"nsa_jax.{function}"),  # any device, memory bounded
         Implementation("reference", f"nsa_jax.reference:{name}"),
     )
@@ -262,7 +269,6 @@ REGISTRY = Registry(
         "scores": _table("select:select_blocks"),
         "selected": _table("branches:selected_attention"),
         "sliding": _table("branches:sliding_attention"),
-        WHOLE: (kernel("mosaic", "nsa_jax.mosaic:attention"),),
+        WHOLE: tuple(kernel(x, f"nsa_jax.{x}:attention") for x in ("mosaic", "triton")),
     },
-    {"triton": "is called from torch only, got jax"},
 )

@@ -19,6 +19,12 @@ class JaxOps(ArrayOps):
     def device_name(self, x):
         return jax_problem.device_name()  # the default device runs what is traced
 
+    def capability(self, x):
+        found = jax_problem.capability()
+        if found is None:
+            raise NotImplementedError("JAX's first device must be an NVIDIA GPU")
+        return found
+
     def cached(self, layout, name, make):
         return make()
 

@@ -19,7 +19,7 @@ order.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import bwd_preprocess, combine, dkv, interval, work_items
@@ -31,34 +31,10 @@ from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
 from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
+from nsa_jax.gradients import Gradients, RowResiduals
 from nsa_jax.key_bounds import VisibleCompressed, Window
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.validate import dtype_name
-
-
-class Gradients(NamedTuple):
-    """Of a branch: dq `[B, T, H, D]`, dk `[B, S, Hkv, D]`, dv `[B, S, Hkv, Dv]`."""
-
-    query: Any
-    key: Any
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class RowResiduals:
-    """What a branch's gradient needs of each query row besides its inputs, `[B, T, H]` float32.
-
-    Attributes:
-      lse: natural log-sum-exp, -inf where the query sees nothing.
-      delta: rowsum(dO * O) of the ungated output; also the gate's gradient.
-      gate: g, or None for 1.
-      dlse: the gradient of `lse`, or None for 0.
-    """
-
-    lse: Any
-    delta: Any
-    gate: Any = None
-    dlse: Any = None
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):

@@ -19,6 +19,7 @@ from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 from nsa_jax.key_bounds import VisibleCompressed, Window
+from nsa_jax.packed_keys import align_sequences
 from nsa_jax.validate import dtype_name
 
 type OutLse = tuple[Any, Any]
@@ -184,7 +185,7 @@ def select_blocks(
     first, last = key_bounds.bounds_of(ops, layout, VisibleCompressed(config))
     base = layout.compressed_start
     if layout.packed:
-        key, base = _align_sequences(ops, key, layout.compressed_start, config)
+        key, base = align_sequences(ops, key, layout.compressed_start, config)
         first, last = base * ratio, base * ratio + (last - first)
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
@@ -252,34 +253,6 @@ def _candidates(ops, spec, first, last, base, layout, config):
     )
     bounds = (key_bounds.by_row(ops, x, tile, tiles) for x in (first, last))
     return *bounds, own, start, span
-
-
-def _align_sequences(ops, key, start, config):
-    """Compressed keys of packed rows with every sequence in blocks of its own.
-
-    Returns `[B, blocks * r, Hkv, D]`, zeros in the gaps, and each query's first block `[B, T]`.
-    """
-    xp, (batch, count) = ops.xp, key.shape[:2]
-    ratio = config.select_block // config.compress_stride
-    if count == 0:
-        return key, xp.zeros_like(start)
-    sequences = count * config.compress_stride // config.compress_block + 1
-    length = (-(-count // ratio) + min(count, sequences)) * ratio
-    source, target = (
-        xp.broadcast_to(ops.arange(start, n), (batch, n)) for n in (count, length)
-    )
-    # A token belongs to the last sequence of a query that starts at or before it.
-    owner = ops.searchsorted(start, source, "right") - 1
-    local = source - ops.take_rows(start, owner.clip(0, None))
-    local = xp.where(owner < 0, 1, local)
-    opens = xp.where(local % ratio == 0, 1, 0)
-    opened = xp.cumsum(opens, axis=1)
-    aligned = (opened - 1) * ratio + local % ratio  # where each token goes, ascending
-    first_block = xp.concatenate([opened - opens, opened[:, -1:]], axis=1)
-    at = ops.searchsorted(aligned, target, "left").clip(0, count - 1)
-    filled = ops.take_rows(aligned, at) == target
-    key = xp.where(filled[..., None, None], ops.take_rows(key, at), 0)
-    return key, ops.take_rows(first_block, start)
 
 
 def sizes_of(query, key, value, scale: float | None) -> dict[str, Any]:

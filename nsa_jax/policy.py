@@ -3,7 +3,8 @@
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
 `python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed
 there at all. It is read once a process; a file that cannot be understood is an error, a missing
-one leaves out only kernels that must have been measured (`MEASURED_ONLY`). An implementation
+one leaves out only kernels that must have been measured (`MEASURED_ONLY`): not on GPUs that no
+other kernel is for, where they are chosen with a `note`. An implementation
 that is named is not affected.
 
 The thresholds of FA-2 answer the seed system's question: from which length does it beat one
@@ -30,8 +31,9 @@ NEVER = "never"
 KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
 STEPS = ("compressed", "scores", "selected", "sliding")
 # Automatic choice takes these only where the device's file has a threshold of the step that was
-# measured for them, by a commit of this library.
-MEASURED_ONLY = ("triton",)
+# measured for them, by a commit of this library, or by default on these compute capabilities,
+# which no other kernel of ours is for. A rule of the device's file goes before.
+MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
 # Which kernels of which step a threshold keeps back. Triton's has the seed system's name.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fa2_min_len_win": ("sliding", ("fa2",)),
@@ -176,7 +178,9 @@ def why_not(implementation: str, problem: Any) -> str | None:
         )
     given, giver = in_force()
     if implementation in MEASURED_ONLY and not _is_given(given, implementation, problem.branch):
-        if device is None or not device.has_measured(implementation, problem.branch):
+        if not (
+            _measured(device, implementation, problem) or _default(implementation, problem)
+        ):
             return (
                 "not measured on this device: name it, or let bench.tune_thresholds find its "
                 "threshold"
@@ -193,6 +197,29 @@ def why_not(implementation: str, problem: Any) -> str | None:
         if implementation in kernels and (reason := _below(name, value, problem)):
             return f"{reason} ({source})"
     return None
+
+
+def note(implementation: str, problem: Any) -> str | None:
+    """What should stand beside the automatic choice of what could not be measured, or None."""
+    if not _default(implementation, problem):
+        return None
+    device = of(problem.device) if problem.device else None
+    given, _ = _overridden.get()
+    if _measured(device, implementation, problem) or _is_given(
+        given, implementation, problem.branch
+    ):
+        return None
+    version = ".".join(map(str, problem.capability))
+    return f"by default on compute capability {version}, not measured on this device"
+
+
+def _measured(device: Device | None, implementation: str, problem: Any) -> bool:
+    return device is not None and device.has_measured(implementation, problem.branch)
+
+
+def _default(implementation: str, problem: Any) -> bool:
+    """Whether it is taken where nothing was measured, with a note."""
+    return problem.capability in MEASURED_ONLY.get(implementation, ())
 
 
 def _is_given(thresholds: Thresholds, implementation: str, step: str) -> bool:

@@ -19,7 +19,7 @@ from interop.launch import ALIGNMENT
 from kernels_pallas.mosaic import capability
 from nsa_jax import debug, policy
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry, kernel
+from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry
 from nsa_jax.types import Branches
 from nsa_torch import fa2
 from nsa_torch.debug import TORCH
@@ -73,13 +73,20 @@ def mosaic_why_not(problem: Problem) -> str | None:
     return problem.strided and f"needs {problem.strided}"
 
 
+def triton_why_not(problem: Problem) -> str | None:
+    """Why the Triton kernels cannot run the problem, or cannot read the tensors in place."""
+    reason = kernels_pallas.why_not("triton", problem)
+    return reason or (problem.strided and f"needs {problem.strided}")
+
+
 def _table(step: str) -> tuple[Implementation, ...]:
     function = FUNCTIONS[step]
     # FA-2 and SDPA return no probabilities: under both names scores are torch products.
     scores = step == "scores"
     return (
         Implementation("mosaic", f"nsa_torch.mosaic:{function}", mosaic_why_not),  # Hopper
-        kernel("triton", f"nsa_torch.triton:{function}"),  # NVIDIA GPUs from Ampere on
+        # NVIDIA GPUs from Ampere on
+        Implementation("triton", f"nsa_torch.triton:{function}", triton_why_not),
         Implementation(  # tensor cores, but no kernel of its own for blocks
             "fa2", f"nsa_torch.{'select' if scores else 'fa2'}:{function}", fa2.why_not
         ),
@@ -102,6 +109,7 @@ def jax_attention_why_not(problem: Problem) -> str | None:
 TABLE = {step: _table(step) for step in FUNCTIONS if step != WHOLE}
 TABLE[WHOLE] = (
     Implementation("mosaic", "nsa_torch.mosaic:attention", mosaic_why_not),
+    Implementation("triton", "nsa_torch.triton:attention", triton_why_not),
     Implementation("jax", "nsa_torch.autograd:attention", jax_attention_why_not, True),
 )
 REGISTRY = Registry("torch", TABLE)

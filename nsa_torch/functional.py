@@ -4,7 +4,7 @@ Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_ja
 Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back:
   `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
-  `triton`     a kernel of the selected branch (see `nsa_torch.triton`)
+  `triton`     kernels (NVIDIA from 8.0, contiguous tensors; see `nsa_torch.triton`)
   `fa2`        FlashAttention-2 (CUDA, float16 or bfloat16; see `nsa_torch.fa2`)
   `sdpa`       torch's scaled_dot_product_attention, any device
   `jax`        `nsa_jax` through DLPack, one call forward and one backward

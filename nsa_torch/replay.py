@@ -14,6 +14,7 @@ by bit: the same kernels read and write in the same order.
 """
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ class Launch:
 
 
 class Call:
-    """One call of an operator of torch."""
+    """One call of an operator of torch, or of any function of tensors."""
 
     def __init__(self, function, args, options, results: Sequence[int | None]):
         self.function, self.args, self.options, self.results = function, args, options, results
@@ -232,6 +233,15 @@ class Recording(TorchDispatchMode):
         outputs = [self._number(x) for x in results]
         made = [x for x in outputs if x not in inputs]
         self.steps.append(Launch(kernel, [*inputs, *outputs], made))
+        return results
+
+    def called(self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]):
+        """Notes a call of any function of tensors alone."""
+        if self.paused:
+            return function(*tensors)
+        results = self._apart(functools.partial(function, *tensors))
+        given = [Slot(self._known(x)) for x in tensors]
+        self.steps.append(Call(function, given, {}, [self._number(x) for x in results]))
         return results
 
     def constants(self, get: Callable[[], Iterable[Tensor]]) -> list[Tensor]:

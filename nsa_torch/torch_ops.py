@@ -11,12 +11,14 @@ from kernels_pallas.mosaic import capability
 from nsa_jax.array_ops import ArrayOps
 from nsa_torch import replay
 
+INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
+
 
 class TorchOps(ArrayOps):
     xp: Any = torch
 
     def run(self, kernel, *tensors):
-        tensors = [_readable(x) for x in tensors]
+        tensors = [readable(x) for x in tensors]
         # What a branch is added to is always made here, and read by nothing else afterwards.
         in_place = [tensors[-1], *[None] * (len(kernel.outputs) - 1)]
         run = lambda: launch(kernel, *tensors, out=in_place if kernel.in_place else ())
@@ -26,6 +28,9 @@ class TorchOps(ArrayOps):
     def device_name(self, x):
         on_gpu = x.device.type == "cuda" and not capability.interpret.get()
         return device_name(x.device.index) if on_gpu else None
+
+    def capability(self, x):
+        return capability_of(x.device.index) if x.device.type == "cuda" else INTERPRETED
 
     def cached(self, layout, name, make):
         return layout.cached(name, make)
@@ -72,7 +77,13 @@ def device_name(index: int | None) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def _readable(x):
+@functools.cache
+def capability_of(index: int | None) -> tuple[int, int]:
+    """The compute capability of the GPU with this index; None: the current one."""
+    return torch.cuda.get_device_capability(index)
+
+
+def readable(x):
     """`x`, or a copy where kernels cannot read it in place.
 
     Only bounds, gates, block indices and what torch.compile laid out are ever copied:

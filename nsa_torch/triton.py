@@ -1,82 +1,15 @@
-"""The selected branch on a Triton kernel (implementation `triton`): any NVIDIA GPU from Ampere.
+"""The steps on Triton kernels on torch tensors (implementation `triton`): GPUs from Ampere on.
 
-One operator (`operators.py`). Any strides, float32 too. Gradients are those of `sdpa`, which
-computes the branch again a chunk at a time.
+No length compiles anything. A CUDA graph can capture a call whose layer has run before.
 """
 
-import math
+from nsa_jax import triton_attention
+from nsa_torch.kernel_path import KernelPath
+from nsa_torch.triton_ops import TRITON_OPS as OPS
 
-import torch
-
-from nsa_torch import operators, sdpa
-from nsa_torch.geometry import geometry_of
-from nsa_torch.packing import run
-
-
-def selected_attention(
-    query,
-    key,
-    value,
-    block_indices,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    with_lse=True,
-):
-    """`functional.selected_attention`."""
-    place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    operator = torch.ops.nsa.triton_selected_attention
-    out, lse = operator(query, key, value, block_indices, *place)
-    return out, lse.detach()
-
-
-def _backward(grad, _, query, key, value, indices, kv_len, lengths, cu_seqlens, config, scale):
-    query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
-        out, _ = sdpa.selected_attention(
-            query,
-            key,
-            value,
-            indices,
-            config=operators.config_of(*config),
-            kv_len=kv_len if lengths is None else lengths,
-            cu_seqlens=cu_seqlens,
-            scale=scale,
-            with_lse=False,
-        )
-    return [x.contiguous() for x in torch.autograd.grad(out, (query, key, value), grad)]
-
-
-def _forward(query, key, value, indices, kv_len, lengths, cu_seqlens, config, scale):
-    # Not above: the module of a kernel needs triton.
-    from kernels_pallas.triton import selected
-
-    config = operators.config_of(*config)
-    batch, length, heads, width = query.shape
-    kv_heads, value_width = value.shape[2:]
-    group = heads // kv_heads
-    out, lse = operators.branch_shapes(query, key, value)
-    where = geometry_of(query, config, kv_len if lengths is None else lengths, cu_seqlens)
-    places = (x.to(torch.int32).contiguous() for x in (where.position, where.key_start))
-    scale = width**-0.5 if scale is None else scale
-    sizes = {
-        "HEADS": kv_heads,
-        "GROUP": group,
-        "N": indices.shape[-1],
-        "BLOCK": config.select_block,
-        "WIDTH": width,
-        "VALUE_WIDTH": value_width,
-    }
-    sizes |= selected.options(group, width, value_width, config.select_block, query.itemsize)
-    tensors = query, key, value, indices.contiguous(), *places, out, lse
-    strides = *query.stride(), *key.stride(), *value.stride()
-    log2_scale = scale * math.log2(math.e)
-    grid = batch * length, kv_heads
-    run(selected.selected_attention, grid, *tensors, log2_scale, length, *strides, **sizes)
-    return out, lse
-
-
-NAME = "triton_selected_attention"
-operators.define_branch(NAME, operators.CHOSEN, _forward, "Tensor lse", _backward)
+PATH = KernelPath("triton_", triton_attention.STEPS, OPS, masks=True)
+compressed_attention = PATH.compressed_attention
+selected_attention = PATH.selected_attention
+sliding_attention = PATH.sliding_attention
+select_blocks = PATH.select_blocks
+attention = PATH.attention

@@ -117,7 +117,7 @@ CASES = {
     ),
     "implementation": (
         lambda: attention(implementation="cuda"),
-        "implementation must be one of ('mosaic', 'xla', 'reference', 'triton') or None, "
+        "implementation must be one of ('mosaic', 'triton', 'xla', 'reference') or None, "
         "got 'cuda'",
     ),
     "kv_len short": (lambda: select(kv_len=19), "kv_len must be at least T=20, got 19"),

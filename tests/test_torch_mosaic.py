@@ -331,7 +331,7 @@ def test_calls_alike_run_from_a_list(packed, workspace, monkeypatch):
             *backward(query.mul(2)[..., : value.shape[-1]], *residuals, *given),
         )
 
-    steps = mosaic._forward_with_residuals, mosaic._backward_from_residuals
+    steps = mosaic.PATH._forward_with_residuals, mosaic.PATH._backward_from_residuals
     counts = [0, 0]
 
     def counted(i):

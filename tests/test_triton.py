@@ -1,127 +1,273 @@
-"""The Triton kernel of the selected branch: on a GPU, and without one in Triton's interpreter.
+"""The Triton kernels of all steps: on a GPU, and without one in Triton's interpreter.
 
 Where the interpreter is not asked for, this file runs once more in a process that asks for it.
 """
 
 import dataclasses
+import importlib.util
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
+import kernels_pallas
+import nsa_jax
 import nsa_torch
-from nsa_jax import policy
-from nsa_torch import NSAConfig, dispatch
+from kernels_pallas import tiles
+from kernels_pallas.triton import capability, descriptions
+from kernels_pallas.triton import tiling as tilings
+from nsa_jax import dispatch as jax_dispatch
+from nsa_jax import policy, reference
+from nsa_jax import triton as jax_triton
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem, Registry
+from nsa_jax.triton_ops import compiled_for
+from nsa_jax.types import Branches
+from nsa_torch import dispatch
 from tests import interpreted_triton
-from tests.inputs import CASES, Case
+from tests.inputs import PAPER, SMALL, Case, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
-from tests.torch_inputs import check_branch
+from tests.torch_inputs import (
+    check_branch,
+    check_selection,
+    check_whole,
+    cu_seqlens,
+    poison,
+    tensor,
+)
 
 pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 
-ODD_BLOCKS = NSAConfig(8, 4, 12, num_selected=5, num_initial=1, num_local=1)
+JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
+ODD = NSAConfig(8, 4, 12, num_selected=4, num_initial=1, num_local=1, window=7)
+ONE_EACH = NSAConfig(16, 16, 16, num_selected=2, num_initial=0, num_local=1, window=0)
+FINE = NSAConfig(2, 1, 16, num_selected=4, window=20)  # fewer blocks a step than are selected
 LONG_BLOCKS = NSAConfig(32, 16, 96, num_selected=2, num_initial=0, num_local=1)
-MORE = (
-    Case(110, 110, B=1, H=2, Hkv=1, config=LONG_BLOCKS),  # a block is two steps
-    Case(50, 50, B=1, H=4, Hkv=2, D=32, Dv=16, dtype="bfloat16"),
-    Case(33, 33, B=1, H=34, Hkv=2, D=24, Dv=40, config=ODD_BLOCKS),  # nothing a power of two
-    Case(30, 30, B=1, H=2, Hkv=1, segments=(9, 0, 1, 12, -8), config=ODD_BLOCKS),
+# All steps, all gradients. In the interpreter a few small ones have every property between them.
+WHOLE = (
+    Case(33, 33, B=1, H=3, Hkv=1, D=24, Dv=40, config=ODD),  # nothing a power of two
+    Case(18, 18, B=1, H=16, Hkv=1, D=16, Dv=8, dtype="bfloat16"),  # a token a tile
+    Case(34, 34, B=1, H=2, Hkv=2, segments=(9, 0, 1, 19, -5)),  # G=1
+    Case(18, 37, H=2, Hkv=1, dtype="float16", config=ONE_EACH),
 )
-# Not the longest, which takes the interpreter most of a minute.
-WANTED = [c for c in (*CASES, *MORE) if c.T < 120 and (c.T == c.S or not c.segments)]
+BRANCHES = (
+    ("selected", Case(5, 100, B=1, H=2, Hkv=2, config=LONG_BLOCKS)),  # a block is two steps
+    ("selected", Case(6, 20, B=1, H=70, Hkv=1, dtype="float16")),  # a token is two tiles
+    ("compressed", Case(12, 30, B=1, H=20, Hkv=1)),
+    ("sliding", Case(5, 5, B=1, H=5, Hkv=1)),
+)
+SELECTIONS = (
+    Case(30, 30, B=1, H=4, Hkv=2, config=FINE),
+    Case(24, 24, B=1, H=6, Hkv=1, segments=(9, 0, 1, 12, -2)),
+)
+GROUPS = (1, 2, 3, 4, 6, 8, 16, 64)
+ON_A_GPU = [
+    *(
+        Case(300, 300, H=2 * g, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
+        for g in GROUPS
+    ),
+    Case(700, 700, B=1, H=16, Hkv=1, D=192, Dv=128, config=PAPER, dtype="bfloat16"),
+    Case(1500, 1500, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="float16"),
+    Case(260, 400, B=2, H=8, Hkv=2, D=64, Dv=32, config=PAPER),
+    Case(400, 400, B=1, H=6, Hkv=2, D=96, Dv=48, config=PAPER, segments=(200, 3, 150, -47)),
+    Case(200, 200, B=1, H=2, Hkv=1, D=256, Dv=256, config=PAPER, dtype="bfloat16"),
+]
 
 
-@pytest.fixture
-def named(monkeypatch):
-    """The kernel has no reason to refuse, in the interpreter neither."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """In the interpreter no kernel refuses, and few queries are several segments."""
     if INTERPRETED:
-        monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, ("triton", "selected"), no_reason)
+        for key in dispatch.kernels_pallas.KERNELS:
+            if key[0] == "triton":
+                monkeypatch.setitem(dispatch.kernels_pallas.KERNELS, key, lambda problem: None)
+        monkeypatch.setattr(descriptions, "SEGMENT", 16)
+        monkeypatch.setattr(descriptions, "PROGRAMS", 5)
         interpreted_triton.right_bfloat16(monkeypatch)
 
 
-def no_reason(problem):
-    return None
-
-
 @kernel
-@pytest.mark.usefixtures("named")
-@pytest.mark.parametrize("case", WANTED, ids=str)
+@pytest.mark.parametrize("case", WHOLE if INTERPRETED else (*WHOLE, *ON_A_GPU), ids=str)
 def test_triton_sel_parity_gpu(case):
-    """Output, log-sum-exp and gradients against the reference."""
-    check_branch(case, "selected", "triton", DEVICE)
+    """All steps at once: the output and every gradient against the reference."""
+    check_whole(case, "triton", DEVICE)
 
 
 @kernel
-@pytest.mark.usefixtures("named")
-@pytest.mark.parametrize("lengths", [[40, 13], [1, 40]])
-def test_triton_sel_edge_cases_of_a_cache(lengths, rng=np.random.default_rng(0)):
-    """Keys behind the end may be NaN, and a cache is read where it lies."""
-    batch, size, heads, kv_heads, width = 2, 40, 4, 2, 16
+@pytest.mark.parametrize(("branch", "case"), BRANCHES, ids=str)
+def test_branch(branch, case):
+    """Output, log-sum-exp and gradients of one branch."""
+    check_branch(case, branch, "triton", DEVICE)
 
-    def draw(*shape):
-        return torch.tensor(rng.normal(size=shape), dtype=torch.float32, device=DEVICE)
 
-    query = draw(batch, 1, heads, width)
-    pair = [draw(batch, kv_heads, width, size).permute(0, 3, 1, 2) for _ in range(2)]
-    kv_len = torch.tensor(lengths, device=DEVICE)
-    indices = torch.tensor([0, 2, -1, 4], dtype=torch.int32, device=DEVICE)
-    indices = indices.expand(batch, 1, kv_heads, 4).contiguous()
-    config = dataclasses.replace(ODD_BLOCKS, select_block=12, num_selected=4)
-    options = {"config": config, "kv_len": kv_len}
-    want = nsa_torch.selected_attention(query, *pair, indices, **options, implementation="sdpa")
-    for x in pair:
-        for row, length in enumerate(lengths):
-            x[row, length:] = torch.nan
-    got = nsa_torch.selected_attention(
-        query, *pair, indices, **options, implementation="triton"
-    )
-    for a, b in zip(got, want, strict=True):
+@kernel
+@pytest.mark.parametrize("case", SELECTIONS, ids=str)
+def test_selection(case):
+    check_selection(case, "triton", DEVICE)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@kernel
+def test_triton_sel_edge_cases_of_a_cache():
+    """Lengths that the device knows; what lies behind them may be NaN and reaches nothing."""
+    lengths, size, config = [20, 2], 24, dataclasses.replace(SMALL, num_selected=3)
+    query = draw(2, 3, 4, 16)  # the second sequence begins with a query that is padding
+    query[1, 0] = torch.nan
+    key, value = draw(2, size, 2, 16, seed=1), draw(2, size, 2, 8, seed=2)
+    pair = nsa_torch.compress(key, config=config), nsa_torch.compress(value, config=config)
+    options = {"config": config, "kv_len": torch.tensor(lengths, device=DEVICE)}
+    seen = [0 if n < 8 else (n - 8) // 4 + 1 for n in lengths]
+
+    def results(implementation, hide):
+        keys, values = (hide(x, lengths) for x in (key, value))
+        compressed = [hide(x, seen) for x in pair]
+        names = options | {"implementation": implementation}
+        indices = nsa_torch.select_blocks(query, compressed[0], **names)
+        return (
+            indices,
+            *nsa_torch.compressed_attention(query, *compressed, **names),
+            *nsa_torch.selected_attention(query, keys, values, indices, **names),
+            *nsa_torch.sliding_attention(query, keys, values, **names),
+        )
+
+    found = results("triton", poison)
+    want = results("sdpa", lambda x, lengths: x)
+    for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def leaves():
-    """Query, key, value, and a selection."""
-    generator, length = torch.Generator().manual_seed(0), 40
-    shapes = [(1, length, heads, 16) for heads in (4, 2, 2)]
-    made = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
-    indices = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=DEVICE)
-    return [x.requires_grad_() for x in made], indices.expand(1, length, 2, 4).contiguous()
+@kernel
+def test_triton_sel_edge_cases_of_padding():
+    """NaN in padding, in what is asked of it as well, reaches no output and no gradient."""
+    config, lengths, length = SMALL, [12, 9], 26
+    bounds = torch.tensor([0, 12, 21], device=DEVICE)
+    tensors = (
+        draw(1, length, 4, 16),
+        draw(1, length, 1, 16, seed=1),
+        draw(1, length, 1, 16, seed=2),
+    )
+    gates, do = draw(1, length, 4, 3, seed=3), draw(1, length, 4, 16, seed=4)
+
+    def results(hide):
+        leaves = [hide(x).requires_grad_() for x in tensors]
+        out = nsa_torch.attention(
+            *leaves, gates, config=config, cu_seqlens=bounds, implementation="triton"
+        )
+        return out, *torch.autograd.grad(out, leaves, hide(do))
+
+    def hide(x):
+        x = x.clone()
+        x[:, sum(lengths) :] = torch.nan
+        return x
+
+    clean = results(torch.clone)
+    for a, b in zip(results(hide), clean, strict=True):
+        assert torch.equal(a, b)
+    assert all((x[:, sum(lengths) :] == 0).all() for x in clean[:2])
 
 
-SOME = dataclasses.replace(ODD_BLOCKS, num_selected=4)
+@pytest.mark.gpu
+def test_chunks_give_the_same_bits():
+    """A row's sums depend on no other row of its tile. (NumPy's products do.)"""
+    config = dataclasses.replace(SMALL, num_selected=3)
+    query, key, value = (
+        draw(1, 30, 2, 16),
+        draw(1, 30, 1, 16, seed=1),
+        draw(1, 30, 1, 16, seed=2),
+    )
+    gates = draw(1, 30, 2, 3, seed=3)
+
+    def call(first, last):
+        tensors = query[:, first:last], key[:, :last], value[:, :last], gates[:, first:last]
+        tensors = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+        return nsa_torch.attention(*tensors, config=config, implementation="triton")
+
+    assert torch.equal(call(0, 30)[:, 17:], call(17, 30))
+
+
+class Mutant:
+    """Launches kernels with one number changed."""
+
+    def __init__(self, function, scalar=None, factor=1.0, **constants):
+        self.function, self.scalar, self.factor = function, scalar, factor
+        self.constants = constants
+
+    def __call__(self, run):
+        def launch(kernel, *tensors):
+            if kernel.name == self.function:
+                scalars = list(kernel.scalars)
+                if self.scalar is not None:
+                    scalars[self.scalar] *= self.factor
+                constants = kernel.constants | self.constants
+                kernel = dataclasses.replace(
+                    kernel, scalars=tuple(scalars), constants=constants
+                )
+            return run(kernel, *tensors)
+
+        return launch
+
+
+@kernel
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        Mutant("forward", 2, 1.01),
+        Mutant("dq", 3, 1.005),
+        Mutant("of_blocks", 6, 1.005),
+        Mutant("of_blocks", SEGMENT=8),  # entries that no work item has
+        Mutant("merge", PART=8),  # half of the keys
+    ],
+    ids=lambda mutant: mutant.function,
+)
+def test_mutants_are_caught(mutant, monkeypatch):
+    from nsa_torch import triton
+
+    monkeypatch.setattr(triton.OPS, "run", mutant(triton.OPS.run), raising=False)
+    with pytest.raises(AssertionError):
+        check_whole(WHOLE[3], "triton", DEVICE)
+
+
+def leaves(length=20):
+    """Query, keys, values, gates."""
+    shapes = [(1, length, heads, 16) for heads in (4, 2, 2)] + [(1, length, 4, 3)]
+    return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
 @kernel
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_operator():
-    from nsa_torch import operators, triton
+def test_operators():
+    from nsa_torch import operators, triton  # noqa: F401
 
-    floats, indices = leaves()
-    place = operators.arguments(SOME, 40, None, None)
-    operator = getattr(torch.ops.nsa, triton.NAME).default
-    torch.library.opcheck(operator, (*floats, indices, *place))
+    query, key, value, gates = (x.detach() for x in leaves())
+    place = operators.arguments(SMALL, 20, None, None)
+    compressed = [nsa_torch.compress(x, config=SMALL) for x in (key, value)]
+    pairs = [[x, y, y] for x, y in zip(compressed, (key, value), strict=True)]
+    inputs = [query, *pairs[0], *pairs[1], *(gates[..., i].contiguous() for i in range(3))]
+    inputs = [x.requires_grad_() for x in inputs]
+    operator = torch.ops.nsa.triton_attention_saving.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, (*inputs, None, False, *place), test_utils=checks)
 
 
 @kernel
-@pytest.mark.usefixtures("named")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiled_without_a_graph_break():
-    floats, indices = leaves()
-
-    def function(query, key, value):
-        options = {"config": SOME, "implementation": "triton"}
-        return nsa_torch.selected_attention(query, key, value, indices, **options)[0] * 2
+    def function(*tensors):
+        return nsa_torch.attention(*tensors, config=SMALL, implementation="triton") * 2
 
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     results = []
     for call in (function, compiled):
-        out = call(*floats)
-        results.append((out, *torch.autograd.grad(out.square().sum(), floats)))
-    (out, *one), (same, *other) = results
-    assert torch.equal(out, same)
-    # A GPU adds up the gradients, which are those of `sdpa`, in any order.
-    for x, y in zip(one, other, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        tensors = leaves()
+        out = call(*tensors)
+        results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
 
 
 if not INTERPRETED:
@@ -130,92 +276,178 @@ if not INTERPRETED:
     def test_triton_sel_parity_in_the_interpreter():
         interpreted_triton.run_again(__file__)
 
-    PROBLEM = {"D": 128, "Dv": 128, "platform": "cuda", "capability": (8, 9)}
 
-    def problem(**change):
-        query, key = torch.empty(1, 64, 4, 64), torch.empty(1, 64, 2, 64)
-        made = dispatch.problem_of(query, key, 64, NSAConfig(), False)
-        return made._replace(branch="selected", **PROBLEM | change)
+H100, A100, L4, B200 = (
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA L4",
+    "NVIDIA B200",
+)
+RTX_4090, RTX_5090 = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 5090"
+CAPABILITIES = {H100: (9, 0), A100: (8, 0), L4: (8, 9), B200: (10, 0)}
+CAPABILITIES |= {RTX_4090: (8, 9), RTX_5090: (12, 0)}
+EVERYWHERE = pytest.mark.skipif(INTERPRETED, reason="needs no kernel: not run once more")
 
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            ({"framework": "jax"}, "from torch only"),
-            ({"platform": "cpu"}, "CUDA tensors"),
-            ({"capability": (7, 5)}, "compute capability"),
-            ({"dtype": "float64"}, "computes in"),
-            ({"H": 130}, "65"),
-            ({"Dv": 512}, "Dv=512"),
-            ({"config": NSAConfig(select_block=256)}, "256"),
-            ({"H": 128, "D": 256, "Dv": 256}, "bytes of shared memory"),
-        ],
-    )
-    def test_refusals(change, reason):
-        assert dispatch.kernels_pallas.why_not("triton", problem()) is None
-        assert reason in dispatch.kernels_pallas.why_not("triton", problem(**change))
 
-    def test_automatic_choice_wants_a_measurement(monkeypatch):
-        """The kernel runs where it is named, or where the device's file has measured it."""
-        entries = [
-            e for e in dispatch.REGISTRY.table["selected"] if e.name in ("triton", "sdpa")
-        ]
-        monkeypatch.setitem(dispatch.REGISTRY.table, "selected", tuple(entries))
-        at = problem(device="Some GPU")
-        choose = dispatch.REGISTRY.choose
-        assert choose(at, "triton").implementation == "triton"
-        chosen = choose(at)
-        assert chosen.implementation == "sdpa"
-        assert "not measured on this device" in chosen.refused["triton"]
-        # A user's threshold says at which length, not which kernel can be trusted.
-        with policy.overridden(policy.Thresholds(sel_min_len=64), "a flag"):
-            assert choose(at).implementation == "sdpa"
-        for measured, want in (("triton", "triton"), ("mosaic", "sdpa")):
-            evidence = {"sel_min_len": {"kernel": measured, "commits": ["abc"]}}
-            found = policy.Device("Some GPU", policy.FOLDER / "x.yaml", evidence=evidence)
-            monkeypatch.setattr(policy, "of", lambda name, found=found: found)
-            assert choose(at).implementation == want
-        seeds = {"sel_min_len": {"kernel": "triton", "commits": []}}  # of a table of the seed's
-        found = policy.Device("Some GPU", policy.FOLDER / "x.yaml", evidence=seeds)
-        monkeypatch.setattr(policy, "of", lambda name: found)
-        assert choose(at).implementation == "sdpa"
+def pose(device=L4, framework="torch", **changes):
+    """A problem on a GPU that need not be there."""
+    values = dict(framework=framework, branch="selected", platform="cuda", dtype="bfloat16")
+    values |= dict(B=1, T=4096, S=4096, H=64, Hkv=4, D=128, Dv=128, packed=False)
+    values |= dict(config=PAPER, capability=CAPABILITIES[device], device=device)
+    return Problem(**values | changes)
 
-    # The largest of each kind that `limits` lets through; 8.9 gives a program the least memory.
-    EDGES = [(64, 256, 256, 128), (64, 192, 128, 64), (64, 128, 128, 128), (16, 256, 256, 64)]
-    EDGES += [(16, 128, 128, 64), (1, 64, 64, 32)]
 
-    @pytest.mark.parametrize("capability", [80, 89, 90])
-    @pytest.mark.parametrize("sizes", EDGES, ids=str)
-    @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-    def test_it_compiles_within_shared_memory(capability, sizes, dtype):
-        """For GPUs that need not be there: no more than each of them gives a program."""
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource, compile
+@pytest.fixture
+def installed(monkeypatch):
+    """Everything is installed, and torch sees a GPU that FA-2 can run on."""
+    monkeypatch.setattr(capability, "_missing", lambda framework: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
 
-        from kernels_pallas.triton import selected
 
-        group, width, value_width, block = sizes
-        refused = dtype == "fp32" and group == 64 and width > 128
-        kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-        at = problem(H=2 * group, D=width, Dv=value_width, dtype=kind)
-        assert (dispatch.kernels_pallas.why_not("triton", at) is not None) == refused
-        if refused:
-            return
-        function = selected.selected_attention
-        options = selected.options(*sizes, 4 if dtype == "fp32" else 2)
-        fixed = {"HEADS": 4, "GROUP": group, "N": 16, "BLOCK": block, "WIDTH": width}
-        fixed |= {"VALUE_WIDTH": value_width, **options}
-        fixed |= {f"{name}_column": 1 for name in ("query", "key", "value")}
-        launch = {x: fixed.pop(x) for x in ("num_warps", "num_stages", "enable_fp_fusion")}
-        types = dict.fromkeys(("query", "key", "value", "out"), f"*{dtype}")
-        types |= dict.fromkeys(("indices", "position", "key_start"), "*i32")
-        types |= {"lse": "*fp32", "scale": "fp32"} | dict.fromkeys(fixed, "constexpr")
-        signature = {x: types.get(x, "i32") for x in function.arg_names}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, x in enumerate(function.arg_names)
-            if x not in fixed and x not in ("scale", "tokens")
-        }
-        source = ASTSource(function, signature, fixed, aligned)
-        made = compile(source, target=GPUTarget("cuda", capability, 32), options=launch)
-        assert made.metadata.shared <= 99 * 1024
-        assert ("mma" in made.asm["ptx"]) == (dtype == "bf16")
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"platform": "cpu"}, "an NVIDIA GPU"),
+        ({"capability": (7, 5)}, "compute capability"),
+        ({"dtype": "float64"}, "computes in"),
+        ({"H": 516}, "129"),
+        ({"Dv": 512}, "Dv=512"),
+        ({"config": NSAConfig(select_block=256)}, "256"),
+        ({"config": NSAConfig(num_selected=65)}, "65"),
+        ({"T": 2**23}, "2 T G n"),
+        ({"H": 512, "D": 256, "Dv": 256, "dtype": "float32"}, "shared memory"),
+    ],
+)
+def test_refusals(change, reason):
+    assert kernels_pallas.why_not("triton", pose()) is None
+    assert reason in kernels_pallas.why_not("triton", pose(**change))
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("registry", [jax_dispatch.REGISTRY, dispatch.REGISTRY], ids=str)
+@pytest.mark.parametrize("device", CAPABILITIES)
+def test_choice_on_posed_devices(registry, device, monkeypatch):
+    """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
+    monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda: True)
+    plan = registry.plan(pose(device, registry.framework))
+    names = {choice.branch: choice.implementation for choice in plan}
+    if device == H100:
+        assert set(names.values()) == {"mosaic"} and plan.attention.implementation == "mosaic"
+    elif device == RTX_4090:
+        assert names.pop("selected") in ("sdpa", "xla") and set(names.values()) == {"triton"}
+        assert "not allowed on NVIDIA GeForce RTX 4090" in plan.selected.refused["triton"]
+        assert plan.attention is None
+    else:
+        assert set(names.values()) == {"triton"} and plan.attention.implementation == "triton"
+        assert "not measured on this device" in plan.compressed.note
+        assert "triton (by default on compute capability" in str(plan)
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("installed")
+def test_a_measurement_overturns_the_default(monkeypatch):
+    measured = {"sel_triton_min_L": {"kernel": "triton", "commits": ["abc"], "value": "never"}}
+    for thresholds in ("never", 64):
+        found = policy.Device(
+            L4,
+            policy.FOLDER / "x.yaml",
+            policy.Thresholds(sel_triton_min_L=thresholds),
+            evidence=measured,
+        )
+        monkeypatch.setattr(policy, "of", lambda name, found=found: found)
+        table = {"selected": dispatch.REGISTRY.table["selected"]}
+        choice = Registry("torch", table).choose(pose(L4))
+        assert (choice.implementation == "triton") == (thresholds == 64)
+        assert choice.note is None
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
+def test_tiles_fit_every_architecture(kind):
+    """The model never gives more than there is, and gives less where there is less."""
+    for width in (32, 48, 64, 128, 192, 256):
+        for itemsize in (2, 4):
+            sizes = []
+            for found in CAPABILITIES.values():
+                tiling = tilings.choose(kind, 128, 64, width, width, itemsize, found)
+                needed = tilings.needed(kind, tiling, width, width, itemsize)
+                assert needed <= tilings.smem_of(found)
+                sizes.append((tilings.smem_of(found), needed))
+            assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
+
+
+@EVERYWHERE
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+def test_jax_lowers_forward_backward_and_vmap():
+    """The kernels of all steps, compiled into what JAX would run on a GPU."""
+    case = Case(64, 64, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16")
+
+    def loss(query, key, value, gates):
+        pair = Branches.each(key), Branches.each(value)
+        compressed = [reference.compress(x, config=SMALL) for x in (key, value)]
+        gates = Branches.each(gates)
+        out = jax_triton.attention(query, *pair, gates, compressed, None, config=SMALL)
+        return out.astype(jnp.float32).sum()
+
+    p = problem(case)
+    arrays = p.query, p.key, p.value, p.gates[..., 0]
+    types = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in arrays]
+    gradients = jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    few = {"rows": 16, "keys": 16, "warps": 1, "stages": 1}  # which compiles fast
+    with compiled_for((8, 0)), tiles.forced(**dict.fromkeys(tiles.TRITON, few)):
+        lowered = jax.jit(gradients).trace(*types).lower(lowering_platforms=("cuda",))
+    # Forward: 3 branches, a block list, scores, the sum. Backward: delta, the block list again,
+    # 3 dq, and of dk, dv 3 and the sums of two.
+    assert lowered.as_text().count("@triton_kernel_call") == 6 + 10
+
+
+@EVERYWHERE
+def test_shard_map_is_traced_over_heads(monkeypatch):
+    """Kernels are whole on each device; nothing is compiled here."""
+    monkeypatch.setattr(jax_triton.OPS.__class__, "capability", lambda self, x: (8, 0))
+    monkeypatch.setattr(jax_triton.OPS.__class__, "device_name", lambda self, x: None)
+    monkeypatch.setattr(jax_triton.OPS.__class__, "run", unwritten)
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_head = jax.sharding.PartitionSpec(None, None, "heads")
+
+    def loss(query, key, value, gates):
+        def attend(query, key, value, gates):
+            pair = [reference.compress(x, config=SMALL) for x in (key, value)]
+            rest = Branches.each(gates), pair, None
+            both = Branches.each(key), Branches.each(value)
+            return jax_triton.attention(query, *both, *rest, config=SMALL)
+
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=by_head, out_specs=by_head)
+        return sharded(query, key, value, gates).astype(jnp.float32).sum()
+
+    p = problem(Case(24, 24, H=4, Hkv=2, D=16, Dv=16, B=1, config=SMALL, dtype="bfloat16"))
+    arrays = p.query, p.key, p.value, p.gates[..., 0]
+    found = jax.eval_shape(jax.grad(loss, argnums=(0, 1, 2, 3)), *arrays)
+    assert [x.shape for x in found] == [x.shape for x in arrays]
+
+
+def unwritten(self, launch, *arrays):
+    return [jnp.zeros(x.shape, x.dtype) for x in launch.outputs]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+@pytest.mark.parametrize("case", ON_A_GPU[:2] + ON_A_GPU[-4:], ids=str)
+def test_both_frameworks_give_the_same_bits(case):
+    p = problem(case)
+    options = {"config": case.config, "implementation": "triton"}
+
+    def loss(*arrays):
+        out = nsa_jax.attention(*arrays, segment_ids=p.segment_ids, **options)
+        return jnp.square(out.astype(jnp.float32)).sum(), out
+
+    arrays = p.query, p.key, p.value, p.gates
+    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*arrays)
+    leaves = [tensor(x, "cuda").requires_grad_() for x in arrays]
+    same = nsa_torch.attention(*leaves, cu_seqlens=cu_seqlens(case, "cuda"), **options)
+    others = torch.autograd.grad(same.float().square().sum(), leaves)
+    for mine, theirs in zip((out, *gradients), (same, *others), strict=True):
+        assert torch.equal(tensor(mine), theirs.detach().cpu())

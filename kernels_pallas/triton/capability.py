@@ -1,59 +1,79 @@
-"""What the Triton kernels of attention can do; asked before any of them is imported."""
+"""What the Triton kernels can do; asked before any of them is imported."""
 
 import functools
 import importlib.util
 from typing import Any
 
+from kernels_pallas.triton.tiling import HEADS, choose, power, scores_tiling
+
 AMPERE = (8, 0)
-HEADS = 64  # of a group: rows of a tile
 WIDTH = 256
-BLOCK = 128
+BLOCK = 128  # keys of a selection block
+SELECTED = 64  # blocks of a token
 DTYPES = ("float16", "bfloat16", "float32")
-SMEM_BYTES = 96 * 1024  # what every GPU from Ampere on gives a program, less a little
-LEAST = 16  # rows and columns of an operand of a product
-
-
-def power(size: int) -> int:
-    """The least power of two that is as large, from `LEAST` on."""
-    return max(1 << (size - 1).bit_length(), LEAST)
-
-
-def smem_bytes(
-    itemsize: int, rows: int, keys: int, width: int, value_width: int, stages: int
-) -> int:
-    """Of the query's rows, the probabilities, and `stages` steps of keys and values."""
-    return itemsize * (rows * (width + keys) + stages * keys * (width + value_width))
+NUMBERED = 2**31  # rows that a 32-bit number can count
 
 
 def why_not(problem: Any) -> str | None:
-    """Why the kernel of the selected branch cannot run `problem`, or None."""
-    if problem.framework != "torch":
-        return f"is called from torch only, got {problem.framework}"
-    if problem.platform != "cuda":
-        return f"needs CUDA tensors, got {problem.platform}"
+    """Why no Triton kernel can run `problem`, or None. What runs forward runs backward."""
+    if problem.platform not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU, got {problem.platform}"
     if problem.capability is None or problem.capability < AMPERE:
         return f"needs compute capability {AMPERE} or more, got {problem.capability}"
     if problem.dtype not in DTYPES:
         return f"computes in {', '.join(DTYPES)}, got {problem.dtype}"
-    group = problem.H // problem.Hkv
+    group, config = problem.H // problem.Hkv, problem.config
+    sizes = config.select_block, config.num_selected
+    reason = _why_not(
+        group, problem.D, problem.Dv, *sizes, problem.dtype, tuple(problem.capability)
+    )
+    # Of the backward pass of a packed batch, where a block counts twice.
+    rows = 2 * problem.T * group * config.num_selected
+    if reason is None and rows >= NUMBERED:
+        return f"takes 2 T G n < 2**31, got {rows}"
+    return reason or _missing(problem.framework)
+
+
+@functools.cache  # every call asks, for every step
+def _why_not(
+    group: int,
+    D: int,
+    Dv: int,
+    block: int,
+    num_selected: int,
+    dtype: str,
+    capability: tuple[int, int],
+) -> str | None:
+    """`why_not` of the sizes that no length changes."""
     if group > HEADS:
         return f"takes up to {HEADS} query heads a key/value head, got {group}"
-    for name, width in (("D", problem.D), ("Dv", problem.Dv)):
+    for name, width in (("D", D), ("Dv", Dv)):
         if width > WIDTH:
             return f"takes widths up to {WIDTH}, got {name}={width}"
-    if problem.config.select_block > BLOCK:
-        return f"takes selection blocks up to {BLOCK}, got {problem.config.select_block}"
-    itemsize = 4 if problem.dtype == "float32" else 2
-    rows, width, value_width = map(power, (group, problem.D, problem.Dv))
-    least = smem_bytes(itemsize, rows, LEAST, width, value_width, 2)
-    if least > SMEM_BYTES:
+    if block > BLOCK:
+        return f"takes selection blocks up to {BLOCK}, got {block}"
+    if num_selected > SELECTED:
+        return f"takes up to {SELECTED} selected blocks, got {num_selected}"
+    itemsize = 4 if dtype == "float32" else 2
+    rows = min(power(group), 64)
+    tilings = [
+        choose(kernel, rows, 64, D, Dv, itemsize, capability) for kernel in ("forward", "dq")
+    ]
+    tilings += [choose("dkv", 64, 64, D, Dv, itemsize, capability)]
+    tilings += [scores_tiling(group, D, itemsize, capability)]
+    if None in tilings:
         return (
-            f"takes widths and groups that fit in {SMEM_BYTES} bytes of shared memory, "
-            f"got {least}"
+            f"takes widths and groups whose tiles fit in the shared memory of compute capability "
+            f"{capability}, got {dtype} with D={D}, Dv={Dv}, {group} query heads a key/value head"
         )
-    return None if _installed() else "needs triton, which is not installed"
+    return None
 
 
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _missing(framework: str) -> str | None:
+    """What must be installed."""
+    wanted = ("triton", "jax_triton") if framework == "jax" else ("triton",)
+    for name in wanted:
+        if importlib.util.find_spec(name) is None:
+            return f"needs {name}, which is not installed"
+    return None

@@ -1,151 +1,357 @@
-"""Attention of every query to its selected blocks, one program a token and key/value head.
+"""Attention of each query to its selected blocks, and its dq.
 
-The `G` heads of a group are the rows of a tile, at least 16 of them, as tensor cores have; the
-blocks of the token pass by one after the other. Nothing is shared between tokens, so that no
-list and no order of the selection is needed, and strides are free. What a block costs is its
-keys and values from L2 once a token: at B=1 H=64 Hkv=4 D=128 T=65536 n=16 137 GB.
+Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. Where a group
+fills a tile (`TOKENS` = 1) a token's blocks pass by one after the other; else those of the
+tile's block list, and rows of other tokens are masked. What bounds it is L2: a block's keys and
+values once a tile.
+
+    S = scale Q K^T    P = exp(S - lse)    dS = P * (g dP - g delta)    dq = scale dS K
 """
 
 import triton
 import triton.language as tl
 
-from kernels_pallas.triton import capability
+from kernels_pallas.triton.rows import (
+    NEGATIVE_INFINITY,
+    load_columns,
+    load_rows,
+    pair_of,
+    row_statistics,
+    softmax_step,
+    store_attention,
+    store_rows,
+)
 
-LN2 = tl.constexpr(0.6931471805599453)
-KEYS = 64  # of a step, at most
+NONE = tl.constexpr(2**31 - 1)  # no block: behind every key
 
 
-def options(group: int, width: int, value_width: int, block: int, itemsize: int) -> dict:
-    """Launch options: sizes of tiles, and steps in flight.
+@triton.jit
+def _starts(indices, key_start, item, mask, head, HEADS, N, SLOTS: tl.constexpr, BLOCK):
+    """The first key of each token's blocks, `[tokens, SLOTS]`; NONE in empty slots."""
+    slot = tl.arange(0, SLOTS)
+    at = indices + ((item * HEADS + head) * N)[:, None] + slot[None, :]
+    block = tl.load(at, mask=mask[:, None] & (slot < N)[None, :], other=-1)
+    start = tl.load(key_start + item, mask=mask, other=0)
+    return tl.where(block >= 0, start[:, None] + block * BLOCK, NONE)
 
-    A step has as many keys as leave room for a second one.
+
+@triton.jit(do_not_specialize=["T"])
+def tile_block_lists(
+    indices,
+    position,
+    key_start,
+    T,
+    starts,
+    counts,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TOKEN_SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The union of the blocks of a tile's tokens, ascending, without duplicates.
+
+    Programs: B * HEADS * ceil(T / TOKENS). The rank of an entry is the number of other blocks
+    before it, which is counted, a chunk of the entries at a time.
+
+    Args:
+      indices: int32 `[B, T, HEADS, N]`, -1: none; position, key_start: int32 `[B, T]`.
+      starts: int32 `[programs, TOKEN_SLOTS * SLOTS]`: the first key of each block.
+      counts: int32 `[programs]`.
     """
-    rows, columns, value_columns = map(capability.power, (group, width, value_width))
-    keys = min(capability.power(block), KEYS)
+    tiles = tl.cdiv(T, TOKENS)
+    program = tl.program_id(0)
+    batch, head = pair_of(program // tiles, HEADS)
+    ENTRIES: tl.constexpr = TOKEN_SLOTS * SLOTS
+    entry = tl.arange(0, ENTRIES)
+    first = tl.cast(program, tl.int64) % tiles * TOKENS
+    mine = _entries(
+        entry,
+        first,
+        indices,
+        position,
+        key_start,
+        batch,
+        head,
+        T,
+        HEADS,
+        N,
+        BLOCK,
+        TOKENS,
+        SLOTS,
+    )
+    repeated = tl.zeros([ENTRIES], tl.int32)
+    for part in range(0, ENTRIES, CHUNK):
+        other = part + tl.arange(0, CHUNK)
+        theirs = _entries(
+            other,
+            first,
+            indices,
+            position,
+            key_start,
+            batch,
+            head,
+            T,
+            HEADS,
+            N,
+            BLOCK,
+            TOKENS,
+            SLOTS,
+        )
+        same = (mine[:, None] == theirs[None, :]) & (other[None, :] < entry[:, None])
+        repeated += tl.sum(same.to(tl.int32), axis=1)
+    kept = (mine != NONE) & (repeated == 0)
+    place = starts + tl.cast(program, tl.int64) * ENTRIES
+    # What is kept, where all programs' threads can read it: the ranks need it transposed.
+    tl.store(place + entry, tl.where(kept, mine, NONE))
+    tl.debug_barrier()
+    rank = tl.zeros([ENTRIES], tl.int32)
+    for part in range(0, ENTRIES, CHUNK):
+        theirs = tl.load(place + part + tl.arange(0, CHUNK))
+        before = theirs[None, :] < mine[:, None]
+        rank += tl.sum(before.to(tl.int32), axis=1)
+    tl.debug_barrier()
+    tl.store(place + rank, mine, mask=kept)
+    tl.store(counts + program, tl.sum(kept.to(tl.int32), axis=0))
 
-    def fit(stages):
-        sizes = itemsize, rows, keys, columns, value_columns
-        return capability.smem_bytes(*sizes, stages) <= capability.SMEM_BYTES
 
-    while keys > capability.LEAST and not fit(2):
-        keys //= 2
-    return {
-        "ROWS": rows,
-        "KEYS": keys,
-        "PARTS": triton.cdiv(block, keys),
-        "COLUMNS": columns,
-        "VALUE_COLUMNS": value_columns,
-        "PRECISION": "ieee" if itemsize == 4 else "tf32",
-        "enable_fp_fusion": True,
-        "num_warps": 8 if rows * max(columns, value_columns) > 64 * 128 else 4,
-        "num_stages": 3 if fit(3) else 2,
-    }
+@triton.jit
+def _entries(
+    entry, first, indices, position, key_start, batch, head, T, HEADS, N, BLOCK, TOKENS, SLOTS
+):
+    """The first keys of the entries `token * SLOTS + slot` of a tile; NONE: no block."""
+    token, slot = entry // SLOTS, entry % SLOTS
+    there = (token < TOKENS) & (slot < N) & (first + token < T)
+    item = batch * T + first + token
+    block = tl.load(indices + (item * HEADS + head) * N + slot, mask=there, other=-1)
+    at = tl.load(position + item, mask=there, other=-1)
+    start = tl.load(key_start + item, mask=there, other=0)
+    return tl.where((block >= 0) & (at >= 0), start + block * BLOCK, NONE)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def selected_attention(
+@triton.jit
+def _tile(position, key_start, T, HEADS, GROUP, TOKENS: tl.constexpr, ROWS, CHUNKS):
+    """The tile of this program: batch row, head, first token and which, its rows' tokens and
+    rows of `[B, T, H]`, which rows there are, and the end of what each may see; 0: nothing.
+    """
+    tiles = tl.cdiv(T, TOKENS)
+    program = tl.program_id(0)
+    chunk = program % CHUNKS
+    program = program // CHUNKS
+    batch, head = pair_of(program // tiles, HEADS)
+    row = chunk * ROWS + tl.arange(0, ROWS)
+    token = program % tiles * TOKENS + row // GROUP
+    there = (row < TOKENS * GROUP) & (token < T)
+    item = batch * T + token
+    at = tl.load(position + item, mask=there, other=-1)
+    start = tl.load(key_start + item, mask=there, other=0)
+    end = tl.where(at >= 0, start + at + 1, 0)
+    return (
+        program,
+        batch,
+        head,
+        item,
+        item * (HEADS * GROUP) + head * GROUP + row % GROUP,
+        there,
+        end,
+    )
+
+
+@triton.jit
+def _block(
+    lists, i, PARTS: tl.constexpr, N: tl.constexpr, BLOCK, KEYS, TOKENS: tl.constexpr, start
+):
+    """Of step i: the first key of its block, and its keys, which may lie behind the block."""
+    found = tl.load(lists + i // PARTS)
+    if TOKENS == 1:
+        found = tl.where(found >= 0, start + found * BLOCK, NONE - BLOCK)
+    inside = i % PARTS * KEYS + tl.arange(0, KEYS)
+    return found, inside
+
+
+@triton.jit(do_not_specialize=["T", "S", "scale"])
+def forward(
     query,
     key,
     value,
     indices,
     position,
     key_start,
+    lists,
+    counts,
+    gate,
+    added,
+    T,
+    S,
+    scale,
     out,
     lse,
-    scale,
-    tokens,
-    query_batch,
-    query_token,
-    query_head,
-    query_column,
-    key_batch,
-    key_token,
-    key_head,
-    key_column,
-    value_batch,
-    value_token,
-    value_head,
-    value_column,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
-    """Grid: (batch * tokens, HEADS).
+    """Programs: B * HEADS * ceil(T / TOKENS) * CHUNKS, which is ceil(GROUP / ROWS) or 1.
 
     Args:
-      query: `[batch, tokens, HEADS * GROUP, WIDTH]`; key: `[batch, keys, HEADS, WIDTH]`; value:
-        `[batch, keys, HEADS, VALUE_WIDTH]`, with the strides `query_*`, .., in elements.
-      indices: int32, contiguous, `[batch, tokens, HEADS, N]`, in any order, -1: none.
-      position, key_start: int32, contiguous, `[batch, tokens]`: the token's place in its
-        sequence, negative where it sees nothing, and the sequence's first key.
-      out: contiguous, `[batch, tokens, HEADS * GROUP, VALUE_WIDTH]`, in the dtype of `query`.
-      lse: float32, contiguous, `[batch, tokens, HEADS * GROUP]`, natural.
-      scale: of the logits, times log2(e).
+      query, key, value, gate, added, scale, out, lse: as of `interval.forward`.
+      indices: int32 `[B, T, HEADS, N]`; position, key_start: int32 `[B, T]`.
+      lists, counts: of `tile_block_lists`, read where TOKENS > 1.
     """
-    item = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1).to(tl.int64)
-    batch, token = item // tokens, item % tokens
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    value_columns = tl.arange(0, VALUE_COLUMNS)
-    head = group * GROUP + row
-    real = row < GROUP
-    wide, value_wide = column < WIDTH, value_columns < VALUE_WIDTH
-
-    query += batch * query_batch + token * query_token
-    places = head[:, None] * query_head + column[None, :] * query_column
-    rows = tl.load(query + places, mask=real[:, None] & wide[None, :], other=0.0)
-    last = tl.load(position + item)
-    start = tl.load(key_start + item).to(tl.int64)
-    key += batch * key_batch + start * key_token + group * key_head
-    value += batch * value_batch + start * value_token + group * value_head
-    indices += (item * HEADS + group) * N
-
+    tile, batch, head, item, row, there, end = _tile(
+        position, key_start, T, HEADS, GROUP, TOKENS, ROWS, CHUNKS
+    )
+    rows = load_rows(query, row, end > 0, WIDTH, COLUMNS)
+    key += (batch * S * HEADS + head) * WIDTH
+    value += (batch * S * HEADS + head) * VALUE_WIDTH
+    beyond = tl.minimum(tl.max(end, axis=0), S)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    for i in range(N * PARTS):
-        block = tl.load(indices + i // PARTS)
-        inside = (i - i // PARTS * PARTS) * KEYS + tl.arange(0, KEYS)
-        at = block * BLOCK + inside
-        seen = (inside < BLOCK) & (at >= 0) & (at <= last)
-        at = at.to(tl.int64)
-        # What is not seen may be anything, and zero times NaN is NaN.
-        keys = tl.load(
-            key + at[None, :] * key_token + column[:, None] * key_column,
-            mask=seen[None, :] & wide[:, None],
-            other=0.0,
+    if TOKENS == 1:
+        token = batch * T + tile % T
+        start = tl.load(key_start + token)
+        lists = indices + (token * HEADS + head) * N
+        count = N
+        chosen = item[:, None]  # not read: all rows have these blocks
+    else:
+        start = 0
+        lists += tl.cast(tile, tl.int64) * ENTRIES
+        count = tl.load(counts + tile)
+        chosen = _starts(indices, key_start, item, there, head, HEADS, N, SLOTS, BLOCK)
+    for i in range(count * PARTS):
+        found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
+        at = found + inside
+        inner = (inside < BLOCK) & (at < beyond) & (at >= 0)
+        skip = tl.cast(found, tl.int64) * HEADS
+        keys = load_columns(key + skip * WIDTH, inside * HEADS, inner, WIDTH, COLUMNS)
+        values = load_rows(
+            value + skip * VALUE_WIDTH, inside * HEADS, inner, VALUE_WIDTH, VALUE_COLUMNS
         )
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        larger = tl.maximum(most, tl.max(logits, axis=1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        probs = tl.exp2(logits - base[:, None])
-        less = tl.exp2(most - base)
-        values = tl.load(
-            value + at[:, None] * value_token + value_columns[None, :] * value_column,
-            mask=seen[:, None] & value_wide[None, :],
-            other=0.0,
-        )
-        total = total * less + tl.sum(probs, axis=1)
-        acc = acc * less[:, None]
-        acc = tl.dot(probs.to(values.dtype), values, acc, input_precision=PRECISION)
-        most = larger
+        seen = inner[None, :] & (at[None, :] < end[:, None])
+        if TOKENS > 1:
+            member = tl.max((chosen == found).to(tl.int32), axis=1)
+            seen &= (member > 0)[:, None]
+        logits = tl.where(seen, logits, NEGATIVE_INFINITY)
+        most, total, acc = softmax_step(logits, values, most, total, acc, PRECISION)
+    store_attention(
+        out,
+        lse,
+        gate,
+        added,
+        row,
+        there,
+        most,
+        total,
+        acc,
+        VALUE_WIDTH,
+        VALUE_COLUMNS,
+        GATED,
+        ADDED,
+    )
 
-    empty = total == 0.0
-    total = tl.where(empty, 1.0, total)
-    acc = acc / total[:, None]
-    natural = tl.where(empty, float("-inf"), (most + tl.log2(total)) * LN2)
-    head = item * (HEADS * GROUP) + head
-    places = head[:, None] * VALUE_WIDTH + value_columns[None, :]
-    mask = real[:, None] & value_wide[None, :]
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + head, natural, mask=real)
+
+@triton.jit(do_not_specialize=["T", "S", "scale", "scale_dq"])
+def dq(
+    query,
+    key,
+    value,
+    indices,
+    position,
+    key_start,
+    lists,
+    counts,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    added,
+    T,
+    S,
+    scale,
+    scale_dq,
+    out,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """Programs as of `forward`; do, lse, delta, gate, dlse, added, out as of `interval.dq`."""
+    tile, batch, head, item, row, there, end = _tile(
+        position, key_start, T, HEADS, GROUP, TOKENS, ROWS, CHUNKS
+    )
+    sees = end > 0
+    rows = load_rows(query, row, sees, WIDTH, COLUMNS)
+    do_rows = load_rows(do, row, sees, VALUE_WIDTH, VALUE_COLUMNS)
+    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, sees, GATED, LSE_GRAD)
+    key += (batch * S * HEADS + head) * WIDTH
+    value += (batch * S * HEADS + head) * VALUE_WIDTH
+    beyond = tl.minimum(tl.max(end, axis=0), S)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if TOKENS == 1:
+        token = batch * T + tile % T
+        start = tl.load(key_start + token)
+        lists = indices + (token * HEADS + head) * N
+        count = N
+        chosen = item[:, None]  # not read: all rows have these blocks
+    else:
+        start = 0
+        lists += tl.cast(tile, tl.int64) * ENTRIES
+        count = tl.load(counts + tile)
+        chosen = _starts(indices, key_start, item, there, head, HEADS, N, SLOTS, BLOCK)
+    for i in range(count * PARTS):
+        found, inside = _block(lists, i, PARTS, N, BLOCK, KEYS, TOKENS, start)
+        at = found + inside
+        inner = (inside < BLOCK) & (at < beyond) & (at >= 0)
+        skip = tl.cast(found, tl.int64) * HEADS
+        keys = load_columns(key + skip * WIDTH, inside * HEADS, inner, WIDTH, COLUMNS)
+        values = load_columns(
+            value + skip * VALUE_WIDTH, inside * HEADS, inner, VALUE_WIDTH, VALUE_COLUMNS
+        )
+        logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
+        probs = tl.exp2(logits - lse_log2[:, None])
+        dp = tl.dot(do_rows, values, input_precision=PRECISION)
+        ds = probs * (dp * gates[:, None] - shift[:, None])
+        seen = inner[None, :] & (at[None, :] < end[:, None])
+        if TOKENS > 1:
+            member = tl.max((chosen == found).to(tl.int32), axis=1)
+            seen &= (member > 0)[:, None]
+        ds = tl.where(seen, ds, 0.0)
+        acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
+    acc *= scale_dq
+    if ADDED:
+        acc += load_rows(added, row, there, WIDTH, COLUMNS).to(tl.float32)
+    store_rows(out, row, acc, there, WIDTH, COLUMNS)

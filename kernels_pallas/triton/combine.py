@@ -1,0 +1,85 @@
+"""The gated sum of the branches, and delta = rowsum(dO * O) of each; bound by HBM.
+
+out = sum_c gate[c] * O_c    delta_c = rowsum(dO * O_c) = dg_c
+"""
+
+import triton
+import triton.language as tl
+
+from kernels_pallas.triton.rows import load_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["count"])
+def gated_sum(
+    compressed,
+    selected,
+    sliding,
+    compressed_gate,
+    selected_gate,
+    sliding_gate,
+    count,
+    out,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs: ceil(count / ROWS). Outputs `[count, WIDTH]`, gates float32 `[count]`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < count
+    gate = tl.load(compressed_gate + row, mask=there, other=0.0)
+    total = load_rows(compressed, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    gate = tl.load(selected_gate + row, mask=there, other=0.0)
+    total += load_rows(selected, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    gate = tl.load(sliding_gate + row, mask=there, other=0.0)
+    total += load_rows(sliding, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    store_rows(out, row, total, there, WIDTH, COLUMNS)
+
+
+@triton.jit
+def _dot(do_rows, out, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
+    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
+    return tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def delta(
+    do,
+    out,
+    count,
+    delta_out,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Programs: ceil(count / ROWS). Of one output `[count, WIDTH]`: float32 `[count]`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < count
+    do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
+    tl.store(delta_out + row, _dot(do_rows, out, row, there, WIDTH, COLUMNS), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def deltas(
+    do,
+    compressed,
+    selected,
+    sliding,
+    count,
+    compressed_delta,
+    selected_delta,
+    sliding_delta,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`delta` of the three branches, which share the reading of `do`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < count
+    do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
+    found = _dot(do_rows, compressed, row, there, WIDTH, COLUMNS)
+    tl.store(compressed_delta + row, found, mask=there)
+    found = _dot(do_rows, selected, row, there, WIDTH, COLUMNS)
+    tl.store(selected_delta + row, found, mask=there)
+    found = _dot(do_rows, sliding, row, there, WIDTH, COLUMNS)
+    tl.store(sliding_delta + row, found, mask=there)

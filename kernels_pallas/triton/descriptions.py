@@ -1,0 +1,448 @@
+"""The Triton kernels of each step, described (`kernel.TritonKernel`): no Triton is imported.
+
+A `Problem` has the sizes of one branch; the arrays that a kernel takes are listed by its
+function (`interval.py`, `selected.py`, `dkv.py`, `scores.py`, `combine.py`).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.kernel import TritonKernel
+from kernels_pallas.triton.tiling import LEAST, Tiling, choose, most, power, scores_tiling
+
+HERE = "kernels_pallas.triton"
+LOG2E = math.log2(math.e)
+MERGED_ROWS = 16  # of a program that adds partials
+SEGMENT = 2048  # entries of a query list that one program walks
+PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of one branch (shapes: `nsa_jax.types`), and where it runs.
+
+    Attributes:
+      capability: of the GPU, which bounds the tiles.
+      tiles: fields of a `Tiling` that were measured for this shape, by kernel.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    scale: float
+    capability: tuple[int, int]
+    gated: bool = False
+    added: bool = False
+    lse_grad: bool = False
+    tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        return self.H // self.Hkv
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def pairs(self) -> int:
+        """Batch rows times key/value heads."""
+        return self.B * self.Hkv
+
+    @property
+    def log2_scale(self) -> float:
+        return self.scale * LOG2E
+
+    def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
+        """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile."""
+        largest = most(kernel, self.capability, self.D, self.Dv)
+        rows, keys = largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
+        found = choose(kernel, rows, keys, self.D, self.Dv, self.itemsize, self.capability)
+        if found is None:
+            raise NotImplementedError(
+                f"triton: no tiles of {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
+                f"memory of compute capability {self.capability}"
+            )
+        return found._replace(**self.tiles.get(kernel, {}))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What is compiled into every kernel of attention."""
+        return {
+            "HEADS": self.Hkv,
+            "GROUP": self.group,
+            "WIDTH": self.D,
+            "VALUE_WIDTH": self.Dv,
+            "COLUMNS": power(self.D),
+            "VALUE_COLUMNS": power(self.Dv),
+            "PRECISION": "ieee" if self.dtype == "float32" else "tf32",
+            "GATED": self.gated,
+        }
+
+    @property
+    def out_lse(self) -> tuple[Array, Array]:
+        rows = self.B, self.T, self.H
+        return Array((*rows, self.Dv), self.dtype), Array(rows, "float32")
+
+    @property
+    def dq(self) -> tuple[Array]:
+        return (Array((self.B, self.T, self.H, self.D), self.dtype),)
+
+    @property
+    def dk_dv(self) -> tuple[Array, Array]:
+        keys = self.B, self.S, self.Hkv
+        return Array((*keys, self.D), self.dtype), Array((*keys, self.Dv), self.dtype)
+
+    def partials(self, items: int, keys: int) -> tuple[Array, Array]:
+        """Of dk and dv of `items` segments of tiles of `keys` keys."""
+        dk, dv = (Array((items, keys, x), "float32") for x in (self.D, self.Dv))
+        return dk, dv
+
+
+def interval_forward(p: Problem) -> TritonKernel:
+    """Arrays: query, key, value, first, last, gate, added; results: out, lse."""
+    tiling = p.tiling("forward")
+    tiles = cdiv(p.T * p.group, tiling.rows)
+    sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
+    return TritonKernel(
+        f"{HERE}.interval:forward",
+        p.pairs * tiles,
+        (p.T, p.S, p.log2_scale),
+        p.out_lse,
+        p.constants | sizes,
+        tiling.warps,
+        tiling.stages,
+    )
+
+
+def interval_dq(p: Problem) -> TritonKernel:
+    """Arrays: query, key, value, first, last, do, lse, delta, gate, dlse, added; result: dq."""
+    tiling = p.tiling("dq")
+    tiles = cdiv(p.T * p.group, tiling.rows)
+    sizes = {"ROWS": tiling.rows, "KEYS": tiling.keys, "ADDED": p.added}
+    return TritonKernel(
+        f"{HERE}.interval:dq",
+        p.pairs * tiles,
+        (p.T, p.S, p.log2_scale, p.scale),
+        p.dq,
+        p.constants | sizes | {"LSE_GRAD": p.lse_grad},
+        tiling.warps,
+        tiling.stages,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class IntervalDkv:
+    """dk and dv of a branch of intervals.
+
+    Attributes:
+      popular: whether nearly all queries see the first keys, so that few tiles of keys have all
+        the work: each is cut into segments of queries until there are `PROGRAMS` programs.
+    """
+
+    problem: Problem
+    popular: bool
+
+    @property
+    def segments(self) -> int:
+        """Of the queries of a tile of keys."""
+        return min(cdiv(PROGRAMS, self.tiles * self.problem.pairs), 16) if self.popular else 1
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.problem.tiling("dkv")
+
+    @property
+    def tiles(self) -> int:
+        return cdiv(self.problem.S, self.tiling.keys)
+
+    def partials(self) -> TritonKernel:
+        """Arrays: query, key, value, first, last, do, lse, delta, gate, dlse, edges; results:
+        partials of dk, dv if `popular`, else these.
+        """
+        p, tiling = self.problem, self.tiling
+        items = p.pairs * self.tiles * self.segments
+        return TritonKernel(
+            f"{HERE}.dkv:of_intervals",
+            items,
+            (p.T, p.S, self.segments, p.log2_scale, p.scale),
+            p.partials(items, tiling.keys) if self.popular else p.dk_dv,
+            p.constants
+            | {"ROWS": tiling.rows, "KEYS": tiling.keys, "DIRECT": not self.popular}
+            | {"LSE_GRAD": p.lse_grad},
+            tiling.warps,
+            tiling.stages,
+        )
+
+    def merge(self) -> TritonKernel:
+        """Arrays: the partials, and the item after each tile's."""
+        tiling, items = self.tiling, self.tiles * self.segments
+        return _merge(self.problem, self.tiles, items, tiling.keys, tiling.keys)
+
+
+def _merge(p: Problem, tiles: int, items: int, block: int, keys: int) -> TritonKernel:
+    constants = {x: p.constants[x] for x in ("HEADS", "WIDTH", "VALUE_WIDTH")}
+    constants |= {x: p.constants[x] for x in ("COLUMNS", "VALUE_COLUMNS")}
+    return TritonKernel(
+        f"{HERE}.dkv:merge",
+        p.pairs * tiles * (keys // MERGED_ROWS),
+        (p.S, tiles, items),
+        p.dk_dv,
+        constants | {"BLOCK": block, "KEYS": keys, "PART": MERGED_ROWS},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """The selected branch: `n` blocks of `block` keys a token.
+
+    A tile has the heads of one token where they fill 16 rows or more, else of as many
+    neighbouring tokens as 16 rows hold.
+    """
+
+    problem: Problem
+    n: int
+    block: int
+
+    def _tiling(self, kernel: str) -> Tiling:
+        rows = min(power(self.problem.group), 64)
+        return self.problem.tiling(kernel, rows, min(power(self.block), 64))
+
+    @property
+    def tokens(self) -> int:
+        return max(LEAST // self.problem.group, 1)
+
+    @property
+    def tiles(self) -> int:
+        """Of one key/value head and batch row."""
+        return cdiv(self.problem.T, self.tokens)
+
+    @property
+    def slots(self) -> int:
+        return 1 << (self.n - 1).bit_length()
+
+    @property
+    def entries(self) -> int:
+        """Of a tile's block list, at most."""
+        return (1 << (self.tokens - 1).bit_length()) * self.slots
+
+    def block_lists(self) -> TritonKernel | None:
+        """Arrays: indices, position, key_start; results: the lists of the tiles, their lengths.
+
+        None where each token is a tile of its own.
+        """
+        if self.tokens == 1:
+            return None
+        p = self.problem
+        programs = p.pairs * self.tiles
+        return TritonKernel(
+            f"{HERE}.selected:tile_block_lists",
+            programs,
+            (p.T,),
+            (Array((programs, self.entries), "int32"), Array((programs,), "int32")),
+            {
+                "HEADS": p.Hkv,
+                "N": self.n,
+                "BLOCK": self.block,
+                "TOKENS": self.tokens,
+                "TOKEN_SLOTS": self.entries // self.slots,
+                "SLOTS": self.slots,
+                "CHUNK": min(self.entries, 32),
+            },
+        )
+
+    def _constants(self, tiling: Tiling) -> dict[str, Any]:
+        p = self.problem
+        return p.constants | {
+            "N": self.n,
+            "SLOTS": self.slots,
+            "BLOCK": self.block,
+            "TOKENS": self.tokens,
+            "ENTRIES": self.entries,
+            "ROWS": tiling.rows,
+            "CHUNKS": cdiv(p.group, tiling.rows) if self.tokens == 1 else 1,
+            "KEYS": tiling.keys,
+            "PARTS": cdiv(self.block, tiling.keys),
+            "ADDED": p.added,
+        }
+
+    def forward(self) -> TritonKernel:
+        """Arrays: query, key, value, indices, position, key_start, lists, counts, gate, added;
+        results: out, lse.
+        """
+        p, tiling = self.problem, self._tiling("forward")
+        constants = self._constants(tiling)
+        return TritonKernel(
+            f"{HERE}.selected:forward",
+            p.pairs * self.tiles * constants["CHUNKS"],
+            (p.T, p.S, p.log2_scale),
+            p.out_lse,
+            constants,
+            tiling.warps,
+            tiling.stages,
+        )
+
+    def dq(self) -> TritonKernel:
+        """Arrays: query .. counts as of `forward`, do .. added as of `interval_dq`; result: dq."""
+        p, tiling = self.problem, self._tiling("dq")
+        constants = self._constants(tiling)
+        return TritonKernel(
+            f"{HERE}.selected:dq",
+            p.pairs * self.tiles * constants["CHUNKS"],
+            (p.T, p.S, p.log2_scale, p.scale),
+            p.dq,
+            constants | {"LSE_GRAD": p.lse_grad},
+            tiling.warps,
+            tiling.stages,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectedDkv:
+    """dk and dv of the selected branch, from the query list of each tile of `block` keys.
+
+    Attributes:
+      packed: whether sequences may begin at any key: a block then lies in two tiles.
+    """
+
+    problem: Problem
+    n: int
+    block: int
+    packed: bool
+
+    @property
+    def copies(self) -> int:
+        return 2 if self.packed else 1
+
+    @property
+    def tiles(self) -> int:
+        """Of one key/value head and batch row."""
+        return cdiv(self.problem.S, self.block)
+
+    @property
+    def entries(self) -> int:
+        """Of the query lists of one key/value head and batch row, at most."""
+        return self.problem.T * self.n * self.copies
+
+    @property
+    def items(self) -> int:
+        """Of one key/value head and batch row, at most; every tile has one."""
+        return self.tiles + self.entries // SEGMENT
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.problem.tiling("dkv", keys=power(self.block))
+
+    @property
+    def parts(self) -> int:
+        return max(power(self.block) // self.tiling.keys, 1)
+
+    def partials(self) -> TritonKernel:
+        """Arrays: query, key, value, indices, position, key_start, do, lse, delta, gate, dlse,
+        order, starts, ends, tile_of; results: partials of dk, dv.
+        """
+        p, tiling = self.problem, self.tiling
+        return TritonKernel(
+            f"{HERE}.dkv:of_blocks",
+            p.pairs * self.items * self.parts,
+            (p.T, p.S, self.tiles, self.items, self.entries, p.log2_scale, p.scale),
+            p.partials(p.pairs * self.items, self.parts * tiling.keys),
+            p.constants
+            | {
+                "N": self.n,
+                "COPIES": self.copies,
+                "BLOCK": self.block,
+                "SEGMENT": SEGMENT,
+                "ROWS": tiling.rows,
+                "KEYS": tiling.keys,
+                "PARTS": self.parts,
+                "LSE_GRAD": p.lse_grad,
+            },
+            tiling.warps,
+            tiling.stages,
+        )
+
+    def merge(self) -> TritonKernel:
+        """Arrays: the partials, and the item after each tile's."""
+        keys = self.parts * self.tiling.keys
+        return _merge(self.problem, self.tiles, self.items, self.block, keys)
+
+
+def best_blocks(p: Problem, config: Any) -> TritonKernel:
+    """Arrays: query, key, lse, first, last, position, base; result: the selection.
+
+    Args:
+      config: an `NSAConfig`.
+    """
+    ratio = config.select_block // config.compress_stride
+    ratio_rows = 1 << (ratio - 1).bit_length()
+    best = max(1 << (config.num_selected - 1).bit_length(), 2)
+    group = 1 << (p.group - 1).bit_length()
+    tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
+    if tiling is None:
+        raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
+    tiling = tiling._replace(**p.tiles.get("scores", {}))
+    columns = max(tiling.rows, group)
+    blocks = max(tiling.keys // ratio_rows, 1)
+    return TritonKernel(
+        f"{HERE}.scores:best_blocks",
+        p.pairs * cdiv(p.T, columns // group),
+        (p.T, p.S, p.log2_scale),
+        (Array((p.B, p.T, p.Hkv, config.num_selected), "int32"),),
+        {
+            "HEADS": p.Hkv,
+            "GROUP": p.group,
+            "WIDTH": p.D,
+            "N": config.num_selected,
+            "SELECT_BLOCK": config.select_block,
+            "TOKENS": columns // group,
+            "GROUP_COLUMNS": group,
+            "BLOCKS": blocks,
+            "RATIO": ratio,
+            "RATIO_ROWS": ratio_rows,
+            "COVER": config.compress_block // config.compress_stride,
+            "NUM_INITIAL": config.num_initial,
+            "NUM_LOCAL": config.num_local,
+            "BEST": best,
+            "DOUBLINGS": max((best // blocks).bit_length() - 1, 0),
+            "COLUMNS": power(p.D),
+            "PRECISION": p.constants["PRECISION"],
+        },
+        tiling.warps,
+        tiling.stages,
+    )
+
+
+def _rowwise(function: str, rows: int, width: int, outputs) -> TritonKernel:
+    columns = power(width)
+    tile = max(4096 // columns, 1)
+    constants = {"WIDTH": width, "ROWS": tile, "COLUMNS": columns}
+    return TritonKernel(
+        f"{HERE}.combine:{function}", cdiv(rows, tile), (rows,), tuple(outputs), constants
+    )
+
+
+def gated_sum(out: Array) -> TritonKernel:
+    """Arrays: the three outputs, each like `out`, then their gates; result: the sum."""
+    *rows, width = out.shape
+    return _rowwise("gated_sum", math.prod(rows), width, [out])
+
+
+def deltas(out: Array, count: int) -> TritonKernel:
+    """Arrays: do, then the outputs, `count` of them, 1 or 3; results: rowsum(dO * O) of each."""
+    *rows, width = out.shape
+    results = [Array(tuple(rows), "float32")] * count
+    return _rowwise("delta" if count == 1 else "deltas", math.prod(rows), width, results)

@@ -1,0 +1,500 @@
+"""dk and dv of a branch: key-stationary, with products that are transposed (keys x queries).
+
+    S^T = scale K Q^T    P^T = exp(S^T - lse)    dS^T = P^T * (g V dO^T - g delta)
+    dv = (g P)^T dO      dk = scale dS^T Q
+
+A program has one tile of keys and a segment of the query rows that see it: an interval of
+tokens (`of_intervals`), or a part of the list of the tokens that chose the block
+(`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their
+order. The heads of a group add up by themselves.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels_pallas.triton.rows import load_rows, pair_of, row_statistics, store_rows
+
+
+@triton.jit
+def _step(
+    keys,
+    values,
+    query,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    row,
+    there,
+    seen,
+    scale,
+    dk,
+    dv,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds one tile of query rows; `seen`: `[KEYS, ROWS]`, read if `MASKED`."""
+    rows = load_rows(query, row, there, WIDTH, COLUMNS)
+    do_rows = load_rows(do, row, there, VALUE_WIDTH, VALUE_COLUMNS)
+    lse_log2, gates, shift = row_statistics(lse, delta, gate, dlse, row, there, GATED, LSE_GRAD)
+    logits = tl.dot(keys, tl.trans(rows), input_precision=PRECISION) * scale
+    probs = tl.exp2(logits - lse_log2[None, :])
+    if MASKED:
+        probs = tl.where(seen, probs, 0.0)
+    gated = probs * gates[None, :]
+    dv = tl.dot(gated.to(do_rows.dtype), do_rows, dv, input_precision=PRECISION)
+    dp = tl.dot(values, tl.trans(do_rows), input_precision=PRECISION)
+    ds = gated * dp - probs * shift[None, :]
+    if MASKED:
+        ds = tl.where(seen, ds, 0.0)
+    dk = tl.dot(ds.to(rows.dtype), rows, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _interval_walk(
+    keys,
+    values,
+    query,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    first,
+    last,
+    item,
+    at,
+    begin,
+    end,
+    stop,
+    scale,
+    dk,
+    dv,
+    head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        token = item + row // GROUP
+        there = row < stop
+        seen = there[None, :]
+        if MASKED:
+            low = tl.load(first + token, mask=there, other=0)
+            high = tl.load(last + token, mask=there, other=0)
+            there &= low < high
+            seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
+        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
+        dk, dv = _step(
+            keys,
+            values,
+            query,
+            do,
+            lse,
+            delta,
+            gate,
+            dlse,
+            place,
+            there,
+            seen,
+            scale,
+            dk,
+            dv,
+            WIDTH,
+            VALUE_WIDTH,
+            COLUMNS,
+            VALUE_COLUMNS,
+            PRECISION,
+            GATED,
+            LSE_GRAD,
+            MASKED,
+        )
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
+def of_intervals(
+    query,
+    key,
+    value,
+    first,
+    last,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    edges,
+    T,
+    S,
+    segments,
+    scale,
+    scale_dk,
+    dk_out,
+    dv_out,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+):
+    """Programs: B * HEADS * ceil(S / KEYS) * segments.
+
+    Args:
+      query .. dlse: as of `interval.dq`.
+      edges: int32 `[B, tiles, 4]`: the tokens that see some key of a tile begin and end, and
+        those that see all its keys.
+      scale_dk: the scale itself.
+      DIRECT: there is one segment.
+      dk_out, dv_out: if `DIRECT`, `[B, S, HEADS, .]`; else float32 partials
+        `[programs, KEYS, .]`.
+    """
+    tiles = tl.cdiv(S, KEYS)
+    program = tl.program_id(0)
+    segment, tile = program % segments, program // segments % tiles
+    batch, head = pair_of(program // segments // tiles, HEADS)
+    inside = tl.arange(0, KEYS)
+    at = tile * KEYS + inside
+    inner = at < S
+    beyond = (batch * S + at) * HEADS + head
+    keys = load_rows(key, beyond, inner, WIDTH, COLUMNS)
+    values = load_rows(value, beyond, inner, VALUE_WIDTH, VALUE_COLUMNS)
+    edges += (batch * tiles + tile) * 4
+    start = tl.load(edges) * GROUP
+    stop = tl.load(edges + 1) * GROUP
+    share = tl.cdiv(tl.cdiv(stop - start, ROWS), segments) * ROWS
+    start += segment * share
+    stop = tl.minimum(stop, start + share)
+    last_row = tl.maximum((stop - start + ROWS - 1) // ROWS, 0) * ROWS + start
+    plain = (tl.load(edges + 2) * GROUP - start + ROWS - 1) // ROWS * ROWS + start
+    plain = tl.minimum(tl.maximum(plain, start), last_row)
+    tail = tl.minimum(tl.load(edges + 3) * GROUP, stop)
+    tail = tl.maximum(tail - plain, 0) // ROWS * ROWS + plain
+    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+    dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    for part in tl.static_range(3):
+        begin = start if part == 0 else (plain if part == 1 else tail)
+        end = plain if part == 0 else (tail if part == 1 else last_row)
+        dk, dv = _interval_walk(
+            keys,
+            values,
+            query,
+            do,
+            lse,
+            delta,
+            gate,
+            dlse,
+            first,
+            last,
+            batch * T,
+            at,
+            begin,
+            end,
+            stop,
+            scale,
+            dk,
+            dv,
+            head,
+            HEADS,
+            GROUP,
+            WIDTH,
+            VALUE_WIDTH,
+            ROWS,
+            COLUMNS,
+            VALUE_COLUMNS,
+            PRECISION,
+            GATED,
+            LSE_GRAD,
+            part != 1,
+        )
+    dk *= scale_dk
+    if DIRECT:
+        row = beyond
+    else:
+        row = tl.cast(program, tl.int64) * KEYS + inside
+        inner = inside >= 0
+    store_rows(dk_out, row, dk, inner, WIDTH, COLUMNS)
+    store_rows(dv_out, row, dv, inner, VALUE_WIDTH, VALUE_COLUMNS)
+
+
+@triton.jit
+def _list_walk(
+    keys,
+    values,
+    query,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    order,
+    indices,
+    position,
+    key_start,
+    item,
+    at,
+    begin,
+    end,
+    stop,
+    scale,
+    dk,
+    dv,
+    head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        there = row < stop
+        entry = tl.load(order + row // GROUP, mask=there, other=0)
+        token = item + entry // (N * COPIES)
+        seen = there[None, :]
+        if MASKED:
+            begins = tl.load(key_start + token)
+            ends = begins + tl.load(position + token) + 1
+            seen = at[:, None] < ends[None, :]
+            if COPIES == 2:
+                slot = (token * HEADS + head) * N + entry // COPIES % N
+                begins += tl.load(indices + slot) * BLOCK
+                seen &= (at[:, None] >= begins[None, :]) & (
+                    at[:, None] < (begins + BLOCK)[None, :]
+                )
+        place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
+        dk, dv = _step(
+            keys,
+            values,
+            query,
+            do,
+            lse,
+            delta,
+            gate,
+            dlse,
+            place,
+            there,
+            seen,
+            scale,
+            dk,
+            dv,
+            WIDTH,
+            VALUE_WIDTH,
+            COLUMNS,
+            VALUE_COLUMNS,
+            PRECISION,
+            GATED,
+            LSE_GRAD,
+            MASKED,
+        )
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
+def of_blocks(
+    query,
+    key,
+    value,
+    indices,
+    position,
+    key_start,
+    do,
+    lse,
+    delta,
+    gate,
+    dlse,
+    order,
+    starts,
+    ends,
+    tile_of,
+    T,
+    S,
+    tiles,
+    items,
+    entries,
+    scale,
+    scale_dk,
+    dk_out,
+    dv_out,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    N: tl.constexpr,
+    COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GATED: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
+):
+    """Programs: B * HEADS * items * PARTS. An item is up to SEGMENT entries of the query list of
+    a tile, which is a block of keys; a program has KEYS of them.
+
+    Args:
+      query .. key_start: as of `selected.forward`; do .. dlse: as of `interval.dq`.
+      order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other; an
+        entry is `(token * N + slot) * COPIES + copy`, ascending in a list.
+      starts: int32 `[B * HEADS, tiles + 1]`: where each list begins.
+      ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
+      tile_of: int32 `[B * HEADS, items]`: the tile of each item; `tiles`: none.
+      COPIES: 2 where sequences may begin at any key, so that a block lies in two tiles.
+      dk_out, dv_out: float32 partials `[B * HEADS * items, PARTS * KEYS, .]`.
+    """
+    program = tl.program_id(0)
+    item, part = program // PARTS, program % PARTS
+    pair, number = item // items, item % items
+    tile = tl.load(tile_of + item)
+    if tile < tiles:
+        batch, head = pair_of(pair, HEADS)
+        list_row = tl.cast(pair, tl.int64)
+        list_at = starts + list_row * (tiles + 1) + tile
+        before = tl.load(ends + list_row * tiles + tile - 1, mask=tile > 0, other=0)
+        first = tl.load(list_at)
+        start = first + (number - before) * SEGMENT
+        stop = tl.minimum(start + SEGMENT, tl.load(list_at + 1))
+        inside = part * KEYS + tl.arange(0, KEYS)
+        at = tile * BLOCK + inside
+        inner = (inside < BLOCK) & (at < S)
+        row = (batch * S + at) * HEADS + head
+        keys = load_rows(key, row, inner, WIDTH, COLUMNS)
+        values = load_rows(value, row, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        # A tile's own tokens come first, and see a part of it.
+        own = first + BLOCK if COPIES == 1 else stop
+        begin = start * GROUP
+        stop *= GROUP
+        last_row = tl.maximum((stop - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
+        plain = tl.maximum((own * GROUP - begin + ROWS - 1) // ROWS, 0) * ROWS + begin
+        plain = tl.minimum(plain, last_row)
+        tail = tl.maximum(stop - plain, 0) // ROWS * ROWS + plain
+        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+        dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+        for walk in tl.static_range(3):
+            dk, dv = _list_walk(
+                keys,
+                values,
+                query,
+                do,
+                lse,
+                delta,
+                gate,
+                dlse,
+                order + list_row * entries,
+                indices,
+                position,
+                key_start,
+                batch * T,
+                at,
+                begin if walk == 0 else (plain if walk == 1 else tail),
+                plain if walk == 0 else (tail if walk == 1 else last_row),
+                stop,
+                scale,
+                dk,
+                dv,
+                head,
+                HEADS,
+                GROUP,
+                WIDTH,
+                VALUE_WIDTH,
+                N,
+                COPIES,
+                BLOCK,
+                ROWS,
+                COLUMNS,
+                VALUE_COLUMNS,
+                PRECISION,
+                GATED,
+                LSE_GRAD,
+                walk != 1,
+            )
+        row = tl.cast(program, tl.int64) * KEYS + tl.arange(0, KEYS)
+        store_rows(dk_out, row, dk * scale_dk, inside >= 0, WIDTH, COLUMNS)
+        store_rows(dv_out, row, dv, inside >= 0, VALUE_WIDTH, VALUE_COLUMNS)
+
+
+@triton.jit(do_not_specialize=["S", "tiles", "items"])
+def merge(
+    dk_parts,
+    dv_parts,
+    ends,
+    S,
+    tiles,
+    items,
+    dk,
+    dv,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+):
+    """The sum of each tile's partials, in their order: dk, dv `[B, S, HEADS, .]`.
+
+    Programs: B * HEADS * tiles * (KEYS / PART).
+
+    Args:
+      dk_parts, dv_parts: float32 `[B * HEADS * items, KEYS, .]`.
+      ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
+    """
+    program = tl.program_id(0)
+    part = program % (KEYS // PART)
+    program = program // (KEYS // PART)
+    tile, pair = program % tiles, program // tiles
+    batch, head = pair_of(pair, HEADS)
+    begin = tl.load(ends + program - 1, mask=tile > 0, other=0)
+    end = tl.load(ends + program)
+    inside = part * PART + tl.arange(0, PART)
+    there = inside >= 0
+    dk_sum = tl.zeros([PART, COLUMNS], tl.float32)
+    dv_sum = tl.zeros([PART, VALUE_COLUMNS], tl.float32)
+    base = tl.cast(pair, tl.int64) * items
+    for item in range(begin, end):
+        row = (base + item) * KEYS + inside
+        dk_sum += load_rows(dk_parts, row, there, WIDTH, COLUMNS)
+        dv_sum += load_rows(dv_parts, row, there, VALUE_WIDTH, VALUE_COLUMNS)
+    at = tile * BLOCK + inside
+    inner = (inside < BLOCK) & (at < S)
+    row = (batch * S + at) * HEADS + head
+    store_rows(dk, row, dk_sum, inner, WIDTH, COLUMNS)
+    store_rows(dv, row, dv_sum, inner, VALUE_WIDTH, VALUE_COLUMNS)

@@ -1,0 +1,45 @@
+"""What a Triton kernel is to the rest of the library: a description, which needs no Triton.
+
+The steps are written once for both frameworks; a framework's `ArrayOps.run` launches what is
+described here on its own arrays.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from kernels_pallas.kernel import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernel:
+    """One launch. The function takes the arrays that `run` is given, `scalars`, `outputs`, and
+    `constants` by name, in this order; all arrays lie in memory row by row.
+
+    Attributes:
+      function: `module:name` of the `triton.jit` function.
+      programs: of the launch's only axis, at least 1.
+      scalars: what lengths decide, and the scale: no value compiles anything anew.
+      outputs: shapes and dtypes.
+      constants: what is compiled in: sizes of a layer, of tiles, and switches.
+      warps: of a program.
+      stages: of the loops' loads.
+    """
+
+    function: str
+    programs: int
+    scalars: tuple[int | float, ...]
+    outputs: tuple[Array, ...]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 1
+
+    def load(self) -> Any:
+        """The `triton.jit` function."""
+        module, name = self.function.split(":")
+        return getattr(importlib.import_module(module), name)
+
+    @property
+    def name(self) -> str:
+        return self.function.split(":")[1]

@@ -1,0 +1,152 @@
+"""Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
+
+A table of measured tiles (`kernels_pallas.tiles`) goes before. The model of shared memory is an
+upper bound of what Triton takes for these loops: the tiles of the rows that stay, one set of
+streamed tiles a stage, and one tile of products that changes its layout. Without fitting tiles a
+kernel would fail at its launch, so `capability.why_not` asks here first.
+"""
+
+import functools
+from typing import NamedTuple
+
+# Bytes of shared memory that a program can have, by compute capability; the least for others.
+SMEM = {
+    (8, 0): 163 * 1024,
+    (8, 7): 163 * 1024,
+    (9, 0): 227 * 1024,
+    (10, 0): 227 * 1024,
+    (10, 3): 227 * 1024,
+}
+SMEM_LEAST = 99 * 1024  # 8.6, 8.9, 12.0
+SPARE = 1024  # barriers and reductions
+LEAST = 16  # rows and columns of an operand of a product
+HEADS = 128  # of a group, which one tile of the scores holds
+
+
+class Tiling(NamedTuple):
+    """Of one kernel: query rows and keys of a tile, warps of a program, stages of its loop."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Where products read their operands from shared memory and not from registers.
+WIDE = (9, 10)  # major versions
+
+
+def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
+    """Rows and keys of the largest tiles worth having of intervals, whose sums and operands fit
+    in the registers of a thread.
+    """
+    if kernel == "forward":
+        return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
+    if kernel == "dq":
+        return 64, 64
+    if kernel == "dkv":
+        return 64 if D + Dv <= 128 else 32, 64
+    raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
+
+
+def smem_of(capability: tuple[int, int]) -> int:
+    """What a program can have, in bytes."""
+    return SMEM.get(capability, SMEM_LEAST)
+
+
+def power(size: int) -> int:
+    """The least power of two that is as large, from `LEAST` on."""
+    return max(1 << (size - 1).bit_length(), LEAST)
+
+
+# By kernel: how many rows of queries and of keys stay, and how many are streamed, in widths.
+def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
+    """Bytes of shared memory that a kernel takes at most."""
+    width, value_width = power(D), power(Dv)
+    rows, keys, _, stages = tiling
+    both = width + value_width
+    if kernel == "forward":
+        held, streamed = rows * width, keys * both
+    elif kernel == "dq":
+        held, streamed = rows * both, keys * both
+    elif kernel == "dkv":
+        held, streamed = keys * both, rows * both
+    elif kernel == "scores":
+        held, streamed = rows * width, keys * width
+    else:
+        raise ValueError(f"kernel must be forward, dq, dkv or scores, got {kernel!r}")
+    # Statistics of streamed rows are streamed with them, in float32.
+    extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
+    moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
+    return itemsize * (held + stages * streamed) + moved + extra + SPARE
+
+
+def _warps(elements: int, a_thread: int = 64) -> int:
+    """Of a program that holds a float32 sum of so many elements, `a_thread` at most in one."""
+    return 4 if elements <= a_thread * 128 else 8
+
+
+@functools.cache
+def choose(
+    kernel: str,
+    rows: int,
+    keys: int,
+    D: int,
+    Dv: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> Tiling | None:
+    """The largest tiles up to these that fit, or None.
+
+    Args:
+      kernel: forward, dq or dkv.
+      rows, keys: at most; powers of two.
+    """
+    limit = smem_of(capability)
+    # Float32 products run on no tensor core and hold their operands in registers.
+    most_rows, most_keys = (rows, keys) if itemsize < 4 else (min(rows, 32), min(keys, 32))
+    width, value_width = power(D), power(Dv)
+    while True:
+        for stages in (3, 2, 1):
+            if kernel == "dkv":
+                sums = most_keys * (width + value_width)
+            else:
+                sums = most_rows * (value_width if kernel == "forward" else width)
+                sums += most_rows * value_width if kernel == "dq" else 0
+            warps = _warps(sums, 128 if kernel == "dkv" else 64)
+            tiling = Tiling(most_rows, most_keys, warps, stages)
+            # One stage hides no latency: smaller tiles come first.
+            small = most_keys == LEAST or most_rows == LEAST
+            if needed(kernel, tiling, D, Dv, itemsize) <= limit and (stages > 1 or small):
+                return tiling
+        # What is streamed shrinks first.
+        streams_rows = kernel == "dkv"
+        streamed, held = (most_rows, most_keys) if streams_rows else (most_keys, most_rows)
+        if streamed > 2 * LEAST or held == LEAST:
+            streamed //= 2
+        else:
+            held //= 2
+        most_rows, most_keys = (streamed, held) if streams_rows else (held, streamed)
+        if most_keys < LEAST or most_rows < LEAST:
+            return None
+
+
+def scores_tiling(
+    group: int, D: int, itemsize: int, capability: tuple[int, int]
+) -> Tiling | None:
+    """That of the scores, whose rows are whole groups, or None where one does not fit."""
+    group = 1 << (group - 1).bit_length()
+    # Few heads: so few tokens that their best blocks stay in registers.
+    rows = max(min(HEADS, max(group * 32, LEAST)), group)
+    if itemsize == 4:
+        rows = max(min(rows, 32), group)
+    while rows >= max(group, LEAST):
+        for keys, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (LEAST, 1)):
+            sums = rows * keys
+            if itemsize == 4 and keys > 32:
+                continue
+            tiling = Tiling(rows, keys, _warps(sums), stages)
+            if needed("scores", tiling, D, D, itemsize) <= smem_of(capability):
+                return tiling
+        rows //= 2
+    return None

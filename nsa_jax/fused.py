@@ -1,0 +1,182 @@
+"""All steps of NSA on kernels in one function, and its gradient: any framework, any kernels.
+
+    out = sum_c gate[c] * attention_c(query)                                       (Eq. 5)
+
+`forward` adds each branch to the sum in the branch's own kernel, in place. For a backward pass,
+`forward_with_residuals` keeps the branches apart, and adds them in a kernel of its own.
+`recomputed` residuals are the selection alone: `backward` then runs each branch once more, when
+its turn comes, so that one branch's output exists at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nsa_jax.array_ops import ArrayOps, QueryLayout, zero_padding
+from nsa_jax.config import NSAConfig
+from nsa_jax.gradients import RowResiduals
+from nsa_jax.types import Branches
+
+
+class Steps(NamedTuple):
+    """The steps on one kind of kernels.
+
+    Attributes:
+      forward: a module with the functions of `mosaic_forward`.
+      backward: a module with the functions of `mosaic_backward`.
+      lists: the names of what `forward.tile_block_lists` returns, where the backward pass shall
+        find it kept; without names it makes the lists again.
+      narrowest: the fewest columns of values with which `forward.compressed` runs for keys of a
+        width, where its log-sum-exp is all that is wanted.
+    """
+
+    forward: Any
+    backward: Any
+    lists: tuple[str, ...]
+    narrowest: Callable[[int], int]
+
+
+class Inputs(NamedTuple):
+    """Arrays that have a gradient; also the gradients themselves, of the same shapes.
+
+    Compressed keys and values are `[B, C, Hkv, .]`, the others `[B, S, Hkv, .]`. No key or
+    value that a query may not see is NaN.
+    """
+
+    query: Any  # [B, T, H, D]
+    key: Branches
+    value: Branches
+    gates: Branches  # [B, T, H]
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs besides the inputs; None is computed again."""
+
+    block_indices: Any  # int32 [B, T, Hkv, n]
+    block_lists: Any  # of the tiles (`Steps.lists`); or None
+    out: Any  # Branches of [B, T, H, Dv], not gated; or None
+    lse: Any  # Branches of [B, T, H], float32; or None
+
+    @classmethod
+    def recomputed(cls, block_indices) -> "Residuals":
+        """Of `forward`: the selection alone."""
+        return cls(block_indices, None, None, None)
+
+
+def forward(
+    steps: Steps,
+    ops: ArrayOps,
+    inputs: Inputs,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    num_blocks: int,
+):
+    """`(out, block_indices)`: `[B, T, H, Dv]` and int32 `[B, T, Hkv, n]`.
+
+    Args:
+      block_indices: None: selected from the compressed scores.
+      num_blocks: that a sequence has at most.
+    """
+    query, key, value, gates = inputs
+    rest = layout, config, scale
+    out, lse = steps.forward.compressed(
+        ops, query, key.compressed, value.compressed, *rest, gates.compressed
+    )
+    if block_indices is None:
+        block_indices = steps.forward.select_blocks(
+            ops, query, key.compressed, lse, *rest, num_blocks
+        )
+    out, _ = steps.forward.sliding(
+        ops, query, key.sliding, value.sliding, *rest, gates.sliding, added=out
+    )
+    selected = zero_padding(ops, query, layout), key.selected, value.selected, block_indices
+    out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out)
+    return out, block_indices
+
+
+def forward_with_residuals(
+    steps: Steps,
+    ops: ArrayOps,
+    inputs: Inputs,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    num_blocks: int,
+) -> tuple[Any, Residuals]:
+    """`(out, residuals)`; arguments as of `forward`."""
+    query, key, value, gates = inputs
+    rest = layout, config, scale
+    compressed = steps.forward.compressed(ops, query, key.compressed, value.compressed, *rest)
+    if block_indices is None:
+        block_indices = steps.forward.select_blocks(
+            ops, query, key.compressed, compressed[1], *rest, num_blocks
+        )
+    arrays = zero_padding(ops, query, layout), key.selected, value.selected, block_indices
+    block_lists = steps.forward.tile_block_lists(ops, *arrays, *rest)
+    selected = steps.forward.selected(ops, *arrays, *rest, block_lists=block_lists)
+    sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
+    pairs = zip(compressed, selected, sliding, strict=True)
+    outputs, lse = (Branches(*each) for each in pairs)
+    out = steps.backward.gated_sum(ops, outputs, gates)
+    kept = tuple(block_lists) if steps.lists else None
+    return out, Residuals(block_indices, kept, outputs, lse)
+
+
+def backward(
+    steps: Steps,
+    ops: ArrayOps,
+    inputs: Inputs,
+    residuals: Residuals,
+    do,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+) -> Inputs:
+    """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
+
+    dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels take dO, g_c and delta_c.
+    dq is one array, to which the branches add in place, in a fixed order.
+    """
+    query, key, value, gates = inputs
+    query, do = zero_padding(ops, query, layout), zero_padding(ops, do, layout)
+    block_indices, block_lists, outputs, lses = residuals
+    rest = layout, config, scale
+    compressed = query, key.compressed, value.compressed
+    sliding = query, key.sliding, value.sliding
+    selected = query, key.selected, value.selected, block_indices
+    if block_lists is None:
+        block_lists = steps.forward.tile_block_lists(ops, *selected, *rest)
+    deltas = None
+    if outputs is not None:
+        deltas = Branches(*steps.backward.delta_of(ops, do, *outputs))
+
+    def rows_of(branch, again):
+        """Of a branch; `again()` is its `(out, lse)`, of which the output is dropped here."""
+        gate = getattr(gates, branch)
+        if lses is not None:
+            return RowResiduals(getattr(lses, branch), getattr(deltas, branch), gate)
+        out, lse = again()
+        (delta,) = steps.backward.delta_of(ops, do, out)
+        return RowResiduals(lse, delta, gate)
+
+    compressed_rows = rows_of(
+        "compressed", lambda: steps.forward.compressed(ops, *compressed, *rest)
+    )
+    dq, *compressed_pair = steps.backward.compressed(
+        ops, *compressed, do, compressed_rows, *rest
+    )
+    sliding_rows = rows_of("sliding", lambda: steps.forward.sliding(ops, *sliding, *rest))
+    dq, *sliding_pair = steps.backward.sliding(ops, *sliding, do, sliding_rows, *rest, added=dq)
+    selected_rows = rows_of(
+        "selected",
+        lambda: steps.forward.selected(ops, *selected, *rest, block_lists=block_lists),
+    )
+    dq, *selected_pair = steps.backward.selected(
+        ops, *selected, do, selected_rows, *rest, added=dq, block_lists=block_lists
+    )
+    pairs = zip(compressed_pair, selected_pair, sliding_pair, strict=True)
+    dk, dv = (Branches(*each) for each in pairs)
+    rows = compressed_rows, selected_rows, sliding_rows
+    return Inputs(dq, dk, dv, Branches(*(x.delta for x in rows)))

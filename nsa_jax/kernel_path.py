@@ -1,0 +1,272 @@
+"""The steps on kernels in JAX: `jit`, `vmap` and gradients, for any kernels.
+
+The steps themselves are a `fused.Steps`; here are the transforms around them. Arguments are
+those of `branches.py` and `select.py`. For the backward pass each branch's own output and
+log-sum-exp are kept, and the selection.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import fused, geometry, select
+from nsa_jax.array_ops import ArrayOps, zero_padding
+from nsa_jax.fused import Inputs, Residuals, Steps
+from nsa_jax.gradients import RowResiduals
+from nsa_jax.types import Branches
+
+
+def _varying(x, axes):
+    """`x` typed as varying along mesh axes: `shard_map` sees no such thing in kernels."""
+    missing = axes - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying")
+
+
+def _foldable(function):
+    """`function` of arrays `[B, ...]` under `vmap`: the mapped axis becomes part of `B`."""
+
+    @jax.custom_batching.custom_vmap
+    def folded(*arrays):
+        types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
+        axes = frozenset().union(*(each.varying for each in types))
+        return jax.tree.map(lambda x: _varying(x, axes), function(*arrays))
+
+    @folded.def_vmap
+    def rule(size, mapped, *arrays):
+        def merge(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        merged = [jax.tree.map(merge, x, flag) for x, flag in zip(arrays, mapped, strict=True)]
+        outputs = folded(*merged)
+        split = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outputs)
+        return split, jax.tree.map(lambda _: True, split)
+
+    return folded
+
+
+def _differentiable(forward, forward_with_residuals, backward, arrays, integers):
+    """The output of `forward(arrays, integers)`, with gradients of the arrays.
+
+    `forward_with_residuals` returns besides what `backward(arrays, integers, residuals,
+    cotangents)` needs.
+    """
+
+    @jax.custom_vjp
+    def function(arrays, integers):
+        return _foldable(forward)(arrays, integers)
+
+    def keep(arrays, integers):
+        output, residuals = _foldable(forward_with_residuals)(arrays, integers)
+        return output, (arrays, integers, residuals)
+
+    def pull_back(kept, cotangents):
+        return _foldable(backward)(*kept, cotangents), None
+
+    function.defvjp(keep, pull_back)
+    return function(arrays, integers)
+
+
+class _Lengths:
+    """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over."""
+
+    def __init__(self, query, num_keys, kv_len, segment_ids, config):
+        self.config = config
+        self.static = kv_len if isinstance(kv_len, int) else None
+        if kv_len is None:
+            self.static = num_keys
+        self.integers = {}
+        if segment_ids is not None:
+            self.integers["segment_ids"] = segment_ids
+        elif self.static is None:
+            shape = query.shape[:1]
+            kv_len = jnp.asarray(kv_len, jnp.int32)
+            self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)
+
+    def layout(self, query, integers):
+        """Of `query` `[B, T, H, D]`."""
+        return geometry.query_layout(
+            *query.shape[:2],
+            kv_len=integers.get("kv_len", self.static),
+            segment_ids=integers.get("segment_ids"),
+            config=self.config,
+        )
+
+
+class KernelPath:
+    """The functions of an implementation that runs on kernels.
+
+    Args:
+      steps: on its kernels.
+      ops: gives what they run with; asked at each call, since tests put others in its place.
+    """
+
+    def __init__(self, steps: Steps, ops: Callable[[], ArrayOps]):
+        self.steps, self.ops = steps, ops
+
+    def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
+        """`(out, lse)` of the branch `name`, a function of `steps.forward`, with the gradients of
+        query, key and value that its namesake in `steps.backward` gives.
+        """
+        ops, forward_step = self.ops(), getattr(self.steps.forward, name)
+        backward_step = getattr(self.steps.backward, name)
+        integers = lengths.integers
+        if block_indices is not None:
+            integers = integers | {"block_indices": block_indices}
+
+        def indices_of(integers):
+            return [integers["block_indices"]] if "block_indices" in integers else []
+
+        def forward(arrays, integers):
+            query, key, value = arrays
+            layout, indices = lengths.layout(query, integers), indices_of(integers)
+            if indices:
+                query = zero_padding(ops, query, layout)
+            return forward_step(ops, query, key, value, *indices, layout, config, scale)
+
+        def forward_with_residuals(arrays, integers):
+            output = forward(arrays, integers)
+            return output, output
+
+        def backward(arrays, integers, output, cotangents):
+            (query, key, value), (out, lse), (do, dlse) = arrays, output, cotangents
+            (delta,) = self.steps.backward.delta_of(ops, do, out)
+            # What sees nothing has no log-sum-exp that could change.
+            dlse = jnp.where(lse == -jnp.inf, 0.0, dlse)
+            rows = RowResiduals(lse, delta, dlse=dlse)
+            layout, indices = lengths.layout(query, integers), indices_of(integers)
+            query, do = (zero_padding(ops, x, layout) for x in (query, do))
+            arrays = query, key, value, *indices, do
+            return tuple(backward_step(ops, *arrays, rows, layout, config, scale))
+
+        return _differentiable(forward, forward_with_residuals, backward, arrays, integers)
+
+    def compressed_attention(
+        self,
+        query,
+        compressed_key,
+        compressed_value,
+        *,
+        config,
+        kv_len=None,
+        segment_ids=None,
+        scale=None,
+    ):
+        """`branches.compressed_attention`."""
+        lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+        arrays = query, compressed_key, compressed_value
+        return self._branch("compressed", arrays, lengths, config, scale)
+
+    def selected_attention(
+        self,
+        query,
+        key,
+        value,
+        block_indices,
+        *,
+        config,
+        kv_len=None,
+        segment_ids=None,
+        scale=None,
+    ):
+        """`branches.selected_attention`."""
+        lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
+        key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
+        return self._branch(
+            "selected", (query, key, value), lengths, config, scale, block_indices
+        )
+
+    def sliding_attention(
+        self, query, key, value, *, config, kv_len=None, segment_ids=None, scale=None
+    ):
+        """`branches.sliding_attention`."""
+        lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
+        key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
+        return self._branch("sliding", (query, key, value), lengths, config, scale)
+
+    def select_blocks(
+        self, query, compressed_key, *, config, kv_len=None, segment_ids=None, scale=None
+    ):
+        """`select.select_blocks`; the normalisation is a pass of its own here."""
+        ops = self.ops()
+        query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
+        lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+        num_blocks = select.num_blocks(query, compressed_key, kv_len, segment_ids, config)
+
+        def forward(arrays, integers):
+            query, key = arrays
+            rest = lengths.layout(query, integers), config, scale
+            # Only the log-sum-exp is read: the narrowest values do.
+            value = key[..., : self.steps.narrowest(key.shape[-1])]
+            _, lse = self.steps.forward.compressed(ops, query, key, value, *rest)
+            return self.steps.forward.select_blocks(ops, query, key, lse, *rest, num_blocks)
+
+        return _foldable(forward)((query, compressed_key), lengths.integers)
+
+    def attention(
+        self,
+        query,
+        key: Branches,
+        value: Branches,
+        gates: Branches,
+        compressed,
+        block_indices,
+        *,
+        config,
+        kv_len=None,
+        segment_ids=None,
+        scale=None,
+        recompute=False,
+    ):
+        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a kernel
+        of its own adds the branches.
+
+        Kept for the backward pass are the inputs, the selection, its lists, and each branch's
+        output and log-sum-exp; inputs and selection alone if it shall `recompute` the others.
+
+        Args:
+          key, value: the compressed field is not read.
+          compressed: `(k_cmp, v_cmp)`.
+        """
+        ops = self.ops()
+        lengths = _Lengths(query, key.selected.shape[1], kv_len, segment_ids, config)
+        num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
+
+        def run(function, inputs, integers):
+            layout = lengths.layout(inputs.query, integers)
+            given = integers.get("block_indices")
+            return function(self.steps, ops, inputs, given, layout, config, scale, num_blocks)
+
+        def forward(inputs, integers):
+            out, _ = run(fused.forward, inputs, integers)
+            return out
+
+        def forward_with_residuals(inputs, integers):
+            if not recompute:
+                return run(fused.forward_with_residuals, inputs, integers)
+            out, indices = run(fused.forward, inputs, integers)
+            return out, Residuals.recomputed(indices)
+
+        def backward(inputs, integers, residuals, do):
+            layout = lengths.layout(inputs.query, integers)
+            found = fused.backward(
+                self.steps, ops, inputs, residuals, do, layout, config, scale
+            )
+            gates = (
+                x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
+            )
+            return found._replace(gates=Branches(*gates))
+
+        def inputs_of(compressed, branches):
+            padded = (geometry.without_padding(x, kv_len, segment_ids) for x in branches[1:])
+            return Branches(compressed, *padded)
+
+        key, value = (
+            inputs_of(x, branches) for x, branches in zip(compressed, (key, value), strict=True)
+        )
+        integers = lengths.integers
+        if block_indices is not None:
+            integers = integers | {"block_indices": block_indices}
+        inputs = Inputs(query, key, value, gates)
+        return _differentiable(forward, forward_with_residuals, backward, inputs, integers)

@@ -1,0 +1,14 @@
+"""The steps on Triton kernels in JAX (implementation `triton`): `jit`, `vmap` and gradients."""
+
+from nsa_jax import triton_attention
+from nsa_jax.kernel_path import KernelPath
+from nsa_jax.triton_ops import TRITON_OPS
+
+OPS = TRITON_OPS  # read at each call: tests put others in its place
+PATH = KernelPath(triton_attention.STEPS, lambda: OPS)
+
+compressed_attention = PATH.compressed_attention
+selected_attention = PATH.selected_attention
+sliding_attention = PATH.sliding_attention
+select_blocks = PATH.select_blocks
+attention = PATH.attention

@@ -1,0 +1,218 @@
+"""The forward steps on Triton kernels, for either framework, in the order of the data.
+
+    compressed -> select_blocks -> selected
+                  sliding
+
+Functions, arguments and results are those of `mosaic_forward`: the steps that run all of them
+(`fused.py`) know no kernels. `ops` is an `ArrayOps` whose `run` launches a `TritonKernel`, and
+which has the `capability` of the GPU.
+"""
+
+import functools
+from typing import Any
+
+from kernels_pallas.tiles import tiles_of
+from kernels_pallas.triton import descriptions
+from kernels_pallas.triton.descriptions import Problem, Selected
+from nsa_jax import key_bounds
+from nsa_jax.array_ops import ArrayOps, QueryLayout
+from nsa_jax.config import NSAConfig
+from nsa_jax.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_jax.packed_keys import align_sequences
+from nsa_jax.validate import dtype_name
+
+type OutLse = tuple[Any, Any]
+
+
+def compressed(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    gate=None,
+) -> OutLse:
+    """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
+    if key.shape[1] == 0:
+        shape = (*query.shape[:3], value.shape[-1])
+        out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
+        return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
+    bounds = VisibleCompressed(config)
+    return _interval(ops, "compressed", query, key, value, bounds, layout, config, scale, gate)
+
+
+def sliding(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    gate=None,
+    added=None,
+) -> OutLse:
+    """Attention over the last `window` keys."""
+    bounds = Window(config, key.shape[1])
+    return _interval(
+        ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added
+    )
+
+
+def _interval(
+    ops, step, query, key, value, bounds: Bounds, layout, config, scale, gate, added=None
+) -> OutLse:
+    problem = problem_of(ops, step, query, key, value, config, scale, gate, added)
+    first, last = interval_of(ops, layout, bounds)
+    unused = first
+    out, lse = ops.run(
+        descriptions.interval_forward(problem),
+        *(query, key, value, first, last),
+        unused if gate is None else ops.to_float32(gate),
+        unused if added is None else added,
+    )
+    return out, None if problem.added else lse
+
+
+def selected(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    gate=None,
+    added=None,
+    block_lists=None,
+) -> OutLse:
+    """Attention over the blocks `block_indices` `[B, T, Hkv, n]`.
+
+    `block_lists`: `tile_block_lists` where they are there already.
+    """
+    arrays = query, key, value, block_indices
+    if block_lists is None:
+        block_lists = tile_block_lists(ops, *arrays, layout, config, scale)
+    problem = problem_of(ops, "selected", query, key, value, config, scale, gate, added)
+    kernel = Selected(problem, block_indices.shape[-1], config.select_block)
+    position, key_start = places(ops, layout)
+    unused = position
+    out, lse = ops.run(
+        kernel.forward(),
+        *(*arrays, position, key_start, *block_lists),
+        unused if gate is None else ops.to_float32(gate),
+        unused if added is None else added,
+    )
+    return out, None if problem.added else lse
+
+
+def tile_block_lists(
+    ops: ArrayOps,
+    query,
+    key,
+    value,
+    block_indices,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+):
+    """`(lists, counts)`: what `selected` and its gradient read of `block_indices`."""
+    problem = problem_of(ops, "selected", query, key, value, config, scale)
+    kernel = Selected(problem, block_indices.shape[-1], config.select_block)
+    position, key_start = places(ops, layout)
+    lists = kernel.block_lists()
+    if lists is None:  # of one token: its own blocks, which the kernels read
+        return position, position
+    return ops.run(lists, block_indices, position, key_start)
+
+
+def select_blocks(
+    ops: ArrayOps,
+    query,
+    key,
+    lse,
+    layout: QueryLayout,
+    config: NSAConfig,
+    scale: float | None,
+    num_blocks: int,
+):
+    """The selection int32 `[B, T, Hkv, n]` from compressed keys `[B, C, Hkv, D]` and the
+    log-sum-exp `[B, T, H]` of the compressed branch; no array is as long as `num_blocks`.
+    """
+    del num_blocks
+    batch, kv_heads = query.shape[0], key.shape[2]
+    ratio = config.select_block // config.compress_stride
+    first, last = interval_of(ops, layout, VisibleCompressed(config))
+    base = layout.compressed_start
+    if layout.packed:
+        key, base = align_sequences(ops, key, base, config)
+        first, last = base * ratio, base * ratio + (last - first)
+    else:
+        base = ops.xp.zeros_like(first)
+    if key.shape[1] == 0:  # scores are zero, and no key is read
+        key = ops.xp.broadcast_to(
+            query[:, :1, :kv_heads], (batch, 1, kv_heads, query.shape[-1])
+        )
+        key = ops.contiguous(key)
+    problem = problem_of(ops, "scores", query, key, key, config, scale)
+    position, _ = places(ops, layout)
+    bounds = map(ops.to_int32, (first, last, position, base))
+    (chosen,) = ops.run(descriptions.best_blocks(problem, config), query, key, lse, *bounds)
+    return chosen
+
+
+def places(ops: ArrayOps, layout: QueryLayout):
+    """`position, key_start`, int32 `[B, T]` both."""
+    make = lambda: [ops.to_int32(layout.position), ops.to_int32(layout.key_start)]
+    return ops.cached(layout, ("places",), make)
+
+
+def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
+    """`first, last` of each query, int32 `[B, T]` both."""
+    make = lambda: [ops.to_int32(x) for x in key_bounds.bounds_of(ops, layout, bounds)]
+    return ops.cached(layout, ("interval", bounds), make)
+
+
+def problem_of(
+    ops: ArrayOps,
+    step: str,
+    query,
+    key,
+    value,
+    config: NSAConfig,
+    scale: float | None,
+    gate=None,
+    added=None,
+    lse_grad: bool = False,
+) -> Problem:
+    """The sizes of a branch, with the tiles that were measured for them."""
+    batch, length, heads, width = query.shape
+    measured = functools.partial(
+        tiles_of,
+        query=query,
+        device=ops.device_name(query),
+        kv_heads=key.shape[2],
+        keys=key.shape[1],
+        Dv=0 if step == "scores" else value.shape[-1],
+        config=config,
+    )
+    kernels = ("scores",) if step == "scores" else ("forward", "dq", "dkv")
+    return Problem(
+        B=batch,
+        T=length,
+        S=key.shape[1],
+        H=heads,
+        Hkv=key.shape[2],
+        D=width,
+        Dv=value.shape[-1],
+        dtype=dtype_name(query),
+        scale=float(width**-0.5 if scale is None else scale),
+        capability=ops.capability(query),
+        gated=gate is not None,
+        added=added is not None,
+        lse_grad=lse_grad,
+        tiles={kernel: measured(f"triton_{step}_{kernel}") for kernel in kernels},
+    )

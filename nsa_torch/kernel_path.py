@@ -1,0 +1,312 @@
+"""The steps on kernels on torch tensors, as operators `nsa::*` (`operators.py`): any kernels.
+
+Every function is one operator on the current stream: the host never waits for the device.
+Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
+`nsa_jax.fused.Steps`.
+
+Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
+backward pass, and the selection. It cannot be differentiated once more.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_jax import fused
+from nsa_jax.array_ops import ArrayOps, zero_padding
+from nsa_jax.config import NSAConfig
+from nsa_jax.fused import Inputs, Residuals, Steps
+from nsa_jax.gradients import RowResiduals
+from nsa_jax.types import Branches
+from nsa_torch import operators
+from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.replay import Replayed
+
+NUM_INPUTS = 10  # tensors of `Inputs`
+INPUTS = (
+    "Tensor query, Tensor compressed_key, Tensor selected_key, Tensor sliding_key, "
+    "Tensor compressed_value, Tensor selected_value, Tensor sliding_value, "
+    "Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
+    "Tensor? block_indices, bool clean"
+)
+BRANCHES = (
+    ("compressed", operators.THREE, MosaicLayout.seen_compressed),
+    ("selected", operators.CHOSEN, MosaicLayout.seen_tokens),
+    ("sliding", operators.THREE, MosaicLayout.seen_tokens),
+)
+
+
+class KernelPath:
+    """The functions of an implementation that runs on kernels; makes its operators.
+
+    Args:
+      prefix: of the operators' names.
+      steps: on its kernels.
+      ops: what they run with.
+      masks: whether the kernels read nothing that no query may see, so that it need not be
+        finite; else such keys, values and rows of padding are zeroed in copies.
+      before_call: called before all steps run, with the inputs, `operators.PLACE`'s values and
+        whether gradients will be wanted.
+      list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
+        slots of a selection and `select_block`.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        steps: Steps,
+        ops: ArrayOps,
+        *,
+        masks: bool,
+        before_call: Callable[..., None] = lambda *arguments, gradients: None,
+        list_shapes: Callable[..., list[tuple[int, ...]]] = lambda *arguments: [],
+    ):
+        self.prefix, self.steps, self.ops, self.masks = prefix, steps, ops, masks
+        self.before_call, self.list_shapes = before_call, list_shapes
+        self._define()
+
+    def _layout(self, query, place, clean=False):
+        return MosaicLayout(query, *place, clean=clean or self.masks)
+
+    # One branch, or the selection alone.
+
+    def _branch(self, step, seen, query, key, value, *rest):
+        indices, place = rest[:-5], rest[-5:]
+        layout = self._layout(query, place)
+        value = seen(layout, value)
+        if indices:
+            query = zero_padding(self.ops, query, layout)
+        out, lse = step(self.ops, query, key, value, *indices, *layout.rest)
+        return out, lse.contiguous()
+
+    def _branch_backward(self, step, seen, do, out, lse, query, key, value, *rest):
+        """`step`: of `steps.backward`; `seen`: the method of the layout for its keys."""
+        indices, place = rest[:-5], rest[-5:]
+        layout = self._layout(query, place)
+        query, do = (zero_padding(self.ops, x, layout) for x in (query, do))
+        (delta,) = self.steps.backward.delta_of(self.ops, do, out)
+        rows = RowResiduals(lse, delta)
+        key, value = seen(layout, key), seen(layout, value)
+        return list(step(self.ops, query, key, value, *indices, do, rows, *layout.rest))
+
+    def _select(self, query, key, *place):
+        layout, forward = self._layout(query, place), self.steps.forward
+        # Only the log-sum-exp is read: the narrowest values do.
+        value = key[..., : self.steps.narrowest(key.shape[-1])].contiguous()
+        _, lse = forward.compressed(self.ops, query, key, value, *layout.rest)
+        rest = *layout.rest, layout.num_blocks(key)
+        return forward.select_blocks(self.ops, query, key, lse, *rest)
+
+    # All steps. An operator returns `selection`: the block indices, or nothing where the caller
+    # gave them, because no output may be an input.
+
+    def _forward(self, *arguments):
+        inputs, given, layout = self._arguments(arguments, gradients=False)
+        inputs = inputs._replace(value=layout.seen(inputs.value))
+        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+        out, indices = fused.forward(self.steps, self.ops, inputs, given, *rest)
+        return out, _selection(inputs.query, given, indices)
+
+    def _forward_with_residuals(self, *arguments):
+        """`_forward`, and what its gradients need: the branches one by one (`_residuals`)."""
+        inputs, given, layout = self._arguments(arguments, gradients=True)
+        inputs = inputs._replace(value=layout.seen(inputs.value))
+        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+        out, (indices, lists, outputs, lses) = fused.forward_with_residuals(
+            self.steps, self.ops, inputs, given, *rest
+        )
+        contiguous = (x.contiguous() for x in (*lses, *(lists or ())))
+        return out, _selection(inputs.query, given, indices), *outputs, *contiguous
+
+    def _backward(self, do, selection, *arguments):
+        """The branches are computed again."""
+        given = arguments[NUM_INPUTS]
+        residuals = Residuals.recomputed(selection if given is None else given)
+        return self._gradients(do, residuals, arguments)
+
+    def _backward_from_residuals(self, do, selection, *tensors):
+        count = 6 + len(self.steps.lists)
+        branches, lists, arguments = tensors[:6], tensors[6:count], tensors[count:]
+        given = arguments[NUM_INPUTS]
+        indices = selection if given is None else given
+        outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
+        return self._gradients(do, Residuals(indices, lists or None, outputs, lses), arguments)
+
+    def _gradients(self, do, residuals, arguments):
+        inputs, _, layout = self._arguments(arguments, gradients=True)
+        inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
+        found = fused.backward(self.steps, self.ops, inputs, residuals, do, *layout.rest)
+        gates = zip(found.gates, inputs.gates, strict=True)
+        gates = (x.to(gate.dtype, copy=True) for x, gate in gates)
+        return [found.query, *found.key, *found.value, *gates]
+
+    def _arguments(self, arguments, gradients):
+        """`Inputs`, the block indices or None, and the layout, from those of `nsa::attention`."""
+        clean, *place = arguments[NUM_INPUTS + 1 :]
+        inputs = _inputs(arguments)
+        self.before_call(inputs, place, gradients=gradients)
+        layout = self._layout(inputs.query, place, clean)
+        return inputs, arguments[NUM_INPUTS], layout
+
+    def _residual_shapes(self, *arguments):
+        query, key, value, _ = _inputs(arguments)
+        given, _, *place = arguments[NUM_INPUTS:]
+        out, selection = _forward_shapes(*arguments)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        n = (selection if given is None else given).shape[-1]
+        block = place[3][operators.FIELDS.index("select_block")]
+        shapes = self.list_shapes(query, key.selected, value.selected, n, block)
+        lists = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+        return out, selection, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3), *lists
+
+    @property
+    def _residuals(self) -> str:
+        """What `attention` keeps, in the words of a schema."""
+        branches = (f"Tensor {name}_{x}" for x in ("out", "lse") for name in Branches._fields)
+        lists = (f"Tensor {name}" for name in self.steps.lists)
+        return ", ".join(["Tensor selection", *branches, *lists])
+
+    def _define(self):
+        for branch, tensors, seen in BRANCHES:
+            forward, backward = (
+                functools.partial(method, getattr(steps, branch), seen)
+                for method, steps in (
+                    (self._branch, self.steps.forward),
+                    (self._branch_backward, self.steps.backward),
+                )
+            )
+            name = f"{self.prefix}{branch}_attention"
+            operators.define_branch(name, tensors, forward, "Tensor out, Tensor lse", backward)
+        pair, name = "Tensor query, Tensor compressed_key", f"{self.prefix}select_blocks"
+        operators.define(name, pair, "Tensor", self._select, _select_shapes)
+
+        selection, name = "Tensor selection", f"{self.prefix}attention"
+        results = f"(Tensor out, {selection})"
+        forward = Replayed(self._forward)
+        operators.define(name, INPUTS, results, forward, _forward_shapes)
+        again = f"{name}_recomputing"
+        operators.define(again, INPUTS, results, forward, _forward_shapes)
+        operators.differentiate(again, INPUTS, NUM_INPUTS, selection, Replayed(self._backward))
+        saving, results = f"{name}_saving", f"(Tensor out, {self._residuals})"
+        forward, shapes = Replayed(self._forward_with_residuals), self._residual_shapes
+        operators.define(saving, INPUTS, results, forward, shapes)
+        backward = Replayed(self._backward_from_residuals)
+        operators.differentiate(saving, INPUTS, NUM_INPUTS, self._residuals, backward)
+
+    def _operator(self, name):
+        return getattr(torch.ops.nsa, f"{self.prefix}{name}")
+
+    # The functions that `dispatch.py` names.
+
+    def compressed_attention(
+        self,
+        query,
+        compressed_key,
+        compressed_value,
+        *,
+        config,
+        kv_len,
+        cu_seqlens=None,
+        scale=None,
+        with_lse=True,
+    ):
+        """`functional.compressed_attention`."""
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        operator = self._operator("compressed_attention")
+        out, lse = operator(query, compressed_key, compressed_value, *place)
+        return out, lse.detach()
+
+    def select_blocks(
+        self, query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
+    ):
+        """`functional.select_blocks`; the normalisation is a pass of its own here."""
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        operator = self._operator("select_blocks")
+        return operator(query.detach(), compressed_key.detach(), *place)
+
+    def selected_attention(
+        self,
+        query,
+        key,
+        value,
+        block_indices,
+        *,
+        config,
+        kv_len,
+        cu_seqlens=None,
+        scale=None,
+        with_lse=True,
+    ):
+        """`functional.selected_attention`."""
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        operator = self._operator("selected_attention")
+        out, lse = operator(query, key, value, block_indices, *place)
+        return out, lse.detach()
+
+    def sliding_attention(
+        self, query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
+    ):
+        """`functional.sliding_attention`."""
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        out, lse = self._operator("sliding_attention")(query, key, value, *place)
+        return out, lse.detach()
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Branches,
+        value: Branches,
+        gates: Branches[Tensor],
+        compressed: tuple[Tensor, Tensor],
+        block_indices: Tensor | None,
+        *,
+        config: NSAConfig,
+        kv_len: int | Tensor,
+        cu_seqlens: Tensor | None = None,
+        scale: float | None = None,
+        clean: bool = False,
+        recompute: bool = False,
+    ) -> Tensor:
+        """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
+        kernel of its own adds the branches.
+
+        Args:
+          key, value: the compressed field is not read.
+          compressed: `(k_cmp, v_cmp)`.
+          clean: whether keys and values that no query may look at are finite, as in a cache, so
+            that they need not be copied to be kept out.
+          recompute: the backward pass computes the branches again. Else it keeps their outputs.
+        """
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        key, value = (
+            Branches(c, *x[1:]) for c, x in zip(compressed, (key, value), strict=True)
+        )
+        inputs = query, *key, *value, *gates
+        name = "attention"
+        if operators.requires_grad(*inputs):
+            name = "attention_recomputing" if recompute else "attention_saving"
+        return self._operator(name)(*inputs, block_indices, clean, *place)[0]
+
+
+def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
+    shape = *query.shape[:2], key.shape[2], config[operators.FIELDS.index("num_selected")]
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+def _forward_shapes(*arguments):
+    query, key, value, _ = _inputs(arguments)
+    given, _, *place = arguments[NUM_INPUTS:]
+    out, _ = operators.branch_shapes(query, key.selected, value.selected)
+    indices = _select_shapes(query, key.selected, *place) if given is None else None
+    return out, _selection(query, given, indices)
+
+
+def _inputs(arguments):
+    query, *branches = arguments[:NUM_INPUTS]
+    return Inputs(query, *(Branches(*branches[i : i + 3]) for i in (0, 3, 6)))
+
+
+def _selection(query, given, indices):
+    return indices if given is None else query.new_empty(0, dtype=torch.int32)

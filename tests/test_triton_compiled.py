@@ -1,0 +1,67 @@
+"""Triton kernels compiled for GPUs that are not here: registers, spills, shared memory.
+
+Each kernel for one architecture or two, each architecture and each shape several times.
+"""
+
+import dataclasses
+
+import pytest
+
+from kernels_pallas.triton.tiling import smem_of
+from tests.inputs import PAPER, Case
+from tests.interpreted_triton import INTERPRETED, TRITON
+from tests.triton_compile import launches, reports
+
+pytestmark = [
+    pytest.mark.skipif(not TRITON, reason="triton is not installed"),
+    pytest.mark.skipif(INTERPRETED, reason="compiles"),
+]
+
+PAPER_SHAPE = Case(65536, 65536, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16")
+SHAPES = {
+    "paper": PAPER_SHAPE,
+    "wide": dataclasses.replace(PAPER_SHAPE, D=192),
+    "G4": Case(32768, 32768, 32, 8, 128, 128, 1, PAPER, dtype="bfloat16"),
+    "G6": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="float16"),
+    "float32": Case(2048, 2048, 8, 2, 64, 64, 1, PAPER, dtype="float32"),
+}
+COMPILED = (
+    ("paper", 80, "interval:forward"),
+    ("paper", 89, "dkv:of_blocks"),
+    ("paper", 90, "selected:forward"),
+    ("paper", 100, "scores:best_blocks"),
+    ("paper", 120, "selected:dq"),
+    ("wide", 86, "interval:forward"),
+    ("wide", 89, "selected:forward"),
+    ("wide", 120, "interval:dq"),
+    ("G4", 80, "selected:tile_block_lists"),
+    ("G4", 86, "selected:forward"),
+    ("G4", 89, "scores:best_blocks"),
+    ("G6", 90, "dkv:of_intervals"),
+    ("G6", 100, "interval:dq"),
+    ("G6", 120, "dkv:merge"),
+    ("G6", 86, "combine:deltas"),
+    ("float32", 89, "interval:forward"),
+)
+# Bytes that a thread may keep in local memory: registers of loops with masks.
+SPILLS = 128
+
+
+def test_kernels_compile_within_the_limits_of_an_architecture():
+    found = reports([(SHAPES[shape], arch, name) for shape, arch, name in COMPILED])
+    for (shape, arch, name), report in zip(COMPILED, found, strict=True):
+        about = f"{shape} on {arch}: {report}"
+        assert report.name == name and report.capability == arch, about
+        assert report.shared <= smem_of(divmod(arch, 10)), about
+        assert report.registers <= 255 and report.spills <= SPILLS, about
+        products = not name.startswith(("combine", "dkv:merge", "selected:tile"))
+        assert report.tensor_cores == (products and shape != "float32"), about
+
+
+def test_nothing_that_a_length_changes_is_compiled_in():
+    """Another length and batch have the same kernels, but for what they are launched with."""
+    for shape in SHAPES.values():
+        longer = dataclasses.replace(shape, T=shape.T + 37, S=shape.S + 101, B=3)
+        for one, other in zip(launches(shape, (8, 0)), launches(longer, (8, 0)), strict=True):
+            assert one.kernel.constants == other.kernel.constants
+            assert one.dtypes == other.dtypes

@@ -1,0 +1,205 @@
+"""Compiles Triton kernels for GPUs that need not be there, and says what they take of one.
+
+The steps run on torch's meta tensors, and what they launch is noted; `python -m
+tests.triton_compile`, a process of its own, compiles what it reads and prints a report a line.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.kernel import TritonKernel
+from nsa_jax import triton_backward, triton_forward
+from nsa_jax.gradients import RowResiduals
+from nsa_jax.types import Branches
+from nsa_torch import operators
+from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.triton_ops import TritonOps
+
+ROOT = Path(__file__).parents[1]
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel and the dtypes of the arrays that it was given."""
+
+    kernel: TritonKernel
+    dtypes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What ptxas says of a kernel: a thread's registers and spilled bytes, shared bytes."""
+
+    name: str
+    capability: int
+    registers: int
+    spills: int
+    shared: int
+    tensor_cores: bool
+
+
+class Recording(TritonOps):
+    """Notes what is launched, on any device."""
+
+    def __init__(self, capability: tuple[int, int]):
+        self.posed = capability
+        self.launches: list[Launch] = []
+
+    def run(self, kernel, *tensors):
+        dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in tensors)
+        self.launches.append(Launch(kernel, dtypes))
+        return [
+            torch.empty(x.shape, dtype=getattr(torch, x.dtype), device="meta")
+            for x in kernel.outputs
+        ]
+
+    def capability(self, x):
+        return self.posed
+
+    def device_name(self, x):
+        return None
+
+
+def launches(case, capability: tuple[int, int], packed: bool = False) -> list[Launch]:
+    """All kernels of a forward and a backward pass of a `tests.inputs.Case`."""
+    ops = Recording(capability)
+    dtype = getattr(torch, case.dtype)
+
+    def array(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    config, count = case.config, case.config.num_compressed(case.S)
+    query = array(case.B, case.T, case.H, case.D)
+    cu_seqlens = array(3, dtype=torch.int32) if packed else None
+    layout = MosaicLayout(query, *operators.arguments(config, case.S, cu_seqlens, None))
+    pairs = [
+        (array(case.B, n, case.Hkv, case.D), array(case.B, n, case.Hkv, case.Dv))
+        for n in (count, case.S)
+    ]
+    indices = array(case.B, case.T, case.Hkv, config.num_selected, dtype=torch.int32)
+    gate = array(case.B, case.T, case.H)
+    steps = Branches(
+        compressed=(*pairs[0],), selected=(*pairs[1], indices), sliding=(*pairs[1],)
+    )
+    added = array(case.B, case.T, case.H, case.Dv)
+    for branch, arrays in steps._asdict().items():
+        options: dict[str, Any] = {"gate": gate}
+        if branch != "compressed":
+            options["added"] = added
+        out, lse = getattr(triton_forward, branch)(ops, query, *arrays, *layout.rest, **options)
+        lse = gate.to(torch.float32) if lse is None else lse
+        rows = RowResiduals(lse, lse, gate)
+        step = getattr(triton_backward, branch)
+        step(ops, query, *arrays, out, rows, *layout.rest, query)
+    triton_forward.select_blocks(ops, query, pairs[0][0], lse, *layout.rest, 0)
+    triton_backward.delta_of(ops, added, added, added, added)
+    triton_backward.gated_sum(ops, [added] * 3, [gate] * 3)
+    return list({repr(x): x for x in ops.launches}.values())
+
+
+def compiled(launch: Launch, capability: int) -> Report:
+    """The report of a kernel for a GPU, e.g. 89."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource, compile
+
+    kernel = launch.kernel
+    function = kernel.load()
+    scalars = ["i32" if isinstance(x, int) else "fp32" for x in kernel.scalars]
+    pointers = [f"*{SHORT[x]}" for x in launch.dtypes]
+    types = pointers + scalars + [f"*{SHORT[x.dtype]}" for x in kernel.outputs]
+    names = [x for x in function.arg_names if x not in kernel.constants]
+    signature = dict(zip(names, types, strict=True)) | dict.fromkeys(
+        kernel.constants, "constexpr"
+    )
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, x in enumerate(function.arg_names)
+        if signature[x].startswith("*")
+    }
+    source = ASTSource(function, signature, dict(kernel.constants), aligned)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        tool = Path(get_ptxas(capability).path).with_name("cuobjdump")
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{x}:(\d+)", usage)[1]) for x in ("REG", "STACK"))
+    return Report(
+        kernel.function.rpartition(".")[2],
+        capability,
+        registers,
+        stack,
+        made.metadata.shared,
+        "mma" in made.asm["ptx"],
+    )
+
+
+def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[Report]:
+    """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
+    lines = []
+    for case, capability, function in questions:
+        noted = launches(case, divmod(capability, 10))
+        launch = next(x for x in noted if x.kernel.function.endswith(f".{function}"))
+        asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
+        lines.append(json.dumps(asked))
+    shares = [lines[i::processes] for i in range(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        running = [_start(share, folder) for share in shares]
+        answers = [_answers(*each) for each in running]
+    found = [None] * len(lines)
+    for i, answer in enumerate(answers):
+        found[i::processes] = answer
+    return found
+
+
+def _start(lines, folder):
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.triton_compile"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"},
+    )
+    text = "".join(f"{line}\n" for line in lines)
+    reader = ThreadPoolExecutor(1).submit(process.communicate, text, 280)
+    return process, reader
+
+
+def _answers(process, reader):
+    try:
+        out, errors = reader.result()
+    finally:
+        process.kill()
+    if process.returncode:
+        raise RuntimeError(f"a Triton kernel does not compile:\n{errors[-4000:]}")
+    return [Report(**json.loads(line)) for line in out.splitlines()]
+
+
+def main() -> None:
+    for line in sys.stdin:
+        kernel, dtypes, capability = json.loads(line)
+        kernel["outputs"] = tuple(Array(*x) for x in kernel["outputs"])
+        launch = Launch(TritonKernel(**kernel), tuple(dtypes))
+        print(json.dumps(dataclasses.asdict(compiled(launch, capability))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
