@@ -1,7 +1,8 @@
 """The language model in Flax NNX, and one step of its training with optax.
 
 Master weights and moments are float32. Blocks, norms and head compute in `dtype`; the embedding
-is looked up, and softmax and loss are computed, in float32.
+is looked up, and softmax and loss are computed, in float32. `jax_parallel` says how weights and
+rows are laid out on several devices.
 """
 
 import functools
@@ -14,13 +15,26 @@ import numpy as np
 import optax
 from flax import nnx
 
+from bench.lm import health, jax_parallel, share
 from bench.lm.data import Batch
+from bench.lm.jax_parallel import Layout
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
 from bench.lm.spec import DivergedError, ModelSpec, Task, Training
 from interop import weights
+from nsa_jax import api
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention, apply_rope
 
 NORM_EPS = 1e-6
+
+
+class Rows(NamedTuple):
+    """Micro-batches, on the devices."""
+
+    tokens: jax.Array  # [accumulate, B, T + 1]
+    total: jax.Array  # float32 []: tokens that have a loss, of all rows
+    segment_ids: jax.Array | None  # as `tokens`
 
 
 class RMSNorm(nnx.Module):
@@ -50,9 +64,16 @@ class DenseAttention(nnx.Module):
         self.W_V = _linear(spec.dim, groups * spec.d_v, dtype, rngs)
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim, dtype, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, *, segment_ids=None):
         spec, (batch, length, _) = self.spec, x.shape
         position = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        how: dict[str, Any] = {"is_causal": True}
+        if segment_ids is not None:
+            border = segment_ids[:, 1:] != segment_ids[:, :-1]
+            start = jnp.where(jnp.pad(border, ((0, 0), (1, 0))), position, 0)
+            same = segment_ids[:, None, :, None] == segment_ids[:, None, None]
+            how["mask"] = same
+            position = position - jax.lax.cummax(start, axis=1)
 
         def heads(linear, count):
             return linear(x).reshape(batch, length, count, -1)
@@ -64,7 +85,7 @@ class DenseAttention(nnx.Module):
         key = rotate(heads(self.W_K, spec.n_kv_groups))
         value = heads(self.W_V, spec.n_kv_groups)
         out = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=self.implementation
+            query, key, value, implementation=self.implementation, **how
         )
         return self.out(out.reshape(batch, length, -1)), None
 
@@ -81,9 +102,15 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    def __init__(self, spec: ModelSpec, *, dtype, implementation, rngs: nnx.Rngs):
+    `axis` of a mesh has the heads of a row: what each of its devices adds to `x` is summed.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, dtype, implementation, rngs: nnx.Rngs, axis: str | None = None
+    ):
+        self.axis = axis
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
         kind = NSAAttention if spec.attention == "nsa" else DenseAttention
         self.norm_attention = RMSNorm(spec.layer.dim)
@@ -91,41 +118,77 @@ class Block(nnx.Module):
         self.norm_mlp = RMSNorm(spec.layer.dim)
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x):
-        x = x + self.attention(self.norm_attention(x))[0]
-        return x + self.mlp(self.norm_mlp(x))
+    def __call__(self, x, segment_ids=None):
+        x = x + self._sum(self.attention(self.norm_attention(x), segment_ids=segment_ids)[0])
+        return x + self._sum(self.mlp(self.norm_mlp(x)))
+
+    def _sum(self, x):
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def observe(self, x):
+        """Gates `[T, Hkv, 3]` and block indices of the layer for `x` [1, T, dim]."""
+        attention, spec = self.attention, self.attention.spec
+        position = jnp.arange(x.shape[1])[None]
+        query, key, _, gates = attention.project(self.norm_attention(x), position)
+        compressed = api.compress(
+            key.compressed, attention.compress_params()[0], config=spec.config
+        )
+        indices = api.select_blocks(query, compressed, config=spec.config, implementation="xla")
+        return gates[0, :, :: spec.n_heads // spec.n_kv_groups], indices[0]
 
 
 class LM(nnx.Module):
     """Logits `[B, T, vocabulary]` in `dtype` of integer tokens `[B, T]` (`ModelSpec`)."""
 
-    def __init__(self, spec: ModelSpec, *, dtype, implementation=None):
+    def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
-        self.blocks = nnx.List([Block(spec, **how) for _ in range(spec.layers)])
+        self.blocks = nnx.List([Block(spec, axis=axis, **how) for _ in range(spec.layers)])
         self.norm = RMSNorm(spec.layer.dim)
         self.head = _linear(spec.layer.dim, spec.vocabulary, dtype, rngs)
 
     def hyper_parameters(self) -> dict[str, Any]:
         return self.spec.as_dict()
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segment_ids=None, prepare=None):
+        """`prepare` makes the weights of a block of those that are stored, where it runs."""
         x = self.embedding[...][tokens].astype(self.dtype)
+        graph, stacked = self._stacked()
+
+        def block(x, stored):
+            used = stored if prepare is None else prepare(stored)
+            return nnx.merge(graph, used)(x, segment_ids)
+
+        if prepare is not None:
+            block = jax.checkpoint(block, policy=jax_parallel.KEEP)
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, stacked)
+        return self.head(self.norm(x))
+
+    def observe(self, tokens):
+        """`Block.observe` of every block, for `tokens` [1, T]."""
+        graph, stacked = self._stacked()
+
+        def step(x, stored):
+            block = nnx.merge(graph, stored)
+            return block(x), block.observe(x)
+
+        return jax.lax.scan(step, self.embedding[...][tokens].astype(self.dtype), stacked)[1]
+
+    def _stacked(self):
         # A scan over the blocks' weights: one block is compiled, not all of them.
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *states)
-        x, _ = jax.lax.scan(lambda x, w: (nnx.merge(graphs[0], w)(x), None), x, stacked)
-        return self.head(self.norm(x))
+        return graphs[0], jax.tree.map(lambda *each: jnp.stack(each), *states)
 
 
 class Program(NamedTuple):
     """What the compiled functions are made of; learners with equal ones share them."""
 
-    graph: nnx.GraphDef[LM]
+    graph: nnx.GraphDef[LM]  # of a device's part of the heads
     training: Training
     dtype: jnp.dtype
+    layout: Layout | None  # None: one device
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """AdamW without the learning rate, of the clipped gradient."""
@@ -139,20 +202,68 @@ class Program(NamedTuple):
         )
 
 
-@functools.partial(jax.jit, static_argnames="program")
-def _loss(program: Program, params, tokens):
-    embedding = params["embedding"]
-    params = jax.tree.map(lambda x: x.astype(program.dtype), params)
-    params["embedding"] = embedding  # its gradient adds up over many tokens
+def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
+    """The sum of the losses of some rows, over `total`; on a mesh: of a device's rows."""
+    layout, embedding = program.layout, params["embedding"]
+    if layout is None:
+        params = jax.tree.map(lambda x: x.astype(program.dtype), params)
+        params["embedding"] = embedding  # its gradient adds up over many tokens
+        prepare = None
+    else:
+        prepare = functools.partial(layout.gathered, dtype=program.dtype)
+        blocks = params["blocks"]
+        params = prepare(nnx.State({k: x for k, x in params.items() if k != "blocks"}))
+        params["embedding"] = layout.gathered({"embedding": embedding}, jnp.float32)[
+            "embedding"
+        ]
+        params["blocks"] = blocks
     tokens = tokens.astype(jnp.int32)
-    logits = nnx.merge(program.graph, params)(tokens[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    inputs = None if segment_ids is None else segment_ids[:, :-1]
+    logits = nnx.merge(program.graph, params)(tokens[:, :-1], inputs, prepare)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    if segment_ids is not None:
+        same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] >= 0)
+        losses = jnp.where(same, losses, 0.0)
+    return losses.sum() / total
+
+
+def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
+    """`_part` of a micro-batch, of all devices together."""
+    compute = functools.partial(_part, program)
+    if program.layout is not None:
+        compute = program.layout.summed(compute, params)
+    return compute(params, total, tokens, segment_ids)
+
+
+def _added(compute, rows: Rows):
+    """The sum of `compute(total, tokens, segment_ids)` over the micro-batches."""
+    first = compute(rows.total, *jax.tree.map(lambda x: x[0], (rows.tokens, rows.segment_ids)))
+    rest = jax.tree.map(lambda x: x[1:], (rows.tokens, rows.segment_ids))
+    if not rest[0].shape[0]:
+        return first
+
+    def add(before, each):
+        return jax.tree.map(jnp.add, before, compute(rows.total, *each)), None
+
+    return jax.lax.scan(add, first, rest)[0]
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def _loss(program: Program, params, rows: Rows):
+    return _added(functools.partial(_micro, program, params), rows)
+
+
+def _gradients(program: Program, params, rows: Rows):
+    compute = jax.value_and_grad(_micro, argnums=1)
+    return _added(functools.partial(compute, program, params), rows)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
-def _step(program: Program, params, state, rate, tokens):
+def _step(program: Program, params, state, rate, rows: Rows):
     """Weights and moments after a step, or those before it where it is not finite."""
-    loss, grads = jax.value_and_grad(_loss, argnums=1)(program, params, tokens)
+    loss, grads = _gradients(program, params, rows)
     norm = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
@@ -161,6 +272,21 @@ def _step(program: Program, params, state, rate, tokens):
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
     return *kept, jnp.stack([loss, norm])
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def _finite(program: Program, params, rows: Rows):
+    """Whether the loss, each gradient and each weight are finite."""
+    found = *_gradients(program, params, rows), params
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), found)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "dtype", "place"))
+def _observe(graph, dtype, place, params, tokens):
+    """`LM.observe`, whole on every device."""
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    found = nnx.merge(graph, params).observe(tokens)
+    return found if place is None else jax.lax.with_sharding_constraint(found, place)
 
 
 class Learner:
@@ -172,38 +298,56 @@ class Learner:
       implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
     """
 
-    def __init__(self, task: Task, initial: Path, implementation):
-        self.training = task.training
+    def __init__(
+        self,
+        task: Task,
+        initial: Path,
+        implementation,
+        parallel: Parallel = Parallel(),
+        ranks: Ranks = Ranks(),
+    ):
+        self.training, self.ranks, self.parallel = task.training, ranks, parallel
         self.dtype = jnp.dtype(task.dtype)
+        parallel.check(task)
+        alone = parallel.kind == "none"
+        self.layout = None if alone else Layout.of(parallel, task.model)
+        self.share = share.Share(
+            task.training.batch, parallel.accumulate, ranks.rank, ranks.size
+        )
         options = dict(dtype=self.dtype, implementation=implementation)
         # All weights come from the file: none are drawn, which would be compiled.
         self.graph, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
+        graph = self.graph
+        if self.layout is not None:
+            part = self.layout.part(task.model)
+            axis = jax_parallel.TENSOR
+            graph, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
         self.params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self.params = self._read(initial)
-        self.program = Program(self.graph, task.training, self.dtype)
-        self.state: Any = _committed(self.program.optimizer().init(self.params))
-        self.shape: tuple[int, ...] | None = None  # of the last step's tokens
+        self.program = Program(graph, task.training, self.dtype, self.layout)
+        self.state: Any = self._committed(self.program.optimizer().init(self.params))
+        self.rows: Rows | None = None  # of the last step
 
     def step(self, batch: Batch, step: int) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch.
+        """Loss and gradient norm before clipping of the batch of which this process has its
+        `share`.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        rate = jnp.float32(self.training.rate(step))
-        arguments = self.program, self.params, self.state, rate, _tokens(batch)
+        rate, self.rows = jnp.float32(self.training.rate(step)), self._rows(batch)
+        arguments = self.program, self.params, self.state, rate, self.rows
         with self._precision():
             self.params, self.state, numbers = _step(*arguments)
-        self.shape = batch.tokens.shape
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
-            raise DivergedError(step, loss, norm)
+            raise DivergedError(step, loss, norm, self._culprit(self.rows))
         return loss, norm
 
     def loss(self, batch: Batch) -> float:
-        """The mean loss of a batch, in nats a token."""
+        """The mean loss of a batch of which this process has its `share`, in nats a token."""
         with self._precision():
-            return float(_loss(self.program, self.params, _tokens(batch)))
+            return float(_loss(self.program, self.params, self._rows(batch)))
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -211,12 +355,13 @@ class Learner:
         return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
-        """Arguments, results and temporaries of a step, as the compiler lays them out."""
-        if self.shape is None:
+        """Arguments, results and temporaries of a step on one device, as the compiler lays
+        them out."""
+        if self.rows is None:
             return None
-        tokens = jax.ShapeDtypeStruct(self.shape, jnp.uint8)
+        rows = jax.tree.map(_described, self.rows)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = self.program, self.params, self.state, rate, tokens
+        arguments = self.program, self.params, self.state, rate, rows
         with self._precision():
             memory = _step.lower(*arguments).compile().memory_analysis()
         if memory is None:
@@ -224,11 +369,29 @@ class Learner:
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
         return int(held + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
 
+    def health(self, batch: Batch) -> list[health.Layer]:
+        """Of gates and selection over the first row of `batch`; of dense attention nothing.
+        Every process calls it."""
+        if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
+            return []
+        tokens = batch.tokens[:1, :-1].astype(np.int32)
+        place = None
+        if self.layout is not None:
+            place = self.layout.replicated
+            tokens = jax_parallel.same(tokens, self.ranks)
+        with self._precision():
+            found = _observe(self.graph, self.dtype, place, self.params, tokens)
+        gates, indices = (np.asarray(x.astype(jnp.float32)) for x in found)
+        return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
+
     def save(self, folder: Path) -> None:
         """Writes weights and moments, each as `interop.weights` does."""
         adam = self.state[1]
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
-            weights.save(folder / f"{name}.safetensors", nnx.merge(self.graph, tree))
+            whole = jax_parallel.whole(tree, self.ranks)
+            if self.ranks.rank == 0:
+                module = nnx.merge(self.graph, whole)
+                weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
         """Reads what `save` of either framework wrote after `step` steps."""
@@ -238,7 +401,7 @@ class Learner:
             mu=self._read(folder / "mean.safetensors"),
             nu=self._read(folder / "square.safetensors"),
         )
-        self.state = _committed((self.state[0], adam, *self.state[2:]))
+        self.state = self._committed((self.state[0], adam, *self.state[2:]))
 
     def _precision(self):
         # A GPU would take TF32 for float32, which torch does not.
@@ -247,17 +410,62 @@ class Learner:
 
     def _read(self, path: Path) -> nnx.State:
         # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
-        module = nnx.merge(self.graph, jax.tree.map(jnp.array, self.params))
+        module = nnx.merge(
+            self.graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
+        )
         weights.load(path, module)
-        return nnx.split(module)[1]
+        state = nnx.split(module)[1]
+        return state if self.layout is None else self.layout.placed(state)
+
+    def _model(self) -> LM:
+        return nnx.merge(self.graph, self.params)
+
+    def _committed(self, tree):
+        """`tree` bound to its devices as results of `_step` are, which is then compiled but
+        once."""
+        if self.layout is None:
+            return jax.device_put(tree, jax.devices()[0])
+        return self.layout.placed(tree)
+
+    def _rows(self, batch: Batch) -> Rows:
+        """The micro-batches, on the devices."""
+        count = self.parallel.accumulate
+        total = share.count(batch)
+        if batch.segment_ids is None:
+            total *= self.ranks.size
+        else:
+            total = max(1, sum(self.ranks.gather(total)))
+
+        def place(x):
+            if x is None:
+                return None
+            x = x.reshape(count, -1, x.shape[1])
+            return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
+
+        return Rows(place(batch.tokens), jnp.float32(total), place(batch.segment_ids))
+
+    def _culprit(self, rows: Rows) -> str:
+        """What is not finite, the first of each kind in the order of the model."""
+        with self._precision():
+            loss, *trees = _finite(self.program, self.params, rows)
+        found = [] if loss else ["loss"]
+        for kind, tree in zip(("gradient of", "weight"), trees, strict=True):
+            flags = nnx.to_flat_state(tree)
+            bad = [steps for steps, flag in flags if not flag.get_value()]
+            if bad:
+                first = min(bad, key=_place)
+                found.append(f"{kind} {'.'.join(map(str, first))}")
+        return ", ".join(found)
 
 
-def _tokens(batch: Batch) -> jax.Array:
-    if batch.segment_ids is not None:
-        raise NotImplementedError("the model attends to whole rows, got segment_ids")
-    return jnp.asarray(batch.tokens)
+ORDER = "embedding blocks norm_attention attention norm_mlp mlp norm head".split()
 
 
-def _committed(tree):
-    """`tree` bound to its device as results of `_step` are, which is then compiled but once."""
-    return jax.device_put(tree, jax.devices()[0])
+def _place(steps: tuple[Any, ...]) -> list[int | str]:
+    """Sorts paths into the weights as the model uses them."""
+    known = {name: f"{i}" for i, name in enumerate(ORDER)}
+    return [step if isinstance(step, int) else known.get(step, step) for step in steps]
+
+
+def _described(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
