@@ -4,10 +4,12 @@
     python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
+    torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
 and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
-and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
+75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on; 69 where
+another process of the run is gone, and 76 where no step ended for `--hang_s`.
 """
 
 import dataclasses
@@ -21,11 +23,13 @@ from typing import Any
 from absl import flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import curves, log, loop, spec, speed, variants
+from bench.lm import curves, log, loop, spec, speed, spread, variants
 from bench.lm.data import CORPUS_BYTES, Batches
+from bench.lm.ranks import LostError, Ranks
 from nsa_jax import flags as kernel_flags
 
-WRONG, DIVERGED, STOPPED = exit_status.WRONG, 4, 75  # 75: sysexits.h's "try again"
+# sysexits.h: 69 "a service is not there", 75 "try again"
+WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 # sequences, tokens a sequence, steps, highest learning rate
 DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
@@ -77,8 +81,13 @@ SAVE_EVERY = flags.DEFINE_integer(
     "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
 )
 GRAPH = flags.DEFINE_bool(
-    "graph", True, "torch on a GPU: forward and backward are one CUDA graph.", **_own
+    "graph",
+    None,
+    "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
+    "compiled.",
+    **_own,
 )
+SPREAD = spread.Flags(FLAGS)
 RESUME = flags.DEFINE_bool("resume", False, "Go on from the checkpoints there are.", **_own)
 THROUGHPUT = flags.DEFINE_bool("throughput", False, "Only measure, by length.", **_own)
 LENGTHS = flags.DEFINE_list(
@@ -103,11 +112,24 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:
         raise ValueError("--dense=all is for --throughput, got a training run")
-    folder = command.folder(OUT.value)
+    if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
+        raise ValueError("--throughput measures one device, got --parallel or --accumulate")
+    ranks = SPREAD.ranks(FRAMEWORK.value)
+    try:
+        status = _main(ranks)
+    except LostError as error:  # who is gone cannot be taken leave of
+        print(f"error: {error}", file=sys.stderr)
+        return LOST
+    ranks.close()
+    return status
+
+
+def _main(ranks: Ranks) -> int:
+    folder = Path(ranks.first(str(command.folder(OUT.value) if ranks.rank == 0 else "")))
     path = folder / "train.jsonl"
     if path.exists() and not RESUME.value:
         raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
-    return throughput(folder) if THROUGHPUT.value else runs(folder)
+    return throughput(folder) if THROUGHPUT.value else runs(folder, ranks)
 
 
 def _frameworks() -> tuple[str, ...]:
@@ -137,31 +159,48 @@ def _tasks(**known: int) -> list[spec.Task]:
     return [spec.Task(MODEL.value, model, training, dtype) for model in models]
 
 
-def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
+def _variant(
+    framework: str,
+    task: spec.Task,
+    dense: str,
+    ranks: Ranks | None = None,
+    packed: bool = False,
+) -> variants.Variant:
     if task.model.attention == "dense":
         found = variants.dense(framework, dense, task.dtype)
     else:
         named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
-        found = variants.nsa(framework, named, fallback, task)
-    return dataclasses.replace(found, graph=GRAPH.value)
+        found = variants.nsa(framework, named, fallback, task, packed)
+    parallel = SPREAD.parallel(framework, ranks or Ranks())
+    one = parallel.kind == "none" and not parallel.compiled
+    if GRAPH.value and framework == "torch" and not one:
+        raise NotImplementedError(
+            "--graph captures a step of one process: ddp and fsdp call their collectives from "
+            "hooks that a graph does not run, and --compile captures nothing of its own"
+        )
+    graph = one if GRAPH.value is None else GRAPH.value
+    return dataclasses.replace(found, graph=graph, parallel=parallel)
 
 
-def runs(folder: Path) -> int:
+def runs(folder: Path, ranks: Ranks) -> int:
     """Trains every run that is not done yet; the exit status."""
     tasks = _tasks()
     training, dtype = tasks[0].training, tasks[0].dtype
     kept = Path(CHECKPOINTS.value or folder / "checkpoints")
     batches = Batches(training.batch, training.seq_len, training.seed, CORPUS.value)
     path = folder / "train.jsonl"
+    packed = batches.train(0, slice(0, 1)).segment_ids is not None
     plan = [
         loop.Run(
-            _variant(framework, task, DENSE.value),
+            _variant(framework, task, DENSE.value, ranks, packed),
             task,
             batches,
             path,
             kept / f"{framework}-{task.model.attention}",
             SAVE_EVERY.value,
             COMMIT.value,
+            ranks,
+            SPREAD.watched(),
         )
         for framework in _frameworks()
         for task in tasks
@@ -180,8 +219,11 @@ def runs(folder: Path) -> int:
             summary = loop.run(run, stop)
             variants.free()
             if summary.status != "ok":
-                print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
+                if ranks.rank == 0:
+                    print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
                 return STOPPED if summary.status == "stopped" else DIVERGED
+    if ranks.rank:
+        return 0
     tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
     verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
     curves.plot(log.read(path), folder / "train.png", tolerance)

@@ -47,9 +47,17 @@ class Layer:
         entropies = -(shares * np.log(np.maximum(shares, SMALL))).sum(axis=-1).mean(axis=0)
         largest = shares.max(axis=-1).mean(axis=0)
         gone = (entropies < COLLAPSED_ENTROPY) & (largest > COLLAPSED_SHARE)
-        means = gates.mean(axis=(0, 1)).tolist()
-        numbers = entropies.mean(), entropies.min(), largest.mean(), gone.mean()
-        return cls(*means, *map(float, numbers), overlap(indices))
+        compressed, selected, sliding = gates.mean(axis=(0, 1)).tolist()
+        return cls(
+            compressed=compressed,
+            selected=selected,
+            sliding=sliding,
+            entropy=float(entropies.mean()),
+            entropy_min=float(entropies.min()),
+            largest=float(largest.mean()),
+            collapsed=float(gone.mean()),
+            overlap=overlap(indices),
+        )
 
 
 def overlap(indices: np.ndarray) -> float:

@@ -128,6 +128,7 @@ class Block(nnx.Module):
     def observe(self, x):
         """Gates `[T, Hkv, 3]` and block indices of the layer for `x` [1, T, dim]."""
         attention, spec = self.attention, self.attention.spec
+        assert isinstance(attention, NSAAttention)
         position = jnp.arange(x.shape[1])[None]
         query, key, _, gates = attention.project(self.norm_attention(x), position)
         compressed = api.compress(
@@ -437,12 +438,11 @@ class Learner:
             total = max(1, sum(self.ranks.gather(total)))
 
         def place(x):
-            if x is None:
-                return None
             x = x.reshape(count, -1, x.shape[1])
             return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
-        return Rows(place(batch.tokens), jnp.float32(total), place(batch.segment_ids))
+        ids = None if batch.segment_ids is None else place(batch.segment_ids)
+        return Rows(place(batch.tokens), jnp.float32(total), ids)
 
     def _culprit(self, rows: Rows) -> str:
         """What is not finite, the first of each kind in the order of the model."""

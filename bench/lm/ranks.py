@@ -84,6 +84,17 @@ class TorchRanks(Ranks):
             raise self.lost(error) or error from error
         return found
 
+    def any(self, flag: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        votes = torch.tensor(int(flag))
+        try:
+            dist.all_reduce(votes)
+        except RuntimeError as error:
+            raise self.lost(error) or error from error
+        return bool(votes)
+
     def lost(self, error: Exception) -> LostError | None:
         import torch.distributed as dist
 
@@ -109,10 +120,16 @@ class JaxRanks(Ranks):
 
     Args:
       coordinator: address and port of process 0; "auto": as the cluster says.
-      size, rank: processes, and which this is; -1: as the cluster says.
+      size, rank: processes, and which this is; with "auto" nothing.
     """
 
-    def __init__(self, coordinator: str, size: int, rank: int, timeout_s: float = TIMEOUT_S):
+    def __init__(
+        self,
+        coordinator: str,
+        size: int | None,
+        rank: int | None,
+        timeout_s: float = TIMEOUT_S,
+    ):
         import jax
 
         known: dict[str, Any] = {}
@@ -133,6 +150,11 @@ class JaxRanks(Ranks):
         rows = np.reshape(multihost_utils.process_allgather(padded), (self.size, -1))
         pairs = zip(rows, lengths, strict=True)
         return [json.loads(row[:length].tobytes()) for row, length in pairs]
+
+    def any(self, flag: bool) -> bool:
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.process_allgather(np.bool_(flag)).any())
 
     def close(self) -> None:
         import jax

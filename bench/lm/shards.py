@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from absl import app
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bench.harness import cli
 from bench.lm import checkpoint, torch_lm
@@ -42,6 +43,7 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, Any] = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in known.items()
+        if isinstance(about, TensorStorageMetadata)
     }
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found

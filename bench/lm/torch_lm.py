@@ -110,11 +110,14 @@ class DenseAttention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         group = self.spec.n_heads // self.spec.n_kv_groups
-        longest, bounds = query.shape[1], packing.cu_seqlens
+        rows, bounds = query.shape[:2], packing.cu_seqlens
+        longest = rows[1]  # at most: no value is read on the host
         key, value = (each.repeat_interleave(group, dim=2) for each in (key, value))
-        flat = (each.flatten(0, 1) for each in (query, key, value))
-        out = varlen_attn(*flat, bounds, bounds, longest, longest, window_size=(-1, 0))
-        return out.unflatten(0, query.shape[:2]).flatten(2)
+        query, key, value = (each.flatten(0, 1) for each in (query, key, value))
+        window = {"window_size": (-1, 0)}  # causal
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **window)
+        assert isinstance(out, Tensor)
+        return out.unflatten(0, rows).flatten(2)
 
 
 class MLP(nn.Module):
@@ -280,7 +283,8 @@ class Learner:
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
         numbers = self._numbers(loss, norm)
         if not all(map(math.isfinite, numbers)):
-            raise DivergedError(step, *numbers, self._culprit(loss, rows))
+            loss_value, norm_value = numbers
+            raise DivergedError(step, loss_value, norm_value, self._culprit(loss, rows))
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.rate(step)
         self.optimizer.step()
@@ -368,9 +372,9 @@ class Learner:
                 parameter.data = parameter.data.to(self.dtype)
         return model
 
-    def _blocks(self) -> nn.ModuleList:
+    def _blocks(self) -> list[Block]:
         """Those that run."""
-        return self.model.blocks
+        return [each for each in self.model.modules() if isinstance(each, Block)]
 
     @torch.no_grad()
     def _use_master(self) -> None:

@@ -59,9 +59,6 @@ class DDPLearner(torch_lm.Learner):
             find_unused_parameters=self.safe,
         )
 
-    def _blocks(self):
-        return self.master.blocks
-
     def _use_master(self) -> None:
         pass  # the weights are cast where they are used
 
@@ -112,7 +109,8 @@ class FSDPLearner(DDPLearner):
         for module in (*self.master.blocks, self.master.norm, self.master.head):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         # What is left is the embedding, in float32.
-        return fully_shard(self.master, mesh=mesh)
+        fully_shard(self.master, mesh=mesh)
+        return self.master
 
     def _synchronized(self, wanted: bool):
         model = self.model
