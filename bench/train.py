@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import curves, log, loop, spec, speed, spread, variants
+from bench.lm import curves, log, loop, spec, speed, spread, variants, watched
 from bench.lm.data import CORPUS_BYTES, Batches
 from bench.lm.ranks import LostError, Ranks
 from nsa_jax import flags as kernel_flags
@@ -261,7 +261,8 @@ def throughput(folder: Path) -> int:
 def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
     """Writes and prints the tables, and keeps the lines where that is asked for."""
     found = log.read(folder / "train.jsonl")
-    text = curves.markdown(found, verdicts)
+    shown = [*verdicts, *watched.verdicts(folder / "train.jsonl", found)]
+    text = curves.markdown(found, shown) + curves.section(watched.gate_table(found))
     (folder / "train.md").write_text(text)
     print(text)
     print(f"written to {folder}")

@@ -101,7 +101,8 @@ class Run:
 
 
 def run(run: Run, stop: Stop) -> log.Summary:
-    """Trains from the last checkpoint on, if there is one, and writes every line of it.
+    """Trains from the last checkpoint on, if there is one, and writes every line of it. Every
+    rank calls it, and all end alike.
 
     The run ends `ok` after its steps, `stopped` by SIGTERM with a checkpoint of what is done,
     or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
@@ -109,7 +110,15 @@ def run(run: Run, stop: Stop) -> log.Summary:
 
     Raises:
       ValueError: the checkpoint was written under other settings.
+      LostError: another rank is gone.
     """
+    try:
+        return _run(run, stop)
+    except RuntimeError as error:
+        raise run.ranks.lost(error) or error from error
+
+
+def _run(run: Run, stop: Stop) -> log.Summary:
     with tempfile.TemporaryDirectory() as scratch:
         learner = variants.learner(run.variant, run.task, Path(scratch), run.ranks)
     first = 0
@@ -162,8 +171,6 @@ def steps(
             except DivergedError as error:
                 reason = f"{error}; the last checkpoint is {run.checkpoint()}"
                 return summary(status="diverged", steps=step, reason=reason)
-            except RuntimeError as error:
-                raise run.ranks.lost(error) or error from error
             time_ms = (time.perf_counter() - start) * 1e3
             times_ms.append(time_ms)
             line = log.Step(

@@ -101,11 +101,14 @@ class TorchRanks(Ranks):
         words = "closed", "reset by peer", "timed out", "timeout", "aborted", "broken pipe"
         text = str(error)
         known = isinstance(error, dist.DistError) or any(w in text.lower() for w in words)
-        if not known or isinstance(error, LostError):
+        if isinstance(error, LostError):
+            return error
+        if not known:
             return None
+        first = text.strip().splitlines()[0].partition(". ")[0]
         return LostError(
             f"rank {self.rank} of {self.size} lost another rank, or waited for it for longer "
-            f"than {self.timeout_s:.0f} s: {text.strip().splitlines()[0]}"
+            f"than {self.timeout_s:.0f} s: {first}"
         )
 
     def close(self) -> None:

@@ -42,8 +42,8 @@ class DDPLearner(torch_lm.Learner):
 
     Args:
       ranks: the processes.
-      safe: gradients have memory of their own, weights that a step does not use are looked
-        for, buffers are broadcast; slower, and of use where a step hangs or differs.
+      safe: gradients have memory of their own, and weights that a step does not use are looked
+        for; slower, and of use where a step hangs or differs.
       options: as of `torch_lm.Learner`.
     """
 
@@ -55,7 +55,6 @@ class DDPLearner(torch_lm.Learner):
         return DistributedDataParallel(
             Cast(self.master, self.dtype),
             gradient_as_bucket_view=not self.safe,
-            broadcast_buffers=self.safe,
             find_unused_parameters=self.safe,
         )
 
