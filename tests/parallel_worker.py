@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.lm import checkpoint, loop, share, spec, torch_parallel, variants
+from bench.lm import checkpoint, loop, share, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import LostError, TorchRanks
@@ -47,13 +47,21 @@ class Documents(Batches):
         return Batch(tokens[rows], ids.astype(np.int32)[rows])
 
 
-def run_of(folder: Path, ranks, parallel: Parallel, todo: spec.Task, kind=Batches, **options):
+def run_of(
+    folder: Path,
+    ranks,
+    parallel: Parallel,
+    todo: spec.Task,
+    kind=Batches,
+    framework: str = "torch",
+    **options,
+):
     if todo.model.attention == "nsa":
         packed = kind is Documents
         names = Branches(None, None, None)
-        variant = variants.nsa("torch", names, "error", todo, packed)
+        variant = variants.nsa(framework, names, "error", todo, packed)
     else:
-        variant = variants.dense("torch", "math", todo.dtype)
+        variant = variants.dense(framework, "auto", todo.dtype)
     variant = dataclasses.replace(variant, parallel=parallel)
     batches = kind(todo.training.batch, todo.training.seq_len, 0, CORPUS)
     path = folder / "train.jsonl"
@@ -79,7 +87,7 @@ def group(folder: Path, rank: int, size: int):
     if rank >= size:
         yield None
         return
-    store = dist.FileStore(str(folder / f"store"), size)
+    store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield TorchRanks(TIMEOUT_S)
     dist.destroy_process_group()
@@ -103,14 +111,15 @@ def main(rank: int, folder: Path) -> None:
     with started(folder, "ddp4", rank, 4) as ranks:
         trained("ddp4", ranks, four("ddp"), task())
     with started(folder, "moved", rank, 4) as ranks:
-        trained("moved", ranks, four("fsdp"), task(), StopAt(STOPPED, rank == 2))
+        stop = StopAt(STOPPED, rank == 2)
+        trained("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
     if rank == 3:  # alone, and none waits for it
         with Watchdog(folder / "stacks.txt", 0.2):
             time.sleep(TIMEOUT_S)
     with started(folder, "two", rank, 2) as ranks:
         if ranks is None:
             return
-        trained("moved", ranks, two("fsdp"), task())
+        trained("moved", ranks, two("fsdp"), task(), kind=Documents)
         trained("packed", ranks, two("ddp", accumulate=2), task(), kind=Documents)
         trained("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
         trained("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
@@ -133,44 +142,48 @@ def same_rows(folder: Path, ranks) -> None:
 
 def faults(folder: Path, ranks) -> None:
     """What is raised on each rank."""
-    todo = task("dense")
-    kinds = {"ddp": torch_parallel.DDPLearner, "fsdp": torch_parallel.FSDPLearner}
-    for kind in kinds:
-        run = run_of(folder, ranks, Parallel(kind, 2, safe=kind == "ddp"), todo)
-        learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
-        assert isinstance(learner, kinds[kind])
-        batch = learner.share.of(lambda rows: run.batches.train(0, rows))
-        learner.step(batch, 0)
-        kept = checkpoint.save(folder / f"faults-{kind}", learner, 1, {}, ranks)
-        save = learner.save
-        learner.save = full_disk if ranks.rank else save
-        if kind == "ddp":  # shards are told to all by torch
-            error = raised(lambda: checkpoint.save(kept.parent, learner, 2, {}, ranks))
-            told(folder, "full disk", ranks, [error, [x.name for x in kept.parent.iterdir()]])
-        learner.save = save
-        bad = (lambda out: out * np.nan) if ranks.rank else (lambda out: out)
-        hook = learner.master.head.register_forward_hook(lambda *x: bad(x[-1]))
-        told(folder, f"loss {kind}", ranks, raised(lambda: learner.step(batch, 7)))
-        hook.remove()
-        if kind == "ddp":
-            hook = learner.master.blocks[1].mlp.down.register_full_backward_hook(
-                lambda module, inputs, outputs: tuple(map(bad, inputs))
-            )
-            told(folder, "gradient", ranks, raised(lambda: learner.step(batch, 7)))
-            hook.remove()
-        error = raised(lambda: learner.step(batch, 1))  # as before the bad steps
-        told(folder, f"after {kind}", ranks, error)
+    for kind in ("ddp", "fsdp"):
+        learner, batch = broken(folder, ranks, kind)
     error = raised(lambda: share.Share(8, 3, ranks.rank, ranks.size))
     told(folder, "batch", ranks, error)
-    if ranks.rank == 1:
-        learner.step(batch, 2)
-        os._exit(9)
     learner.step(batch, 2)
+    if ranks.rank == 1:
+        (folder / "cpu1").write_text(str(time.process_time()))
+        os._exit(9)
     start = time.monotonic()
-    run = dataclasses.replace(run, path=folder / "gone" / "train.jsonl")
+    run = run_of(folder / "gone", ranks, Parallel("fsdp", 2), task("dense"))
     error = raised(lambda: loop.run(run, StopAt(0, False)))
     told(folder, "gone", ranks, [error, time.monotonic() - start])
+    (folder / "cpu0").write_text(str(time.process_time()))
     os._exit(0)
+
+
+def broken(folder: Path, ranks, kind: str):
+    """A learner after faults of rank 1, and its batch."""
+    todo = task("dense")
+    run = run_of(folder, ranks, Parallel(kind, 2, safe=kind == "ddp"), todo)
+    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    batch = learner.share.of(lambda rows: run.batches.train(0, rows))
+    learner.step(batch, 0)
+    step = lambda: learner.step(batch, 7)
+    if kind == "ddp":  # of shards all are told by torch
+        kept = checkpoint.save(folder / "full", learner, 1, {}, ranks)
+        save, learner.save = learner.save, full_disk if ranks.rank else learner.save
+        error = raised(lambda: checkpoint.save(kept.parent, learner, 2, {}, ranks))
+        told(folder, "full disk", ranks, [error, [x.name for x in kept.parent.iterdir()]])
+        learner.save = save
+    bad = (lambda out: out * np.nan) if ranks.rank else (lambda out: out)
+    hook = learner.master.head.register_forward_hook(lambda *x: bad(x[-1]))
+    told(folder, f"loss {kind}", ranks, raised(step))
+    hook.remove()
+    if kind == "ddp":
+        hook = learner.master.blocks[1].mlp.down.register_full_backward_hook(
+            lambda module, inputs, outputs: tuple(map(bad, inputs))
+        )
+        told(folder, "gradient", ranks, raised(step))
+        hook.remove()
+    told(folder, f"after {kind}", ranks, raised(lambda: learner.step(batch, 1)))
+    return learner, batch
 
 
 def full_disk(folder: Path) -> None:

@@ -153,8 +153,9 @@ class LM(nnx.Module):
     def hyper_parameters(self) -> dict[str, Any]:
         return self.spec.as_dict()
 
-    def __call__(self, tokens, segment_ids=None, prepare=None):
-        """`prepare` makes the weights of a block of those that are stored, where it runs."""
+    def __call__(self, tokens, segment_ids=None, prepare=None, again: bool = False):
+        """`prepare` makes the weights of a block of those that are stored, where it runs; for
+        the backward pass `again`, or they are kept."""
         x = self.embedding[...][tokens].astype(self.dtype)
         graph, stacked = self._stacked()
 
@@ -162,7 +163,7 @@ class LM(nnx.Module):
             used = stored if prepare is None else prepare(stored)
             return nnx.merge(graph, used)(x, segment_ids)
 
-        if prepare is not None:
+        if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)
         x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, stacked)
         return self.head(self.norm(x))
@@ -220,7 +221,8 @@ def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
         params["blocks"] = blocks
     tokens = tokens.astype(jnp.int32)
     inputs = None if segment_ids is None else segment_ids[:, :-1]
-    logits = nnx.merge(program.graph, params)(tokens[:, :-1], inputs, prepare)
+    again = layout is not None and layout.mesh.shape[jax_parallel.FSDP] > 1
+    logits = nnx.merge(program.graph, params)(tokens[:, :-1], inputs, prepare, again)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
