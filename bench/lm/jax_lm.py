@@ -242,15 +242,17 @@ def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
 
 def _added(compute, rows: Rows):
     """The sum of `compute(total, tokens, segment_ids)` over the micro-batches."""
-    first = compute(rows.total, *jax.tree.map(lambda x: x[0], (rows.tokens, rows.segment_ids)))
-    rest = jax.tree.map(lambda x: x[1:], (rows.tokens, rows.segment_ids))
-    if not rest[0].shape[0]:
-        return first
+    parts = rows.tokens, rows.segment_ids
+    first = jax.tree.map(lambda x: x[0], parts)
+    if rows.tokens.shape[0] == 1:
+        return compute(rows.total, *first)
 
-    def add(before, each):
-        return jax.tree.map(jnp.add, before, compute(rows.total, *each)), None
+    def add(before, part):
+        return jax.tree.map(jnp.add, before, compute(rows.total, *part)), None
 
-    return jax.lax.scan(add, first, rest)[0]
+    shapes = jax.eval_shape(compute, rows.total, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zeros, parts)[0]
 
 
 @functools.partial(jax.jit, static_argnames="program")
@@ -258,15 +260,12 @@ def _loss(program: Program, params, rows: Rows):
     return _added(functools.partial(_micro, program, params), rows)
 
 
-def _gradients(program: Program, params, rows: Rows):
-    compute = jax.value_and_grad(_micro, argnums=1)
-    return _added(functools.partial(compute, program, params), rows)
-
-
 @functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
 def _step(program: Program, params, state, rate, rows: Rows):
-    """Weights and moments after a step, or those before it where it is not finite."""
-    loss, grads = _gradients(program, params, rows)
+    """Weights and moments after a step, or those before it where it is not finite; loss and
+    norm of the gradient; which gradients and which weights before it are finite."""
+    compute = jax.value_and_grad(_micro, argnums=1)
+    loss, grads = _added(functools.partial(compute, program, params), rows)
     norm = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
@@ -274,14 +273,8 @@ def _step(program: Program, params, state, rate, rows: Rows):
     new = optax.apply_updates(params, updates), new_state
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    return *kept, jnp.stack([loss, norm])
-
-
-@functools.partial(jax.jit, static_argnames="program")
-def _finite(program: Program, params, rows: Rows):
-    """Whether the loss, each gradient and each weight are finite."""
-    found = *_gradients(program, params, rows), params
-    return jax.tree.map(lambda x: jnp.isfinite(x).all(), found)
+    each = [[jnp.isfinite(x).all() for x in jax.tree.leaves(t)] for t in (grads, params)]
+    return *kept, jnp.stack([loss, norm]), jnp.array(each)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "dtype", "place"))
@@ -341,10 +334,10 @@ class Learner:
         rate, self.rows = jnp.float32(self.training.rate(step)), self._rows(batch)
         arguments = self.program, self.params, self.state, rate, self.rows
         with self._precision():
-            self.params, self.state, numbers = _step(*arguments)
+            self.params, self.state, numbers, finite = _step(*arguments)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
-            raise DivergedError(step, loss, norm, self._culprit(self.rows))
+            raise DivergedError(step, loss, norm, self._culprit(loss, finite))
         return loss, norm
 
     def loss(self, batch: Batch) -> float:
@@ -446,14 +439,12 @@ class Learner:
         ids = None if batch.segment_ids is None else place(batch.segment_ids)
         return Rows(place(batch.tokens), jnp.float32(total), ids)
 
-    def _culprit(self, rows: Rows) -> str:
+    def _culprit(self, loss: float, finite: jax.Array) -> str:
         """What is not finite, the first of each kind in the order of the model."""
-        with self._precision():
-            loss, *trees = _finite(self.program, self.params, rows)
-        found = [] if loss else ["loss"]
-        for kind, tree in zip(("gradient of", "weight"), trees, strict=True):
-            flags = nnx.to_flat_state(tree)
-            bad = [steps for steps, flag in flags if not flag.get_value()]
+        found = [] if np.isfinite(loss) else ["loss"]
+        paths = [steps for steps, _ in nnx.to_flat_state(self.params)]
+        for kind, flags in zip(("gradient of", "weight"), np.asarray(finite), strict=True):
+            bad = [steps for steps, flag in zip(paths, flags, strict=True) if not flag]
             if bad:
                 first = min(bad, key=_place)
                 found.append(f"{kind} {'.'.join(map(str, first))}")
