@@ -17,7 +17,17 @@ import torch
 from absl import flags
 
 from bench import train
-from bench.lm import checkpoint, curves, log, loop, spec, speed, torch_lm, variants
+from bench.lm import (
+    checkpoint,
+    curves,
+    log,
+    loop,
+    spec,
+    speed,
+    torch_learner,
+    torch_lm,
+    variants,
+)
 from bench.lm.data import Batches
 from nsa_jax.layer import LayerSpec
 from nsa_jax.types import Branches
@@ -384,7 +394,9 @@ def test_a_lack_of_memory_is_a_status(tmp_path, monkeypatch):
         (torch.OutOfMemoryError("no room"), "oom"),
         (NotImplementedError("not here"), "unsupported"),
     ):
-        monkeypatch.setattr(torch_lm.Learner, "step", lambda *_, error=error: raising(error))
+        monkeypatch.setattr(
+            torch_learner.Learner, "step", lambda *_, error=error: raising(error)
+        )
         found = speed.measure(*given)
         assert found["status"] == status
         line = speed.line(run.variant, run.task, None, found)

@@ -29,7 +29,7 @@ KEPT = 2  # so that there is one before a damaged one
 
 
 class Kept(Protocol):
-    """What a checkpoint is made of (`jax_lm.Learner`, `torch_lm.Learner`)."""
+    """What a checkpoint is made of (`jax_learner.Learner`, `torch_learner.Learner`)."""
 
     def save(self, folder: Path) -> None: ...
 

@@ -24,7 +24,7 @@ EVALUATED_BATCHES = 8
 
 
 class Learner(checkpoint.Kept, Protocol):
-    """`jax_lm.Learner`, or `torch_lm.Learner` and those of `torch_parallel`.
+    """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
 
     `share` says which rows of a global batch it takes; every rank of a run calls it alike.
     """

@@ -54,6 +54,16 @@ class Flags:
         self.tensorboard = flags.DEFINE_bool(
             "tensorboard", False, "Files for tensorboard in --out (extra tensorboard).", **own
         )
+        self.csv = flags.DEFINE_bool(
+            "csv", True, "What is watched is rows of <run>.csv in --out too.", **own
+        )
+        self.heartbeat_s = flags.DEFINE_float(
+            "heartbeat_s",
+            watch.HEARTBEAT_S,
+            "Seconds between lines of heartbeat_rank<r>.jsonl.",
+            lower_bound=0,
+            **own,
+        )
         self.watch_every = flags.DEFINE_integer(
             "watch_every",
             watch.EVERY,
@@ -105,7 +115,13 @@ class Flags:
         )
 
     def watched(self) -> watch.Settings:
-        return watch.Settings(self.watch_every.value, self.tensorboard.value, self.hang_s.value)
+        return watch.Settings(
+            self.watch_every.value,
+            self.tensorboard.value,
+            self.csv.value,
+            self.heartbeat_s.value,
+            self.hang_s.value,
+        )
 
     @staticmethod
     def _only(wanted: str, framework: str, flag: str) -> None:

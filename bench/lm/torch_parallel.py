@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.lm import checkpoint, shards, torch_lm
+from bench.lm import checkpoint, shards, torch_learner, torch_lm
 from bench.lm.ranks import Ranks
 from bench.lm.spec import Task
 
@@ -37,14 +37,14 @@ class Cast(nn.Module):
         return torch.func.functional_call(self.network, cast, inputs)
 
 
-class DDPLearner(torch_lm.Learner):
+class DDPLearner(torch_learner.Learner):
     """All of the weights in every process (`DistributedDataParallel`).
 
     Args:
       ranks: the processes.
       safe: gradients have memory of their own, and weights that a step does not use are looked
         for; slower, and of use where a step hangs or differs.
-      options: as of `torch_lm.Learner`.
+      options: as of `torch_learner.Learner`.
     """
 
     def __init__(self, task: Task, *args, ranks: Ranks, safe: bool = False, **options):
@@ -67,12 +67,12 @@ class DDPLearner(torch_lm.Learner):
         dist.all_reduce(mean)
         return torch.stack([mean / self.ranks.size, *map(_whole, rest)]).tolist()
 
-    def _backward(self, rows: list[torch_lm.Rows]) -> Tensor:
+    def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
         self.optimizer.zero_grad()
         losses = []
         for number, each in enumerate(rows, 1):
             with self._synchronized(number == len(rows)):
-                loss = torch_lm.total_loss(self.model, each)
+                loss = torch_learner.total_loss(self.model, each)
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -83,16 +83,16 @@ class DDPLearner(torch_lm.Learner):
         assert isinstance(model, DistributedDataParallel)
         return contextlib.nullcontext() if wanted else model.no_sync()
 
-    def _culprit(self, loss: Tensor, rows: list[torch_lm.Rows]) -> str:
+    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
         """Of the first rank where something is not finite before the ranks' sum."""
         found = [] if loss.isfinite().all() else ["loss"]
         self.optimizer.zero_grad()
         for each in rows:
             with self._synchronized(False):
-                torch_lm.total_loss(self.model, each).backward()
+                torch_learner.total_loss(self.model, each).backward()
         named = list(self.master.named_parameters())
-        found += torch_lm.first_bad("gradient of", ((n, p.grad) for n, p in named))
-        found += torch_lm.first_bad("weight", named)
+        found += torch_learner.first_bad("gradient of", ((n, p.grad) for n, p in named))
+        found += torch_learner.first_bad("weight", named)
         return _of_ranks(self.ranks, found)
 
 
@@ -117,20 +117,20 @@ class FSDPLearner(DDPLearner):
         model.set_requires_gradient_sync(wanted)
         return contextlib.nullcontext()
 
-    def _culprit(self, loss: Tensor, rows: list[torch_lm.Rows]) -> str:
+    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
         """A gradient here is the sum over ranks: it has a name, but no rank."""
         found = [] if loss.isfinite().all() else ["loss"]
         if not self.ranks.any(bool(found)):
             self._backward(rows)
-            found += torch_lm.first_bad("gradient of", self._local("grad"))
-        found += torch_lm.first_bad("weight", self._local())
+            found += torch_learner.first_bad("gradient of", self._local("grad"))
+        found += torch_learner.first_bad("weight", self._local())
         return _of_ranks(self.ranks, found)
 
     def save(self, folder: Path) -> None:
         """Writes shards of weights and moments; every process calls it."""
         tensors = self._tensors()
         local = {name.replace("/", " of ", 1): _local(x) for name, x in tensors.items()}
-        for bad in self.ranks.gather(torch_lm.first_bad("", local.items())):
+        for bad in self.ranks.gather(torch_learner.first_bad("", local.items())):
             if bad:
                 raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint written")
         try:
@@ -155,7 +155,7 @@ class FSDPLearner(DDPLearner):
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(placed("weights", name))
-        moments = torch_lm.MOMENTS.items()
+        moments = torch_learner.MOMENTS.items()
         found = {
             p: {state: placed(part, n) for part, state in moments} for n, p in named.items()
         }
@@ -167,7 +167,7 @@ class FSDPLearner(DDPLearner):
         for name, parameter in self.master.named_parameters():
             found[shards.key("weights", name)] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
-            for part, moment in torch_lm.MOMENTS.items():
+            for part, moment in torch_learner.MOMENTS.items():
                 zero = torch.zeros_like(parameter.detach())
                 found[shards.key(part, name)] = state.get(moment, zero)
         return found

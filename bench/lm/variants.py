@@ -21,7 +21,7 @@ DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """An attention of one framework; `label` is what runs, `implementation` how it is named,
-    `graph` whether torch captures a step (`torch_lm.Learner`), `parallel` how it is spread.
+    `graph` whether torch captures a step (`torch_learner.Learner`), `parallel` how it is spread.
     """
 
     framework: str
@@ -119,7 +119,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
       ValueError: the task cannot be spread as `variant.parallel` says.
       NotImplementedError: torch, over heads.
     """
-    from bench.lm import torch_lm
+    from bench.lm import torch_learner, torch_lm
 
     spread = variant.parallel
     spread.check(task)
@@ -127,15 +127,15 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     if not initial.exists():
         torch_lm.initialize(initial, task.model, task.training.seed)
     if variant.framework == "jax":
-        from bench.lm import jax_lm
+        from bench.lm import jax_learner
 
-        return jax_lm.Learner(task, initial, variant.implementation, spread, ranks)
+        return jax_learner.Learner(task, initial, variant.implementation, spread, ranks)
     if spread.tensor > 1:
         raise NotImplementedError(f"tensor must be 1 in torch, got {spread.tensor}")
     options: dict[str, Any] = {"accumulate": spread.accumulate, "compiled": spread.compiled}
     at = task, initial, variant.implementation
     if spread.kind == "none":
-        return torch_lm.Learner(*at, graph=variant.graph, **options)
+        return torch_learner.Learner(*at, graph=variant.graph, **options)
     if spread.devices != ranks.size:
         raise ValueError(
             f"devices must be the {ranks.size} processes that there are, got {spread.devices}"

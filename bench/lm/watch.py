@@ -1,7 +1,7 @@
 """What a run leaves behind for those who watch it, beside the lines of `train.jsonl`.
 
-`heartbeat_rank<r>.jsonl`, a line at every watched step and at least every ten seconds in which
-steps end, in the seed system's words; from rank 0 `<run>.csv` and, where asked for, the files
+`heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end,
+in the seed system's words; from rank 0 `<run>.csv` and, where asked for, the files
 of tensorboard. A stack of a hung rank is in `stackdump_rank<r>.txt`.
 """
 
@@ -22,18 +22,25 @@ from bench.lm import health, log
 from bench.lm.ranks import Ranks
 from bench.lm.watchdog import Watchdog
 
-EVERY, HANG_S = 50, 900.0
-BEAT_S = 10.0
+EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
 MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is watched: gates and selection every `every` steps, files for tensorboard or none,
-    and the seconds without a step after which a process ends (0: never)."""
+    """What is watched, and where it goes.
+
+    Attributes:
+      every: steps between looks at gates and selection.
+      tensorboard, csv: whether there are such files.
+      heartbeat_s: seconds after which the next step that ends is a beat.
+      hang_s: seconds without a step after which a process ends; 0: never.
+    """
 
     every: int = EVERY
     tensorboard: bool = False
+    csv: bool = True
+    heartbeat_s: float = HEARTBEAT_S
     hang_s: float = HANG_S
 
 
@@ -75,11 +82,14 @@ class Watch:
     def stepped(self, line: log.Step) -> None:
         """After a step, on every rank."""
         self.watchdog.fed()
-        if self.due(line.step + 1) or time.monotonic() - self.last > BEAT_S:
+        if self.due(line.step + 1) or self._silent_s() > self.settings.heartbeat_s:
             numbers = dict(
                 loss=line.loss, toks_per_s=line.tokens_per_s, grad_norm=line.grad_norm
             )
             self.beat("step_end", line.step, **numbers)
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - self.last
 
     def beat(self, what: str, step: int | None, **numbers: Any) -> None:
         """A line of the heartbeat; memory in MiB."""
@@ -102,13 +112,15 @@ class Watch:
     def observed(self, line: log.Watch) -> None:
         """On rank 0: a row of the CSV, scalars of tensorboard."""
         numbers = scalars(line)
-        path = self.folder / f"{self.run}.csv"
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file)
-            if fresh:
-                writer.writerow(["step", *numbers])
-            writer.writerow([line.step, *("" if x is None else x for x in numbers.values())])
+        if self.settings.csv:
+            path = self.folder / f"{self.run}.csv"
+            fresh = not path.exists()
+            with path.open("a", newline="") as file:
+                writer = csv.writer(file)
+                if fresh:
+                    writer.writerow(["step", *numbers])
+                values = ("" if x is None else x for x in numbers.values())
+                writer.writerow([line.step, *values])
         if self.board is not None:
             for name, value in numbers.items():
                 if value is not None:
