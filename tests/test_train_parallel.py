@@ -3,13 +3,17 @@
 import dataclasses
 import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 
+from bench.harness.process import ROOT
 from bench.lm import checkpoint, curves, log, loop, shards, spec, variants, watch
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
@@ -257,3 +261,54 @@ def test_rows_of_all_ranks_are_the_batch():
             for number in range(accumulate):
                 micro = np.concatenate([rows[each[number]] for each in shares])
                 np.testing.assert_array_equal(micro, np.split(rows, accumulate)[number])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
+    """Bitwise: the same kernels on the same rows, captured or not."""
+    found = []
+    for graph in (False, True):
+        run = run_of(
+            tmp_path,
+            Ranks(),
+            Parallel(accumulate=2),
+            task(attention, "bfloat16"),
+            kind=Documents,
+        )
+        variant = dataclasses.replace(run.variant, graph=graph)
+        learner = variants.learner(variant, run.task, tmp_path)
+        found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.gpu
+def test_varlen_is_dense_attention_with_a_mask(tmp_path):
+    todo, found = task("dense", "bfloat16"), []
+    for backend in ("math", "flash"):
+        run = run_of(tmp_path, Ranks(), Parallel(), todo, kind=Documents)
+        variant = dataclasses.replace(run.variant, implementation=backend)
+        learner = variants.learner(variant, todo, tmp_path)
+        found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
+    assert apart(*found) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_gpus_by_torchrun(tmp_path, kind):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = "--framework=torch --seq_len=64 --batch=4 --steps=6 --corpus_bytes=65536".split()
+    flags += ["--dtype=f32", "--margin=9"]
+    module = ["-m", "bench.train"]
+    for name, launch in (
+        ("one", module),
+        (kind, ["-m", "torch.distributed.run", "--nproc-per-node=2", *module]),
+    ):
+        spread = [] if name == "one" else [f"--parallel={kind}"]
+        out = f"--out={tmp_path / name}"
+        subprocess.run([sys.executable, *launch, *flags, *spread, out], cwd=ROOT, check=True)
+    one, two = (curves.losses(log.read(tmp_path / x / "train.jsonl")) for x in ("one", kind))
+    assert one.keys() == two.keys() and len(one) == 2
+    for run in one:
+        assert apart(two[run], one[run]) < TOLERANCE["float32"]

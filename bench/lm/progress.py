@@ -1,6 +1,7 @@
 """How far a run is: a bar with the time left on a terminal, some lines elsewhere."""
 
 import datetime
+import importlib.util
 import sys
 import time
 from typing import Any
@@ -17,7 +18,8 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self.start = time.monotonic()
-        if not self.silent and sys.stderr.isatty():
+        shown = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+        if not self.silent and shown:
             self.bar = _bar()
             self.task = self.bar.add_task(
                 self.name, total=self.steps, completed=self.first, loss="-"
