@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     """Micro-batches, on the devices."""
 
     tokens: jax.Array  # [accumulate, B, T + 1]
-    total: jax.Array  # float32 []: tokens that have a loss, of all rows
+    total: jax.Array | np.float32  # []: tokens that have a loss, of all rows
     segment_ids: jax.Array | None  # as `tokens`
 
 
@@ -51,6 +51,10 @@ class Program(NamedTuple):
                 at.weight_decay, lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)
             ),
         )
+
+    def shown(self, tree):
+        """Within `jit`: what every process can read."""
+        return tree if self.layout is None else self.layout.shown(tree)
 
 
 def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
@@ -106,7 +110,7 @@ def _added(compute, rows: Rows):
 
 @functools.partial(jax.jit, static_argnames="program")
 def _loss(program: Program, params, rows: Rows):
-    return _added(functools.partial(_micro, program, params), rows)
+    return program.shown(_added(functools.partial(_micro, program, params), rows))
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
@@ -123,15 +127,17 @@ def _step(program: Program, params, state, rate, rows: Rows):
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
     each = [[jnp.isfinite(x).all() for x in jax.tree.leaves(t)] for t in (grads, params)]
-    return *kept, jnp.stack([loss, norm]), jnp.array(each)
+    if program.layout is not None:
+        kept = program.layout.pinned(kept)
+    return *kept, program.shown(jnp.stack([loss, norm])), program.shown(jnp.array(each))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "dtype", "place"))
-def _observe(graph, dtype, place, params, tokens):
-    """`LM.observe`, whole on every device."""
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    found = nnx.merge(graph, params).observe(tokens)
-    return found if place is None else jax.lax.with_sharding_constraint(found, place)
+@functools.partial(jax.jit, static_argnames=("program", "graph"))
+def _observe(program: Program, graph, params, tokens):
+    """`LM.observe` of all heads, which `graph` has."""
+    params = jax.tree.map(lambda x: x.astype(program.dtype), params)
+    gates, indices = nnx.merge(graph, params).observe(tokens)
+    return program.shown((gates.astype(jnp.float32), indices))
 
 
 class Learner:
@@ -219,14 +225,10 @@ class Learner:
         Every process calls it."""
         if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
             return []
-        tokens = batch.tokens[:1, :-1].astype(np.int32)
-        place = None
-        if self.layout is not None:
-            place = self.layout.replicated
-            tokens = jax_parallel.same(tokens, self.ranks)
+        tokens = jax_parallel.same(batch.tokens[:1, :-1].astype(np.int32), self.ranks)
         with self._precision():
-            found = _observe(self.graph, self.dtype, place, self.params, tokens)
-        gates, indices = (np.asarray(x.astype(jnp.float32)) for x in found)
+            found = _observe(self.program, self.graph, self.params, tokens)
+        gates, indices = map(np.asarray, found)
         return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
 
     def save(self, folder: Path) -> None:
@@ -286,7 +288,7 @@ class Learner:
             return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
         ids = None if batch.segment_ids is None else place(batch.segment_ids)
-        return Rows(place(batch.tokens), jnp.float32(total), ids)
+        return Rows(place(batch.tokens), np.float32(total), ids)
 
     def _culprit(self, loss: float, finite: jax.Array) -> str:
         """What is not finite, the first of each kind in the order of the model."""
@@ -309,5 +311,5 @@ def _place(steps: tuple[Any, ...]) -> list[int | str]:
     return [step if isinstance(step, int) else known.get(step, step) for step in steps]
 
 
-def _described(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+def _described(x: jax.Array | np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

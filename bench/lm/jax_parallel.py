@@ -69,6 +69,10 @@ class Layout:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def shown(self, tree: Any) -> Any:
+        """Within `jit`: `tree` whole on every device, so that any process can read it."""
+        return jax.lax.with_sharding_constraint(tree, self.replicated)
+
     def part(self, model: ModelSpec) -> ModelSpec:
         """The model that a device has with its part of the heads."""
         layer, tensor = model.layer, self.mesh.shape[TENSOR]
@@ -79,12 +83,19 @@ class Layout:
     def placed(self, tree: Any) -> Any:
         """Weights or moments, each in its place."""
 
-        def place(path, x):
-            if x.ndim == 0:
-                return _global(x, self.replicated)
-            return _global(x, NamedSharding(self.mesh, spec_of(_names(path))))
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: _global(x, self._sharding(path, x)), tree
+        )
 
-        return jax.tree_util.tree_map_with_path(place, tree)
+    def pinned(self, tree: Any) -> Any:
+        """Within `jit`: `tree`, which results in its place."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(path, x)), tree
+        )
+
+    def _sharding(self, path: tuple[Any, ...], x: Any) -> NamedSharding:
+        spec = spec_of(_names(path)) if x.ndim else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
 
     def rows(self, x: np.ndarray) -> jax.Array:
         """Micro-batches `[accumulate, B, ...]`, of which this process has its rows."""
@@ -167,7 +178,9 @@ def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
 
 
 def _global(x: Any, sharding: NamedSharding) -> jax.Array:
-    """`x`, which every process has whole, divided."""
+    """`x`, which every process has whole, divided; or which is divided so already."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
