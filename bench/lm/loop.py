@@ -115,7 +115,10 @@ def run(run: Run, stop: Stop) -> log.Summary:
     try:
         return _run(run, stop)
     except RuntimeError as error:
-        raise run.ranks.lost(error) or error from error
+        lost = run.ranks.lost(error)
+        if lost is None:
+            raise
+        raise lost from error
 
 
 def _run(run: Run, stop: Stop) -> log.Summary:

@@ -3,8 +3,10 @@
 What is said here are flags and short texts, on the host; tensors have collectives of their own.
 """
 
+import contextlib
 import datetime
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -78,10 +80,8 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
-        try:
+        with self._others():
             dist.all_gather_object(found, value)
-        except RuntimeError as error:
-            raise self.lost(error) or error from error
         return found
 
     def any(self, flag: bool) -> bool:
@@ -89,11 +89,20 @@ class TorchRanks(Ranks):
         import torch.distributed as dist
 
         votes = torch.tensor(int(flag))
-        try:
+        with self._others():
             dist.all_reduce(votes)
-        except RuntimeError as error:
-            raise self.lost(error) or error from error
         return bool(votes)
+
+    @contextlib.contextmanager
+    def _others(self) -> Iterator[None]:
+        """Where a collective within fails for want of a rank, that is what is raised."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self.lost(error)
+            if lost is None:
+                raise
+            raise lost from error
 
     def lost(self, error: Exception) -> LostError | None:
         import torch.distributed as dist
@@ -101,9 +110,7 @@ class TorchRanks(Ranks):
         words = "closed", "reset by peer", "timed out", "timeout", "aborted", "broken pipe"
         text = str(error)
         known = isinstance(error, dist.DistError) or any(w in text.lower() for w in words)
-        if isinstance(error, LostError):
-            return error
-        if not known:
+        if not known or isinstance(error, LostError):
             return None
         first = text.strip().splitlines()[0].partition(". ")[0]
         return LostError(

@@ -119,12 +119,17 @@ class FSDPLearner(DDPLearner):
 
     def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
         """A gradient here is the sum over ranks: it has a name, but no rank."""
-        found = [] if loss.isfinite().all() else ["loss"]
-        if not self.ranks.any(bool(found)):
-            self._backward(rows)
-            found += torch_learner.first_bad("gradient of", self._local("grad"))
-        found += torch_learner.first_bad("weight", self._local())
-        return _of_ranks(self.ranks, found)
+        bad = [] if loss.isfinite().all() else ["loss"]
+        if self.ranks.any(bool(bad)):
+            return _of_ranks(self.ranks, bad)
+        self._backward(rows)
+        found = []
+        for kind, attribute in (("gradient of", "grad"), ("weight", None)):
+            here = torch_learner.first_bad(kind, self._local(attribute))
+            order = [f"{kind} {name}" for name, _ in self._local()]
+            names = [name for each in self.ranks.gather(here) for name in each]
+            found += sorted(names, key=order.index)[:1]
+        return ", ".join(found)
 
     def save(self, folder: Path) -> None:
         """Writes shards of weights and moments; every process calls it."""
