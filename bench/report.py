@@ -17,7 +17,7 @@ from absl import flags
 
 from bench.harness import cli, records
 from bench.harness.records import Record
-from bench.lm import curves
+from bench.lm import curves, watched
 from bench.reports import crossover, page, plots, render
 from bench.reports.sources import Report, read
 from nsa_jax import policy
@@ -55,8 +55,12 @@ def markdown(report: Report) -> str:
         failed = [r for r in some if r.status != "ok"]
         parts += ["### Rows without a time", _failed(failed) or "none"]
     for path, lines in report.training:
-        verdicts = curves.verdicts(lines)
+        verdicts = [*curves.verdicts(lines), *watched.verdicts(path, lines)]
         parts += [f"## Training: {Path(path).name}", curves.markdown(lines, verdicts)]
+        parts += [curves.section(watched.gate_table(lines))]
+    same = watched.parity(report.training)
+    if same:
+        parts += ["## Training on several devices", "\n".join(f"- {each}" for each in same)]
     parts += ["## Files", "\n".join(f"- `{name}`" for name in map(records.shown, report.files))]
     return "\n\n".join(parts) + "\n"
 

@@ -7,10 +7,12 @@
     python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
+    torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
 All runs start from the same weights and see the same batches. The exit status is 1 where JAX
 and torch do not agree or NSA ends worse than dense, 4 where a loss or gradient is not finite,
-and 75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on.
+75 where SIGTERM stopped the runs: what was done is saved, and `--resume` goes on; 69 where
+another process of the run is gone, and 76 where no step ended for `--hang_s`.
 """
 
 import dataclasses
@@ -24,12 +26,25 @@ from typing import Any
 from absl import flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import config_file, curves, data, log, loop, spec, speed, variants
+from bench.lm import (
+    config_file,
+    curves,
+    data,
+    log,
+    loop,
+    spec,
+    speed,
+    spread,
+    variants,
+    watched,
+)
 from bench.lm.config import TrainConfig
 from bench.lm.data import CORPUS_BYTES, Batches
+from bench.lm.ranks import LostError, Ranks
 from nsa_jax import flags as kernel_flags
 
-WRONG, DIVERGED, STOPPED = exit_status.WRONG, 4, 75  # 75: sysexits.h's "try again"
+# sysexits.h: 69 "a service is not there", 75 "try again"
+WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 # sequences, tokens a sequence, steps, highest learning rate
 DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
@@ -116,8 +131,13 @@ SAVE_EVERY = flags.DEFINE_integer(
     "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
 )
 GRAPH = flags.DEFINE_bool(
-    "graph", True, "torch on a GPU: forward and backward are one CUDA graph.", **_own
+    "graph",
+    None,
+    "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
+    "compiled.",
+    **_own,
 )
+SPREAD = spread.Flags(FLAGS)
 RESUME = flags.DEFINE_bool("resume", False, "Go on from the checkpoints there are.", **_own)
 THROUGHPUT = flags.DEFINE_bool("throughput", False, "Only measure, by length.", **_own)
 LENGTHS = flags.DEFINE_list(
@@ -146,12 +166,27 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:
         raise ValueError("--dense=all is for --throughput, got a training run")
-    folder = command.folder(OUT.value)
+    if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
+        raise ValueError("--throughput measures one device, got --parallel or --accumulate")
+    ranks = SPREAD.ranks(FRAMEWORK.value)
+    try:
+        status = _main(ranks, settings)
+    except LostError as error:  # who is gone cannot be taken leave of
+        print(f"error: {error}", file=sys.stderr)
+        return LOST
+    ranks.close()
+    return status
+
+
+def _main(ranks: Ranks, settings: TrainConfig) -> int:
+    folder = Path(ranks.first(str(command.folder(OUT.value) if ranks.rank == 0 else "")))
     path = folder / "train.jsonl"
     if path.exists() and not RESUME.value:
         raise ValueError(f"{path} exists; --out must name a new folder, or give --resume")
     with variants.ranges(RANGES.value):
-        return throughput(folder, settings) if THROUGHPUT.value else runs(folder, settings)
+        if THROUGHPUT.value:
+            return throughput(folder, settings)
+        return runs(folder, settings, ranks)
 
 
 def _frameworks() -> tuple[str, ...]:
@@ -203,17 +238,31 @@ def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Ba
     )
 
 
-def _variant(framework: str, task: spec.Task, dense: str) -> variants.Variant:
+def _variant(
+    framework: str,
+    task: spec.Task,
+    dense: str,
+    ranks: Ranks | None = None,
+    packed: bool = False,
+) -> variants.Variant:
     if task.model.attention == "dense":
         found = variants.dense(framework, dense, task.dtype)
     else:
         named, fallback = kernel_flags.named(), kernel_flags.on_unsupported()
-        found = variants.nsa(framework, named, fallback, task)
+        found = variants.nsa(framework, named, fallback, task, packed)
         found = variants.with_ranges(found, RANGES.value, task)
-    return dataclasses.replace(found, graph=GRAPH.value and found.graph)
+    parallel = SPREAD.parallel(framework, ranks or Ranks())
+    one = parallel.kind == "none" and not parallel.compiled
+    if GRAPH.value and framework == "torch" and not one:
+        raise NotImplementedError(
+            "--graph captures a step of one process: ddp and fsdp call their collectives from "
+            "hooks that a graph does not run, and --compile captures nothing of its own"
+        )
+    graph = one if GRAPH.value is None else GRAPH.value
+    return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)
 
 
-def runs(folder: Path, settings: TrainConfig) -> int:
+def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     """Trains every run that is not done yet; the exit status."""
     tasks = _tasks(settings)
     training, dtype = tasks[0].training, tasks[0].dtype
@@ -221,15 +270,18 @@ def runs(folder: Path, settings: TrainConfig) -> int:
     batches = _batches(settings, folder, training.batch, training.seq_len)
     tasks = [settings.fitted(task, batches.vocabulary) for task in tasks]
     path = folder / "train.jsonl"
+    packed = batches.train(0, slice(0, 1)).segment_ids is not None
     plan = [
         loop.Run(
-            _variant(framework, task, DENSE.value),
+            _variant(framework, task, DENSE.value, ranks, packed),
             task,
             batches,
             path,
             kept / f"{framework}-{task.model.attention}",
             SAVE_EVERY.value,
             COMMIT.value,
+            ranks,
+            SPREAD.watched(),
         )
         for framework in _frameworks()
         for task in tasks
@@ -248,8 +300,11 @@ def runs(folder: Path, settings: TrainConfig) -> int:
             summary = loop.run(run, stop)
             variants.free()
             if summary.status != "ok":
-                print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
+                if ranks.rank == 0:
+                    print(f"{run.name} {summary.status}: {summary.reason}", file=sys.stderr)
                 return STOPPED if summary.status == "stopped" else DIVERGED
+    if ranks.rank:
+        return 0
     tolerance = curves.TOLERANCE[dtype] if TOLERATED.value is None else TOLERATED.value
     verdicts = curves.verdicts(log.read(path), tolerance, MARGIN.value)
     curves.plot(log.read(path), folder / "train.png", tolerance)
@@ -288,7 +343,8 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
 def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
     """Writes and prints the tables, and keeps the lines where that is asked for."""
     found = log.read(folder / "train.jsonl")
-    text = curves.markdown(found, verdicts)
+    shown = [*verdicts, *watched.verdicts(folder / "train.jsonl", found)]
+    text = curves.markdown(found, shown) + curves.section(watched.gate_table(found))
     (folder / "train.md").write_text(text)
     print(text)
     print(f"written to {folder}")

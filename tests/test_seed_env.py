@@ -84,16 +84,15 @@ def test_events_of_the_log_add_up(values):
 
 def test_dead_and_unknown_names_are_told(values):
     lines = apply(
-        {"DDP_SAFE": "1", "NSA_SEL_RANGES_V2_MIN_S": "1024", "NSA_USE_FA3": "1", "DDP": "1"},
+        {"NSA_SEL_RANGES_V2_MIN_S": "1024", "NSA_USE_FA3": "1", "DDP": "1"},
         values(),
     )
     assert [line.partition(":")[0] for line in lines] == [
-        "DDP_SAFE=1",
         "NSA_SEL_RANGES_V2_MIN_S=1024",
         "NSA_USE_FA3=1",
     ]
-    assert all("dead in the seed system already" in line for line in lines[:2])
-    assert "unknown, ignored; the nearest known name is NSA_USE_FA2" in lines[2]
+    assert all("dead in the seed system already" in line for line in lines[:1])
+    assert "unknown, ignored; the nearest known name is NSA_USE_FA2" in lines[1]
 
 
 def test_what_another_command_means_by_it(values):

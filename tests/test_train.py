@@ -17,7 +17,17 @@ import torch
 from absl import flags
 
 from bench import train
-from bench.lm import checkpoint, curves, log, loop, spec, speed, torch_lm, variants
+from bench.lm import (
+    checkpoint,
+    curves,
+    log,
+    loop,
+    spec,
+    speed,
+    torch_learner,
+    torch_lm,
+    variants,
+)
 from bench.lm.data import Batches
 from nsa_jax.layer import LayerSpec
 from nsa_jax.types import Branches
@@ -130,7 +140,10 @@ def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
     with stop:
         summary = loop.run(run, stop)
     assert summary.status == "stopped" and "SIGTERM after 5 steps" in summary.reason
-    assert [path.name for path in run.folder.iterdir()] == ["step-000005"]
+    assert [path.name for path in checkpoint.found(run.folder)] == [
+        "step-000005",
+        "step-000004",
+    ]
     before = curves.losses(log.read(run.path))[run.name]
     assert len(before) == 5
     summary, losses = trained(tmp_path, framework, todo)
@@ -168,7 +181,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, framework):
     assert summary.status == "diverged" and summary.steps == done < TRAINING.steps
     assert f"step {done}: loss=" in summary.reason and "must be finite" in summary.reason
     kept = tmp_path / "kept" / f"step-{done:06d}"
-    assert list(kept.parent.iterdir()) == [kept] and str(kept) in summary.reason
+    assert checkpoint.found(kept.parent)[0] == kept and str(kept) in summary.reason
     for path in kept.glob("*.safetensors"):
         assert all(x.isfinite().all() for x in safetensors.torch.load_file(path).values())
 
@@ -349,7 +362,7 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     status, output, found = command(*SMALL, "--margin=1", "--warmup=0")
     assert status == 0 and "JAX and torch agree at every step, nsa: yes" in output.out
     kinds = [line.kind for line in found]
-    assert [kinds.count(kind) for kind in log.KINDS] == [4, 12, 4, 4]
+    assert [kinds.count(kind) for kind in log.KINDS] == [4, 12, 4, 4, 0]
     assert {line.run for line in found} == {"jax-nsa", "jax-dense", "torch-nsa", "torch-dense"}
     assert all((tmp_path / "out" / name).stat().st_size for name in ("train.png", "train.md"))
     # All four are done: nothing is left to resume, and a verdict is an exit status.
@@ -381,7 +394,9 @@ def test_a_lack_of_memory_is_a_status(tmp_path, monkeypatch):
         (torch.OutOfMemoryError("no room"), "oom"),
         (NotImplementedError("not here"), "unsupported"),
     ):
-        monkeypatch.setattr(torch_lm.Learner, "step", lambda *_, error=error: raising(error))
+        monkeypatch.setattr(
+            torch_learner.Learner, "step", lambda *_, error=error: raising(error)
+        )
         found = speed.measure(*given)
         assert found["status"] == status
         line = speed.line(run.variant, run.task, None, found)

@@ -37,7 +37,7 @@ def _flag(command: str = "", **values: str | None) -> Meaning:
 
 _DEAD = "dead in the seed system already: nothing reads it"
 _NO_COUNTERPART: dict[str, str] = {
-    _DEAD: "NSA_SEL_RANGES_V2_MIN_S DDP_SAFE",
+    _DEAD: "NSA_SEL_RANGES_V2_MIN_S",
     "blocks are read, not ranges; bench.train --ranges hands fa2 the ranges of v1 or v2": (
         "NSA_SEL_RANGES_V2"
     ),
@@ -79,15 +79,15 @@ _NO_COUNTERPART: dict[str, str] = {
         " NSA_TEST_SEL_MASK NSA_TEST_SEED NSA_INTEGRATION_TESTS NSA_REQUIRE_VARLEN_SEMANTIC"
     ),
     "not part of bench.train": (
-        "NSA_ACCUM NSA_NO_GC NSA_GC_RANGE NSA_GC_REENTRANT NSA_DETECT_ANOMALY NSA_OPT_FUSED"
-        " NSA_HEARTBEAT_EVERY NSA_LOG_GRAD_NORM NSA_MEM_DUMP_EVERY NSA_DISABLE_AUX_STATS"
+        "NSA_NO_GC NSA_GC_RANGE NSA_GC_REENTRANT NSA_DETECT_ANOMALY NSA_OPT_FUSED"
+        " NSA_LOG_GRAD_NORM NSA_MEM_DUMP_EVERY NSA_DISABLE_AUX_STATS"
         " NSA_DISABLE_CSV_LOGS NSA_TB_DISABLE NSA_TRACE_GRADS NSA_TRACE_MODULE_BWD"
         " NSA_TRACE_DDP_BUCKETS NSA_FWE_REPORT_DOCS NSA_FWE_DOC_BATCH NSA_FWE_PREFETCH"
-        " NSA_FWE_Q NSA_FWE_WARMUP_BATCHES NSA_FWE_WARMUP_TIMEOUT NSA_DDP_SAFE_MODE"
+        " NSA_FWE_Q NSA_FWE_WARMUP_BATCHES NSA_FWE_WARMUP_TIMEOUT"
         " NSA_DDP_COMPRESS NSA_DDP_BUCKET_MB NSA_DDP_STATIC_GRAPH NSA_DDP_FIND_UNUSED"
         " NSA_DDP_BROADCAST_BUFFERS NSA_DDP_GRAD_AS_BUCKET_VIEW NSA_DDP_DISABLE_GC"
         " NSA_DDP_SAFE_GC_LAYERS NSA_PG_TIMEOUT_MIN NSA_ALLOW_SINGLE_RANK"
-        " NSA_WATCH_INTERVAL_S NSA_WATCH_HALT NSA_WATCH_HEARTBEAT_STALL_S"
+        " NSA_WATCH_INTERVAL_S NSA_WATCH_HALT"
         " NSA_WATCH_FLATLINE_N NSA_WATCH_GATE_COLLAPSE_N NSA_WATCH_GATE_ENTROPY_MIN"
         " NSA_WATCH_GATE_MAX_THRESHOLD NSA_FSDP_* NSA_SCALER_*"
     ),
@@ -115,6 +115,11 @@ TABLE: dict[str, Meaning] = {
     "NSA_SEQ_LEN": _flag("train", seq_len=None),
     "NSA_BATCH_SIZE": _flag("train", batch=None),
     "NSA_LR": _flag("train", lr=None),
+    "NSA_ACCUM": _flag("train", accumulate=None),
+    "NSA_DDP_SAFE_MODE": _flag("train", ddp_safe="true"),
+    "DDP_SAFE": _flag("train", ddp_safe="true"),
+    "NSA_HEARTBEAT_EVERY": _flag("train", watch_every=None),
+    "NSA_WATCH_HEARTBEAT_STALL_S": _flag("train", hang_s=None),
     **{
         name: Meaning(reason=reason)
         for reason, names in _NO_COUNTERPART.items()

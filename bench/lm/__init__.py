@@ -1,5 +1,9 @@
 """A small language model on NSA or dense attention, written once a framework, and its training.
 
-`spec` says what is trained, `data` on what, `jax_lm` and `torch_lm` how; `loop` drives either,
-`checkpoint` keeps it, `log` records it, `curves` judges and draws it.
+`spec` says what is trained, `data` on what, `jax_lm` and `torch_lm` how, `jax_learner` and
+`torch_learner` a step of it; `loop` drives either, `checkpoint` and `shards` keep it, `log`
+records it, `curves` judges and draws it. Several devices: `parallel` is the layout, `share` a
+process's rows, `ranks` what processes say to each other, `torch_parallel` and `jax_parallel` the
+engines, `spread` the flags. `watch`, `watchdog`, `health` and `progress` look on, `watched` judges
+what they saw.
 """

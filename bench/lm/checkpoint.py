@@ -1,88 +1,212 @@
-"""Checkpoints: folders `step-<steps done>`, each whole or not there.
+"""Checkpoints: folders `step-<steps done>`, each whole or not there; the last two are kept.
 
 A folder holds `weights`, `mean` and `square` (AdamW's moments) as `interop.weights` writes
-them, so that a run may go on in the other framework, and `progress.json`: the steps done, which
-are the position in the data too, and what must not change from then on.
+them, so that a run may go on in the other framework, or the same tensors in shards
+(`torch.distributed.checkpoint`, the folder `shards`), which any number of processes can read
+and `bench.lm.shards` puts together. `progress.json` has the steps done, which are the position
+in the data too, what must not change from then on, and the checksum of every file.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import shutil
+import sys
+import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import safetensors
 
-PROGRESS = "progress.json"
+from bench.lm.ranks import Ranks
+
+PROGRESS, SHARDS = "progress.json", "shards"
+KEPT = 2  # so that there is one before a damaged one
 
 
 class Kept(Protocol):
-    """What a checkpoint is made of (`jax_lm.Learner`, `torch_lm.Learner`)."""
+    """What a checkpoint is made of (`jax_learner.Learner`, `torch_learner.Learner`)."""
 
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path, step: int) -> None: ...
 
 
+class DamagedError(ValueError):
+    """A checkpoint is not as it was written."""
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the one with the most steps first."""
+    steps = {path: int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
 def latest(folder: Path) -> Path | None:
     """The checkpoint with the most steps in `folder`, if there is one."""
-    found = folder.glob("step-*")
-    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    return next(iter(found(folder)), None)
 
 
-def save(folder: Path, learner: Kept, step: int, settings: dict[str, Any]) -> Path:
-    """Writes the checkpoint of `step` into `folder`, then removes the ones before it.
+def save(
+    folder: Path, learner: Kept, step: int, settings: dict[str, Any], ranks: Ranks = Ranks()
+) -> Path:
+    """Writes the checkpoint of `step` into `folder`, then removes all but the one before it.
+
+    Every rank calls it; either all return or all raise.
 
     Raises:
       ValueError: a weight or moment is not finite; the checkpoints that there are stay.
+      OSError: a rank could not write (a full disk); likewise.
     """
     target = folder / f"step-{step:06d}"
-    if target.exists():
+    if ranks.first(target.exists()):
         return target
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{target.name}.{uuid.uuid4().hex}"
-    scratch.mkdir()
+    scratch = folder / ranks.first(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        learner.save(scratch)
-        for path in scratch.glob("*.safetensors"):
-            _check_finite(path)
-        progress = {"step": step, "settings": settings}
-        (scratch / PROGRESS).write_text(json.dumps(progress, indent=1))
-        _sync(scratch / PROGRESS)
-        _sync(scratch)
-        os.replace(scratch, target)
-        _sync(folder)
+        with _together(ranks):
+            scratch.mkdir(parents=True, exist_ok=True)
+        with _together(ranks):
+            learner.save(scratch)
+        sums: dict[str, str] = {}
+        with _together(ranks):
+            paths = sorted(path for path in scratch.rglob("*") if path.is_file())
+            for path in paths[ranks.rank :: ranks.size]:
+                _check_finite(path)
+                _sync(path)
+                sums[str(path.relative_to(scratch))] = _checksum(path)
+        sums = {name: each for part in ranks.gather(sums) for name, each in part.items()}
+        with _together(ranks):
+            if ranks.rank == 0:
+                _publish(scratch, target, {"step": step, "settings": settings, "files": sums})
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    for path in folder.glob("step-*"):
-        if path != target:
-            shutil.rmtree(path)
+        if ranks.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _publish(scratch: Path, target: Path, progress: dict[str, Any]) -> None:
+    folder = target.parent
+    (scratch / PROGRESS).write_text(json.dumps(progress, indent=1))
+    _sync(scratch / PROGRESS)
+    _sync(scratch)
+    os.replace(scratch, target)
+    _sync(folder)
+    for path in found(folder)[KEPT:]:
+        shutil.rmtree(path)
 
 
 def load(path: Path, learner: Kept, settings: dict[str, Any]) -> int:
     """Reads the checkpoint at `path` into `learner`; the steps done.
 
     Raises:
+      DamagedError: a file is missing, or not as it was written.
       ValueError: it was written under other settings; the message names the first that differs.
     """
-    progress = json.loads((path / PROGRESS).read_text())
-    written = progress["settings"]
+    progress = check(path, settings)
+    with whole(path, learner) as folder:
+        learner.load(folder, progress["step"])
+    return progress["step"]
+
+
+def load_last(
+    folder: Path, learner: Kept, settings: dict[str, Any], ranks: Ranks = Ranks()
+) -> int:
+    """Reads the last checkpoint in `folder` that is not damaged; the steps done.
+
+    One that is damaged is told of on stderr. Rank 0 checks; all read the same one.
+
+    Raises:
+      ValueError: all are damaged, or as of `load`.
+    """
+    wanted, told = None, []
+    with _together(ranks):
+        for path in found(folder) if ranks.rank == 0 else []:
+            try:
+                check(path, settings)
+                wanted = path.name
+                break
+            except DamagedError as error:
+                told.append(str(error))
+                print(f"warning: {error}; trying the one before", file=sys.stderr)
+        if ranks.rank == 0 and wanted is None:
+            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(told)}")
+    path = folder / ranks.first(wanted)
+    if told:
+        print(f"warning: going on from {path}", file=sys.stderr)
+    return load(path, learner, settings)
+
+
+def check(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `progress.json` of the checkpoint at `path` says.
+
+    Raises as `load` does.
+    """
+    try:
+        progress = json.loads((path / PROGRESS).read_text())
+        written, sums = progress["settings"], progress.get("files")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: {PROGRESS} is damaged: {error}") from None
     for name in sorted(settings.keys() | written.keys()):
         ours, theirs = settings.get(name), written.get(name)
         if ours != theirs:
             raise ValueError(f"{path}: {name} must be {theirs!r} as it was, got {ours!r}")
-    learner.load(path, progress["step"])
-    return progress["step"]
+    if sums is None:  # written before there were checksums
+        return progress
+    for name, expected in sums.items():
+        if not (path / name).is_file():
+            raise DamagedError(f"{path}: {name} is missing")
+        if _checksum(path / name) != expected:
+            raise DamagedError(f"{path}: {name} is damaged: its checksum is another")
+    return progress
+
+
+@contextlib.contextmanager
+def whole(path: Path, learner: Kept) -> Iterator[Path]:
+    """A folder with the tensors of the checkpoint at `path` in a form that `learner` reads:
+    shards stay shards for one that shards, and become whole files for others."""
+    if not (path / SHARDS).exists() or getattr(learner, "shards", False):
+        yield path
+        return
+    from bench.lm import shards
+
+    with tempfile.TemporaryDirectory() as scratch:
+        shards.join(path, Path(scratch))
+        yield Path(scratch)
+
+
+@contextlib.contextmanager
+def _together(ranks: Ranks) -> Iterator[None]:
+    """Where a rank raises within, all do."""
+    error: Exception | None = None
+    try:
+        yield
+    except (OSError, ValueError) as caught:
+        error = caught
+    if ranks.size == 1 and error is not None:
+        raise error
+    told = ranks.gather(None if error is None else [isinstance(error, OSError), str(error)])
+    for rank, each in enumerate(told):
+        if each is not None:
+            on_disk, text = each
+            raise (OSError if on_disk else ValueError)(f"rank {rank}: {text}") from error
 
 
 def _check_finite(path: Path) -> None:
+    if path.suffix != ".safetensors":
+        return
     with safetensors.safe_open(path, framework="np") as file:
         for name in file.keys():
             if not np.isfinite(file.get_tensor(name)).all():
                 raise ValueError(f"{path.stem} of {name} must be finite; no checkpoint written")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -122,20 +122,32 @@ def markdown(lines: Sequence[Line], found: Sequence[Verdict]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def section(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
+    """A table below what is before it; nothing where it has no rows."""
+    names, rows = table
+    return f"\n{_table(names, rows)}\n" if rows else ""
+
+
 def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
-    """Column names and cells of a table of runs: how each ended."""
+    """Column names and cells of a table of runs: how each ended, and on what."""
     curves, ends = losses(lines), last(lines, Summary)
     rows = [
         (
             *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
             *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
             _number(ends[run].held_out_loss, ".4f"),
+            _devices(h),
         )
         for run, h in last(lines, Header).items()
         if run in ends and run in curves
     ]
     names = "framework attention implementation M-parameters status steps".split()
-    return [*names, "last tenth", "held out"], rows
+    return [*names, "last tenth", "held out", "devices"], rows
+
+
+def _devices(header: Header) -> str:
+    found = header.parallel
+    return "1" if found is None else f"{found['devices']} {found['kind']}"
 
 
 def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:

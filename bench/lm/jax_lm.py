@@ -1,22 +1,18 @@
-"""The language model in Flax NNX, and one step of its training with optax.
+"""The language model in Flax NNX.
 
-Master weights and moments are float32. Blocks, norms and head compute in `dtype`; the embedding
-is looked up, and softmax and loss are computed, in float32.
+Blocks, norms and head compute in `dtype`; the embedding is looked up, and softmax and loss are
+computed, in float32.
 """
 
-import functools
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
-from bench.lm.data import Batch
-from bench.lm.spec import DivergedError, ModelSpec, Task, Training
-from interop import weights
+from bench.lm import jax_parallel
+from bench.lm.spec import ModelSpec
+from nsa_jax import api
 from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention, apply_rope
 
@@ -50,9 +46,16 @@ class DenseAttention(nnx.Module):
         self.W_V = _linear(spec.dim, groups * spec.d_v, dtype, rngs)
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim, dtype, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, *, segment_ids=None):
         spec, (batch, length, _) = self.spec, x.shape
         position = jnp.broadcast_to(jnp.arange(length), (batch, length))
+        how: dict[str, Any] = {"is_causal": True}
+        if segment_ids is not None:
+            border = segment_ids[:, 1:] != segment_ids[:, :-1]
+            start = jnp.where(jnp.pad(border, ((0, 0), (1, 0))), position, 0)
+            same = segment_ids[:, None, :, None] == segment_ids[:, None, None]
+            how["mask"] = same
+            position = position - jax.lax.cummax(start, axis=1)
 
         def heads(linear, count):
             return linear(x).reshape(batch, length, count, -1)
@@ -64,7 +67,7 @@ class DenseAttention(nnx.Module):
         key = rotate(heads(self.W_K, spec.n_kv_groups))
         value = heads(self.W_V, spec.n_kv_groups)
         out = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=self.implementation
+            query, key, value, implementation=self.implementation, **how
         )
         return self.out(out.reshape(batch, length, -1)), None
 
@@ -81,9 +84,15 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    def __init__(self, spec: ModelSpec, *, dtype, implementation, rngs: nnx.Rngs):
+    `axis` of a mesh has the heads of a row: what each of its devices adds to `x` is summed.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, *, dtype, implementation, rngs: nnx.Rngs, axis: str | None = None
+    ):
+        self.axis = axis
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
         kind = NSAAttention if spec.attention == "nsa" else DenseAttention
         self.norm_attention = RMSNorm(spec.layer.dim)
@@ -91,173 +100,67 @@ class Block(nnx.Module):
         self.norm_mlp = RMSNorm(spec.layer.dim)
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x):
-        x = x + self.attention(self.norm_attention(x))[0]
-        return x + self.mlp(self.norm_mlp(x))
+    def __call__(self, x, segment_ids=None):
+        x = x + self._sum(self.attention(self.norm_attention(x), segment_ids=segment_ids)[0])
+        return x + self._sum(self.mlp(self.norm_mlp(x)))
+
+    def _sum(self, x):
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def observe(self, x):
+        """Gates `[T, Hkv, 3]` and block indices of the layer for `x` [1, T, dim]."""
+        attention, spec = self.attention, self.attention.spec
+        assert isinstance(attention, NSAAttention)
+        position = jnp.arange(x.shape[1])[None]
+        query, key, _, gates = attention.project(self.norm_attention(x), position)
+        compressed = api.compress(
+            key.compressed, attention.compress_params()[0], config=spec.config
+        )
+        indices = api.select_blocks(query, compressed, config=spec.config, implementation="xla")
+        return gates[0, :, :: spec.n_heads // spec.n_kv_groups], indices[0]
 
 
 class LM(nnx.Module):
     """Logits `[B, T, vocabulary]` in `dtype` of integer tokens `[B, T]` (`ModelSpec`)."""
 
-    def __init__(self, spec: ModelSpec, *, dtype, implementation=None):
+    def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
-        self.blocks = nnx.List([Block(spec, **how) for _ in range(spec.layers)])
+        self.blocks = nnx.List([Block(spec, axis=axis, **how) for _ in range(spec.layers)])
         self.norm = RMSNorm(spec.layer.dim)
         self.head = _linear(spec.layer.dim, spec.vocabulary, dtype, rngs)
 
     def hyper_parameters(self) -> dict[str, Any]:
         return self.spec.as_dict()
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segment_ids=None, prepare=None, again: bool = False):
+        """`prepare` makes the weights of a block of those that are stored, where it runs; for
+        the backward pass `again`, or they are kept."""
         x = self.embedding[...][tokens].astype(self.dtype)
-        # A scan over the blocks' weights: one block is compiled, not all of them.
-        graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *states)
-        x, _ = jax.lax.scan(lambda x, w: (nnx.merge(graphs[0], w)(x), None), x, stacked)
+        graph, stacked = self._stacked()
+
+        def block(x, stored):
+            used = stored if prepare is None else prepare(stored)
+            return nnx.merge(graph, used)(x, segment_ids)
+
+        if again:
+            block = jax.checkpoint(block, policy=jax_parallel.KEEP)
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, stacked)
         return self.head(self.norm(x))
 
+    def observe(self, tokens):
+        """`Block.observe` of every block, for `tokens` [1, T]."""
+        graph, stacked = self._stacked()
 
-class Program(NamedTuple):
-    """What the compiled functions are made of; learners with equal ones share them."""
+        def step(x, stored):
+            block = nnx.merge(graph, stored)
+            return block(x), block.observe(x)
 
-    graph: nnx.GraphDef[LM]
-    training: Training
-    dtype: jnp.dtype
+        return jax.lax.scan(step, self.embedding[...][tokens].astype(self.dtype), stacked)[1]
 
-    def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """AdamW without the learning rate, of the clipped gradient."""
-        at = self.training
-        return optax.chain(
-            optax.clip_by_global_norm(at.clip),
-            optax.scale_by_adam(at.beta1, at.beta2, at.eps),
-            optax.add_decayed_weights(
-                at.weight_decay, lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)
-            ),
-        )
-
-
-@functools.partial(jax.jit, static_argnames="program")
-def _loss(program: Program, params, tokens):
-    embedding = params["embedding"]
-    params = jax.tree.map(lambda x: x.astype(program.dtype), params)
-    params["embedding"] = embedding  # its gradient adds up over many tokens
-    tokens = tokens.astype(jnp.int32)
-    logits = nnx.merge(program.graph, params)(tokens[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-@functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
-def _step(program: Program, params, state, rate, tokens):
-    """Weights and moments after a step, or those before it where it is not finite."""
-    loss, grads = jax.value_and_grad(_loss, argnums=1)(program, params, tokens)
-    norm = optax.tree.norm(grads)
-    with jax.numpy_dtype_promotion("standard"):  # optax is not strict
-        updates, new_state = program.optimizer().update(grads, state, params)
-    updates = jax.tree.map(lambda x: -rate * x, updates)
-    new = optax.apply_updates(params, updates), new_state
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    return *kept, jnp.stack([loss, norm])
-
-
-class Learner:
-    """The model, its optimizer, and both in a folder.
-
-    Args:
-      task: what to train and how.
-      initial: file of `interop.weights` with the initial weights.
-      implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
-    """
-
-    def __init__(self, task: Task, initial: Path, implementation):
-        self.training = task.training
-        self.dtype = jnp.dtype(task.dtype)
-        options = dict(dtype=self.dtype, implementation=implementation)
-        # All weights come from the file: none are drawn, which would be compiled.
-        self.graph, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
-        self.params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self.params = self._read(initial)
-        self.program = Program(self.graph, task.training, self.dtype)
-        self.state: Any = _committed(self.program.optimizer().init(self.params))
-        self.shape: tuple[int, ...] | None = None  # of the last step's tokens
-
-    def step(self, batch: Batch, step: int) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch.
-
-        Raises:
-          DivergedError: one of them is not finite; weights and moments are as before.
-        """
-        rate = jnp.float32(self.training.rate(step))
-        arguments = self.program, self.params, self.state, rate, _tokens(batch)
-        with self._precision():
-            self.params, self.state, numbers = _step(*arguments)
-        self.shape = batch.tokens.shape
-        loss, norm = map(float, np.asarray(numbers))
-        if not np.isfinite([loss, norm]).all():
-            raise DivergedError(step, loss, norm)
-        return loss, norm
-
-    def loss(self, batch: Batch) -> float:
-        """The mean loss of a batch, in nats a token."""
-        with self._precision():
-            return float(_loss(self.program, self.params, _tokens(batch)))
-
-    def parameters(self) -> int:
-        """Numbers in the weights."""
-        weights_only = nnx.filter_state(self.params, nnx.Param)
-        return sum(x.size for x in jax.tree.leaves(weights_only))
-
-    def peak_bytes(self) -> int | None:
-        """Arguments, results and temporaries of a step, as the compiler lays them out."""
-        if self.shape is None:
-            return None
-        tokens = jax.ShapeDtypeStruct(self.shape, jnp.uint8)
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = self.program, self.params, self.state, rate, tokens
-        with self._precision():
-            memory = _step.lower(*arguments).compile().memory_analysis()
-        if memory is None:
-            return None
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        return int(held + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
-
-    def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `interop.weights` does."""
-        adam = self.state[1]
-        for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
-            weights.save(folder / f"{name}.safetensors", nnx.merge(self.graph, tree))
-
-    def load(self, folder: Path, step: int) -> None:
-        """Reads what `save` of either framework wrote after `step` steps."""
-        self.params = self._read(folder / "weights.safetensors")
-        adam = self.state[1]._replace(
-            count=jnp.int32(step),
-            mu=self._read(folder / "mean.safetensors"),
-            nu=self._read(folder / "square.safetensors"),
-        )
-        self.state = _committed((self.state[0], adam, *self.state[2:]))
-
-    def _precision(self):
-        # A GPU would take TF32 for float32, which torch does not.
-        exact = self.dtype == jnp.float32
-        return jax.default_matmul_precision("highest" if exact else None)
-
-    def _read(self, path: Path) -> nnx.State:
-        # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
-        module = nnx.merge(self.graph, jax.tree.map(jnp.array, self.params))
-        weights.load(path, module)
-        return nnx.split(module)[1]
-
-
-def _tokens(batch: Batch) -> jax.Array:
-    if batch.segment_ids is not None:
-        raise NotImplementedError("the model attends to whole rows, got segment_ids")
-    return jnp.asarray(batch.tokens)
-
-
-def _committed(tree):
-    """`tree` bound to its device as results of `_step` are, which is then compiled but once."""
-    return jax.device_put(tree, jax.devices()[0])
+    def _stacked(self):
+        # A scan over the blocks' weights: one block is compiled, not all of them.
+        graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
+        return graphs[0], jax.tree.map(lambda *each: jnp.stack(each), *states)

@@ -46,6 +46,7 @@ class Header(Line):
     commit: str | None
     dirty: bool | None
     time: str  # UTC
+    parallel: dict[str, Any] | None = None  # `parallel.Parallel`; None: one device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,20 @@ class Step(Line):
     lr: float
     time_ms: float
     tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watch(Line):
+    """What is looked at every so many steps; `layers` as of `health.Layer`, none of dense."""
+
+    kind: ClassVar[str] = "watch"
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    mfu: float | None
+    layers: list[dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +101,7 @@ class Speed(Line):
     commit: str | None
     dirty: bool | None
     time: str
+    devices: int = 1  # that share the step; `peak_bytes` is of one
 
     @property
     def times_ms(self) -> tuple[float, float, float] | None:
@@ -108,7 +124,9 @@ class Summary(Line):
     held_out_loss: float | None = None
 
 
-KINDS = {cls.kind: cls for cls in (Header, Step, Speed, Summary)}
+KINDS = {cls.kind: cls for cls in (Header, Step, Speed, Summary, Watch)}
+# Fields that lines of this schema may lack: they were written before the field was there.
+OPTIONAL = frozenset({"parallel", "devices"})
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:
@@ -138,12 +156,13 @@ def _check(data: Any, where: str) -> Line:
     values = {name: x for name, x in data.items() if name not in ("kind", "schema")}
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    missing, unknown = fields.keys() - values.keys(), values.keys() - fields.keys()
+    missing = fields.keys() - values.keys() - OPTIONAL
+    unknown = values.keys() - fields.keys()
     if missing or unknown:
         raise ValueError(
             f"{where}: missing fields {sorted(missing)}, unknown fields {sorted(unknown)}"
         )
     for name, kind in fields.items():
-        if not records.is_a(values[name], kind):
+        if name in values and not records.is_a(values[name], kind):
             raise ValueError(f"{where}: {name} must be {kind}, got {values[name]!r}")
     return cls(**values)

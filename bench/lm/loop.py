@@ -12,20 +12,30 @@ from typing import Protocol
 import numpy as np
 
 from bench.harness import records, timing
-from bench.lm import checkpoint, log, speed, variants
+from bench.lm import checkpoint, health, log, speed, variants
+from bench.lm import share as shares
 from bench.lm.data import Batch, Batches
+from bench.lm.progress import Progress
+from bench.lm.ranks import Ranks
 from bench.lm.spec import DivergedError, Task
+from bench.lm.watch import Settings, Watch, gathered
 
 EVALUATED_BATCHES = 8
-REPORTS = 10  # on the console in a run
 
 
 class Learner(checkpoint.Kept, Protocol):
-    """`jax_lm.Learner` or `torch_lm.Learner`."""
+    """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
+
+    `share` says which rows of a global batch it takes; every rank of a run calls it alike.
+    """
+
+    share: shares.Share
 
     def step(self, batch: Batch, step: int) -> tuple[float, float]: ...
 
     def loss(self, batch: Batch) -> float: ...
+
+    def health(self, batch: Batch) -> list[health.Layer]: ...
 
     def parameters(self) -> int: ...
 
@@ -59,6 +69,8 @@ class Run:
       folder: of this run's checkpoints.
       save_every: steps between checkpoints.
       commit: as in `records.environment`.
+      ranks: the processes of the run; the first of them writes.
+      watched: what is looked at besides, in files beside `path`.
     """
 
     variant: variants.Variant
@@ -68,13 +80,16 @@ class Run:
     folder: Path
     save_every: int = 100
     commit: str | None = None
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    watched: Settings = dataclasses.field(default_factory=Settings)
 
     @property
     def name(self) -> str:
         return f"{self.variant.framework}-{self.variant.attention}"
 
     def write(self, line: log.Line) -> None:
-        log.append(self.path, [line])
+        if self.ranks.rank == 0:
+            log.append(self.path, [line])
 
     def checkpoint(self) -> Path | None:
         """The last checkpoint there is."""
@@ -86,7 +101,8 @@ class Run:
 
 
 def run(run: Run, stop: Stop) -> log.Summary:
-    """Trains from the last checkpoint on, if there is one, and writes every line of it.
+    """Trains from the last checkpoint on, if there is one, and writes every line of it. Every
+    rank calls it, and all end alike.
 
     The run ends `ok` after its steps, `stopped` by SIGTERM with a checkpoint of what is done,
     or `diverged` where a loss or gradient is not finite: the checkpoint from before stays, and
@@ -94,11 +110,24 @@ def run(run: Run, stop: Stop) -> log.Summary:
 
     Raises:
       ValueError: the checkpoint was written under other settings.
+      LostError: another rank is gone.
     """
+    try:
+        return _run(run, stop)
+    except RuntimeError as error:
+        lost = run.ranks.lost(error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _run(run: Run, stop: Stop) -> log.Summary:
     with tempfile.TemporaryDirectory() as scratch:
-        learner = variants.learner(run.variant, run.task, Path(scratch))
-    before = run.checkpoint()
-    first = checkpoint.load(before, learner, run.settings()) if before else 0
+        learner = variants.learner(run.variant, run.task, Path(scratch), run.ranks)
+    first = 0
+    if run.ranks.first(run.checkpoint() is not None):
+        first = checkpoint.load_last(run.folder, learner, run.settings(), run.ranks)
+    spread = run.variant.parallel
     run.write(
         log.Header(
             **run.variant.name,
@@ -111,11 +140,13 @@ def run(run: Run, stop: Stop) -> log.Summary:
             input_sha256=run.batches.sha256,
             device=variants.device(run.variant.framework),
             time=records.utc_now(),
+            parallel=None if spread == type(spread)() else spread.as_dict(),
             **records.environment(run.commit),
         )
     )
     times_ms: list[float] = []
-    summary = steps(run, learner, first, stop, times_ms)
+    with Watch(run.path.parent, run.name, run.ranks, run.watched) as watch:
+        summary = steps(run, learner, first, stop, times_ms, watch)
     run.write(summary)
     if len(times_ms) > 1:  # the first compiles
         found = speed.ok(timing.Timing.of(times_ms[1:], "host"), learner)
@@ -124,45 +155,80 @@ def run(run: Run, stop: Stop) -> log.Summary:
 
 
 def steps(
-    run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float]
+    run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
 ) -> log.Summary:
     """The steps from `first` on; each appends to `times_ms`."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
-    for step in range(first, training.steps):
-        if stop.asked:
-            reason = f"SIGTERM after {step} steps, saved to {save(step)}"
-            return summary(status="stopped", steps=step, reason=reason)
-        batch = run.batches.train(step)
-        start = time.perf_counter()
-        try:
-            loss, norm = learner.step(batch, step)
-        except DivergedError as error:
-            reason = f"{error}; the last checkpoint is {run.checkpoint()}"
-            return summary(status="diverged", steps=step, reason=reason)
-        time_ms = (time.perf_counter() - start) * 1e3
-        times_ms.append(time_ms)
-        line = log.Step(
-            **run.variant.name,
-            step=step,
-            loss=loss,
-            grad_norm=norm,
-            lr=training.rate(step),
-            time_ms=time_ms,
-            tokens_per_s=run.task.tokens() / time_ms * 1e3,
-        )
-        run.write(line)
-        done = step + 1
-        if done % max(1, training.steps // REPORTS) == 0:
-            where = f"{run.name} step {done} of {training.steps}"
-            print(f"{where}: loss {loss:.4f}, {time_ms:.0f} ms", file=sys.stderr)
-        if done % run.save_every == 0:
-            save(done)
+    with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
+        for step in range(first, training.steps):
+            # Signals come to ranks at different steps: all stop where one was asked to.
+            if run.ranks.any(stop.asked):
+                reason = f"SIGTERM after {step} steps, saved to {save(step)}"
+                return summary(status="stopped", steps=step, reason=reason)
+            batch = learner.share.of(functools.partial(run.batches.train, step))
+            shares.check_vocabulary(batch, run.task.model.vocabulary)
+            start = time.perf_counter()
+            try:
+                loss, norm = learner.step(batch, step)
+            except DivergedError as error:
+                reason = f"{error}; the last checkpoint is {run.checkpoint()}"
+                return summary(status="diverged", steps=step, reason=reason)
+            time_ms = (time.perf_counter() - start) * 1e3
+            times_ms.append(time_ms)
+            line = log.Step(
+                **run.variant.name,
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=training.rate(step),
+                time_ms=time_ms,
+                tokens_per_s=run.task.tokens() / time_ms * 1e3,
+            )
+            run.write(line)
+            done = step + 1
+            watch.stepped(line)
+            if watch.due(done):
+                _observe(run, learner, batch, line, watch)
+            progress.stepped(done, loss, time_ms)
+            if done % run.save_every == 0 and done < training.steps:
+                _save_if_there_is_room(run, save, done)
     save(training.steps)
-    held_out = [learner.loss(batch) for batch in run.batches.evaluation(EVALUATED_BATCHES)]
-    loss = float(np.mean(held_out))
+    slices = learner.share.slices()
+    parts = [run.batches.evaluation(EVALUATED_BATCHES, rows) for rows in slices]
+    held_out = [shares.joined(list(each)) for each in zip(*parts, strict=True)]
+    loss = float(np.mean([learner.loss(batch) for batch in held_out]))
     return summary(status="ok", steps=training.steps, held_out_loss=loss)
 
 
+def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:
+    """Looks at gates and selection after the step of `line`."""
+    layers = gathered(run.ranks, learner.health(batch))
+    devices = run.variant.parallel.devices
+    device = variants.device(run.variant.framework)
+    found = log.Watch(
+        **run.variant.name,
+        step=line.step,
+        loss=line.loss,
+        grad_norm=line.grad_norm,
+        lr=line.lr,
+        tokens_per_s=line.tokens_per_s,
+        mfu=speed.mfu(run.task, line.time_ms, device, devices),
+        layers=layers,
+    )
+    run.write(found)
+    if run.ranks.rank == 0:
+        watch.observed(found)
+
+
 def _save(run: Run, learner: Learner, step: int) -> Path:
-    return checkpoint.save(run.folder, learner, step, run.settings())
+    return checkpoint.save(run.folder, learner, step, run.settings(), run.ranks)
+
+
+def _save_if_there_is_room(run: Run, save, step: int) -> None:
+    """A checkpoint on the way that cannot be written ends no run: the last one stays."""
+    try:
+        save(step)
+    except OSError as error:
+        text = f"no checkpoint after {step} steps, {run.checkpoint()} stays: {error}"
+        print(f"warning: {text}", file=sys.stderr)

@@ -163,5 +163,7 @@ class Task:
 class DivergedError(ArithmeticError):
     """A loss or gradient that is not finite; the weights are those before the step."""
 
-    def __init__(self, step: int, loss: float, grad_norm: float):
-        super().__init__(f"step {step}: {loss=} and {grad_norm=} must be finite")
+    def __init__(self, step: int, loss: float, grad_norm: float, first: str = ""):
+        """`first` names what is not finite, the first of each kind."""
+        found = f"; first: {first}" if first else ""
+        super().__init__(f"step {step}: {loss=} and {grad_norm=} must be finite{found}")

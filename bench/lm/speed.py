@@ -17,9 +17,10 @@ def line(
 ) -> Speed:
     """The line of what was `found`: a status with its reason, or what `ok` gives."""
     found, device = dict(found), variants.device(variant.framework)
+    devices = variant.parallel.devices
     if found["status"] == "ok":
         time_ms = found["time_ms"]
-        share = task.mfu(time_ms, device)
+        share = mfu(task, time_ms, device, devices)
         found |= {"tokens_per_s": task.tokens() / time_ms * 1e3, "mfu": share}
         if share is not None and share > 1:
             reason = f"{time_ms:.3g} ms are less than the device needs: MFU {share:.2f}"
@@ -33,10 +34,17 @@ def line(
         flops=task.flops(),
         mfu_is=spec.MFU,
         device=device,
+        devices=devices,
         time=records.utc_now(),
         **records.environment(commit),
         **found,
     )
+
+
+def mfu(task: spec.Task, time_ms: float, device: str, devices: int) -> float | None:
+    """The share of the peak rate of all devices that a step of `time_ms` reaches, if known."""
+    share = task.mfu(time_ms, device)
+    return None if share is None else share / devices
 
 
 def ok(found: timing.Timing, learner) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""The language model in torch, and one step of its training with `torch.optim.AdamW`.
+"""The language model in torch.
 
-The numbers are those of `jax_lm`: float32 master weights and moments; blocks, norms and head in
-`dtype`, on a copy of the weights; embedding, softmax and loss in float32.
+The numbers are those of `jax_lm`: blocks, norms and head compute in the dtype of their weights;
+the embedding is looked up, and softmax and loss are computed, in float32.
 """
 
-import copy
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.harness import timing
-from bench.lm.data import Batch
-from bench.lm.spec import DivergedError, ModelSpec, Task
+from bench.lm.spec import ModelSpec
 from interop import weights
 from nsa_jax.layer import LayerSpec
 from nsa_torch.module import NSAAttention, apply_rope
@@ -28,6 +25,15 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+
+
+class Packing(NamedTuple):
+    """Where the documents of rows `[B, T]` are; positions restart in each."""
+
+    cu_seqlens: Tensor  # int32 [sequences + 1], of the rows one after the other
+    segment: Tensor  # int32 [B, T]
+    position: Tensor  # int64 [B, T]
+    counted: Tensor  # bool [B, T]: the next token is of the same document, and no padding
 
 
 class RMSNorm(nn.Module):
@@ -58,9 +64,11 @@ class DenseAttention(nn.Module):
         self.W_V = _linear(spec.dim, spec.n_kv_groups * spec.d_v)
         self.out = _linear(spec.n_heads * spec.d_v, spec.dim)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, packing: Packing | None = None) -> tuple[Tensor, None]:
         spec = self.spec
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
+        if packing is not None:
+            position = packing.position
 
         def rotate(x):
             return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
@@ -68,12 +76,30 @@ class DenseAttention(nn.Module):
         query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, -1)))
         key = rotate(self.W_K(x).unflatten(-1, (spec.n_kv_groups, -1)))
         value = self.W_V(x).unflatten(-1, (spec.n_kv_groups, -1))
+        if packing is not None and x.is_cuda and self.backend == BACKENDS["flash"]:
+            return self.out(self._varlen(query, key, value, packing)), None
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        how: dict[str, Any] = {"is_causal": packing is None}
+        if packing is not None:
+            same = packing.segment[:, None, :, None] == packing.segment[:, None, None]
+            how["attn_mask"] = same.tril()
         with sdpa_kernel([self.backend]):
-            out = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=True
-            )
+            out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)
         return self.out(out.transpose(1, 2).flatten(2)), None
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """Of documents without a mask, whose size is the square of the length."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        group = self.spec.n_heads // self.spec.n_kv_groups
+        rows, bounds = query.shape[:2], packing.cu_seqlens
+        longest = rows[1]  # at most: no value is read on the host
+        key, value = (each.repeat_interleave(group, dim=2) for each in (key, value))
+        query, key, value = (each.flatten(0, 1) for each in (query, key, value))
+        window = {"window_size": (-1, 0)}  # causal
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **window)
+        assert isinstance(out, Tensor)
+        return out.unflatten(0, rows).flatten(2)
 
 
 class MLP(nn.Module):
@@ -102,9 +128,17 @@ class Block(nn.Module):
         self.norm_mlp = RMSNorm(spec.layer.dim)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))[0]
+    def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
+        x = x + self._attend(self.norm_attention(x), packing)
         return x + self.mlp(self.norm_mlp(x))
+
+    def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
+        if packing is None:
+            return self.attention(x)[0]
+        if isinstance(self.attention, DenseAttention):
+            return self.attention(x, packing)[0]
+        flat = x.flatten(0, 1)[None]
+        return self.attention(flat, cu_seqlens=packing.cu_seqlens)[0].view_as(x)
 
 
 class LM(nn.Module):
@@ -121,10 +155,10 @@ class LM(nn.Module):
     def hyper_parameters(self) -> dict[str, Any]:
         return self.spec.as_dict()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, packing: Packing | None = None) -> Tensor:
         x = F.embedding(tokens, self.embedding).to(self.head.weight.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, packing)
         return self.head(self.norm(x))
 
 
@@ -153,138 +187,3 @@ def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
             drawn = values.standard_normal(tuple(parameter.shape), np.float32)
             parameter.copy_(torch.from_numpy(drawn * np.float32(deviation)))
     weights.save(path, module)
-
-
-class Learner:
-    """The model, its optimizer, and both in a folder.
-
-    Args:
-      task: what to train and how.
-      initial: file of `interop.weights` with the initial weights.
-      implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
-      graph: forward and backward of a step are one CUDA graph, as JAX's step is one program;
-        on the CPU nothing. What waits for the device meanwhile cannot be captured.
-    """
-
-    def __init__(self, task: Task, initial: Path, implementation, graph: bool = True):
-        self.training = training = task.training
-        cuda = torch.cuda.is_available()
-        self.graph = graph and cuda
-        self.captured = {}
-        self.place = torch.device("cuda" if cuda else "cpu")
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self.master = LM(task.model, implementation).to(self.place)
-        weights.load(initial, self.master)
-        self.model = copy.deepcopy(self.master)
-        for name, parameter in self.model.named_parameters():
-            if name != "embedding":  # its gradient adds up over many tokens
-                parameter.data = parameter.data.to(getattr(torch, task.dtype))
-        parameters = list(self.master.parameters())
-        matrices = [p for p in parameters if p.ndim >= 2]
-        vectors = [p for p in parameters if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": training.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=(training.beta1, training.beta2),
-            eps=training.eps,
-            fused=cuda,
-        )
-
-    def step(self, batch: Batch, step: int) -> tuple[float, float]:
-        """Loss and gradient norm before clipping of the batch.
-
-        Raises:
-          DivergedError: one of them is not finite; weights and moments are as before.
-        """
-        tokens = self._tokens(batch)
-        loss, grads = self._replay(tokens) if self.graph else self._gradients(tokens)
-        for master, grad in zip(self.master.parameters(), grads, strict=True):
-            master.grad = grad
-        norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
-        numbers = torch.stack([loss, norm]).tolist()
-        if not all(map(math.isfinite, numbers)):
-            raise DivergedError(step, *numbers)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training.rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._use_master()
-        return numbers[0], numbers[1]
-
-    def loss(self, batch: Batch) -> float:
-        """The mean loss of a batch, in nats a token."""
-        with torch.no_grad():
-            return self._loss(self._tokens(batch)).item()
-
-    def parameters(self) -> int:
-        """Numbers in the weights."""
-        return sum(parameter.numel() for parameter in self.master.parameters())
-
-    def peak_bytes(self) -> int | None:
-        """The most that torch's allocator has held; None on the CPU."""
-        return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
-
-    def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `interop.weights` does."""
-        weights.save(folder / "weights.safetensors", self.master)
-        for name, key in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
-            moments = copy.deepcopy(self.master)
-            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
-            for parameter, moment in pairs:
-                found = self.optimizer.state.get(parameter, {}).get(key)
-                moment.data = torch.zeros_like(parameter.data) if found is None else found
-            weights.save(folder / f"{name}.safetensors", moments)
-
-    def load(self, folder: Path, step: int) -> None:
-        """Reads what `save` of either framework wrote after `step` steps."""
-        weights.load(folder / "weights.safetensors", self.master)
-        found = {}
-        for name, key in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
-            moments = copy.deepcopy(self.master)
-            weights.load(folder / f"{name}.safetensors", moments)
-            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
-            for parameter, moment in pairs:
-                found.setdefault(parameter, {})[key] = moment.detach()
-        groups = self.optimizer.param_groups
-        order = [parameter for group in groups for parameter in group["params"]]
-        count = torch.tensor(float(step))
-        state = {i: {"step": count.clone(), **found[p]} for i, p in enumerate(order)}
-        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        self._use_master()
-
-    @torch.no_grad()
-    def _use_master(self) -> None:
-        torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
-
-    def _tokens(self, batch: Batch) -> Tensor:
-        if batch.segment_ids is not None:
-            raise NotImplementedError("the model attends to whole rows, got segment_ids")
-        return torch.from_numpy(batch.tokens).to(self.place)
-
-    def _loss(self, batch: Tensor) -> Tensor:
-        batch = batch.long()
-        logits = self.model(batch[:, :-1]).float().flatten(0, 1)
-        return F.cross_entropy(logits, batch[:, 1:].flatten())
-
-    def _gradients(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and float32 gradients in the order of the parameters."""
-        loss, used = self._loss(batch), list(self.model.parameters())
-        grads = torch.autograd.grad(loss, used, allow_unused=True)
-        pairs = zip(used, grads, strict=True)
-        return loss.detach(), [
-            (torch.zeros_like(x) if g is None else g).float() for x, g in pairs
-        ]
-
-    def _replay(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """`_gradients`, captured when a batch of its shape first comes."""
-        if batch.shape not in self.captured:
-            static = batch.clone()
-            replay, found = timing.cuda_graph(lambda: self._gradients(static))
-            self.captured[batch.shape] = replay, static, found
-        replay, static, found = self.captured[batch.shape]
-        static.copy_(batch)
-        replay()
-        return found

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 
 from bench.harness import jobs
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
 from bench.lm.spec import Attention, Task
 from nsa_jax.dispatch import OnUnsupported, Problem, Registry
 from nsa_jax.types import Branches
@@ -21,7 +23,7 @@ DENSE = {"jax": ("cudnn", "xla"), "torch": ("flash", "cudnn", "math")}
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """An attention of one framework; `label` is what runs, `implementation` how it is named,
-    `graph` whether torch captures a step (`torch_lm.Learner`).
+    `graph` whether torch captures a step (`torch_learner.Learner`), `parallel` how it is spread.
     """
 
     framework: str
@@ -29,6 +31,7 @@ class Variant:
     label: str
     implementation: Any
     graph: bool = True
+    parallel: Parallel = dataclasses.field(default_factory=Parallel)
 
     @property
     def name(self) -> dict[str, Any]:
@@ -55,9 +58,14 @@ def dense(framework: str, name: str, dtype: str) -> Variant:
 
 
 def nsa(
-    framework: str, names: Branches[str | None], on_unsupported: OnUnsupported, task: Task
+    framework: str,
+    names: Branches[str | None],
+    on_unsupported: OnUnsupported,
+    task: Task,
+    packed: bool = False,
 ) -> Variant:
-    """NSA by the implementations `names`; None is the first that can run the forward pass.
+    """NSA by the implementations `names`; None is the first that can run the forward pass,
+    of `packed` rows where these have documents.
 
     Raises:
       ValueError: the framework has no such implementation.
@@ -81,7 +89,7 @@ def nsa(
         Hkv=at.n_kv_groups,
         D=at.d_k,
         Dv=at.d_v,
-        packed=False,
+        packed=packed,
         config=at.config,
         device=device(framework) if gpu(framework) else None,
     )
@@ -136,18 +144,39 @@ def gpu(framework: str) -> bool:
     return _environment(framework)[1] != "cpu"
 
 
-def learner(variant: Variant, task: Task, scratch: Path):
-    """The learner of `task` by `variant`; `scratch` keeps initial weights for the next one."""
-    from bench.lm import torch_lm
+def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks()):
+    """The learner of `task` by `variant`; `scratch` keeps initial weights for the next one.
 
+    Raises:
+      ValueError: the task cannot be spread as `variant.parallel` says.
+      NotImplementedError: torch, over heads.
+    """
+    from bench.lm import torch_learner, torch_lm
+
+    spread = variant.parallel
+    spread.check(task)
     initial = scratch / f"{task.name}-{task.model.attention}.safetensors"
     if not initial.exists():
         torch_lm.initialize(initial, task.model, task.training.seed)
-    if variant.framework == "torch":
-        return torch_lm.Learner(task, initial, variant.implementation, variant.graph)
-    from bench.lm import jax_lm
+    if variant.framework == "jax":
+        from bench.lm import jax_learner
 
-    return jax_lm.Learner(task, initial, variant.implementation)
+        return jax_learner.Learner(task, initial, variant.implementation, spread, ranks)
+    if spread.tensor > 1:
+        raise NotImplementedError(f"tensor must be 1 in torch, got {spread.tensor}")
+    options: dict[str, Any] = {"accumulate": spread.accumulate, "compiled": spread.compiled}
+    at = task, initial, variant.implementation
+    if spread.kind == "none":
+        return torch_learner.Learner(*at, graph=variant.graph, **options)
+    if spread.devices != ranks.size:
+        raise ValueError(
+            f"devices must be the {ranks.size} processes that there are, got {spread.devices}"
+        )
+    from bench.lm import torch_parallel
+
+    ddp, fsdp = torch_parallel.DDPLearner, torch_parallel.FSDPLearner
+    kind = ddp if spread.kind == "ddp" else fsdp
+    return kind(*at, ranks=ranks, safe=spread.safe, **options)
 
 
 def free() -> None:

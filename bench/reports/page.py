@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.harness import records
 from bench.harness.records import Record
-from bench.lm import curves
+from bench.lm import curves, watched
 from bench.reports import crossover, render
 from bench.reports.plots import Plot
 from bench.reports.sources import Report
@@ -226,12 +226,21 @@ def _training(report: Report) -> str:
     parts = []
     for path, lines in report.training:
         parts.append(f"<h3>{escape(records.shown(path))}</h3>")
-        verdicts = "".join(f"<li>{escape(str(x))}</li>" for x in curves.verdicts(lines))
-        parts.append(f"<ul>{verdicts}</ul>" if verdicts else "")
-        for names, rows in (curves.run_table(lines), curves.speed_table(lines)):
+        found = [*curves.verdicts(lines), *watched.verdicts(path, lines)]
+        parts.append(_verdicts(found))
+        tables = curves.run_table(lines), curves.speed_table(lines), watched.gate_table(lines)
+        for names, rows in tables:
             if rows:
                 parts.append(_table(names, rows))
+    same = watched.parity(report.training)
+    if same:
+        parts += ["<h3>Several devices</h3>", _verdicts(same)]
     return "".join(parts)
+
+
+def _verdicts(found: Iterable[curves.Verdict]) -> str:
+    items = "".join(f"<li>{escape(str(each))}</li>" for each in found)
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def _environment(report: Report) -> str:

@@ -1,0 +1,80 @@
+"""What gates and selection do, layer by layer: whether every branch is still used.
+
+A head here is a key/value head: its query heads share their gates and their selection. Gates
+that are sigmoids add up to no number in particular, so that entropy and the largest share are
+of gates divided by their sum.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# A head has collapsed where it attends by one branch only, as the seed system has it.
+COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
+EVEN = math.log(3)  # the entropy of three equal gates
+SMALL = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Means over the tokens of the rows that were looked at.
+
+    Attributes:
+      compressed, selected, sliding: the gates, mean over heads.
+      entropy, entropy_min: in nats, mean over heads, and of the head with the lowest.
+      largest: share of the largest gate, mean over heads.
+      collapsed: share of the heads with an entropy below 0.1 and a largest share over 0.95.
+      overlap: share of a query's blocks that the query before it selected as well.
+    """
+
+    compressed: float
+    selected: float
+    sliding: float
+    entropy: float
+    entropy_min: float
+    largest: float
+    collapsed: float
+    overlap: float
+
+    @classmethod
+    def of(cls, gates: np.ndarray, indices: np.ndarray) -> "Layer":
+        """Of gates `[T, heads, 3]` and block indices `[T, heads, n]`."""
+        gates = gates.astype(np.float64)
+        shares = gates / np.maximum(gates.sum(axis=-1, keepdims=True), SMALL)
+        entropies = -(shares * np.log(np.maximum(shares, SMALL))).sum(axis=-1).mean(axis=0)
+        largest = shares.max(axis=-1).mean(axis=0)
+        gone = (entropies < COLLAPSED_ENTROPY) & (largest > COLLAPSED_SHARE)
+        compressed, selected, sliding = gates.mean(axis=(0, 1)).tolist()
+        return cls(
+            compressed=compressed,
+            selected=selected,
+            sliding=sliding,
+            entropy=float(entropies.mean()),
+            entropy_min=float(entropies.min()),
+            largest=float(largest.mean()),
+            collapsed=float(gone.mean()),
+            overlap=overlap(indices),
+        )
+
+
+def overlap(indices: np.ndarray) -> float:
+    """Of block indices `[T, heads, n]`, -1 in empty slots."""
+    now, before = indices[1:], indices[:-1]
+    filled = now >= 0
+    common = np.zeros(now.shape[:-1])
+    for slot in range(now.shape[-1]):
+        same = (now[..., slot, None] == before).any(axis=-1)
+        common += same & filled[..., slot]
+    counts = np.maximum(filled.sum(axis=-1), 1)
+    return float((common / counts).mean()) if now.size else 0.0
+
+
+def mean(found: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, float]]:
+    """The layers of several processes, each a list of `Layer` as mappings, as one list."""
+    return [
+        {name: float(np.mean([layer[name] for layer in same])) for name in same[0]}
+        for same in zip(*found, strict=True)
+    ]

@@ -1,0 +1,315 @@
+"""One step of the training of `jax_lm` with optax, on one device or on a mesh.
+
+Master weights and moments are float32. `jax_parallel` says how weights and rows are laid out on
+several devices.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from bench.lm import health, jax_parallel, share
+from bench.lm.data import Batch
+from bench.lm.jax_lm import LM
+from bench.lm.jax_parallel import Layout
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
+from bench.lm.spec import DivergedError, Task, Training
+from interop import weights
+from nsa_jax.nn import NSAAttention
+
+
+class Rows(NamedTuple):
+    """Micro-batches, on the devices."""
+
+    tokens: jax.Array  # [accumulate, B, T + 1]
+    total: jax.Array | np.float32  # []: tokens that have a loss, of all rows
+    segment_ids: jax.Array | None  # as `tokens`
+
+
+class Program(NamedTuple):
+    """What the compiled functions are made of; learners with equal ones share them."""
+
+    graph: nnx.GraphDef[LM]  # of a device's part of the heads
+    training: Training
+    dtype: jnp.dtype
+    layout: Layout | None  # None: one device
+
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """AdamW without the learning rate, of the clipped gradient."""
+        at = self.training
+        return optax.chain(
+            optax.clip_by_global_norm(at.clip),
+            optax.scale_by_adam(at.beta1, at.beta2, at.eps),
+            optax.add_decayed_weights(
+                at.weight_decay, lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)
+            ),
+        )
+
+    def shown(self, tree):
+        """Within `jit`: what every process can read."""
+        return tree if self.layout is None else self.layout.shown(tree)
+
+
+def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
+    """The sum of the losses of some rows, over `total`; on a mesh: of a device's rows."""
+    layout, embedding = program.layout, params["embedding"]
+    if layout is None:
+        params = jax.tree.map(lambda x: x.astype(program.dtype), params)
+        params["embedding"] = embedding  # its gradient adds up over many tokens
+        prepare = None
+    else:
+        prepare = functools.partial(layout.gathered, dtype=program.dtype)
+        blocks = params["blocks"]
+        params = prepare(nnx.State({k: x for k, x in params.items() if k != "blocks"}))
+        params["embedding"] = layout.gathered({"embedding": embedding}, jnp.float32)[
+            "embedding"
+        ]
+        params["blocks"] = blocks
+    tokens = tokens.astype(jnp.int32)
+    inputs = None if segment_ids is None else segment_ids[:, :-1]
+    again = layout is not None and layout.mesh.shape[jax_parallel.FSDP] > 1
+    logits = nnx.merge(program.graph, params)(tokens[:, :-1], inputs, prepare, again)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), tokens[:, 1:]
+    )
+    if segment_ids is not None:
+        same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] >= 0)
+        losses = jnp.where(same, losses, 0.0)
+    return losses.sum() / total
+
+
+def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
+    """`_part` of a micro-batch, of all devices together."""
+    compute = functools.partial(_part, program)
+    if program.layout is not None:
+        compute = program.layout.summed(compute, params)
+    return compute(params, total, tokens, segment_ids)
+
+
+def _added(compute, rows: Rows):
+    """The sum of `compute(total, tokens, segment_ids)` over the micro-batches."""
+    parts = rows.tokens, rows.segment_ids
+    first = jax.tree.map(lambda x: x[0], parts)
+    if rows.tokens.shape[0] == 1:
+        return compute(rows.total, *first)
+
+    def add(before, part):
+        return jax.tree.map(jnp.add, before, compute(rows.total, *part)), None
+
+    shapes = jax.eval_shape(compute, rows.total, *first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def _loss(program: Program, params, rows: Rows):
+    return program.shown(_added(functools.partial(_micro, program, params), rows))
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
+def _step(program: Program, params, state, rate, rows: Rows):
+    """Weights and moments after a step, or those before it where it is not finite; loss and
+    norm of the gradient; which gradients and which weights before it are finite."""
+    compute = jax.value_and_grad(_micro, argnums=1)
+    loss, grads = _added(functools.partial(compute, program, params), rows)
+    norm = optax.tree.norm(grads)
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict
+        updates, new_state = program.optimizer().update(grads, state, params)
+    updates = jax.tree.map(lambda x: -rate * x, updates)
+    new = optax.apply_updates(params, updates), new_state
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
+    each = [[jnp.isfinite(x).all() for x in jax.tree.leaves(t)] for t in (grads, params)]
+    if program.layout is not None:
+        kept = program.layout.pinned(kept)
+    return *kept, program.shown(jnp.stack([loss, norm])), program.shown(jnp.array(each))
+
+
+@functools.partial(jax.jit, static_argnames=("program", "graph"))
+def _observe(program: Program, graph, params, tokens):
+    """`LM.observe` of all heads, which `graph` has."""
+    params = jax.tree.map(lambda x: x.astype(program.dtype), params)
+    gates, indices = nnx.merge(graph, params).observe(tokens)
+    return program.shown((gates.astype(jnp.float32), indices))
+
+
+class Learner:
+    """The model, its optimizer, and both in a folder.
+
+    Args:
+      task: what to train and how.
+      initial: file of `interop.weights` with the initial weights.
+      implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        initial: Path,
+        implementation,
+        parallel: Parallel = Parallel(),
+        ranks: Ranks = Ranks(),
+    ):
+        self.training, self.ranks, self.parallel = task.training, ranks, parallel
+        self.dtype = jnp.dtype(task.dtype)
+        parallel.check(task)
+        alone = parallel.kind == "none"
+        self.layout = None if alone else Layout.of(parallel, task.model)
+        self.share = share.Share(
+            task.training.batch, parallel.accumulate, ranks.rank, ranks.size
+        )
+        options = dict(dtype=self.dtype, implementation=implementation)
+        # All weights come from the file: none are drawn, which would be compiled.
+        self.graph, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
+        graph = self.graph
+        if self.layout is not None:
+            part = self.layout.part(task.model)
+            axis = jax_parallel.TENSOR
+            graph, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
+        self.params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        self.params = self._read(initial)
+        self.program = Program(graph, task.training, self.dtype, self.layout)
+        self.state: Any = self._committed(self.program.optimizer().init(self.params))
+        self.rows: Rows | None = None  # of the last step
+
+    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+        """Loss and gradient norm before clipping of the batch of which this process has its
+        `share`.
+
+        Raises:
+          DivergedError: one of them is not finite; weights and moments are as before.
+        """
+        rate, self.rows = jnp.float32(self.training.rate(step)), self._rows(batch)
+        arguments = self.program, self.params, self.state, rate, self.rows
+        with self._precision():
+            self.params, self.state, numbers, finite = _step(*arguments)
+        loss, norm = map(float, np.asarray(numbers))
+        if not np.isfinite([loss, norm]).all():
+            raise DivergedError(step, loss, norm, self._culprit(loss, finite))
+        return loss, norm
+
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of a batch of which this process has its `share`, in nats a token."""
+        with self._precision():
+            return float(_loss(self.program, self.params, self._rows(batch)))
+
+    def parameters(self) -> int:
+        """Numbers in the weights."""
+        weights_only = nnx.filter_state(self.params, nnx.Param)
+        return sum(x.size for x in jax.tree.leaves(weights_only))
+
+    def peak_bytes(self) -> int | None:
+        """Arguments, results and temporaries of a step on one device, as the compiler lays
+        them out."""
+        if self.rows is None:
+            return None
+        rows = jax.tree.map(_described, self.rows)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        arguments = self.program, self.params, self.state, rate, rows
+        with self._precision():
+            memory = _step.lower(*arguments).compile().memory_analysis()
+        if memory is None:
+            return None
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        return int(held + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+
+    def health(self, batch: Batch) -> list[health.Layer]:
+        """Of gates and selection over the first row of `batch`; of dense attention nothing.
+        Every process calls it."""
+        if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
+            return []
+        tokens = jax_parallel.same(batch.tokens[:1, :-1].astype(np.int32), self.ranks)
+        with self._precision():
+            found = _observe(self.program, self.graph, self.params, tokens)
+        gates, indices = map(np.asarray, found)
+        return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and moments, each as `interop.weights` does."""
+        adam = self.state[1]
+        for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
+            whole = jax_parallel.whole(tree, self.ranks)
+            if self.ranks.rank == 0:
+                module = nnx.merge(self.graph, whole)
+                weights.save(folder / f"{name}.safetensors", module)
+
+    def load(self, folder: Path, step: int) -> None:
+        """Reads what `save` of either framework wrote after `step` steps."""
+        self.params = self._read(folder / "weights.safetensors")
+        adam = self.state[1]._replace(
+            count=jnp.int32(step),
+            mu=self._read(folder / "mean.safetensors"),
+            nu=self._read(folder / "square.safetensors"),
+        )
+        self.state = self._committed((self.state[0], adam, *self.state[2:]))
+
+    def _precision(self):
+        # A GPU would take TF32 for float32, which torch does not.
+        exact = self.dtype == jnp.float32
+        return jax.default_matmul_precision("highest" if exact else None)
+
+    def _read(self, path: Path) -> nnx.State:
+        # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
+        module = nnx.merge(
+            self.graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
+        )
+        weights.load(path, module)
+        state = nnx.split(module)[1]
+        return state if self.layout is None else self.layout.placed(state)
+
+    def _model(self) -> LM:
+        return nnx.merge(self.graph, self.params)
+
+    def _committed(self, tree):
+        """`tree` bound to its devices as results of `_step` are, which is then compiled but
+        once."""
+        if self.layout is None:
+            return jax.device_put(tree, jax.devices()[0])
+        return self.layout.placed(tree)
+
+    def _rows(self, batch: Batch) -> Rows:
+        """The micro-batches, on the devices."""
+        count = self.parallel.accumulate
+        total = share.count(batch)
+        if batch.segment_ids is None:
+            total *= self.ranks.size
+        else:
+            total = max(1, sum(self.ranks.gather(total)))
+
+        def place(x):
+            x = x.reshape(count, -1, x.shape[1])
+            return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
+
+        ids = None if batch.segment_ids is None else place(batch.segment_ids)
+        return Rows(place(batch.tokens), np.float32(total), ids)
+
+    def _culprit(self, loss: float, finite: jax.Array) -> str:
+        """What is not finite, the first of each kind in the order of the model."""
+        found = [] if np.isfinite(loss) else ["loss"]
+        paths = [steps for steps, _ in nnx.to_flat_state(self.params)]
+        for kind, flags in zip(("gradient of", "weight"), np.asarray(finite), strict=True):
+            bad = [steps for steps, flag in zip(paths, flags, strict=True) if not flag]
+            if bad:
+                first = min(bad, key=_place)
+                found.append(f"{kind} {'.'.join(map(str, first))}")
+        return ", ".join(found)
+
+
+ORDER = "embedding blocks norm_attention attention norm_mlp mlp norm head".split()
+
+
+def _place(steps: tuple[Any, ...]) -> list[int | str]:
+    """Sorts paths into the weights as the model uses them."""
+    known = {name: f"{i}" for i, name in enumerate(ORDER)}
+    return [step if isinstance(step, int) else known.get(step, step) for step in steps]
+
+
+def _described(x: jax.Array | np.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

@@ -1,0 +1,191 @@
+"""How JAX lays weights and rows out on a mesh of `(data, fsdp, tensor)` devices.
+
+Rows are divided over `data` and `fsdp`. Weights are divided over `fsdp` and gathered where a
+block runs, in the dtype of the computation; their gradients are summed and divided again in
+float32. Over `tensor` each device has some key/value heads with their query heads, and a part
+of the MLP, so that attention runs as on one device (`shard_map`), kernels included.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
+from bench.lm.spec import ModelSpec
+
+AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+ROWS = DATA, FSDP
+# Backward gathers weights again instead of keeping what was gathered.
+GATHERED = "gathered weights"
+KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+
+
+def spec_of(path: tuple[str, ...]) -> PartitionSpec:
+    """Of the weight at `path`; what has few numbers is whole on every device."""
+    *parents, name = path
+    if name == "embedding":
+        return PartitionSpec(None, FSDP)
+    if name != "kernel" or "fc1" in parents or "fc2" in parents:
+        return PartitionSpec()
+    if parents[-1] == "head":
+        return PartitionSpec(FSDP)
+    if parents[-1] in ("out", "down"):
+        return PartitionSpec(TENSOR, FSDP)
+    return PartitionSpec(FSDP, TENSOR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, and where everything stands on it."""
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, parallel: Parallel, model: ModelSpec) -> "Layout":
+        """Of the first `parallel.devices` devices, replicas of a process beside each other.
+
+        Raises:
+          ValueError: there are fewer devices, or `dim` cannot be divided.
+        """
+        devices = jax.devices()
+        if len(devices) < parallel.devices:
+            raise ValueError(
+                f"devices must be at most the {len(devices)} there are, got {parallel.devices}"
+            )
+        shards = parallel.replicas if parallel.kind == "fsdp" else 1
+        if model.layer.dim % shards:
+            raise ValueError(f"fsdp of {shards} devices must divide dim={model.layer.dim}")
+        shape = parallel.replicas // shards, shards, parallel.tensor
+        return cls(Mesh(np.array(devices[: parallel.devices]).reshape(shape), AXES))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def shown(self, tree: Any) -> Any:
+        """Within `jit`: `tree` whole on every device, so that any process can read it."""
+        return jax.lax.with_sharding_constraint(tree, self.replicated)
+
+    def part(self, model: ModelSpec) -> ModelSpec:
+        """The model that a device has with its part of the heads."""
+        layer, tensor = model.layer, self.mesh.shape[TENSOR]
+        heads = dict(n_heads=layer.n_heads // tensor, n_kv_groups=layer.n_kv_groups // tensor)
+        layer = dataclasses.replace(layer, **heads)
+        return dataclasses.replace(model, layer=layer, hidden=model.hidden // tensor)
+
+    def placed(self, tree: Any) -> Any:
+        """Weights or moments, each in its place."""
+
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: _global(x, self._sharding(path, x)), tree
+        )
+
+    def pinned(self, tree: Any) -> Any:
+        """Within `jit`: `tree`, which results in its place."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: jax.lax.with_sharding_constraint(x, self._sharding(path, x)), tree
+        )
+
+    def _sharding(self, path: tuple[Any, ...], x: Any) -> NamedSharding:
+        spec = spec_of(_names(path)) if x.ndim else PartitionSpec()
+        return NamedSharding(self.mesh, spec)
+
+    def rows(self, x: np.ndarray) -> jax.Array:
+        """Micro-batches `[accumulate, B, ...]`, of which this process has its rows."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, ROWS))
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    def gathered(self, stored: Any, dtype: Any) -> Any:
+        """The weights that a device has, with all that `fsdp` divides, in `dtype`."""
+
+        def gather(path, x):
+            names = _names(path)
+            axes = frozenset(ROWS)
+            if {"gate", "phi_k_mlp", "phi_v_mlp", "phi_k_conv", "phi_v_conv"} & set(names):
+                axes |= {TENSOR} if "attention" in names else set()
+            # Varying before it is cast, so that the sum over devices of gradients is float32.
+            missing = axes - jax.typeof(x).manual_axis_type.varying
+            x = jax.lax.pcast(x, tuple(missing), to="varying")
+            spec = spec_of(names)
+            if FSDP not in spec:
+                return x.astype(dtype)
+            return checkpoint_name(_gather(x, spec.index(FSDP), dtype), GATHERED)
+
+        return jax.tree_util.tree_map_with_path(gather, stored)
+
+    def summed(self, compute: Any, params: Any) -> Any:
+        """`compute(params, total, tokens, segment_ids)` of each device's rows, added up."""
+        weights = jax.tree_util.tree_map_with_path(
+            lambda path, x: spec_of(_names(path)) if x.ndim else PartitionSpec(), params
+        )
+        rows = PartitionSpec(ROWS)
+
+        def local(params, total, tokens, segment_ids):
+            return jax.lax.psum(compute(params, total, tokens, segment_ids), ROWS)
+
+        def whole(params, total, tokens, segment_ids):
+            packed = None if segment_ids is None else rows
+            specs = weights, PartitionSpec(), rows, packed
+            mapped = jax.shard_map(
+                local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()
+            )
+            return mapped(params, total, tokens, segment_ids)
+
+        return whole
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x, axis: int, dtype):
+    """All of the rows or columns of which a device has some, in `dtype`."""
+    return jax.lax.all_gather(x.astype(dtype), FSDP, axis=axis, tiled=True)
+
+
+def _gather_forward(x, axis, dtype):
+    return _gather(x, axis, dtype), None
+
+
+def _gather_backward(axis, dtype, _, grad):
+    wide = grad.astype(jnp.float32)
+    return (jax.lax.psum_scatter(wide, FSDP, scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def whole(tree: Any, ranks: Ranks) -> Any:
+    """`tree` with every array on this host."""
+    if ranks.size == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def same(x: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """Process 0's `x`."""
+    if ranks.size == 1:
+        return x
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(x)
+
+
+def _global(x: Any, sharding: NamedSharding) -> jax.Array:
+    """`x`, which every process has whole, divided; or which is divided so already."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """A path into an `nnx.State` as names, without what is a value of a variable."""
+    found = (str(getattr(step, "key", getattr(step, "name", step))) for step in path)
+    return tuple(name for name in found if name != "value")

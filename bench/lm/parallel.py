@@ -1,0 +1,67 @@
+"""How a run is spread over processes and devices."""
+
+import dataclasses
+from typing import Any, Literal
+
+from bench.lm.share import Share
+from bench.lm.spec import Task
+
+Kind = Literal["none", "ddp", "fsdp"]
+KINDS: tuple[Kind, ...] = ("none", "ddp", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """A layout, which changes no loss beyond rounding.
+
+    Attributes:
+      kind: "ddp": every device holds all weights; "fsdp": shards of them.
+      devices: in all, a multiple of `tensor`.
+      tensor: devices that share the heads of a row, whole key/value heads each; JAX only.
+      accumulate: micro-batches of a batch.
+      compiled: torch's blocks run as `torch.compile` makes them.
+      safe: of `torch_parallel.DDPLearner`.
+
+    Raises:
+      ValueError: the devices cannot be laid out so.
+    """
+
+    kind: Kind = "none"
+    devices: int = 1
+    tensor: int = 1
+    accumulate: int = 1
+    compiled: bool = False
+    safe: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "tensor", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.devices % self.tensor:
+            raise ValueError(
+                f"devices must be a multiple of tensor={self.tensor}, got {self.devices}"
+            )
+        if self.kind == "none" and self.devices > 1:
+            raise ValueError(
+                f"parallel must be ddp or fsdp for {self.devices} devices, got none"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Parts that the rows of a micro-batch are divided into."""
+        return self.devices // self.tensor
+
+    def check(self, task: Task) -> None:
+        """Raises `ValueError` where `task` cannot be divided so."""
+        Share(task.training.batch, self.accumulate, 0, self.replicas)
+        for name, size in (
+            ("n_kv_groups", task.model.layer.n_kv_groups),
+            ("hidden", task.model.hidden),
+        ):
+            if size % self.tensor:
+                raise ValueError(
+                    f"tensor must divide {name}={size} of the model, got {self.tensor}"
+                )
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

@@ -1,0 +1,172 @@
+"""The processes of a run: who they are, and the few words that they say to each other.
+
+What is said here are flags and short texts, on the host; tensors have collectives of their own.
+"""
+
+import contextlib
+import datetime
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+TIMEOUT_S = 900.0
+
+
+class LostError(RuntimeError):
+    """Another process of the run ended, or did not answer in time."""
+
+
+class Ranks:
+    """One process by itself, and what the processes of a run have in common."""
+
+    rank, size, timeout_s = 0, 1, TIMEOUT_S
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of each rank (of JSON), in their order; every rank calls it.
+
+        Raises:
+          LostError: a rank is gone.
+        """
+        return [value]
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on any rank."""
+        return any(self.gather(bool(flag)))
+
+    def first(self, value: Any) -> Any:
+        """The value of rank 0."""
+        return self.gather(value)[0]
+
+    def lost(self, error: Exception) -> LostError | None:
+        """What `error` of a collective tells of another rank, if it tells that."""
+        return None
+
+    def close(self) -> None:
+        """Leaves the others."""
+
+
+class TorchRanks(Ranks):
+    """Those of `torch.distributed`: gloo on the CPU, nccl for tensors on GPUs.
+
+    Args:
+      timeout_s: after which a collective that some rank does not join is an error.
+      detail: each collective is compared between the ranks before it runs.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S, detail: bool = False):
+        import torch
+        import torch.distributed as dist
+
+        if detail:
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
+        on_gpu = torch.cuda.is_available()
+        if not dist.is_initialized():
+            if not dist.is_torchelastic_launched():
+                raise ValueError(
+                    "--parallel of torch needs processes: torchrun --nproc-per-node=N -m "
+                    "bench.train ..., got a process started by itself"
+                )
+            # Flags and texts go by gloo, so that they do not wait for the GPU.
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            if on_gpu:
+                torch.cuda.set_device(dist.get_node_local_rank())
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = timeout_s
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        with self._others():
+            dist.all_gather_object(found, value)
+        return found
+
+    def any(self, flag: bool) -> bool:
+        import torch
+        import torch.distributed as dist
+
+        votes = torch.tensor(int(flag))
+        with self._others():
+            dist.all_reduce(votes)
+        return bool(votes)
+
+    @contextlib.contextmanager
+    def _others(self) -> Iterator[None]:
+        """Where a collective within fails for want of a rank, that is what is raised."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = self.lost(error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    def lost(self, error: Exception) -> LostError | None:
+        import torch.distributed as dist
+
+        words = "closed", "reset by peer", "timed out", "timeout", "aborted", "broken pipe"
+        text = str(error)
+        known = isinstance(error, dist.DistError) or any(w in text.lower() for w in words)
+        if not known or isinstance(error, LostError):
+            return None
+        first = text.strip().splitlines()[0].partition(". ")[0]
+        return LostError(
+            f"rank {self.rank} of {self.size} lost another rank, or waited for it for longer "
+            f"than {self.timeout_s:.0f} s: {first}"
+        )
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class JaxRanks(Ranks):
+    """Those of `jax.distributed`.
+
+    Args:
+      coordinator: address and port of process 0; "auto": as the cluster says.
+      size, rank: processes, and which this is; with "auto" nothing.
+    """
+
+    def __init__(
+        self,
+        coordinator: str,
+        size: int | None,
+        rank: int | None,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        import jax
+
+        known: dict[str, Any] = {}
+        if coordinator != "auto":
+            known = {"coordinator_address": coordinator}
+            known |= {"num_processes": size, "process_id": rank}
+        jax.distributed.initialize(initialization_timeout=round(timeout_s), **known)
+        self.rank, self.size = jax.process_index(), jax.process_count()
+        self.timeout_s = timeout_s
+
+    def gather(self, value: Any) -> list[Any]:
+        from jax.experimental import multihost_utils
+
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = np.ravel(multihost_utils.process_allgather(np.int32(text.size)))
+        padded = np.zeros(lengths.max(), np.uint8)
+        padded[: text.size] = text
+        rows = np.reshape(multihost_utils.process_allgather(padded), (self.size, -1))
+        pairs = zip(rows, lengths, strict=True)
+        return [json.loads(row[:length].tobytes()) for row, length in pairs]
+
+    def any(self, flag: bool) -> bool:
+        from jax.experimental import multihost_utils
+
+        return bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+
+    def close(self) -> None:
+        import jax
+
+        jax.distributed.shutdown()

@@ -1,0 +1,83 @@
+"""Checkpoints in shards (`torch.distributed.checkpoint`), and what they are whole.
+
+    python -m bench.lm.shards CHECKPOINT FOLDER
+
+writes the whole files of the sharded checkpoint into a folder: `weights.safetensors`, which
+`interop.weights` reads in both frameworks, and AdamW's `mean` and `square`.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from absl import app
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from bench.harness import cli
+from bench.lm import checkpoint, torch_lm
+from bench.lm.spec import ModelSpec
+from interop import weights
+from nsa_jax.layer import LayerSpec
+
+PARTS = "weights", "mean", "square"
+
+
+def key(part: str, name: str) -> str:
+    """How a tensor is called in shards."""
+    return f"{part}/{name}"
+
+
+def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights and moments of a checkpoint in either form by `key`, on the CPU."""
+    path = folder / checkpoint.SHARDS
+    if not path.exists():
+        parts = {part: load_file(folder / f"{part}.safetensors") for part in PARTS}
+        return {key(part, n): x for part, some in parts.items() for n, x in some.items()}
+    reader = dcp.FileSystemReader(path)
+    known = reader.read_metadata().state_dict_metadata
+    found: dict[str, Any] = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in known.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():  # that no process group is used is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def join(path: Path, target: Path) -> None:
+    """Writes the sharded checkpoint at `path` as whole files into the folder `target`."""
+    settings = json.loads((path / checkpoint.PROGRESS).read_text())["settings"]
+    names = {field.name for field in dataclasses.fields(LayerSpec)}
+    layer = LayerSpec(**{name: x for name, x in settings.items() if name in names})
+    own = {field.name for field in dataclasses.fields(ModelSpec)} - {"layer"}
+    model = torch_lm.LM(ModelSpec(layer, **{name: settings[name] for name in own}))
+    tensors = whole_tensors(path)
+    for part in PARTS:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(tensors[key(part, name)])
+        weights.save(target / f"{part}.safetensors", model)
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) != 3:
+        raise app.UsageError("two arguments: a checkpoint in shards and a folder")
+    path, target = map(Path, argv[1:])
+    if not (path / checkpoint.SHARDS).exists():
+        raise ValueError(f"{path} must be a checkpoint in shards")
+    target.mkdir(parents=True, exist_ok=True)
+    join(path, target)
+    print(f"written to {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, arguments=True)

@@ -1,0 +1,93 @@
+"""Which rows of a global batch a process computes, and which of their tokens count."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from bench.lm.data import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The rows of one of `ranks` processes: its slice of each micro-batch, in their order.
+
+    A micro-batch is `batch / accumulate` rows of the global batch that follow each other, so
+    that which rows are computed together does not depend on the number of processes.
+
+    Raises:
+      ValueError: the batch cannot be divided.
+    """
+
+    batch: int
+    accumulate: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        parts = self.ranks * self.accumulate
+        if self.batch % parts:
+            raise ValueError(
+                f"batch must be a multiple of {self.ranks} processes or devices that share it "
+                f"times accumulate={self.accumulate}, got {self.batch}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch that are this process's."""
+        return self.batch // (self.ranks * self.accumulate)
+
+    def slices(self) -> list[slice]:
+        """One a micro-batch."""
+        whole = self.batch // self.accumulate
+        starts = (i * whole + self.rank * self.rows for i in range(self.accumulate))
+        return [slice(start, start + self.rows) for start in starts]
+
+    def of(self, fetch: Callable[[slice], Batch]) -> Batch:
+        """The rows of all micro-batches, one after the other."""
+        return joined([fetch(rows) for rows in self.slices()])
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """The rows of `parts`, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, segments = zip(*parts, strict=True)
+    packed = segments[0] is not None
+    return Batch(np.concatenate(tokens), np.concatenate(segments) if packed else None)
+
+
+def split(batch: Batch, count: int) -> list[Batch]:
+    """`batch` in `count` parts of as many rows."""
+    rows = len(batch.tokens) // count
+    places = [slice(i * rows, (i + 1) * rows) for i in range(count)]
+    ids = batch.segment_ids
+    return [Batch(batch.tokens[at], None if ids is None else ids[at]) for at in places]
+
+
+def counted(batch: Batch) -> np.ndarray | None:
+    """Which tokens predict one of their own document, bool `[rows, length]`; None: all."""
+    ids = batch.segment_ids
+    if ids is None:
+        return None
+    return (ids[:, 1:] == ids[:, :-1]) & (ids[:, :-1] >= 0)
+
+
+def count(batch: Batch) -> int:
+    """How many tokens of the batch have a loss."""
+    which = counted(batch)
+    rows, width = batch.tokens.shape
+    return rows * (width - 1) if which is None else int(which.sum())
+
+
+def check_vocabulary(batch: Batch, vocabulary: int) -> None:
+    """Raises `ValueError` where a token is none of the model's."""
+    tokens = batch.tokens
+    if np.iinfo(tokens.dtype).max < vocabulary or not tokens.size:
+        return
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"vocabulary must be over every token of the data, got vocabulary={vocabulary} "
+            f"and tokens {low} to {high}"
+        )

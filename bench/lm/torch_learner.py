@@ -1,0 +1,321 @@
+"""One step of the training of `torch_lm` with `torch.optim.AdamW`, in one process.
+
+Master weights and moments are float32; what computes has a copy of the weights in `dtype`.
+"""
+
+import copy
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from bench.harness import timing
+from bench.lm import health, share
+from bench.lm.data import Batch
+from bench.lm.ranks import Ranks
+from bench.lm.spec import DivergedError, Task
+from bench.lm.torch_lm import LM, Block, Packing
+from interop import weights
+from nsa_torch import functional
+from nsa_torch.module import NSAAttention
+
+MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # AdamW's, by the name of their file
+IGNORED = -100  # a target without a loss
+
+
+class Rows(NamedTuple):
+    """Rows of a batch on the device."""
+
+    tokens: Tensor  # [B, T + 1]
+    total: Tensor  # float32 []: what the sum of the losses is divided by
+    packing: Packing | None
+
+
+def total_loss(network: nn.Module, rows: Rows) -> Tensor:
+    """The sum of the losses of the rows in nats, over `rows.total`."""
+    tokens, packing = rows.tokens.long(), rows.packing
+    target = tokens[:, 1:]
+    if packing is not None:
+        target = target.where(packing.counted, IGNORED)
+    logits = network(tokens[:, :-1], packing).float().flatten(0, 1)
+    losses = F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="sum")
+    return losses / rows.total
+
+
+class Learner:
+    """The model, its optimizer, and both in a folder; of one process.
+
+    Args:
+      task: what to train and how.
+      initial: file of `interop.weights` with the initial weights.
+      implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
+      graph: forward and backward of a micro-batch are one CUDA graph, as JAX's step is one
+        program; on the CPU nothing. What waits for the device meanwhile cannot be captured.
+      accumulate: micro-batches of a batch, whose gradients add up in float32.
+      compiled: blocks run as `torch.compile` makes them.
+    """
+
+    ranks = Ranks()
+
+    def __init__(
+        self,
+        task: Task,
+        initial: Path,
+        implementation,
+        graph: bool = True,
+        accumulate: int = 1,
+        compiled: bool = False,
+    ):
+        self.training = training = task.training
+        self.dtype = getattr(torch, task.dtype)
+        self.accumulate = accumulate
+        cuda = torch.cuda.is_available()
+        self.graph = graph and cuda
+        self.captured = {}
+        self.place = torch.device("cuda" if cuda else "cpu")
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.master = LM(task.model, implementation).to(self.place)
+        weights.load(initial, self.master)
+        self.share = self._share(training.batch)
+        self.model = self._network()
+        if compiled:
+            for block in self._blocks():
+                block.compile()
+        parameters = list(self.master.parameters())
+        matrices = [p for p in parameters if p.ndim >= 2]
+        vectors = [p for p in parameters if p.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": training.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=(training.beta1, training.beta2),
+            eps=training.eps,
+            fused=cuda,
+        )
+
+    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+        """Loss and gradient norm before clipping of the batch of which this process has its
+        `share`.
+
+        Raises:
+          DivergedError: one of them is not finite; weights and moments are as before.
+        """
+        rows = self._rows(batch)
+        loss = self._backward(rows)
+        norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
+        numbers = self._numbers(loss, norm)
+        if not all(map(math.isfinite, numbers)):
+            loss_value, norm_value = numbers
+            raise DivergedError(step, loss_value, norm_value, self._culprit(loss, rows))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._use_master()
+        return numbers[0], numbers[1]
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> float:
+        """The mean loss of a batch of which this process has its `share`, in nats a token."""
+        losses = [total_loss(self.model, rows) for rows in self._rows(batch)]
+        return self._numbers(torch.stack(losses).sum())[0]
+
+    def parameters(self) -> int:
+        """Numbers in the weights."""
+        return sum(parameter.numel() for parameter in self.master.parameters())
+
+    def peak_bytes(self) -> int | None:
+        """The most that torch's allocator has held; None on the CPU."""
+        return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
+
+    def health(self, batch: Batch) -> list[health.Layer]:
+        """Of gates and selection over the first row of `batch`; of dense attention nothing.
+        Every process calls it."""
+        found: list[health.Layer] = []
+        hooks = [
+            block.attention.register_forward_pre_hook(
+                lambda module, inputs: found.append(_observed(module, inputs[0]))
+            )
+            for block in self._blocks()
+            if isinstance(block.attention, NSAAttention)
+        ]
+        if not hooks:
+            return []
+        tokens = torch.from_numpy(batch.tokens[:1, :-1]).to(self.place).long()
+        try:
+            with torch.no_grad():
+                self.model(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Writes weights and moments, each as `interop.weights` does."""
+        if self.ranks.rank:
+            return
+        weights.save(folder / "weights.safetensors", self.master)
+        for name, key in MOMENTS.items():
+            moments = copy.deepcopy(self.master)
+            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
+            for parameter, moment in pairs:
+                found = self.optimizer.state.get(parameter, {}).get(key)
+                moment.data = torch.zeros_like(parameter.data) if found is None else found
+            weights.save(folder / f"{name}.safetensors", moments)
+
+    def load(self, folder: Path, step: int) -> None:
+        """Reads what `save` of either framework wrote after `step` steps."""
+        weights.load(folder / "weights.safetensors", self.master)
+        found = {}
+        for name, key in MOMENTS.items():
+            moments = copy.deepcopy(self.master)
+            weights.load(folder / f"{name}.safetensors", moments)
+            pairs = zip(self.master.parameters(), moments.parameters(), strict=True)
+            for parameter, moment in pairs:
+                found.setdefault(parameter, {})[key] = moment.detach()
+        self._set_moments(found, step)
+        self._use_master()
+
+    def _set_moments(self, found: dict[nn.Parameter, dict[str, Tensor]], step: int) -> None:
+        groups = self.optimizer.param_groups
+        order = [parameter for group in groups for parameter in group["params"]]
+        count = torch.tensor(float(step))
+        state = {i: {"step": count.clone(), **found[p]} for i, p in enumerate(order)}
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+
+    def _share(self, batch: int) -> share.Share:
+        return share.Share(batch, self.accumulate, self.ranks.rank, self.ranks.size)
+
+    def _network(self) -> nn.Module:
+        """What computes: a copy of the weights in `dtype`."""
+        model = copy.deepcopy(self.master)
+        for name, parameter in model.named_parameters():
+            if name != "embedding":  # its gradient adds up over many tokens
+                parameter.data = parameter.data.to(self.dtype)
+        return model
+
+    def _blocks(self) -> list[Block]:
+        """Those that run."""
+        return [each for each in self.model.modules() if isinstance(each, Block)]
+
+    @torch.no_grad()
+    def _use_master(self) -> None:
+        torch._foreach_copy_(list(self.model.parameters()), list(self.master.parameters()))
+
+    def _numbers(self, *numbers: Tensor) -> list[float]:
+        """A loss over this process's rows as that over all, then numbers that all have."""
+        return torch.stack(numbers).tolist()
+
+    def _total(self, batch: Batch) -> float:
+        """Tokens of the global batch that have a loss, over the processes: what a process's
+        sum of losses is divided by, so that the mean over processes is that over tokens."""
+        count = share.count(batch)
+        if batch.segment_ids is not None:
+            count = sum(self.ranks.gather(count)) / self.ranks.size
+        return max(1.0, count)
+
+    def _rows(self, batch: Batch) -> list[Rows]:
+        """The micro-batches, on the device."""
+        total = torch.tensor(self._total(batch), device=self.place)
+        found = []
+        for part in share.split(batch, self.accumulate):
+            tokens = torch.from_numpy(np.ascontiguousarray(part.tokens)).to(self.place)
+            found.append(Rows(tokens, total, _packing(part, self.place)))
+        return found
+
+    def _backward(self, rows: list[Rows]) -> Tensor:
+        """The loss; gradients in float32 in `master`."""
+        compute = self._replay if self.graph else self._gradients
+        loss, grads = compute(rows[0])
+        if len(rows) > 1:
+            loss, grads = loss.clone(), [grad.clone() for grad in grads]
+        for each in rows[1:]:
+            more, others = compute(each)
+            loss += more
+            torch._foreach_add_(grads, others)
+        for master, grad in zip(self.master.parameters(), grads, strict=True):
+            master.grad = grad
+        return loss
+
+    def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and float32 gradients in the order of the parameters."""
+        loss, used = total_loss(self.model, rows), list(self.model.parameters())
+        grads = torch.autograd.grad(loss, used, allow_unused=True)
+        pairs = zip(used, grads, strict=True)
+        return loss.detach(), [
+            (torch.zeros_like(x) if g is None else g).float() for x, g in pairs
+        ]
+
+    def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
+        """`_gradients`, captured when rows of their shapes first come."""
+        given, form = tree_flatten(rows)
+        shapes = tuple(each.shape for each in given)
+        if shapes not in self.captured:
+            static = [each.clone() for each in given]
+            replay, found = timing.cuda_graph(
+                lambda: self._gradients(tree_unflatten(static, form))
+            )
+            self.captured[shapes] = replay, static, found
+        replay, static, found = self.captured[shapes]
+        torch._foreach_copy_(static, given)
+        replay()
+        return found
+
+    def _culprit(self, loss: Tensor, rows: list[Rows]) -> str:
+        """What is not finite, the first of each kind; clipping has left no gradient whole."""
+        found = [] if loss.isfinite().all() else ["loss"]
+        self._backward(rows)
+        named = list(self.master.named_parameters())
+        found += first_bad("gradient of", ((n, p.grad) for n, p in named))
+        found += first_bad("weight", named)
+        return ", ".join(found)
+
+
+def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """`kind` and name of the first tensor that is not finite, if there is one."""
+    for name, tensor in named:
+        if tensor is not None and not tensor.isfinite().all():
+            return [f"{kind} {name}"]
+    return []
+
+
+def _packing(batch: Batch, place: torch.device) -> Packing | None:
+    """That of the inputs of `batch`; padding is a document of its own, without a loss."""
+    which = share.counted(batch)
+    if which is None or batch.segment_ids is None:
+        return None
+    ids = batch.segment_ids[:, :-1]
+    begins = np.ones(ids.shape, bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    index = np.arange(ids.size).reshape(ids.shape)
+    position = index - np.maximum.accumulate(np.where(begins, index, 0).ravel()).reshape(
+        ids.shape
+    )
+    starts = np.flatnonzero(begins)
+    # A power of two of bounds, the last repeated: few shapes, so few graphs are captured.
+    room = 1 << int(starts.size).bit_length()
+    bounds = np.full(room + 1, ids.size, np.int32)
+    bounds[: starts.size] = starts
+    arrays = bounds, ids.astype(np.int32), position, which
+    return Packing(*(torch.from_numpy(each).to(place) for each in arrays))
+
+
+def _observed(attention: NSAAttention, x: Tensor) -> health.Layer:
+    """For the input `x` [1, T, dim] of a layer."""
+    spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
+    query, key, _, gates = attention.project(x, position)
+    compressed = functional.compress(
+        key.compressed, attention.compress_params()[0], config=spec.config
+    )
+    indices = functional.select_blocks(query, compressed, config=spec.config)
+    heads = slice(None, None, spec.n_heads // spec.n_kv_groups)
+    host = (each[0].cpu().numpy() for each in (gates[:, :, heads].float(), indices))
+    return health.Layer.of(*host)

@@ -1,0 +1,207 @@
+"""The learner of several processes in torch: DDP, or FSDP2 over a device mesh.
+
+Both hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
+loss is its sum over the mean count of a process, so that the mean over processes, which both
+engines take of gradients, is the mean over the tokens of the global batch.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.lm import checkpoint, shards, torch_learner, torch_lm
+from bench.lm.ranks import Ranks
+from bench.lm.spec import Task
+
+
+class Cast(nn.Module):
+    """`network` with its weights in `dtype`, but the embedding; gradients are float32."""
+
+    def __init__(self, network: torch_lm.LM, dtype: torch.dtype):
+        super().__init__()
+        self.network, self.dtype = network, dtype
+
+    def forward(self, *inputs) -> Tensor:
+        named = self.network.named_parameters()
+        cast = {n: p if n == "embedding" else p.to(self.dtype) for n, p in named}
+        return torch.func.functional_call(self.network, cast, inputs)
+
+
+class DDPLearner(torch_learner.Learner):
+    """All of the weights in every process (`DistributedDataParallel`).
+
+    Args:
+      ranks: the processes.
+      safe: gradients have memory of their own, and weights that a step does not use are looked
+        for; slower, and of use where a step hangs or differs.
+      options: as of `torch_learner.Learner`.
+    """
+
+    def __init__(self, task: Task, *args, ranks: Ranks, safe: bool = False, **options):
+        self.ranks, self.safe = ranks, safe
+        super().__init__(task, *args, graph=False, **options)
+
+    def _network(self) -> nn.Module:
+        return DistributedDataParallel(
+            Cast(self.master, self.dtype),
+            gradient_as_bucket_view=not self.safe,
+            find_unused_parameters=self.safe,
+        )
+
+    def _use_master(self) -> None:
+        pass  # the weights are cast where they are used
+
+    def _numbers(self, *numbers: Tensor) -> list[float]:
+        loss, *rest = numbers
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return torch.stack([mean / self.ranks.size, *map(_whole, rest)]).tolist()
+
+    def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
+        self.optimizer.zero_grad()
+        losses = []
+        for number, each in enumerate(rows, 1):
+            with self._synchronized(number == len(rows)):
+                loss = torch_learner.total_loss(self.model, each)
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _synchronized(self, wanted: bool):
+        """Whether the backward pass within reduces gradients."""
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        return contextlib.nullcontext() if wanted else model.no_sync()
+
+    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
+        """Of the first rank where something is not finite before the ranks' sum."""
+        found = [] if loss.isfinite().all() else ["loss"]
+        self.optimizer.zero_grad()
+        for each in rows:
+            with self._synchronized(False):
+                torch_learner.total_loss(self.model, each).backward()
+        named = list(self.master.named_parameters())
+        found += torch_learner.first_bad("gradient of", ((n, p.grad) for n, p in named))
+        found += torch_learner.first_bad("weight", named)
+        return _of_ranks(self.ranks, found)
+
+
+class FSDPLearner(DDPLearner):
+    """Weights, gradients and moments in shards (`fully_shard`), each block gathered when it
+    runs; checkpoints by `torch.distributed.checkpoint`."""
+
+    shards = True
+
+    def _network(self) -> nn.Module:
+        mesh = init_device_mesh(self.place.type, (self.ranks.size,), mesh_dim_names=("fsdp",))
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for module in (*self.master.blocks, self.master.norm, self.master.head):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        # What is left is the embedding, in float32.
+        fully_shard(self.master, mesh=mesh)
+        return self.master
+
+    def _synchronized(self, wanted: bool):
+        model = self.model
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(wanted)
+        return contextlib.nullcontext()
+
+    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
+        """A gradient here is the sum over ranks: it has a name, but no rank."""
+        bad = [] if loss.isfinite().all() else ["loss"]
+        if self.ranks.any(bool(bad)):
+            return _of_ranks(self.ranks, bad)
+        self._backward(rows)
+        found = []
+        for kind, attribute in (("gradient of", "grad"), ("weight", None)):
+            here = torch_learner.first_bad(kind, self._local(attribute))
+            order = [f"{kind} {name}" for name, _ in self._local()]
+            names = [name for each in self.ranks.gather(here) for name in each]
+            found += sorted(names, key=order.index)[:1]
+        return ", ".join(found)
+
+    def save(self, folder: Path) -> None:
+        """Writes shards of weights and moments; every process calls it."""
+        tensors = self._tensors()
+        local = {name.replace("/", " of ", 1): _local(x) for name, x in tensors.items()}
+        for bad in self.ranks.gather(torch_learner.first_bad("", local.items())):
+            if bad:
+                raise ValueError(f"{bad[0].strip()} must be finite; no checkpoint written")
+        try:
+            dcp.save(tensors, checkpoint_id=folder / checkpoint.SHARDS)
+        except CheckpointException as error:  # no Exception: nothing else catches it
+            causes = {rank: str(cause) for rank, (cause, _) in error.failures.items()}
+            raise OSError(f"shards of ranks not written: {causes}") from error
+
+    def load(self, folder: Path, step: int) -> None:
+        """Reads shards written by any number of processes, or whole tensors."""
+        named, path = dict(self.master.named_parameters()), folder / checkpoint.SHARDS
+        tensors: dict[str, Tensor] = {}
+        if path.exists():
+            tensors = self._tensors()
+            dcp.load(tensors, checkpoint_id=path)
+        else:
+            tensors = shards.whole_tensors(folder)
+
+        def placed(part: str, name: str) -> Tensor:
+            return _placed(tensors[shards.key(part, name)], named[name])
+
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(placed("weights", name))
+        moments = torch_learner.MOMENTS.items()
+        found = {
+            p: {state: placed(part, n) for part, state in moments} for n, p in named.items()
+        }
+        self._set_moments(found, step)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Weights and moments, in this process's shards."""
+        found = {}
+        for name, parameter in self.master.named_parameters():
+            found[shards.key("weights", name)] = parameter.detach()
+            state = self.optimizer.state.get(parameter, {})
+            for part, moment in torch_learner.MOMENTS.items():
+                zero = torch.zeros_like(parameter.detach())
+                found[shards.key(part, name)] = state.get(moment, zero)
+        return found
+
+    def _local(self, attribute: str | None = None) -> Iterator[tuple[str, Tensor | None]]:
+        """This process's part of each weight, or of its gradient."""
+        for name, parameter in self.master.named_parameters():
+            yield name, _local(parameter.grad if attribute else parameter.detach())
+
+
+def _placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` in the shards of `like`; every process has it whole, or its shard."""
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    whole = tensor.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _whole(number: Tensor) -> Tensor:
+    return number.full_tensor() if isinstance(number, DTensor) else number
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _of_ranks(ranks: Ranks, found: list[str]) -> str:
+    """What the first rank has found that found anything."""
+    for rank, each in enumerate(ranks.gather(found)):
+        if each:
+            return f"{', '.join(each)}, on rank {rank}"
+    return ""

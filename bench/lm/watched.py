@@ -1,0 +1,136 @@
+"""What was watched of training runs, as verdicts and a table."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.lm import curves, health, watch
+from bench.lm.curves import Verdict
+from bench.lm.log import Header, Line, Speed, Step, Watch
+
+# Of losses of one step on other devices, relative, over the first steps: later ones drift.
+PARITY = {"float32": 1e-5, "bfloat16": 1e-2}
+PARITY_STEPS = 20
+IN_A_ROW = 3  # looks at a head before it counts as collapsed, as the seed system has it
+STALL_S = 180.0  # likewise, between two beats
+DROP = 0.2  # of tokens/s, the last tenth of the steps beside all
+LEAST_STEPS = 20  # of a run whose tokens/s are judged
+LOSS_OF_SCALE = 0.08  # of a device's tokens/s beside one device alone
+
+
+def verdicts(path: str | Path, lines: Sequence[Line]) -> list[Verdict]:
+    """Of the runs in the file at `path`, which has `lines`, and of the heartbeats beside it."""
+    return [*_gates(lines), *_drops(lines), *_gaps(Path(path).parent)]
+
+
+def _gates(lines: Sequence[Line]) -> Iterable[Verdict]:
+    """Whether heads of a run that are still looked at attend by more than one branch."""
+    for run, found in _by_run(lines, Watch).items():
+        recent = [line.layers for line in found if line.layers][-IN_A_ROW:]
+        if not recent:
+            continue
+        shares = [min(x["collapsed"] for x in same) for same in zip(*recent, strict=True)]
+        entropies = [layer["entropy_min"] for layer in recent[-1]]
+        where = f", layer {int(np.argmax(shares))}; lowest entropy {min(entropies):.2f}"
+        where += f" of {health.EVEN:.2f}"
+        yield Verdict(f"No head's gates have collapsed, {run}", max(shares), 0.0, where)
+
+
+def _drops(lines: Sequence[Line]) -> Iterable[Verdict]:
+    """Whether tokens/s stay."""
+    for run, found in _by_run(lines, Step).items():
+        rates = np.array([line.tokens_per_s for line in found])
+        if len(rates) < LEAST_STEPS:
+            continue
+        late = float(np.median(rates[-max(1, len(rates) // 10) :]))
+        drop = 1 - late / float(np.median(rates))
+        yield Verdict(f"Tokens/s do not drop at the end, {run}", drop, DROP)
+
+
+def _gaps(folder: Path) -> Iterable[Verdict]:
+    """Whether a rank was ever silent, within a run."""
+    for name, beats in watch.heartbeats(folder).items():
+        pairs = [
+            (after["ts"] - before["ts"], before)
+            for before, after in itertools.pairwise(beats)
+            if before["msg"] not in ("end", "error") and after["msg"] != "boot"
+        ]
+        if pairs:
+            gap, before = max(pairs, key=lambda pair: pair[0])
+            where = f" s, after step {before['step']} of {before['run']}"
+            yield Verdict(f"No gap in {name}", gap, STALL_S, where)
+
+
+def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
+    """Whether runs of the same task on other devices have the same losses, and how much of its
+    tokens/s a device keeps among others."""
+    found = [
+        (path, run, header, curves.losses(lines).get(run))
+        for path, lines in training
+        for run, header in curves.last(lines, Header).items()
+    ]
+    verdicts = []
+    for one, other in itertools.permutations(found, 2):
+        (_, run, single, expected), (path, name, several, losses) = one, other
+        if run != name or single.parallel is not None or several.parallel is None:
+            continue
+        if _task(single) != _task(several) or expected is None or losses is None:
+            continue
+        steps = min(len(expected), len(losses), PARITY_STEPS)
+        values = np.abs(losses[:steps] / expected[:steps] - 1)
+        question = f"Losses of {_spread(several)} are those of one device, {run}"
+        where = f", step {values.argmax()} of {steps}, {Path(path).parent.name}"
+        bound = PARITY[several.dtype]
+        verdicts.append(Verdict(question, float(values.max()), bound, where))
+    speeds = [x for _, lines in training for x in lines if isinstance(x, Speed)]
+    return verdicts + _scaling([x for x in speeds if x.status == "ok" and x.tokens_per_s])
+
+
+def _scaling(speeds: Sequence[Speed]) -> list[Verdict]:
+    found = []
+    for one, other in itertools.permutations(speeds, 2):
+        same = "run implementation model dtype seq_len device".split()
+        if any(getattr(one, x) != getattr(other, x) for x in same):
+            continue
+        alike = other.batch in (one.batch, one.batch * other.devices)
+        if one.devices > 1 or other.devices == 1 or not alike or other.device == "cpu":
+            continue
+        kept = (other.tokens_per_s or 0) / ((one.tokens_per_s or 0) * other.devices)
+        what = f"{other.run} S={other.seq_len} B={other.batch} beside B={one.batch}"
+        question = f"{other.devices} devices keep their tokens/s, {what}"
+        found.append(Verdict(question, 1 - kept, LOSS_OF_SCALE))
+    return found
+
+
+def gate_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:
+    """Column names and cells of a table of each run's last look at its layers."""
+    rows = [
+        (run, str(line.step), str(number), *(f"{value:.3f}" for value in layer.values()))
+        for run, line in curves.last(lines, Watch).items()
+        for number, layer in enumerate(line.layers)
+    ]
+    names = [field.replace("_", " ") for field in health.Layer.__annotations__]
+    return ["run", "step", "layer", *names], rows
+
+
+def _by_run[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, list[L]]:
+    found: dict[str, list[L]] = {}
+    for line in lines:
+        if isinstance(line, kind):
+            found.setdefault(line.run, []).append(line)
+    return found
+
+
+def _task(header: Header) -> list[Any]:
+    return [header.model, header.training, header.dtype, header.input_sha256]
+
+
+def _spread(header: Header) -> str:
+    """The layout of a run in a few letters."""
+    found = header.parallel or {}
+    tensor = f", {found['tensor']} of them by heads" if found.get("tensor", 1) > 1 else ""
+    parts = f", {found['accumulate']} micro-batches" if found["accumulate"] > 1 else ""
+    return f"{found['kind']} on {found['devices']} devices{tensor}{parts}"

@@ -1,0 +1,207 @@
+"""What the processes of `test_train_parallel` do; its names are those of what they leave.
+
+Four processes are started once. In each phase some of them are the ranks of a group.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.lm import checkpoint, loop, share, spec, variants
+from bench.lm.data import Batch, Batches
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import LostError, TorchRanks
+from bench.lm.watch import Settings
+from bench.lm.watchdog import Watchdog
+from nsa_jax.layer import LayerSpec
+from nsa_jax.types import Branches
+
+PROCESSES, TIMEOUT_S = 4, 20
+LAYER = LayerSpec(
+    dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
+)
+TRAINING = spec.Training(steps=6, batch=8, seq_len=40, lr=1e-2, warmup=2)
+CORPUS = 2**14
+STOPPED = 3  # steps of the run that goes on with other ranks
+
+
+def task(attention: spec.Attention = "nsa", dtype: str = "float32", **changed) -> spec.Task:
+    model = spec.ModelSpec(LAYER, attention, layers=2, hidden=24)
+    return spec.Task("micro", model, dataclasses.replace(TRAINING, **changed), dtype)
+
+
+class Documents(Batches):
+    """Rows of several documents each, some with padding at the end."""
+
+    def train(self, step: int, rows: slice = slice(None)) -> Batch:
+        tokens = super().train(step).tokens
+        ids = np.sort(np.random.default_rng(step).integers(0, 4, tokens.shape), axis=1)
+        ids = np.where((ids == 3) & (np.arange(len(ids)) % 3 == 0)[:, None], -1, ids)
+        return Batch(tokens[rows], ids.astype(np.int32)[rows])
+
+
+def run_of(
+    folder: Path,
+    ranks,
+    parallel: Parallel,
+    todo: spec.Task,
+    kind=Batches,
+    framework: str = "torch",
+    **options,
+):
+    if todo.model.attention == "nsa":
+        packed = kind is Documents
+        names = Branches(None, None, None)
+        variant = variants.nsa(framework, names, "error", todo, packed)
+    else:
+        variant = variants.dense(framework, "auto", todo.dtype)
+    variant = dataclasses.replace(variant, parallel=parallel)
+    batches = kind(todo.training.batch, todo.training.seq_len, 0, CORPUS)
+    path = folder / "train.jsonl"
+    options = {"watched": Settings(every=4), **options}
+    return loop.Run(variant, todo, batches, path, folder / "kept", ranks=ranks, **options)
+
+
+class StopAt(loop.Stop):
+    """Asked to stop after some steps, on one rank only."""
+
+    def __init__(self, steps: int, here: bool):
+        self.left, self.here = steps, here
+
+    @property
+    def asked(self) -> bool:
+        self.left -= 1
+        return self.here and self.left < 0
+
+
+@contextlib.contextmanager
+def group(folder: Path, rank: int, size: int):
+    """The ranks of a phase; None on processes that are none of them."""
+    if rank >= size:
+        yield None
+        return
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    yield TorchRanks(TIMEOUT_S)
+    dist.destroy_process_group()
+
+
+def started(folder: Path, name: str, rank: int, size: int):
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    return group(place, rank, size)
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    four = lambda kind, **how: Parallel(kind, 4, **how)
+    two = lambda kind, **how: Parallel(kind, 2, **how)
+
+    def trained(name: str, ranks, spread: Parallel, todo: spec.Task, stop=None, **options):
+        run = run_of(folder / name, ranks, spread, todo, **options)
+        return loop.run(run, stop or StopAt(0, False))
+
+    with started(folder, "ddp4", rank, 4) as ranks:
+        trained("ddp4", ranks, four("ddp"), task())
+    with started(folder, "moved", rank, 4) as ranks:
+        stop = StopAt(STOPPED, rank == 2)
+        trained("moved", ranks, four("fsdp"), task(), stop, kind=Documents)
+    if rank == 3:  # alone, and none waits for it
+        with Watchdog(folder / "stacks.txt", 0.2):
+            time.sleep(TIMEOUT_S)
+    with started(folder, "two", rank, 2) as ranks:
+        if ranks is None:
+            return
+        trained("moved", ranks, two("fsdp"), task(), kind=Documents)
+        trained("packed", ranks, two("ddp", accumulate=2), task(), kind=Documents)
+        trained("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
+        trained("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
+        same_rows(folder, ranks)
+        faults(folder, ranks)
+
+
+def same_rows(folder: Path, ranks) -> None:
+    """A mutant: every rank takes the rows of the first."""
+    todo = task("dense")
+    run = run_of(folder, ranks, Parallel("ddp", 2), todo)
+    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    wrong = dataclasses.replace(learner.share, rank=0)
+    losses = []
+    for step in range(4):
+        batch = wrong.of(lambda rows, step=step: run.batches.train(step, rows))
+        losses.append(learner.step(batch, step)[0])
+    told(folder, "same_rows", ranks, losses)
+
+
+def faults(folder: Path, ranks) -> None:
+    """What is raised on each rank."""
+    for kind in ("ddp", "fsdp"):
+        learner, batch = broken(folder, ranks, kind)
+    error = raised(lambda: share.Share(8, 3, ranks.rank, ranks.size))
+    told(folder, "batch", ranks, error)
+    learner.step(batch, 2)
+    if ranks.rank == 1:
+        os._exit(9)
+    start = time.monotonic()
+    run = run_of(folder / "gone", ranks, Parallel("fsdp", 2), task("dense"))
+    error = raised(lambda: loop.run(run, StopAt(0, False)))
+    told(folder, "gone", ranks, [error, time.monotonic() - start])
+
+    os._exit(0)
+
+
+def broken(folder: Path, ranks, kind: str):
+    """A learner after faults of rank 1, and its batch."""
+    todo = task("dense")
+    run = run_of(folder, ranks, Parallel(kind, 2, safe=kind == "ddp"), todo)
+    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    batch = learner.share.of(lambda rows: run.batches.train(0, rows))
+    learner.step(batch, 0)
+    step = lambda: learner.step(batch, 7)
+    if kind == "ddp":  # of shards all are told by torch
+        kept = checkpoint.save(folder / "full", learner, 1, {}, ranks)
+        save, learner.save = learner.save, full_disk if ranks.rank else learner.save
+        error = raised(lambda: checkpoint.save(kept.parent, learner, 2, {}, ranks))
+        told(folder, "full disk", ranks, [error, [x.name for x in kept.parent.iterdir()]])
+        learner.save = save
+    bad = (lambda out: out * np.nan) if ranks.rank else (lambda out: out)
+    hook = learner.master.head.register_forward_hook(lambda *x: bad(x[-1]))
+    told(folder, f"loss {kind}", ranks, raised(step))
+    hook.remove()
+    hook = learner.master.blocks[1].mlp.down.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(map(bad, inputs))
+    )
+    told(folder, f"gradient {kind}", ranks, raised(step))
+    hook.remove()
+    told(folder, f"after {kind}", ranks, raised(lambda: learner.step(batch, 1)))
+    return learner, batch
+
+
+def full_disk(folder: Path) -> None:
+    (folder / "weights.safetensors").write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+def scratch(folder: Path, ranks) -> Path:
+    place = folder / f"scratch{ranks.rank}"
+    place.mkdir(exist_ok=True)
+    return place
+
+
+def raised(call) -> str:
+    try:
+        call()
+    except (ValueError, OSError, ArithmeticError, LostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def told(folder: Path, name: str, ranks, value) -> None:
+    (folder / f"{name}.{ranks.rank}.json").write_text(json.dumps(value))

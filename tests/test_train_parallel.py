@@ -1,0 +1,315 @@
+"""Several processes and devices: the losses of one, checkpoints for any number, and faults."""
+
+import dataclasses
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from bench.harness.process import ROOT
+from bench.lm import checkpoint, curves, log, loop, shards, spec, variants, watch
+from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
+from bench.lm.share import Share
+from bench.lm.watchdog import HUNG
+from tests import parallel_worker as worker
+from tests.parallel_worker import Documents, StopAt, run_of, task
+
+# Of losses over the steps of `worker.TRAINING`, relative.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def losses(folder: Path) -> np.ndarray:
+    return next(iter(curves.losses(log.read(folder / "train.jsonl")).values()))
+
+
+def apart(one, other) -> float:
+    assert len(one) == len(other)
+    return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Summary and losses of a run in one process, by the folder of the one of several."""
+    runs = {
+        "ddp4": (task(), {}),
+        "packed": (task(), {"kind": Documents}),
+        "bf16": (task(dtype="bfloat16"), {}),
+        "dense": (task("dense"), {"kind": Documents}),
+        "dense-bf16": (task("dense", "bfloat16"), {}),
+    }
+    found = {}
+    for name, (todo, options) in runs.items():
+        folder = tmp_path_factory.mktemp(name)
+        run = run_of(folder, Ranks(), Parallel(), todo, **options)
+        found[name] = loop.run(run, StopAt(0, False)), losses(folder)
+    return found | {"moved": found["packed"]}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """The folder of what the processes left, and how each ended."""
+    folder = tmp_path_factory.mktemp("parallel")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel_worker"])
+    started = [
+        context.Process(target=worker.main, args=(rank, folder))
+        for rank in range(worker.PROCESSES)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(180)
+        if process.is_alive():
+            process.kill()
+    return folder, [process.exitcode for process in started]
+
+
+def told(several, name: str) -> list:
+    """What the two ranks of the last phase have told."""
+    folder, _ = several
+    return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["ddp4", "moved", "packed", "bf16", "dense"])
+def test_losses_are_those_of_one_process(several, one, name):
+    folder, _ = several
+    (summary, expected), found = one[name], losses(folder / name)
+    tolerance = TOLERANCE["bfloat16" if name == "bf16" else "float32"]
+    assert len(found) == worker.TRAINING.steps and apart(found, expected) < tolerance
+    ended = curves.last(log.read(folder / name / "train.jsonl"), log.Summary)
+    assert apart([x.held_out_loss for x in ended.values()], [summary.held_out_loss]) < tolerance
+
+
+def test_a_rank_with_the_rows_of_another_is_found(several, tmp_path):
+    run = run_of(tmp_path, Ranks(), Parallel(), task("dense"))
+    loop.run(run, StopAt(4, True))
+    wrong = told(several, "same_rows")[0]
+    assert apart(wrong, losses(tmp_path)) > 100 * TOLERANCE["float32"]
+
+
+def test_packed_rows_are_other_rows(one):
+    assert apart(one["packed"][1], one["ddp4"][1]) > 100 * TOLERANCE["float32"]
+
+
+def test_one_rank_asked_to_stop_and_all_saved(several):
+    folder, _ = several
+    lines = log.read(folder / "moved" / "train.jsonl")
+    stopped = next(line for line in lines if isinstance(line, log.Summary))
+    assert (stopped.status, stopped.steps) == ("stopped", worker.STOPPED)
+    assert f"SIGTERM after {worker.STOPPED} steps, saved to" in stopped.reason
+    headers = [line for line in lines if isinstance(line, log.Header)]
+    assert [h.first_step for h in headers] == [0, worker.STOPPED]
+    assert [h.parallel["devices"] for h in headers if h.parallel] == [4, 2]
+    kept = [path.name for path in checkpoint.found(folder / "moved" / "kept")]
+    assert kept == ["step-000006", "step-000003"]
+
+
+def test_every_rank_has_a_heartbeat(several):
+    folder, _ = several
+    beats = watch.heartbeats(folder / "moved")
+    assert list(beats) == [f"heartbeat_rank{rank}.jsonl" for rank in range(4)]
+    for rank, lines in enumerate(beats.values()):
+        assert {line["rank"] for line in lines} == {rank}
+        assert all(line["host_mem"] > 0 for line in lines)
+        assert [lines[0]["msg"], lines[-1]["msg"]] == ["boot", "end"]
+    steps = [line["step"] for line in beats["heartbeat_rank1.jsonl"]]
+    assert worker.STOPPED in steps  # the fourth
+
+
+def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
+    """After four steps in which all had the same weights, of the first row of each."""
+    folder, _ = several
+    lines = log.read(folder / "ddp4" / "train.jsonl")
+    found = next(line for line in lines if isinstance(line, log.Watch))
+    run = run_of(tmp_path, Ranks(), Parallel(), task())
+    learner = variants.learner(run.variant, run.task, tmp_path)
+    for step in range(4):
+        learner.step(run.batches.train(step), step)
+    each = []
+    for rank in range(4):
+        rows = slice(2 * rank, 2 * rank + 1)
+        layers = learner.health(run.batches.train(3, rows))
+        each.append([dataclasses.asdict(layer) for layer in layers])
+    assert len(found.layers) == 2
+    for number, layer in enumerate(found.layers):
+        for name, value in layer.items():
+            expected = np.mean([rank[number][name] for rank in each])
+            assert value == pytest.approx(expected, rel=1e-4, abs=1e-6), name
+
+
+def test_shards_become_whole_files(several, tmp_path):
+    """Those of four ranks, read in one process, which then has the next loss."""
+    folder, _ = several
+    kept = folder / "moved" / "kept" / "step-000003"
+    assert shards.main(["shards", str(kept), str(tmp_path)]) == 0
+    run = run_of(tmp_path, Ranks(), Parallel(), task(), kind=Documents)
+    learner = variants.learner(run.variant, run.task, tmp_path)
+    learner.load(tmp_path, 3)
+    loss, _ = learner.step(run.batches.train(3), 3)
+    assert apart([loss], [losses(folder / "moved")[3]]) < TOLERANCE["float32"]
+    with pytest.raises(ValueError, match="must be a checkpoint in shards"):
+        shards.main(["shards", str(tmp_path), str(tmp_path)])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_nan_on_one_rank_stops_all(several, kind):
+    first = "loss, gradient of embedding" if kind == "ddp" else "loss"
+    for text in told(several, f"loss {kind}"):
+        assert text.startswith("DivergedError: step 7: loss=nan and grad_norm=nan")
+        assert text.endswith(f"must be finite; first: {first}, on rank 1")
+    assert told(several, f"after {kind}") == ["", ""]
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("ddp", ", on rank 1"), ("fsdp", "")])
+def test_a_nan_of_a_gradient_has_a_name(several, kind, rank):
+    """And a rank, where the sum over ranks can be left out."""
+    for text in told(several, f"gradient {kind}"):
+        assert "loss=nan" not in text and text.endswith(f"first: gradient of embedding{rank}")
+
+
+def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(several):
+    for rank, (text, kept) in enumerate(told(several, "full disk")):
+        assert text == "OSError: rank 1: [Errno 28] No space left on device"
+        assert rank or kept == ["step-000001"]
+
+
+def test_a_rank_that_dies_ends_the_others(several):
+    folder, ends = several
+    text, seconds = json.loads((folder / "gone.0.json").read_text())
+    assert text.startswith("LostError: rank 0 of 2 lost another rank, or waited for it")
+    assert seconds < worker.TIMEOUT_S and ends[:2] == [0, 9]
+
+
+def test_a_hung_rank_leaves_its_stacks(several):
+    folder, ends = several
+    assert ends[3] == HUNG
+    stacks = (folder / "stacks.txt").read_text()
+    assert "Thread" in stacks and "parallel_worker.py" in stacks and "in main" in stacks
+
+
+def jax_learner(folder: Path, spread: Parallel, todo: spec.Task, **options):
+    run = run_of(folder, Ranks(), spread, todo, framework="jax", **options)
+    return run, variants.learner(run.variant, todo, folder)
+
+
+def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
+    """NSA on a mesh of rows, shards and heads, with documents."""
+    folder, _ = several
+    todo = task()
+    run, learner = jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo, kind=Documents)
+    before = folder / "moved" / "kept" / "step-000003"
+    first = checkpoint.load(before, learner, run.settings())
+    steps = range(first, todo.training.steps)
+    found = [learner.step(run.batches.train(step), step)[0] for step in steps]
+    assert apart(found, one["moved"][1][first:]) < TOLERANCE["float32"]
+    kernel = learner.params["blocks"][1]["attention"]["W_Q"]["kernel"].get_value()
+    assert kernel.addressable_shards[0].data.shape == (8, 16)  # of 16 and 32
+    layers = learner.health(run.batches.train(0))
+    assert len(layers) == 2 and all(0 < layer.entropy < 1.1 for layer in layers)
+    kept = checkpoint.save(tmp_path / "kept", learner, todo.training.steps, run.settings())
+    ours, theirs = (
+        safetensors.torch.load_file(at / "weights.safetensors")
+        for at in (kept, _joined(folder / "moved" / "kept" / "step-000006", tmp_path))
+    )
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert (ours[name] - theirs[name]).abs().max() < 1e-4, name
+
+
+def _joined(path: Path, scratch: Path) -> Path:
+    target = scratch / "whole"
+    target.mkdir()
+    shards.join(path, target)
+    return target
+
+
+def test_jax_on_four_devices_in_bf16(one, tmp_path):
+    todo = task("dense", "bfloat16")
+    run, learner = jax_learner(tmp_path, Parallel("ddp", 4), todo)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention is not strict
+        found = [learner.step(run.batches.train(i), i)[0] for i in range(todo.training.steps)]
+    assert apart(found, one["dense-bf16"][1]) < TOLERANCE["bfloat16"]
+
+
+def test_jax_on_two_devices_with_micro_batches(one, tmp_path):
+    todo = task("dense")
+    spread = Parallel("ddp", 2, accumulate=2)
+    run, learner = jax_learner(tmp_path, spread, todo, kind=Documents)
+    found = [learner.step(run.batches.train(i), i)[0] for i in range(todo.training.steps)]
+    assert apart(found, one["dense"][1]) < TOLERANCE["float32"]
+    # A weight that is no number is named, and nothing moves.
+    learner.params["norm"]["scale"].set_value(
+        learner.params["norm"]["scale"].get_value() * np.nan
+    )
+    text = r"step 3: loss=nan .*first: loss, gradient of embedding, weight norm\.scale"
+    with pytest.raises(spec.DivergedError, match=text):
+        learner.step(run.batches.train(3), 3)
+
+
+def test_rows_of_all_ranks_are_the_batch():
+    for accumulate in (1, 2, 4):
+        for ranks in (1, 2, 4):
+            shares = [Share(16, accumulate, rank, ranks).slices() for rank in range(ranks)]
+            rows = np.arange(16)
+            for number in range(accumulate):
+                micro = np.concatenate([rows[each[number]] for each in shares])
+                np.testing.assert_array_equal(micro, np.split(rows, accumulate)[number])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_graph_of_micro_batches_of_documents(tmp_path, attention):
+    """Bitwise: the same kernels on the same rows, captured or not."""
+    found = []
+    for graph in (False, True):
+        run = run_of(
+            tmp_path,
+            Ranks(),
+            Parallel(accumulate=2),
+            task(attention, "bfloat16"),
+            kind=Documents,
+        )
+        variant = dataclasses.replace(run.variant, graph=graph)
+        learner = variants.learner(variant, run.task, tmp_path)
+        found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.gpu
+def test_varlen_is_dense_attention_with_a_mask(tmp_path):
+    todo, found = task("dense", "bfloat16"), []
+    for backend in ("math", "flash"):
+        run = run_of(tmp_path, Ranks(), Parallel(), todo, kind=Documents)
+        variant = dataclasses.replace(run.variant, implementation=backend)
+        learner = variants.learner(variant, todo, tmp_path)
+        found.append([learner.step(run.batches.train(i), i)[0] for i in range(4)])
+    assert apart(*found) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_gpus_by_torchrun(tmp_path, kind):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    flags = "--framework=torch --seq_len=64 --batch=4 --steps=6 --corpus_bytes=65536".split()
+    flags += ["--dtype=f32", "--margin=9"]
+    module = ["-m", "bench.train"]
+    for name, launch in (
+        ("one", module),
+        (kind, ["-m", "torch.distributed.run", "--nproc-per-node=2", *module]),
+    ):
+        spread = [] if name == "one" else [f"--parallel={kind}"]
+        out = f"--out={tmp_path / name}"
+        subprocess.run([sys.executable, *launch, *flags, *spread, out], cwd=ROOT, check=True)
+    one, two = (curves.losses(log.read(tmp_path / x / "train.jsonl")) for x in ("one", kind))
+    assert one.keys() == two.keys() and len(one) == 2
+    for run in one:
+        assert apart(two[run], one[run]) < TOLERANCE["float32"]

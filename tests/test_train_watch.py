@@ -1,0 +1,316 @@
+"""What is watched of a run, what a damaged checkpoint does, and bad input of spread runs."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from bench import train
+from bench.lm import checkpoint, curves, health, log, loop, variants, watch, watched
+from bench.lm.parallel import Parallel
+from bench.lm.progress import Progress
+from bench.lm.ranks import Ranks
+from bench.lm.share import check_vocabulary
+from bench.lm.watch import Settings
+from bench.reports import page, sources
+from tests.parallel_worker import StopAt, run_of, task
+from tests.test_train import command  # noqa: F401, a fixture
+
+DENSE = task("dense", steps=6)
+
+
+def trained(folder, todo=DENSE, stop=None, **options):
+    run = run_of(folder, Ranks(), Parallel(), todo, **options)
+    summary = loop.run(run, stop or StopAt(0, False))
+    return run, summary, curves.losses(log.read(run.path))[run.name]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("whole"))
+
+
+def test_health_is_what_loops_say():
+    rng = np.random.default_rng(0)
+    tokens, heads = 7, 2
+    gates = rng.uniform(0.01, 1, (tokens, heads, 3))
+    gates[:, 1] = [1e-4, 0.9, 1e-4]  # attends by one branch
+    indices = np.array([sorted(rng.choice(6, 3, replace=False)) for _ in range(14)])
+    indices = indices.reshape(tokens, heads, 3)
+    indices[0, :, 1:] = -1
+    found = health.Layer.of(gates, indices)
+    entropies, largest = np.zeros(heads), np.zeros(heads)
+    for head in range(heads):
+        for token in range(tokens):
+            total = sum(gates[token, head])
+            shares = [gate / total for gate in gates[token, head]]
+            entropies[head] -= sum(x * math.log(x) for x in shares) / tokens
+            largest[head] += max(shares) / tokens
+    same = []
+    for token in range(1, tokens):
+        for head in range(heads):
+            before = set(indices[token - 1, head]) - {-1}
+            now = set(indices[token, head]) - {-1}
+            same.append(len(now & before) / len(now))
+    assert found.entropy == pytest.approx(entropies.mean())
+    assert found.entropy_min == pytest.approx(entropies[1]) and entropies[1] < 0.1
+    assert found.largest == pytest.approx(largest.mean()) and found.collapsed == 0.5
+    assert found.selected == pytest.approx(gates[..., 1].mean())
+    assert found.overlap == pytest.approx(np.mean(same))
+
+
+def test_what_a_run_leaves(tmp_path):
+    todo = task(steps=4)
+    settings = Settings(every=2, tensorboard=True)
+    run, _, losses = trained(tmp_path, todo, watched=settings)
+    found = [line for line in log.read(run.path) if isinstance(line, log.Watch)]
+    assert [line.step for line in found] == [1, 3] and found[1].loss == losses[3]
+    assert [len(line.layers) for line in found] == [2, 2] and found[0].mfu is None
+    assert all(0 < layer["overlap"] <= 1 for line in found for layer in line.layers)
+    with (tmp_path / "torch-nsa.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [line.loss for line in found]
+    assert float(rows[1]["gates/entropy/layer1"]) == found[1].layers[1]["entropy"]
+    assert rows[0]["mfu"] == "" and float(rows[0]["tokens_per_s"]) > 0
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tb").rglob("events*"))
+    for name in (b"loss", b"grad_norm", b"gates/collapsed/layer1", b"gates/overlap/layer0"):
+        assert name in events
+    beats = watch.heartbeats(tmp_path)["heartbeat_rank0.jsonl"]
+    assert [beat["msg"] for beat in beats] == ["boot", "step_end", "step_end", "end"]
+    assert [beat["step"] for beat in beats[1:3]] == [1, 3]
+    text = page.html(sources.read([run.path]), [])
+    assert "No head&#x27;s gates have collapsed, torch-nsa: yes (0, bound 0" in text
+    assert "No gap in heartbeat_rank0.jsonl: yes" in text and "<td>0</td>" in text
+
+
+def line_of(kind, **values):
+    name = {"framework": "torch", "attention": "nsa", "implementation": "x"}
+    return kind(**name, **values)
+
+
+def looked(step: int, collapsed: float) -> log.Watch:
+    layer = health.Layer(0.5, 0.5, 0.5, 1.0, 0.5, 0.4, collapsed, 0.9)
+    numbers = dict(loss=1.0, grad_norm=1.0, lr=1.0, tokens_per_s=1.0, mfu=None)
+    good = dataclasses.replace(layer, collapsed=0.0)
+    layers = [dataclasses.asdict(each) for each in (good, layer)]
+    return line_of(log.Watch, step=step, layers=layers, **numbers)
+
+
+def rates(values) -> list[log.Step]:
+    numbers = dict(loss=1.0, grad_norm=1.0, lr=1.0, time_ms=1.0)
+    steps = enumerate(values)
+    return [line_of(log.Step, step=i, tokens_per_s=x, **numbers) for i, x in steps]
+
+
+def test_verdicts_of_what_was_watched(tmp_path):
+    beat = {"run": "torch-nsa", "step": 3, "msg": "step_end"}
+    times = [(0.0, "boot"), (10.0, "step_end"), (150.0, "end"), (900.0, "boot")]
+
+    def verdicts(lines, times=times):
+        beats = [json.dumps(beat | {"ts": ts, "msg": msg}) for ts, msg in times]
+        (tmp_path / "heartbeat_rank1.jsonl").write_text("\n".join(beats) + '\n{"ts": 99')
+        return watched.verdicts(tmp_path / "train.jsonl", lines)
+
+    even = rates([100.0] * 30)
+    good = verdicts([*(looked(i, float(i < 4)) for i in range(6)), *even])
+    assert [verdict.ok for verdict in good] == [True] * 3
+    bad = verdicts(
+        [*(looked(i, 0.5) for i in range(4)), *rates([100.0] * 27 + [75.0] * 3)],
+        [(0.0, "boot"), (10.0, "step_end"), (200.0, "end")],
+    )
+    assert [verdict.ok for verdict in bad] == [False] * 3
+    assert "layer 1; lowest entropy 0.50" in str(bad[0]) and bad[1].value == 0.25
+    assert str(bad[2]).startswith(
+        "No gap in heartbeat_rank1.jsonl: NO (190, bound 180 s, after"
+    )
+
+
+def header(parallel=None, dtype="float32", lr=1.0) -> log.Header:
+    values = dict(model={}, parameters=1, training={"lr": lr}, dtype=dtype, first_step=0)
+    values |= dict(flops=1, input_sha256="x", device="cpu", versions={}, commit=None)
+    return line_of(log.Header, **values, dirty=None, time="", parallel=parallel)
+
+
+def test_losses_on_other_devices_are_compared():
+    spread = Parallel("fsdp", 4, accumulate=2).as_dict()
+    steps = rates([1.0] * 30)
+
+    def beside(change, **values):
+        other = [dataclasses.replace(x, loss=1.0 + change * (x.step == 7)) for x in steps]
+        files = [("a/1", [header(), *steps]), ("b/2", [header(spread, **values), *other])]
+        return watched.parity(files)
+
+    for change, fate in ((5e-6, True), (2e-5, False)):
+        (verdict,) = beside(change)
+        assert verdict.ok == fate and "step 7 of 20, b" in str(verdict)
+        assert "fsdp on 4 devices, 2 micro-batches" in str(verdict)
+    assert beside(0.0, lr=2.0) == []  # another task
+
+
+def speed(devices: int, tokens_per_s: float, batch: int = 8) -> log.Speed:
+    values = dict(model="tiny", dtype="bfloat16", batch=batch, seq_len=64, status="ok")
+    values |= dict(device="gpu", versions={}, commit=None, dirty=None, time="")
+    return line_of(log.Speed, **values, devices=devices, tokens_per_s=tokens_per_s)
+
+
+def test_scaling_is_a_verdict():
+    for rate, fate in ((1840.0, True), (1830.0, False)):
+        for batch in (8, 16):
+            lines = [speed(1, 1000.0), speed(2, rate, batch)]
+            (verdict,) = watched.parity([("a", lines)])
+            assert verdict.ok == fate and "2 devices keep their tokens/s" in str(verdict)
+    assert watched.parity([("a", [speed(1, 1000.0), speed(2, 1.0, 24)])]) == []
+
+
+def test_lines_from_before_still_load(tmp_path):
+    path = tmp_path / "train.jsonl"
+    log.append(path, [header(), speed(1, 1.0)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, name in zip(lines, ("parallel", "devices"), strict=True):
+        del line[name]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert log.read(path) == [header(), speed(1, 1.0)]
+    del lines[0]["dtype"]
+    path.write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(ValueError, match=r"missing fields \['dtype'\]"):
+        log.read(path)
+
+
+@pytest.mark.parametrize("damage", ["bits", "short", "gone", "progress"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capfd, damage):
+    run, *_ = trained(tmp_path, stop=StopAt(5, True), save_every=2)
+    newest = run.folder / "step-000005"
+    path = newest / ("progress.json" if damage == "progress" else "mean.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data[:-9] if damage in ("short", "progress") else data)
+    if damage == "gone":
+        path.unlink()
+    _, summary, losses = trained(tmp_path)
+    told = capfd.readouterr().err
+    assert f"warning: {newest}: {path.name} is " in told
+    assert f"going on from {run.folder / 'step-000004'}" in told
+    assert summary == whole[1]
+    np.testing.assert_array_equal(losses, whole[2])
+
+
+def test_where_all_are_damaged_nothing_starts_anew(tmp_path):
+    run, *_ = trained(tmp_path, stop=StopAt(1, True))
+    (run.folder / "step-000001" / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*weights"):
+        trained(tmp_path)
+
+
+def test_a_full_disk_on_the_way_ends_no_run(whole, tmp_path, monkeypatch, capfd):
+    write, calls = checkpoint._publish, []
+
+    def publish(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_publish", publish)
+    run, summary, _ = trained(tmp_path, save_every=2)
+    assert summary == whole[1]
+    stays = f"{run.folder / 'step-000002'} stays: [Errno 28] No space left"
+    assert f"warning: no checkpoint after 4 steps, {stays}" in capfd.readouterr().err
+    kept = [path.name for path in checkpoint.found(run.folder)]
+    assert kept == ["step-000006", "step-000002"]
+    assert len(list(run.folder.iterdir())) == 2  # nothing half written
+
+
+def test_a_checkpoint_of_another_model_or_vocabulary(tmp_path):
+    trained(tmp_path, stop=StopAt(1, True))
+    for change, text in (
+        ({"vocabulary": 300}, "vocabulary must be 256 as it was, got 300"),
+        ({"hidden": 32}, "hidden must be 24 as it was, got 32"),
+    ):
+        model = dataclasses.replace(DENSE.model, **change)
+        with pytest.raises(ValueError, match=text):
+            trained(tmp_path, dataclasses.replace(DENSE, model=model))
+
+
+def test_a_token_that_the_model_does_not_know(whole):
+    batch = whole[0].batches.train(0)
+    check_vocabulary(batch, 256)
+    wide = batch._replace(tokens=batch.tokens.astype(np.int32) + 200)
+    with pytest.raises(ValueError, match=r"vocabulary must be over every token .* got vocab"):
+        check_vocabulary(wide, 256)
+
+
+@pytest.mark.parametrize(
+    ("framework", "spread", "error", "text"),
+    [
+        ("jax", dict(kind="ddp", devices=4, tensor=4), ValueError, "tensor must divide n_kv"),
+        ("jax", dict(kind="ddp", devices=3), ValueError, "batch must be a multiple of 3"),
+        ("jax", dict(kind="fsdp", devices=64), ValueError, "batch must be a multiple of 64"),
+        ("jax", dict(kind="none", devices=2), ValueError, "parallel must be ddp or fsdp"),
+        ("jax", dict(kind="ddp", devices=3, tensor=2), ValueError, "a multiple of tensor=2"),
+        ("torch", dict(kind="ddp", devices=2), ValueError, "devices must be the 1 processes"),
+        ("torch", dict(accumulate=3), ValueError, "times accumulate=3, got 8"),
+        ("torch", dict(kind="ddp", devices=2, tensor=2), NotImplementedError, "tensor must be"),
+    ],
+    ids=str,
+)
+def test_bad_layouts_are_named(tmp_path, framework, spread, error, text):
+    with pytest.raises(error, match=text):
+        run = run_of(tmp_path, Ranks(), Parallel(**spread), DENSE, framework=framework)
+        variants.learner(run.variant, run.task, tmp_path)
+
+
+def test_more_devices_than_there_are(tmp_path):
+    todo = task("dense", batch=64)
+    run = run_of(tmp_path, Ranks(), Parallel("ddp", 64), todo, framework="jax")
+    with pytest.raises(ValueError, match="devices must be at most the 8 there are, got 64"):
+        variants.learner(run.variant, run.task, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel=ddp"], "--parallel needs --framework=torch, got both"),
+        (["--parallel=ddp", "--framework=torch"], "torchrun --nproc-per-node=N"),
+        (["--framework=torch", "--jax_coordinator=auto"], "needs --framework=jax, got torch"),
+        (["--framework=jax", "--jax_coordinator=a:1"], "needs --jax_processes and --jax_pro"),
+        (["--throughput", "--accumulate=2"], "--throughput measures one device"),
+        (["--framework=jax", "--devices=2"], "parallel must be ddp or fsdp for 2 devices"),
+        (["--framework=torch", "--graph", "--compile"], "--graph captures a step of one"),
+    ],
+    ids=str,
+)
+def test_bad_flags_are_named(command, arguments, message):  # noqa: F811
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        command(*arguments)
+
+
+def test_a_lost_rank_is_an_exit_status(command, monkeypatch, capsys):  # noqa: F811
+    def lost(*_):
+        raise train.LostError("rank 0 of 2 lost another rank")
+
+    monkeypatch.setattr(train.loop, "run", lost)
+    status, output, _ = command("--framework=torch", "--steps=1", "--corpus_bytes=65536")
+    assert status == train.LOST and "error: rank 0 of 2 lost another rank" in output.err
+
+
+def test_progress_on_a_terminal_and_elsewhere(monkeypatch, capsys):
+    with Progress("torch-nsa", 0, 20) as progress:
+        for done in range(1, 21):
+            progress.stepped(done, 2.5, 12.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10 and "step 2 of 20: loss 2.5000, 12 ms, 0:00:0" in lines[0]
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("torch-nsa", 5, 20) as progress:
+        progress.stepped(6, 2.5, 12.0)
+    assert "6/20" in terminal.getvalue() and "loss 2.5000" in terminal.getvalue()
+    with Progress("torch-nsa", 0, 2, silent=True) as progress:
+        progress.stepped(1, 2.5, 12.0)
+    assert capsys.readouterr().err == ""
