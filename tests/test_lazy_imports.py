@@ -15,13 +15,17 @@ WITHOUT_JAX = (
     "kernels_pallas.runtime.store",
     "kernels_pallas.specs.tile",
     "kernels_pallas.tiles",
+    "kernels_pallas.triton.capability",
+    "kernels_pallas.triton.descriptions",
     "nsa_jax",
     "nsa_jax.array_ops",
     "nsa_jax.compress_params",
     "nsa_jax.config",
     "nsa_jax.dispatch",
+    "nsa_jax.fused",
     "nsa_jax.key_bounds",
     "nsa_jax.policy",
+    "nsa_jax.triton_attention",
     "nsa_jax.types",
     "nsa_jax.validate",
 )
@@ -37,7 +41,7 @@ def test_what_plans_imports_no_jax():
     checks = [
         "assert nsa_jax.NSAConfig().window == 512",
         "assert nsa_jax.Branches.each(1) == (1, 1, 1)",
-        "assert nsa_jax.dispatch.REGISTRY.names() == ('mosaic', 'xla', 'reference')",
+        "assert nsa_jax.dispatch.REGISTRY.names() == ('mosaic', 'triton', 'xla', 'reference')",
     ]
     done = python(blocked + "\n".join(lines + checks))
     assert done.returncode == 0, done.stderr
@@ -78,7 +82,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "jax" else find(name, *rest)
 """
     code = """
-import torch, nsa_torch, nsa_torch.mosaic, interop.build
+import torch, nsa_torch, nsa_torch.mosaic, nsa_torch.triton, interop.build
 assert "transformers" not in sys.modules
 shapes = (4, 16), (2, 16), (2, 16), (4, 3)
 inputs = [torch.randn(1, 70, *shape, requires_grad=True) for shape in shapes]

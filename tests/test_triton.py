@@ -232,7 +232,7 @@ def test_mutants_are_caught(mutant, monkeypatch):
         check_whole(WHOLE[3], "triton", DEVICE)
 
 
-def leaves(length=20):
+def leaves(length=12):
     """Query, keys, values, gates."""
     shapes = [(1, length, heads, 16) for heads in (4, 2, 2)] + [(1, length, 4, 3)]
     return [draw(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
@@ -244,7 +244,7 @@ def test_operators():
     from nsa_torch import operators, triton  # noqa: F401
 
     query, key, value, gates = (x.detach() for x in leaves())
-    place = operators.arguments(SMALL, 20, None, None)
+    place = operators.arguments(SMALL, 12, None, None)
     compressed = [nsa_torch.compress(x, config=SMALL) for x in (key, value)]
     pairs = [[x, y, y] for x, y in zip(compressed, (key, value), strict=True)]
     inputs = [query, *pairs[0], *pairs[1], *(gates[..., i].contiguous() for i in range(3))]

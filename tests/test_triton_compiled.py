@@ -27,20 +27,16 @@ SHAPES = {
 }
 COMPILED = (
     ("paper", 80, "interval:forward"),
-    ("paper", 89, "dkv:of_blocks"),
+    ("paper", 89, "selected:dq"),
     ("paper", 90, "selected:forward"),
-    ("paper", 100, "scores:best_blocks"),
-    ("paper", 120, "selected:dq"),
-    ("wide", 86, "interval:forward"),
-    ("wide", 89, "selected:forward"),
-    ("wide", 120, "interval:dq"),
+    ("wide", 86, "selected:forward"),
     ("G4", 80, "selected:tile_block_lists"),
     ("G4", 86, "selected:forward"),
-    ("G4", 89, "scores:best_blocks"),
+    ("G6", 86, "dkv:of_blocks"),
     ("G6", 90, "dkv:of_intervals"),
-    ("G6", 100, "interval:dq"),
+    ("G6", 100, "scores:best_blocks"),
+    ("G6", 120, "interval:dq"),
     ("G6", 120, "dkv:merge"),
-    ("G6", 86, "combine:deltas"),
     ("float32", 89, "interval:forward"),
 )
 # Bytes that a thread may keep in local memory: registers of loops with masks.

@@ -113,7 +113,7 @@ def choose(
             else:
                 sums = most_rows * (value_width if kernel == "forward" else width)
                 sums += most_rows * value_width if kernel == "dq" else 0
-            warps = _warps(sums, 128 if kernel == "dkv" else 64)
+            warps = _warps(sums, {"forward": 64, "dq": 48, "dkv": 128}[kernel])
             tiling = Tiling(most_rows, most_keys, warps, stages)
             # One stage hides no latency: smaller tiles come first.
             small = most_keys == LEAST or most_rows == LEAST
