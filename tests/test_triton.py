@@ -327,7 +327,9 @@ def test_refusals(change, reason):
 
 @EVERYWHERE
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("registry", [jax_dispatch.REGISTRY, dispatch.REGISTRY], ids=str)
+@pytest.mark.parametrize(
+    "registry", [jax_dispatch.REGISTRY, dispatch.REGISTRY], ids=["jax", "torch"]
+)
 @pytest.mark.parametrize("device", CAPABILITIES)
 def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
