@@ -28,8 +28,7 @@ SHAPES = {
 COMPILED = (
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),
-    ("paper", 90, "selected:forward"),
-    ("wide", 86, "selected:forward"),
+    ("wide", 90, "selected:forward"),
     ("G4", 80, "selected:tile_block_lists"),
     ("G4", 86, "selected:forward"),
     ("G6", 86, "dkv:of_blocks"),

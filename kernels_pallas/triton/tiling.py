@@ -43,7 +43,7 @@ def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int
     if kernel == "forward":
         return 128, 64 if capability[0] in WIDE or max(D, Dv) <= 64 else 32
     if kernel == "dq":
-        return 64, 64
+        return 64, 64 if capability[0] in WIDE else 32
     if kernel == "dkv":
         return 64 if D + Dv <= 128 else 32, 64
     raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
@@ -113,7 +113,7 @@ def choose(
             else:
                 sums = most_rows * (value_width if kernel == "forward" else width)
                 sums += most_rows * value_width if kernel == "dq" else 0
-            warps = _warps(sums, {"forward": 64, "dq": 48, "dkv": 128}[kernel])
+            warps = _warps(sums, 128 if kernel == "dkv" else 64)
             tiling = Tiling(most_rows, most_keys, warps, stages)
             # One stage hides no latency: smaller tiles come first.
             small = most_keys == LEAST or most_rows == LEAST
