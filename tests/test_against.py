@@ -12,7 +12,7 @@ PRETENDED = """
 import json, os, sys
 say = lambda **x: print(json.dumps(x), flush=True)
 problem = json.loads(sys.argv[1])
-after = os.environ["PYTHONPATH"].endswith("after")
+after = os.environ["PYTHONPATH"].split(os.pathsep)[0].endswith("after")
 if problem["name"] == "broken" and after:
     sys.exit(5)
 say(forward="other" if problem["name"] == "bits" and after else "same")

@@ -348,7 +348,7 @@ if INTERPRETED:
         """FA-2's stand-in on packed rows; tests/test_torch_gpu.py does it with FA-2 itself."""
         calls = []
 
-        def ranges(where, block_indices, queries, num_keys, config):
+        def ranges(where, block_indices, queries, num_keys, config, handed):
             calls.append(queries)
             return packing.selected_ranges(where, block_indices, queries, config)
 
