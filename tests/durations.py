@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
-BUDGET = 330.0  # seconds; imports, collection and fixtures that move to another test take as much
+# Seconds. Imports, collection and fixtures that move to another test take as much again.
+BUDGET = 330.0
 
 served = 0.0  # Seconds of processes that outlive a test, which whoever asks them adds.
 

@@ -47,7 +47,8 @@ def test_what_does_not_fit_is_slow(recorded):
     assert collected("", *NAMES)[1] == ["a.py::long"]
 
 
-def test_the_cheapest_fit_but_each_file_has_one():
+def test_the_cheapest_fit_but_each_file_has_one(monkeypatch):
+    monkeypatch.setattr(durations, "BUDGET", 600.0)
     tests = {"a.py::1": 200.0, "a.py::2": 350.0, "b.py::1": 300.0, "c.py::1": 30, "c.py::2": 40}
     assert durations.slow_of(tests) == {"a.py::2"}
     assert durations.slow_of(tests | {"b.py::1": 400.0}) == {"a.py::2", "c.py::2"}
