@@ -131,7 +131,9 @@ class Program:
         self.device, self.constants, self.results = device, constants, results
         self.known = [number for each in constants for number in each.results]
         self.blank = [None] * (slots - count)
-        self.bytes = self._place(steps, slots)
+        self.bytes = self._place(steps)
+        # Not the program: what is shared outlives it.
+        self.key = object()
         last = {number: i for i, step in enumerate(steps) for number in _read(step)}
         drops = collections.defaultdict(list)
         for number, i in last.items():
@@ -142,7 +144,7 @@ class Program:
             if isinstance(step, Launch):
                 step.bind(device)
 
-    def _place(self, steps: Sequence[Step], slots: int) -> int:
+    def _place(self, steps: Sequence[Step]) -> int:
         """Says of each result of a kernel where it will lie; the size of the workspace."""
         tensors = set(self.results)  # what must be one of torch's
         for step in steps:
@@ -167,7 +169,7 @@ class Program:
         """The results for the tensors of a call with the same signature."""
         slots: list[Any] = [*tensors, *self.blank]
         if self.known:
-            found = SHARED.get(self, self.device, self._constants)
+            found = SHARED.get(self.key, self.device, self._constants)
             for number, x in zip(self.known, found, strict=True):
                 slots[number] = x
         stream = launch.current_stream(self.device)

@@ -36,10 +36,13 @@ def gated_sum(
 
 
 @triton.jit
-def _dot(do_rows, out, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
+def _store_delta(
+    do_rows, out, delta_out, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """delta = rowsum(dO * O). Where an output is 0, as in padding, dO may be anything."""
     out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
-    return tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
+    sums = tl.sum(tl.where(out_rows == 0.0, 0.0, do_rows * out_rows), axis=1)
+    tl.store(delta_out + row, sums, mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -56,7 +59,7 @@ def delta(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    tl.store(delta_out + row, _dot(do_rows, out, row, there, WIDTH, COLUMNS), mask=there)
+    _store_delta(do_rows, out, delta_out, row, there, WIDTH, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -77,9 +80,6 @@ def deltas(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     do_rows = load_rows(do, row, there, WIDTH, COLUMNS).to(tl.float32)
-    found = _dot(do_rows, compressed, row, there, WIDTH, COLUMNS)
-    tl.store(compressed_delta + row, found, mask=there)
-    found = _dot(do_rows, selected, row, there, WIDTH, COLUMNS)
-    tl.store(selected_delta + row, found, mask=there)
-    found = _dot(do_rows, sliding, row, there, WIDTH, COLUMNS)
-    tl.store(sliding_delta + row, found, mask=there)
+    _store_delta(do_rows, compressed, compressed_delta, row, there, WIDTH, COLUMNS)
+    _store_delta(do_rows, selected, selected_delta, row, there, WIDTH, COLUMNS)
+    _store_delta(do_rows, sliding, sliding_delta, row, there, WIDTH, COLUMNS)

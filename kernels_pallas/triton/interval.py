@@ -16,11 +16,12 @@ from kernels_pallas.triton.rows import (
     load_all_rows,
     load_columns,
     load_rows,
+    logits_gradient,
     pair_of,
     row_statistics,
     softmax_step,
     store_attention,
-    store_rows,
+    store_dq,
 )
 
 
@@ -226,10 +227,9 @@ def _dq_walk(
         else:
             keys = load_all_columns(keys_at, inside * HEADS, WIDTH, COLUMNS)
             values = load_all_columns(values_at, inside * HEADS, VALUE_WIDTH, VALUE_COLUMNS)
-        logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
-        probs = tl.exp2(logits - lse_log2[:, None])
-        dp = tl.dot(do_rows, values, input_precision=PRECISION)
-        ds = probs * (dp * gates[:, None] - shift[:, None])
+        ds = logits_gradient(
+            rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION
+        )
         if MASKED:
             at = block + inside
             seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
@@ -315,7 +315,4 @@ def dq(
             PRECISION,
             part != 1,
         )
-    acc *= scale_dq
-    if ADDED:
-        acc += load_rows(added, row, there, WIDTH, COLUMNS).to(tl.float32)
-    store_rows(out, row, acc, there, WIDTH, COLUMNS)
+    store_dq(out, added, row, there, acc, scale_dq, WIDTH, COLUMNS, ADDED)

@@ -116,6 +116,36 @@ def store_attention(
 
 
 @triton.jit
+def logits_gradient(
+    rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION: tl.constexpr
+):
+    """dS = P * (g dP - (g delta - dlse)), `[rows, keys]`, of keys and values `[columns, keys]`."""
+    logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
+    probs = tl.exp2(logits - lse_log2[:, None])
+    dp = tl.dot(do_rows, values, input_precision=PRECISION)
+    return probs * (dp * gates[:, None] - shift[:, None])
+
+
+@triton.jit
+def store_dq(
+    out,
+    added,
+    row,
+    mask,
+    acc,
+    scale,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """dq = scale * acc, plus the sum so far."""
+    acc *= scale
+    if ADDED:
+        acc += load_rows(added, row, mask, WIDTH, COLUMNS).to(tl.float32)
+    store_rows(out, row, acc, mask, WIDTH, COLUMNS)
+
+
+@triton.jit
 def row_statistics(
     lse, delta, gate, dlse, row, mask, GATED: tl.constexpr, LSE_GRAD: tl.constexpr
 ):

@@ -15,11 +15,12 @@ from kernels_pallas.triton.rows import (
     NEGATIVE_INFINITY,
     load_columns,
     load_rows,
+    logits_gradient,
     pair_of,
     row_statistics,
     softmax_step,
     store_attention,
-    store_rows,
+    store_dq,
 )
 
 NONE = tl.constexpr(2**31 - 1)  # no block: behind every key
@@ -341,17 +342,13 @@ def dq(
         values = load_columns(
             value + skip * VALUE_WIDTH, inside * HEADS, inner, VALUE_WIDTH, VALUE_COLUMNS
         )
-        logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
-        probs = tl.exp2(logits - lse_log2[:, None])
-        dp = tl.dot(do_rows, values, input_precision=PRECISION)
-        ds = probs * (dp * gates[:, None] - shift[:, None])
+        ds = logits_gradient(
+            rows, do_rows, keys, values, lse_log2, gates, shift, scale, PRECISION
+        )
         seen = inner[None, :] & (at[None, :] < end[:, None])
         if TOKENS > 1:
             member = tl.max((chosen == found).to(tl.int32), axis=1)
             seen &= (member > 0)[:, None]
         ds = tl.where(seen, ds, 0.0)
         acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
-    acc *= scale_dq
-    if ADDED:
-        acc += load_rows(added, row, there, WIDTH, COLUMNS).to(tl.float32)
-    store_rows(out, row, acc, there, WIDTH, COLUMNS)
+    store_dq(out, added, row, there, acc, scale_dq, WIDTH, COLUMNS, ADDED)
