@@ -4,6 +4,7 @@ import functools
 import importlib.util
 from typing import Any
 
+from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, power, scores_tiling
 
 AMPERE = (8, 0)
@@ -32,6 +33,14 @@ def why_not(problem: Any) -> str | None:
     if reason is None and rows >= NUMBERED:
         return f"takes 2 T G n < 2**31, got {rows}"
     return reason or _missing(problem.framework)
+
+
+def decode_why_not(problem: Any) -> str | None:
+    """Why `decode.py` cannot run a paged call, or None: `T` queries a row of `S` tokens."""
+    if problem.packed or not 1 <= problem.T <= QUERIES:
+        rows = "rows of different numbers" if problem.packed else f"{problem.T} a row"
+        return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
+    return why_not(problem)
 
 
 @functools.cache  # every call asks, for every step
