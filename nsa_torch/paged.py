@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels_pallas.triton import capability
 from nsa_jax import paged_layout, validate, validate_paged
 from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
@@ -24,6 +25,7 @@ from nsa_torch import checks
 from nsa_torch.compress import apply_phi
 from nsa_torch.operators import requires_grad
 from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import capability_of
 
 
 class PagedCache(PagedArrays):
@@ -129,6 +131,7 @@ def append(
     *,
     cu_seqlens_q: Tensor | None = None,
     params: tuple[CompressParams, CompressParams] | None = None,
+    implementation: str | None = None,
 ) -> None:
     """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
 
@@ -142,10 +145,11 @@ def append(
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_jax.compress_params`); None: means.
+      implementation: `triton` (one launch) or `torch`; None: the first that can.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache.
-      NotImplementedError: a gradient is wanted.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
@@ -156,6 +160,14 @@ def append(
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
+    if _appends_by_kernel(cache, implementation):
+        from nsa_torch import triton_decode
+
+        means = params == (None, None)
+        triton_decode.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
+        if not means:
+            _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
+        return
     config, pool = cache.config, cache.num_pages
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, config.select_block, pool)
@@ -165,7 +177,36 @@ def append(
         raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
     for pages, new in raw_pages:
         _write(pages, at, new)
+    _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
 
+
+def _appends_by_kernel(cache: PagedCache, implementation: str | None) -> bool:
+    """Whether the Triton kernel writes the tokens."""
+    if implementation not in (None, "triton", "torch"):
+        raise ValueError(
+            f"implementation must be 'triton', 'torch' or None, got {implementation!r}"
+        )
+    if implementation == "torch":
+        return False
+    reason = append_why_not(cache.selected_key)
+    unordered = [name for name, x in cache.tensors().items() if not x.is_contiguous()]
+    reason = reason or (f"needs {unordered[0]} contiguous" if unordered else None)
+    if reason and implementation:
+        raise NotImplementedError(f"append: triton: {reason}")
+    return reason is None
+
+
+def append_why_not(pages: Tensor) -> str | None:
+    """Why the Triton kernel cannot write such pages, or None."""
+    if pages.device.type != "cuda":
+        return f"needs an NVIDIA GPU, got {pages.device.type}"
+    return capability.append_why_not(capability_of(pages.device.index), pages.dtype)
+
+
+def _compress(cache, page_table, lengths, cu_seqlens_q, count, params) -> None:
+    """Makes the compressed tokens that the last `count` tokens have finished."""
+    config, pool = cache.config, cache.num_pages
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
     row, position = (x[last.token] for x in tokens)
     back = OPS.arange(row, config.compress_block)

@@ -43,6 +43,16 @@ def decode_why_not(problem: Any) -> str | None:
     return why_not(problem)
 
 
+def append_why_not(found: tuple[int, int], dtype: object) -> str | None:
+    """Why `paged_append.py` cannot write pages of a dtype on a GPU of this capability, or None."""
+    name = str(dtype).removeprefix("torch.")
+    if found < AMPERE:
+        return f"needs compute capability {AMPERE} or more, got {found}"
+    if name not in DTYPES:
+        return f"takes {', '.join(DTYPES)}, got {name}"
+    return _missing("torch")
+
+
 @functools.cache  # every call asks, for every step
 def _why_not(
     group: int,

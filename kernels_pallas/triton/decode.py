@@ -32,7 +32,7 @@ MERGED = tl.constexpr(8)  # splits whose statistics are read at a time
 
 
 @triton.jit
-def _place(table, entry, mask, P, PER_PAGE: tl.constexpr):
+def entry_place(table, entry, mask, P, PER_PAGE: tl.constexpr):
     """Where the entries of a row lie in the pool, as if it were one long page."""
     page = tl.load(table + entry // PER_PAGE, mask=mask, other=0)
     page = tl.minimum(tl.maximum(page, 0), P - 1).to(tl.int64)
@@ -73,7 +73,7 @@ def _split_walk(
     for block in range(begin, end, KEYS):
         at = block + tl.arange(0, KEYS)
         inner = at < end
-        place = _place(table, at + FIRST_SLOT, inner, P, PER_PAGE) * HEADS + head
+        place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE) * HEADS + head
         keys = load_columns(key, place, inner, WIDTH, COLUMNS)
         values = load_rows(value, place, inner, VALUE_WIDTH, VALUE_COLUMNS)
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
@@ -458,7 +458,7 @@ def finish(
         inside = step % STEPS * KEYS + tl.arange(0, KEYS)
         key_at = tl.maximum(block, 0) * PAGE + inside
         inner = (inside < PAGE) & (key_at <= tl.where(block >= 0, position, -1))
-        place = _place(table, key_at, inner, P, PAGE) * HEADS + head
+        place = entry_place(table, key_at, inner, P, PAGE) * HEADS + head
         keys = load_columns(selected_key, place, inner, WIDTH, COLUMNS)
         values = load_rows(selected_value, place, inner, VALUE_WIDTH, VALUE_COLUMNS)
         logit = tl.dot(rows, keys, input_precision=PRECISION) * scale

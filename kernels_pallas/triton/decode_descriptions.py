@@ -153,3 +153,47 @@ class Decode:
             8 if blocks * ratio_columns >= 2048 else self._warps(tiling),
             tiling.stages,
         )
+
+
+def append(
+    tokens: int,
+    rows: int,
+    pages: int,
+    pool: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    config: Any,
+    *,
+    ragged: bool,
+    separate: bool,
+    means: bool,
+) -> TritonKernel:
+    """Arrays: new keys and values by branch, the pages, page_table, lengths, starts; no result.
+
+    Args:
+      tokens: new ones of all rows; pages: of a row's table; pool: pages that there are.
+      ragged: whether rows have different numbers of tokens; means: whether compressed tokens are
+        means, which are made here.
+    """
+    width, value_width = widths
+    return TritonKernel(
+        f"{HERE}.paged_append:append",
+        tokens * kv_heads,
+        (tokens, rows, pages, pool),
+        (),
+        {
+            "HEADS": kv_heads,
+            "WIDTH": width,
+            "VALUE_WIDTH": value_width,
+            "COLUMNS": power(width),
+            "VALUE_COLUMNS": power(value_width),
+            "PAGE": config.select_block,
+            "COMPRESS_BLOCK": config.compress_block,
+            "COMPRESS_STRIDE": config.compress_stride,
+            "BLOCK_ROWS": 1 << (config.compress_block - 1).bit_length(),
+            "RAGGED": ragged,
+            "SEPARATE": separate,
+            "MEANS": means,
+        },
+        1,
+    )
