@@ -6,6 +6,7 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `NSAModelConfig`                      the sizes, and what makes each layer's function
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
+  `continuous_batching_config`          for `generate_batch`: pages that NSA can read
   `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
 
 Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
@@ -20,6 +21,7 @@ import transformers
 
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.continuous import continuous_batching_config
 from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
 from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
 
@@ -28,6 +30,7 @@ __all__ = [
     "NSAModel",
     "NSAModelCache",
     "NSAModelConfig",
+    "continuous_batching_config",
     "from_safetensors",
     "to_safetensors",
 ]
