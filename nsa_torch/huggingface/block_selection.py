@@ -8,6 +8,10 @@
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
+Padding on the left sees no key. Its tokens get the mean of all values, which is what the dense
+mask of `sdpa` comes to; it matters because the model's indexer scores padding too. A gradient
+of theirs reaches the values alone.
+
 Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
 the same name the function that makes its mask. Without the latter transformers drops the
 padding and hands None.
@@ -171,16 +175,16 @@ def block_attention(
     kv_heads, num_keys = key.shape[1:3]
     scaling = width**-0.5 if scaling is None else scaling
     kv_len: int | Tensor = num_keys
-    hidden = None
-    if attention_mask is not None:
-        filled, *real = attention_mask[:, 0].unbind(1)
-        kv_len = filled.sum(dim=1).repeat_interleave(kv_heads)
-        hidden = real[0] == 0 if real else None
+    real = None
     # A key/value head is a row of the batch: a cache [B, Hkv, Sk, D] is read without a copy.
     rows = query.unflatten(1, (kv_heads, -1)).flatten(0, 1).transpose(1, 2)
     key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
-    if hidden is not None:
-        rows, key = _hide(rows, key, hidden.repeat_interleave(kv_heads, dim=0))
+    if attention_mask is not None:
+        filled, *padded = attention_mask[:, 0].repeat_interleave(kv_heads, dim=0).unbind(1)
+        kv_len = filled.sum(dim=1)
+        real = padded[0] != 0 if padded else None
+    if real is not None:
+        rows, key = _hide(rows, key, ~real)
     indexer = module.indexer
     config = _config(indexer.block_size, max(indexer.topk_blocks, block_indices.shape[-1]))
     chosen = _block_lists(block_indices, kv_len, kv_heads, config)
@@ -194,6 +198,10 @@ def block_attention(
         scale=scaling,
         implementation=implementation,
     )
+    if real is not None:
+        slot = kv_len[:, None] - length + torch.arange(length, device=out.device)
+        behind = real.cumsum(dim=1).gather(1, slot) > 0
+        out = torch.where(behind[..., None, None], out, value.mean(dim=1, keepdim=True))
     out = out.unflatten(0, (batch, kv_heads)).transpose(1, 2)
     return out.reshape(batch, length, heads, -1), None
 
