@@ -20,7 +20,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 )
 
 from bench.judge.parity import FLOAT32_MAX
-from nsa_torch.huggingface import register_block_attention
+from nsa_torch.huggingface import block_selection, register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 
 BLOCK, TOPK = 8, 3
@@ -228,6 +228,33 @@ def test_any_order_twice_and_later_blocks(index_heads, queries):
     pairs = (torch.autograd.grad(out, tensors, do) for out in (got, want))
     for mine, theirs in zip(*pairs, strict=True):
         close(mine, theirs)
+
+
+def test_kernels_get_lists_as_the_contract_says(monkeypatch):
+    """int32, ascending, each block once, none after the query, -1 at the end, one width."""
+    handed = []
+
+    def attend(query, key, value, block_indices, **named):
+        handed.append((block_indices, named))
+        return query, None
+
+    monkeypatch.setattr(block_selection, "selected_attention", attend)
+    indices = torch.tensor([[4, 0, 2, 0], [-1, 1, -1, 3], [3, 4, 9, 4]]).expand(1, 1, 3, 4)
+    tensors = arguments(3, 40, heads=2, kv_heads=1, batch=1)
+    block_attention(module(2, 1, topk=5), *tensors, None, block_indices=indices)
+    [(lists, named)] = handed
+    assert lists.dtype == torch.int32 and named["config"].num_selected == 5
+    assert lists[0, :, 0].tolist() == [
+        [0, 2, 4, -1, -1],
+        [1, 3, -1, -1, -1],
+        [3, 4, -1, -1, -1],
+    ]
+    filled = torch.ones(1, 1, 1, 40, dtype=torch.int8)
+    filled[..., 30:] = 0  # queries in block 3: block 4 is after them
+    block_attention(module(2, 1, topk=5), *tensors, filled, block_indices=indices)
+    assert handed[1][0][0, :, 0].tolist() == [[0, 2, -1, -1, -1], [1, 3, -1, -1, -1]] + [
+        [3, -1, -1, -1, -1]
+    ]
 
 
 class Sizes(TorchDispatchMode):

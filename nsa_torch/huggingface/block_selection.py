@@ -18,7 +18,7 @@ padding and hands None.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -174,8 +174,7 @@ def block_attention(
     batch, heads, length, width = query.shape
     kv_heads, num_keys = key.shape[1:3]
     scaling = width**-0.5 if scaling is None else scaling
-    kv_len: int | Tensor = num_keys
-    real = None
+    kv_len, real = num_keys, None
     # A key/value head is a row of the batch: a cache [B, Hkv, Sk, D] is read without a copy.
     rows = query.unflatten(1, (kv_heads, -1)).flatten(0, 1).transpose(1, 2)
     key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
@@ -185,7 +184,7 @@ def block_attention(
         real = padded[0] != 0 if padded else None
     if real is not None:
         rows, key = _hide(rows, key, ~real)
-    indexer = module.indexer
+    indexer = cast(Any, module.indexer)
     config = _config(indexer.block_size, max(indexer.topk_blocks, block_indices.shape[-1]))
     chosen = _block_lists(block_indices, kv_len, kv_heads, config)
     out, _ = selected_attention(
@@ -199,8 +198,7 @@ def block_attention(
         implementation=implementation,
     )
     if real is not None:
-        slot = kv_len[:, None] - length + torch.arange(length, device=out.device)
-        behind = real.cumsum(dim=1).gather(1, slot) > 0
+        behind = real.cumsum(dim=1).gather(1, _query_slots(length, kv_len, out)) > 0
         out = torch.where(behind[..., None, None], out, value.mean(dim=1, keepdim=True))
     out = out.unflatten(0, (batch, kv_heads)).transpose(1, 2)
     return out.reshape(batch, length, heads, -1), None
@@ -227,16 +225,18 @@ def _block_lists(
     none = torch.iinfo(torch.int32).max
     rows = indices.repeat_interleave(kv_heads // indices.shape[1], dim=1).flatten(0, 1)
     length, spare = rows.shape[1], config.num_selected - rows.shape[2]
-    slot = torch.arange(length, device=rows.device) - length
-    if isinstance(kv_len, Tensor):
-        slot = slot + kv_len[:, None]
-    else:
-        slot = slot + kv_len
+    slot = _query_slots(length, kv_len, rows)
     later = rows > (slot // config.select_block)[..., None]
     rows = rows.masked_fill((rows < 0) | later, none).to(torch.int32).sort(dim=-1).values
     again = F.pad(rows[..., 1:] == rows[..., :-1], (1, 0))
     rows = rows.masked_fill(again, none).sort(dim=-1).values
     return F.pad(rows.masked_fill(rows == none, -1), (0, spare), value=-1).unsqueeze(2)
+
+
+def _query_slots(length: int, kv_len: int | Tensor, like: Tensor) -> Tensor:
+    """`[R or 1, length]`, on the device of `like`: the queries end with key `kv_len - 1`."""
+    first = (kv_len[:, None] if isinstance(kv_len, Tensor) else kv_len) - length
+    return torch.arange(length, device=like.device)[None] + first
 
 
 def _hide(query: Tensor, key: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,17 +251,22 @@ def _dense(module, query, key, value, mask, dropout, scaling, rest):
     It aligns its own causal mask with the first key, so that fewer queries than keys need one.
     """
     length, num_keys = query.shape[2], key.shape[2]
-    made = _is_key_states(mask)
     causal = rest.get("is_causal", getattr(module, "is_causal", True))
-    if made or (mask is None and causal and 1 < length < num_keys):
-        key_slot = torch.arange(num_keys, device=query.device)
-        end = mask[:, :, :1].sum(dim=-1, keepdim=True) if made else num_keys
-        query_slot = end - length + torch.arange(length, device=query.device)[:, None]
-        visible = (key_slot <= query_slot).expand(query.shape[0], 1, -1, -1)
-        mask = visible & (mask[:, :, -1:] != 0) if made else visible
+    if _is_key_states(mask):
+        filled, real = mask[:, :, :1], mask[:, :, -1:] != 0
+        mask = real & _at_or_before(filled.sum(dim=-1, keepdim=True), length, num_keys, query)
+    elif mask is None and causal and 1 < length < num_keys:
+        mask = _at_or_before(num_keys, length, num_keys, query)
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
     )
+
+
+def _at_or_before(end: int | Tensor, length: int, num_keys: int, like: Tensor) -> Tensor:
+    """`[B or 1, 1, length, num_keys]`: causal, the last query at `end - 1`."""
+    query_slot = end - length + torch.arange(length, device=like.device)[:, None]
+    visible = torch.arange(num_keys, device=like.device) <= query_slot
+    return visible if visible.ndim == 4 else visible[None, None]
 
 
 def _is_key_states(mask: Tensor | None) -> bool:
