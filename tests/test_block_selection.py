@@ -314,6 +314,7 @@ def test_autocast_computes_in_its_dtype():
         (dict(dropout=0.1), "dropout must be 0"),
         (dict(s_aux=torch.zeros(4)), "s_aux must be None"),
         (dict(sliding_window=4), "sliding_window must be None"),
+        (dict(indices=torch.zeros(2, 16, 4), block_indices=None), "indices must be None"),
         (
             dict(attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool)),
             "attention_mask must",

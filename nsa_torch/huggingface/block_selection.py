@@ -35,8 +35,9 @@ NAME = "nsa_blocks"
 # padding and 0 in others: kernels read it with the keys. 16 is what they ask widths to be
 # multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
 LANES, HIDDEN = 16, -30000.0
-# Arguments of other models' attention that selected attention has no place for.
-FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias")
+# Arguments of other models' attention that would be lost here: sinks, windows, biases, and
+# `indices`, single tokens that DeepSeek-V3.2 and its kin choose.
+FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias", "indices")
 
 
 def register_block_attention(name: str = NAME, *, implementation: str | None = None) -> None:
@@ -163,11 +164,17 @@ def block_attention(
 
     Raises:
       ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
-      NotImplementedError: dropout, sinks, a sliding window, softcapping, a position bias.
+      NotImplementedError: dropout where blocks are chosen; sinks, a sliding window,
+        softcapping, a position bias, indices of single tokens.
     """
+    for name in FOREIGN:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} must be None with attn_implementation={NAME!r}, got {kwargs[name]!r}"
+            )
     if block_indices is None:
         return _dense(module, query, key, value, attention_mask, dropout, scaling, kwargs)
-    _check(module, query, key, attention_mask, dropout, block_indices, kwargs)
+    _check(module, query, key, attention_mask, dropout, block_indices)
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
@@ -273,18 +280,13 @@ def _is_key_states(mask: Tensor | None) -> bool:
     return mask is not None and mask.dtype == torch.int8 and mask.ndim == 4
 
 
-def _check(module, query, key, mask, dropout, block_indices, rest) -> None:
+def _check(module, query, key, mask, dropout, block_indices) -> None:
     batch, _, length, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
     if dropout:
         raise NotImplementedError(
             f"dropout must be 0 with attn_implementation={NAME!r}, got {dropout}"
         )
-    for name in FOREIGN:
-        if rest.get(name) is not None:
-            raise NotImplementedError(
-                f"{name} must be None with attn_implementation={NAME!r}, got {rest[name]!r}"
-            )
     for name in ("block_size", "topk_blocks"):
         if not hasattr(getattr(module, "indexer", None), name):
             raise ValueError(
