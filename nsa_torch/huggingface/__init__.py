@@ -8,6 +8,8 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
   `continuous_batching_config`          for `generate_batch`: pages that NSA can read
   `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
+  `register_block_attention`            kernels for released models that choose key blocks, by
+                                        `attn_implementation="nsa_blocks"` (`block_selection`)
 
 Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
 start at its first real token, so that it computes what it would alone.
@@ -19,6 +21,7 @@ extras.require("hf", "transformers", minimum="5.17")
 
 import transformers
 
+from nsa_torch.huggingface.block_selection import register_block_attention
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import continuous_batching_config
@@ -32,9 +35,11 @@ __all__ = [
     "NSAModelConfig",
     "continuous_batching_config",
     "from_safetensors",
+    "register_block_attention",
     "to_safetensors",
 ]
 
 transformers.AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
 transformers.AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)
+register_block_attention()
