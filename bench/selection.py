@@ -73,22 +73,22 @@ def matrix_of(gpu: bool) -> Matrix:
       ValueError: the file or a flag holds what no matrix can have.
     """
     sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
-    preset = PRESET.value is not None
+    preset = PRESET.value
     given: dict[str, Any] = {
         name: [FLAGS[flag].value]
         for name, flag in sizes.items()
-        if not preset or FLAGS[flag].present
+        if preset is None or FLAGS[flag].present
     }
-    if not preset or DECODE.value or FLAGS["N"].present:
+    if preset is None or DECODE.value or FLAGS["N"].present:
         given["N"] = [1 if DECODE.value else QUERIES.value or (256 if gpu else 64)]
     named = {"kernel": kernel_flags.named().selected, "ref": REF.value, "beside": BESIDE.value}
     given |= {name: value for name, value in named.items() if value}
     dists = dict.fromkeys(DIST.value)
     lengths = integers("L_list", LENGTHS.value, (64, 128, 256, 512))
-    if not preset:
+    if preset is None:
         return Matrix(**given, L=dict.fromkeys(dists, lengths))
-    path = PRESET.value if "." in PRESET.value else f"selection/{PRESET.value}"
-    made = configs.build(Matrix, configs.load(path), PRESET.value)
+    path = preset if preset.endswith((".yaml", ".yml", ".json")) else f"selection/{preset}"
+    made = configs.build(Matrix, configs.load(path), preset)
     listed = {dist: each for dist, each in made.L.items() if dist in dists}
     if LENGTHS.value is not None:
         listed = dict.fromkeys(listed, lengths)

@@ -82,6 +82,19 @@ def flag_values(
     return own
 
 
+class _Names(flags.MultiFlag):
+    def _parse(self, arguments):
+        listed = arguments.split(",") if isinstance(arguments, str) else arguments
+        return super()._parse([name.strip() for name in listed])
+
+
+def define_names(name: str, known: Iterable[str], help: str) -> flags.FlagHolder[list[str]]:
+    """Defines a flag of some names of `known`, a list between commas and repeatable; none by
+    default."""
+    parser = flags.EnumParser(list(known))
+    return flags.DEFINE_flag(_Names(parser, flags.ArgumentSerializer(), name, [], help))
+
+
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
     """The numbers of a list flag; `default` where it is not given.
 
