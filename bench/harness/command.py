@@ -133,7 +133,7 @@ def settings(
     *,
     seq_len: int,
     batch: int = 1,
-    dtype: str | None = None,
+    dtype: Any = None,
     **model,
 ) -> problems.Settings:
     """A problem of the sizes that the flags give; `model` overrides the flags' names, `dtype`
