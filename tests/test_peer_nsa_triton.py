@@ -13,10 +13,8 @@ import warnings
 import pytest
 import torch
 from absl import flags
-from absl.testing import flagsaver
 
-from bench import compare
-from bench.harness import measure, peer_nsa_triton, peers, problems
+from bench.harness import command, measure, peer_nsa_triton, peers, problems
 from bench.harness.runners import TorchRunner, problem
 from bench.judge.checks import Checker
 from nsa_torch import functional
@@ -237,8 +235,9 @@ def test_empty_slots_of_short_sequences(put_in_place):
 
 
 def test_peers_are_a_list():
-    with flagsaver.flagsaver():
-        flags.FLAGS(["bench.compare", f"--peers=fla, {NAME}", "--peers=fa4"])
-        assert compare.PEERS.value == ["fla", NAME, "fa4"]
-        with pytest.raises(flags.IllegalFlagValueError, match="should be one of <fla"):
-            flags.FLAGS(["bench.compare", "--peers=fla,other"])
+    own = flags.FlagValues()
+    chosen = command.define_names("peers", peers.NAMES, "Other libraries.", own)
+    own(["bench.compare", f"--peers=fla, {NAME}", "--peers=fa4"])
+    assert chosen.value == ["fla", NAME, "fa4"]
+    with pytest.raises(flags.IllegalFlagValueError, match="should be one of <fla"):
+        own(["bench.compare", "--peers=fla,other"])

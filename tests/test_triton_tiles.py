@@ -8,11 +8,8 @@ import dataclasses
 
 import pytest
 import torch
-from absl import app, flags
-from absl.testing import flagsaver
 
 import configs
-from bench import tune_tiles
 from bench.harness import problems, records
 from bench.harness.runners import TorchRunner
 from bench.tuners import tile_search, triton_tiles
@@ -189,23 +186,6 @@ def test_a_variant_with_another_result_is_wrong(kernels, monkeypatch):
     prepare = lambda chosen: kernels.prepare(kernel, chosen)
     found = tile_search.tune(first, [base | {"stages": 1}], prepare, tile_search.differs)
     assert [trial.wrong for trial in found.trials] == [False, True] and found.winner is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--implementation=triton"], "triton: needs an NVIDIA GPU, got cpu"),
-        (["--implementation=triton", "--kernel=sliding"], "kernel must be one of triton's"),
-        (["--kernel=triton_sliding_dq"], "kernel must be one of mosaic's"),
-    ],
-)
-def test_the_command_says_what_it_needs(arguments, message):
-    values = tune_tiles.flags.FLAGS
-    with flagsaver.flagsaver():
-        flags.FLAGS(["bench.tune_tiles", *arguments])
-        values["config"].value = ["tiny"]
-        with pytest.raises((NotImplementedError, app.UsageError), match=message):
-            tune_tiles.main([])
 
 
 def test_a_measured_tile_of_scores_has_whole_groups():

@@ -88,11 +88,13 @@ class _Names(flags.MultiFlag):
         return super()._parse([name.strip() for name in listed])
 
 
-def define_names(name: str, known: Iterable[str], help: str) -> flags.FlagHolder[list[str]]:
+def define_names(
+    name: str, known: Iterable[str], help: str, own: flags.FlagValues = flags.FLAGS
+) -> flags.FlagHolder[list[str]]:
     """Defines a flag of some names of `known`, a list between commas and repeatable; none by
     default."""
-    parser = flags.EnumParser(list(known))
-    return flags.DEFINE_flag(_Names(parser, flags.ArgumentSerializer(), name, [], help))
+    flag = _Names(flags.EnumParser(list(known)), flags.ArgumentSerializer(), name, [], help)
+    return flags.DEFINE_flag(flag, own)
 
 
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
