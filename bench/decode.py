@@ -5,7 +5,8 @@
     python -m bench.summarize <out>/decode.csv
 
 `S` counts the tokens in the cache with the new one. `ms_total` is `cached_attention`: it
-appends the token and attends. The branches run by themselves on the same cache: `ms_cmp` is
+appends the token and attends; `ms_paged` is the same on a paged cache whose pages lie in no
+order (`append`, `paged_attention`). The branches run by themselves on the same cache: `ms_cmp` is
 compressed attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores`
 without the attention), `ms_win` the sliding window. Times of which a part is longer than the
 whole by more than noise are refused. Dense attention to all of the cache stands beside them. In
@@ -60,6 +61,13 @@ FORCE = flags.DEFINE_string(
     "no gate.",
     **_own,
 )
+PAGED = flags.DEFINE_enum(
+    "paged",
+    "auto",
+    ("auto", "triton", "gathered", "none"),
+    "What runs the step on a paged cache; none: it is not run.",
+    **_own,
+)
 # By how much a part's 20th percentile may be over the whole's 80th.
 NOISE = 1.1
 PARTS = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
@@ -69,6 +77,7 @@ COLUMNS += ("reads_actual_decode", "reads_expected_decode")
 COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"))
 COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
 COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
+COLUMNS += ("ms_paged", "paged_kernel", "paged_graph")
 COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
 
 
@@ -106,6 +115,7 @@ class Case:
         on_cpu = (runner.framework, gpu) == ("torch", False)
         self.dense_names = ("math",) if on_cpu else runner.dense_names
         self.records: dict[str, Record] = {}
+        self.paged_kernel = PAGED.value
 
     def run(self, how: dict[str, Any]) -> None:
         """Measures every step; the branches first, since the whole is made of them and cannot
@@ -120,6 +130,9 @@ class Case:
             if branch == "all" and "status" not in found:
                 found |= self._doubt(found)
             self._add(branch, branch, self.labels.get(branch, self.kernel), found)
+        if PAGED.value != "none":
+            found = own or guarded("decode paged", lambda: self._paged(how), library=False)
+            self._add("paged", "all", f"paged/{self.paged_kernel}", found)
         for name in self.dense_names:
             found = guarded(
                 f"decode dense {name}", lambda name=name: self._dense(name, how), library=True
@@ -144,6 +157,15 @@ class Case:
     def _step(self, branch: str, how: dict[str, Any]) -> dict[str, Any]:
         checker = self.checker if branch == "scores" else self.frozen
         return self._timed(branch, self.cached.step(branch), checker, {}, how)
+
+    def _paged(self, how: dict[str, Any]) -> dict[str, Any]:
+        paged = self.cached.paged(None if PAGED.value == "auto" else PAGED.value)
+        self.paged_kernel, chosen = paged.name, paged.chosen()
+        checker = self.frozen
+        if chosen is not None:
+            inputs = dataclasses.replace(self.inputs, block_indices=chosen)
+            checker = Checker(self.settings, inputs, backward=False)
+        return self._timed("all", paged.step(), checker, {}, how)
 
     def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses the times where a part takes longer than the whole by more than noise, which
@@ -215,6 +237,11 @@ class Case:
             cells |= {f"{name}_p20": record.p20_ms, f"{name}_p80": record.p80_ms}
         for key in ("scores", *(key for key in self.records if key.startswith("dense_"))):
             cells[f"ms_{key}"] = self.records[key].time_ms
+        if paged := self.records.get("paged"):
+            cells["ms_paged"], cells["paged_kernel"] = paged.time_ms, self.paged_kernel
+            cells["paged_graph"] = paged.extra.get("graph")
+            if cells["status"] == "ok" and paged.status != "ok":
+                cells |= {"status": paged.status, "reason": f"paged: {paged.reason}"}
         same = ("B", "H", "Hkv", "D", "Dv", "dtype", "framework", "device", "commit")
         return cells | {name: getattr(whole, name) for name in same}
 
@@ -225,11 +252,12 @@ def line(cells: dict[str, Any]) -> str:
     decode, total = (cells.get(name) for name in ("reads_actual_decode", "reads_actual"))
     reads = f"{shown(decode, digits=1)}/{cells['reads_expected_decode']}"
     text = f"{cells['S']:>7}  {times}  {reads:>13}  {shown(total, digits=0):>10}"
+    text += f"  {shown(cells.get('ms_paged')):>9}"
     return text + (f"  {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else "")
 
 
 HEAD = f"{'Context':>7}  {'Total(ms)':>9}  {'cmp(ms)':>9}  {'sel(ms)':>9}  {'win(ms)':>9}"
-HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}"
+HEAD += f"  {'Reads(dec)':>13}  {'Reads(tot)':>10}  {'paged(ms)':>9}"
 
 
 def main(argv: Sequence[str]) -> int:

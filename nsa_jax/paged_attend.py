@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from nsa_jax import api, jax_problem, paged_dispatch, paged_layout, validate_paged
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import REGISTRY as ATTENTION
-from nsa_jax.dispatch import Problem
+from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.paged import PagedCache
 from nsa_jax.paged_layout import first_slot, slots_of
@@ -51,12 +51,36 @@ def paged_attention(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: the named implementation cannot run this.
     """
-    config = validate_paged.same_config(cache, config)
+    validate_paged.same_config(cache, config)
+    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    choice, name = _choose(inputs, implementation)
+    return choice.load()(inputs, max_seqlen_q, name)
+
+
+def explain(
+    query,
+    gates,
+    cache: PagedCache,
+    page_table,
+    lengths,
+    cu_seqlens_q=None,
+    *,
+    implementation: str | None = None,
+) -> Choice:
+    """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    return _choose(inputs, implementation)[0]
+
+
+def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> "Inputs":
     validate_paged.table(page_table, lengths)
     gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
-    inputs = Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    choice, name = paged_dispatch.choose(REGISTRY, ATTENTION, _problem(inputs), implementation)
-    return choice.load()(inputs, max_seqlen_q, name)
+    return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+
+
+def _choose(inputs: "Inputs", implementation: str | None) -> tuple[Choice, str | None]:
+    problem = _problem(inputs)
+    return paged_dispatch.choose(REGISTRY, ATTENTION, problem, implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +116,15 @@ def _problem(inputs: Inputs) -> Problem:
 
 def on_triton(inputs: Inputs, max_seqlen_q=None, implementation=None):
     """The output on Triton kernels; the rest is for other rows."""
+    return with_indices(inputs)[0]
+
+
+def with_indices(inputs: Inputs):
+    """The same, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
     from nsa_jax import triton, triton_decode
 
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
-    return triton_decode.attention(triton.OPS, *arguments, inputs.scale)[0]
+    return triton_decode.attention(triton.OPS, *arguments, inputs.scale)
 
 
 def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None):

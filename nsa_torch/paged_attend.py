@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels_pallas
 from nsa_jax import paged_dispatch, paged_layout, validate_paged
 from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
+from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.paged_layout import first_slot, slots_of
 from nsa_jax.types import Branches
 from nsa_torch import dispatch, functional
@@ -54,17 +54,39 @@ def paged_attention(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
-    config = validate_paged.same_config(cache, config)
+    validate_paged.same_config(cache, config)
+    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    if requires_grad(query, *inputs.gates, *cache.tensors().values()):
+        raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
+    choice, name = _choose(inputs, implementation)
+    return choice.load()(inputs, max_seqlen_q, name)
+
+
+def explain(
+    query: Tensor,
+    gates: Tensor | Branches[Tensor],
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    implementation: str | None = None,
+) -> Choice:
+    """What `paged_attention` would run for these arguments, and why not what stands before it."""
+    inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    return _choose(inputs, implementation)[0]
+
+
+def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> "Inputs":
     validate_paged.table(page_table, lengths)
     gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
-    if requires_grad(query, *gates, *cache.tensors().values()):
-        raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
-    inputs = Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    choice, name = paged_dispatch.choose(
-        REGISTRY, dispatch.REGISTRY, _problem(inputs), implementation
-    )
-    return choice.load()(inputs, max_seqlen_q, name)
+    return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+
+
+def _choose(inputs: "Inputs", implementation: str | None) -> tuple[Choice, str | None]:
+    problem = _problem(inputs)
+    return paged_dispatch.choose(REGISTRY, dispatch.REGISTRY, problem, implementation)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,9 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         own = {(r.branch, r.implementation): r for r in found if r.S == length}
         portable, dense = {"torch": ("sdpa", "math"), "jax": ("xla", "xla")}[framework]
         steps = ("compressed", "scores", "selected", "sliding", "all")
-        assert set(own) == {(step, portable) for step in steps} | {("dense", dense)}
+        beside = {("all", "paged/gathered"), ("dense", dense)}
+        assert set(own) == {(step, portable) for step in steps} | beside
+        assert float(row["ms_paged"]) > 0 and row["paged_kernel"] == "gathered"
         assert all((r.T, r.mode, r.status) == (1, "decode", "ok") for r in own.values())
         for branch, name in decode.TIMES.items():
             record = own[branch, portable]

@@ -44,7 +44,7 @@ class Cached:
             [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
             for cut in (slice(0, -1), slice(-1, None))
         )
-        self.token = last
+        self.token, self.all_tokens = last, (key, value)
         update = _update(self.torch)
         if self.tokens > 1:
             cache = update(cache, *past, config, (None, None))
@@ -115,6 +115,10 @@ class Cached:
 
         return Step(self.runner, run_donating)
 
+    def paged(self, implementation: str | None) -> "Paged":
+        """The step on a paged cache of the same tokens."""
+        return Paged(self, implementation)
+
     def chosen(self) -> jax.Array:
         """The blocks that the step selects, int32 `[B, 1, Hkv, n]`."""
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
@@ -130,6 +134,96 @@ class Cached:
         groups = self.full.selected_key.shape[2]
         counts = np.exp(lse.astype(np.float64)).reshape(lse.shape[0], groups, -1)
         return np.rint(counts.mean(axis=-1)).astype(np.int64)
+
+
+class Paged:
+    """A paged cache of the tokens of a `Cached`, its pages in no order, and the same step."""
+
+    def __init__(self, cached: Cached, implementation: str | None):
+        self.cached, self.implementation = cached, implementation
+        self.runner, self.api, page = cached.runner, cached.api, cached.config.select_block
+        full, batch = cached.full, cached.query.shape[0]
+        pages = -(-cached.tokens // page)
+        table = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
+        at = {"table": table, "lengths": np.full(batch, cached.tokens)}
+        found = self.runner.load({k: jnp.asarray(x, jnp.int32) for k, x in at.items()})
+        self.at = found["table"], found["lengths"]
+        options: dict[str, Any] = {"config": cached.config, "dtype": cached.query.dtype}
+        if cached.torch:
+            options["device"] = cached.query.device
+        sizes = *full.selected_key.shape[2:], full.selected_value.shape[3]
+        self.cache = self.api.PagedCache(batch * pages, *sizes, separate=True, **options)
+        key, value = cached.all_tokens
+        self.cache = self._append(self.cache, key, value)
+
+    def _append(self, cache, key, value):
+        flat = [Branches(*(x.reshape(-1, *x.shape[2:]) for x in pair)) for pair in (key, value)]
+        after = self.api.append(cache, *flat, *self.at)
+        return cache if self.cached.torch else after
+
+    @property
+    def name(self) -> str:
+        """What runs."""
+        found = self._attend.explain(*self._arguments(), implementation=self.implementation)
+        return found.implementation
+
+    @property
+    def _attend(self) -> Any:
+        if self.cached.torch:
+            from nsa_torch import paged_attend
+        else:
+            from nsa_jax import paged_attend
+        return paged_attend
+
+    def chosen(self) -> jax.Array | None:
+        """The blocks that kernels on pages select, int32 `[B, 1, Hkv, n]`; None: those of the
+        contiguous cache.
+        """
+        if self.name != "triton":
+            return None
+        inputs = self._attend.Inputs(*self._arguments(), None, None)
+        if self.cached.torch:
+            from nsa_torch.triton_decode import attention_with_indices as run
+        else:
+            from nsa_jax.paged_attend import with_indices as run
+        return jnp.asarray(self.runner.numpy(run(inputs)[1]))[:, None]
+
+    def _arguments(self):
+        return *self._queries(), self.cache, *self.at
+
+    def _queries(self):
+        cached = self.cached
+        gates = Branches(*(cached.gates[:, 0, :, i] for i in range(3)))
+        return cached.query[:, 0], gates
+
+    def step(self) -> "Step":
+        """The token is appended, then attends."""
+        query, gates = self._queries()
+        options = {"implementation": self.implementation}
+
+        if self.cached.torch:
+
+            def run(_):
+                self._append(self.cache, *self.cached.token)
+                out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
+                return {"out": out[:, None]}
+
+            return Step(self.runner, run)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(cache, key, value):
+            cache = self._append(cache, key, value)
+            out = self.api.paged_attention(query, gates, cache, *self.at, **options)
+            return {"out": out[:, None]}, cache
+
+        held = rotated(jax.tree.map(jnp.copy, self.cache))
+
+        def run_donating(index):
+            place = index % len(held)
+            out, held[place] = step(held[place], *self.cached.token)
+            return out
+
+        return Step(self.runner, run_donating)
 
 
 class Step:
