@@ -87,7 +87,9 @@ def test_what_is_left_out_does_not_count(recorded):
 def test_phases_of_a_test_add_up(recorded):
     recorder = durations.Recorder()
     for name, seconds in (("a.py::x", 1.0), ("a.py::x", 0.5), ("a.py::y", 0.01)):
-        report = SimpleNamespace(nodeid=name, cpu_seconds=seconds, shared_seconds={"@f a.py": 2})
+        report = SimpleNamespace(
+            nodeid=name, cpu_seconds=seconds, shared_seconds={"@f a.py": 2}
+        )
         recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
     assert json.loads(recorded.read_text()) == {"@f a.py": 6, "a.py::x": 1.5}
