@@ -88,6 +88,10 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 50)
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or what ends with the process is reported as leaked
+
+
 @pytest.fixture(autouse=True)
 def no_thresholds(request):
     """A test on a GPU is small, and means to run kernels that do not pay at its sizes."""
