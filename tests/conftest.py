@@ -1,5 +1,6 @@
 """A strict world: no implicit promotion, warnings are errors, shapes checked at run time."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FLAGS = "--xla_force_host_platform_device_count=8"
 if not torch.cuda.is_available():
-    FLAGS += " --xla_backend_optimization_level=0"
+    FLAGS += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    # Fusions by LLVM directly: through MLIR they take half of all compilation.
+    FLAGS += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     # JAX's CUDA plugin asks cuSPARSE for its version, which crashes without a GPU.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Threads of torch that wait for each other take longer than the small sums of the tests,
@@ -74,6 +77,19 @@ def pytest_collection_modifyitems(config, items):
     elif gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_collection_finish():
+    """What is imported stays: no collection of garbage walks through it, and tracing, which makes
+    many small objects, calls for one less often.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or what ends with the process is reported as leaked
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ as to compile three kernels.
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import select
@@ -127,6 +128,8 @@ def run(arguments: Sequence[str], folder: Path, text: str = "", timeout: float =
 
 
 def _main() -> None:
+    gc.freeze()  # as in `tests/conftest.py`
+    gc.set_threshold(100_000, 20, 50)
     before = 0.0
     for line in sys.stdin:
         try:

@@ -20,9 +20,15 @@ def recorded(monkeypatch, tmp_path):
     return path
 
 
+def fixture(name, scope="module"):
+    return SimpleNamespace(argname=name, baseid="a.py", scope=scope)
+
+
 class Item:
-    def __init__(self, name):
+    def __init__(self, name, *fixtures):
         self.nodeid, self.path, self.marks = name, Path(name.split("::")[0]), []
+        found = {x: (fixture(x, scope),) for x, scope in fixtures}
+        self._fixtureinfo = SimpleNamespace(name2fixturedefs=found)
 
     def add_marker(self, mark):
         self.marks.append(mark.name)
@@ -50,9 +56,22 @@ def test_what_does_not_fit_is_slow(recorded):
 def test_the_cheapest_fit_but_each_file_has_one(monkeypatch):
     monkeypatch.setattr(durations, "BUDGET", 600.0)
     tests = {"a.py::1": 200.0, "a.py::2": 350.0, "b.py::1": 300.0, "c.py::1": 30, "c.py::2": 40}
-    assert durations.slow_of(tests) == {"a.py::2"}
-    assert durations.slow_of(tests | {"b.py::1": 400.0}) == {"a.py::2", "c.py::2"}
-    assert durations.slow_of(tests | {"b.py::1": 9000.0}) == {"a.py::2", "c.py::2"}
+    assert durations.slow_of(tests, {}) == {"a.py::2"}
+    assert durations.slow_of(tests | {"b.py::1": 400.0}, {}) == {"a.py::2", "c.py::2"}
+    assert durations.slow_of(tests | {"b.py::1": 9000.0}, {}) == {"a.py::2", "c.py::2"}
+
+
+def test_a_shared_fixture_is_paid_for_once(monkeypatch):
+    tests = {"a.py::1": 1.0, "a.py::2": 2.0, "a.py::3": 3.0, "@x a.py": 50.0}
+    needed = {"a.py::2": {"@x a.py"}, "a.py::3": {"@x a.py"}}
+    for budget, slow in ((54.0, {"a.py::3"}), (52.0, {"a.py::2", "a.py::3"}), (56.0, set())):
+        monkeypatch.setattr(durations, "BUDGET", budget)
+        assert durations.slow_of(tests, needed) == slow
+
+
+def test_fixtures_that_tests_share_are_those_of_more_than_a_function():
+    item = Item("a.py::1", ("x", "module"), ("y", "function"), ("z", "session"))
+    assert durations.shared_by(item) == {"@x a.py", "@z a.py"}
 
 
 def test_the_longest_file_comes_first(recorded):
@@ -68,19 +87,38 @@ def test_what_is_left_out_does_not_count(recorded):
 def test_phases_of_a_test_add_up(recorded):
     recorder = durations.Recorder()
     for name, seconds in (("a.py::x", 1.0), ("a.py::x", 0.5), ("a.py::y", 0.01)):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=name, cpu_seconds=seconds))
+        report = SimpleNamespace(
+            nodeid=name, cpu_seconds=seconds, shared_seconds={"@f a.py": 2}
+        )
+        recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
-    assert json.loads(recorded.read_text()) == {"a.py::x": 1.5}
+    assert json.loads(recorded.read_text()) == {"@f a.py": 6, "a.py::x": 1.5}
+
+
+def compute(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def ended(wrapper, value=None):
+    with pytest.raises(StopIteration) as found:
+        wrapper.send(value)
+    return found.value.value
 
 
 def test_a_phase_takes_what_is_computed_not_what_is_waited_for():
     durations.pytest_runtest_protocol()
-    end = time.process_time() + 0.1
-    while time.process_time() < end:
-        pass
+    compute(0.1)
     time.sleep(0.5)
+    for scope in ("module", "function"):
+        wrapper = durations.pytest_fixture_setup(fixture(scope, scope))
+        next(wrapper)
+        compute(0.1)
+        ended(wrapper)
     wrapper = durations.pytest_runtest_makereport()
     next(wrapper)
-    with pytest.raises(StopIteration) as found:
-        wrapper.send(SimpleNamespace())
-    assert 0.08 < found.value.value.cpu_seconds < 0.4
+    report = ended(wrapper, SimpleNamespace())
+    assert 0.16 < report.cpu_seconds < 0.6
+    assert list(report.shared_seconds) == ["@module a.py"]
+    assert 0.08 < report.shared_seconds["@module a.py"] < 0.3

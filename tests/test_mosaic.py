@@ -39,14 +39,14 @@ LONG = NSAConfig(8, 4, 16, num_selected=17, window=250)
 # A block of every 16 keys: many candidates.
 FINE = NSAConfig(16, 16, 16, num_selected=6, window=10)
 FORCED = dataclasses.replace(FINE, num_selected=3)
-PACKED = Case(90, 90, 3, 1, B=1, segments=(20, 1, 43, 8, -18), dtype="bfloat16")
+# The first sequence begins before the queries; `test_torch_mosaic.py` has T = S.
+PACKED = Case(80, 90, 3, 1, B=1, segments=(20, 1, 43, 8, -18), dtype="bfloat16")
 CASES = (
     Case(63, 63, H=2, D=32, B=1, dtype="bfloat16"),  # G=1
     Case(70, 70, H=3, Hkv=1, D=48, Dv=32, B=1, dtype="bfloat16"),  # G=3, D != Dv
     Case(37, 111, H=6, Hkv=1, D=32, Dv=64, B=1, dtype="float16"),  # G=6, T < S
     Case(12, 1200, H=16, Hkv=1, D=128, Dv=64, B=1, config=LONG, dtype="bfloat16"),  # G=16
     PACKED,
-    dataclasses.replace(PACKED, T=50, dtype="float16"),
     Case(5, 5, B=1, dtype="bfloat16"),  # no compressed token at all
     Case(  # n > blocks
         40,
@@ -127,7 +127,7 @@ def test_selected_and_sliding(case, interpreted):
     check_steps(problem(case), ("selected_attention", "sliding_attention"))
 
 
-@pytest.mark.parametrize("case", CASES[5:], ids=str)
+@pytest.mark.parametrize("case", CASES[4:], ids=str)
 def test_whole(case, interpreted):
     check_steps(problem(case), ("whole",))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from unittest import mock
 
 import jax
@@ -43,6 +44,8 @@ EDGES = {
 }
 EDGES_BACKWARD = ("widest", "longest blocks", "narrowest")  # the others are like `SHAPES`
 EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
+# The others are those of "paper" for other counts of heads.
+ONLY = {"long": "best_blocks"}
 # Registers a thread that the occupancy meant for each kernel leaves: one block of three
 # warpgroups, three blocks of one, or four warpgroups; of others as many as a thread can have.
 ALLOWED = {
@@ -142,13 +145,21 @@ def any_length(name, backward=False):
 REPORTS = {}  # by kernel: shapes share those that serve any length
 
 
+def wanted_of(name, backward=False):
+    """The kernels of a shape that ptxas takes."""
+    every = any_length(name, backward)
+    if name in EDGES:  # one of a kind
+        return list({x.name: x for x in every}.values())
+    return [x for x in every if ONLY.get(name, x.name) == x.name]
+
+
 def compiled(name, backward=False):
-    """What ptxas says of all kernels of a shape."""
-    wanted = any_length(name, backward)
-    missing = [i for i, kernel in enumerate(wanted) if kernel not in REPORTS]
+    """What ptxas says of the kernels of a shape."""
+    every, wanted = any_length(name, backward), wanted_of(name, backward)
+    missing = [every.index(kernel) for kernel in wanted if kernel not in REPORTS]
     options = ({"name": name, "index": i, "backward": backward} for i in missing)
     reports = compile_report([(f"{__name__}:build", each) for each in options])
-    REPORTS.update((wanted[i], report) for i, report in zip(missing, reports, strict=True))
+    REPORTS.update((every[i], report) for i, report in zip(missing, reports, strict=True))
     return [REPORTS[kernel] for kernel in wanted]
 
 
@@ -175,7 +186,24 @@ def test_every_kernel_is_compiled():
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ONLY)
+def test_what_is_not_compiled_again_is_the_same_but_for_heads(name, backward):
+    def described(name):
+        text = lambda kernel: re.sub(r"\b(H|Hkv)=\d+", "", repr(kernel.spec))
+        return {(x.name, text(x)) for x in any_length(name, backward)}
+
+    others = {x for x in described(name) if x[0] != ONLY[name]}
+    assert others and others <= described("paper")
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [
+        pytest.param(name, backward, id=f"{name}-{'backward' if backward else 'forward'}")
+        for name in SHAPES
+        for backward in (False, True)[: 1 if name in ONLY else 2]
+    ],
+)
 def test_kernels_fit_the_chip(name, backward):
     bad = [report for report in compiled(name, backward) if excess(report)]
     assert not bad, bad
@@ -186,7 +214,8 @@ def test_kernels_fit_the_chip(name, backward):
     [(name, False) for name in EDGES] + [(name, True) for name in EDGES_BACKWARD],
 )
 def test_what_is_not_refused_compiles(name, backward):
-    """By Mosaic, which counts the shared memory; ptxas takes the largest only."""
-    assert all(map(lowering.lower, any_length(name, backward)))
-    if name == "widest":
+    """By Mosaic, which counts the shared memory; the largest of each kind by ptxas then too."""
+    whole = wanted_of(name, backward) if name == "widest" else []
+    assert all(lowering.lower(x) for x in any_length(name, backward) if x not in whole)
+    if whole:
         assert all(report["shared_bytes"] <= SMEM_BYTES for report in compiled(name, backward))

@@ -29,10 +29,7 @@ CASES = {
     "G16": Case(14, 150, H=16, Hkv=1, D=32, Dv=32, B=1, config=BLOCKS, dtype="bfloat16"),
     "G3": Case(26, 70, H=3, Hkv=1, D=48, Dv=32, B=1, dtype="bfloat16"),
     # Tokens that copies bring together choose different blocks, all of whose keys they see.
-    "whole blocks": Case(
-        28, 222, H=4, Hkv=1, D=32, Dv=32, B=1, config=BLOCKS, dtype="bfloat16"
-    ),
-    "G4": Case(24, 24, H=4, Hkv=1, D=32, Dv=16, B=2, dtype="float16"),
+    "G4": Case(28, 222, H=4, Hkv=1, D=32, Dv=16, B=2, config=BLOCKS, dtype="float16"),
     "packed": Case(60, 60, H=6, Hkv=2, B=1, segments=(20, 1, 34, -5), dtype="bfloat16"),
     "wide": Case(20, 20, H=2, Hkv=1, D=192, Dv=128, B=1, dtype="bfloat16"),
 }

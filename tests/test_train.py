@@ -450,7 +450,7 @@ def test_results_are_not_mixed(command):
 def test_sigterm_saves_and_resume_goes_on(command, tmp_path):
     arguments = [
         "--framework=torch", "--attention=dense", "--seq_len=64", "--batch=1",
-        "--steps=400", f"--corpus_bytes={CORPUS}",
+        "--steps=200", f"--corpus_bytes={CORPUS}",
     ]  # fmt: skip
     path = tmp_path / "out" / "train.jsonl"
     process = subprocess.Popen(
@@ -471,6 +471,6 @@ def test_sigterm_saves_and_resume_goes_on(command, tmp_path):
     done = len([line for line in found if isinstance(line, log.Step)])
     assert f"torch-dense stopped: SIGTERM after {done} steps, saved to" in errors
     kept = tmp_path / "out" / "checkpoints" / "torch-dense"
-    assert [x.name for x in kept.iterdir()] == [f"step-{done:06d}"] and done < 400
+    assert [x.name for x in kept.iterdir()] == [f"step-{done:06d}"] and done < 200
     status, _, found = command(*arguments, "--resume")
-    assert status == 0 and len(curves.losses(found)["torch-dense"]) == 400
+    assert status == 0 and len(curves.losses(found)["torch-dense"]) == 200
