@@ -11,7 +11,7 @@ Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, refs, warp, warp_emulation
+from kernels_pallas.mosaic import cluster_emulation, operands, refs, warp, warp_emulation
 from kernels_pallas.specs.tile import WARPS
 
 
@@ -31,6 +31,8 @@ def warp_kernel(
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
     interpret: object = False,
+    warps: int = WARPS,
+    instructions: ModuleType = warp,
 ) -> Callable:
     """`program` in every warp of the kernel's grid, rows and CTAs of a row.
 
@@ -41,7 +43,10 @@ def warp_kernel(
       kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
       interpret: whether to emulate the warps on the host, from NumPy or JAX arrays, in `jit`
         too; any value that is true.
+      warps: of a CTA, a multiple of 4.
+      instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
     """
+    cluster = kernel.cluster
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
@@ -50,9 +55,10 @@ def warp_kernel(
             SimpleNamespace(**kernel.sizes),
             outputs=kernel.outputs,
             grid=kernel.grid,
-            warps=WARPS,
+            warps=warps,
             shared=shared,
             kv_heads=kv_heads,
+            machine=_machine(instructions, cluster),
         )
 
         def call(*arrays):
@@ -68,21 +74,32 @@ def warp_kernel(
         places = [lax.axis_index("row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        places += [lax.axis_index("group")]
+        places += [lax.axis_index("group" if cluster == 1 else "rank")]
         traced = kernel.any_length  # else integers of the program's text
 
         def run(*arguments):
             words = arguments[len(arrays) + len(places) :] if traced else sizes.values()
             named = SimpleNamespace(**dict(zip(sizes, words, strict=True)))
-            program(warp, named, *arguments[: len(arrays) + len(places)])
+            program(instructions, named, *arguments[: len(arrays) + len(places)])
 
         warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
+    threads = {} if warps == WARPS else {"num_threads": warps // WARPS, "thread_name": "wg"}
+    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     return plgpu.kernel(
         body,
         out_type=outputs,
-        grid=kernel.grid,
+        grid=(kernel.grid[0], kernel.grid[1] // cluster),
         grid_names=("row", "group"),
+        **clusters,
+        **threads,
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
         compiler_params=operands.PARAMS,
     )
+
+
+def _machine(instructions: ModuleType, cluster: int) -> Callable[..., warp_emulation.Warps]:
+    """What emulates these instructions."""
+    if instructions is warp:
+        return warp_emulation.Warps
+    return functools.partial(cluster_emulation.ClusterWarps, cluster=cluster)
