@@ -175,20 +175,22 @@ class ClusterWarps(Warps):
         assert not ((self.word(address) + offset) % (4 * len(words)))[self._here(only)].any()
         for i, x in enumerate(words):
             _, index = self._shared(address, offset + 4 * i, only)
-            self._write(self.cta, index, x, only, self.thread)
+            self._write(self.cta, index, x, only)
 
     def _here(self, only):
         return np.broadcast_to(only & self.active, self.shape)
 
-    def _write(self, cta, index, x, only, writer):
-        """`writer`: as whose the words are read from now on."""
+    def _write(self, cta, index, x, only, barrier=None):
+        """`barrier`: that the words are pushed under."""
         here = self._here(only)
         cta, index = (np.broadcast_to(x, self.shape) for x in (cta, index))
-        if not all(self._mine(x[cta, index])[here].all() for x in (self.reader, self.writer)):
-            raise RuntimeError("written over before others were waited for")
+        for marks in (x[cta, index] for x in (self.reader, self.writer)):
+            allowed = self._mine(marks) if barrier is None else marks == PUBLIC
+            if not allowed[here].all():
+                raise RuntimeError("written over before others were waited for")
         cta, index = cta[here], index[here]
         self.memory[cta, index] = self.word(x)[here].view(np.int32)
-        self.writer[cta, index] = np.broadcast_to(writer, self.shape)[here]
+        self.writer[cta, index] = self.thread[here] if barrier is None else -1 - barrier
 
     def copy(self, to, address, to_offset, offset):
         words = self._fetched(address + offset, 4)
@@ -243,7 +245,7 @@ class ClusterWarps(Warps):
         there = self.first_cta + cta
         for i, x in enumerate(words):
             _, index = self._shared(address, 4 * i, only)
-            self._write(there, index, x, only, -1 - number)
+            self._write(there, index, x, only, number)
         np.add.at(self.came, (there[here], number), 4 * len(words))
 
     def wait_for_bytes(self, barrier):

@@ -85,7 +85,8 @@ class DecodeStep:
         acc = step.add_compressed_and_sliding()
         step.score_selected()
         acc = step.add_selected(acc)
-        self._put(lane, work, arrays.out, token, kv_head, *exchange.sum_up(lane, acc))
+        for total, at, mine in exchange.sum_up(lane, acc):
+            self._put(lane, work, arrays.out, token, kv_head, total, at, mine)
 
     def _load_table(self, lane: Lane, sizes: Any, arrays: Any, token: Any) -> Any:
         """Copies the row of the page table to shared memory.

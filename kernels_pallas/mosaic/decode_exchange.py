@@ -15,6 +15,7 @@ Each has a barrier that counts its bytes and is used once. Nobody waits at the e
 got all that is sent to it before it writes.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import FLOOR, NOTHING, Lane, Words, Work
@@ -205,10 +206,10 @@ def _number(m: Any, bits: Words) -> Any:
 # The output.
 
 
-def sum_up(lane: Lane, acc: list[Words]) -> tuple[Words, Any, Any]:
+def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     """The sum of all warps of the cluster, in the order of their numbers.
 
-    Returns:
+    Yields:
       Four neighbours of the output `[16, Dv]`, the place of the first, and whether this lane
       has any.
     """
@@ -236,12 +237,11 @@ def sum_up(lane: Lane, acc: list[Words]) -> tuple[Words, Any, Any]:
         to = lane.place("partial_out") + (lane.rank * slice_ + at % slice_) * 4
         m.push(lane.barrier(OUTPUT), to, total, at // slice_)
     m.wait_for_bytes(lane.barrier(OUTPUT))
-    assert slice_ <= 4 * threads
-    at = lane.thread * 4
-    mine, at = at < slice_, m.smaller(at, slice_ - 4)
-    total = [m.word(0.0)] * 4
-    for rank in range(cluster):
-        part = m.read_words(lane.place("partial_out") + at * 4, 4, 4 * slice_ * rank)
-        total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
-    return total, lane.rank * slice_ + at, mine
-
+    for first in range(0, slice_, 4 * threads):
+        at = lane.thread * 4 + first
+        mine, at = at < slice_, m.smaller(at, slice_ - 4)
+        total = [m.word(0.0)] * 4
+        for rank in range(cluster):
+            part = m.read_words(lane.place("partial_out") + at * 4, 4, 4 * slice_ * rank)
+            total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
+        yield total, lane.rank * slice_ + at, mine

@@ -37,7 +37,8 @@ def warp_kernel(
     """`program` in every warp of the kernel's grid, rows and CTAs of a row.
 
     Args:
-      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`).
+      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; of a kernel
+        in clusters rows times cluster).
       program: as above; lanes that have nothing to do must not write.
       shared: shapes of the int32 arrays in shared memory, for the whole CTA.
       kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
@@ -47,6 +48,8 @@ def warp_kernel(
       instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
     """
     cluster = kernel.cluster
+    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
+    grid = (kernel.grid[0] // cluster, cluster) if clusters else kernel.grid
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
@@ -54,7 +57,7 @@ def warp_kernel(
             program,
             SimpleNamespace(**kernel.sizes),
             outputs=kernel.outputs,
-            grid=kernel.grid,
+            grid=grid,
             warps=warps,
             shared=shared,
             kv_heads=kv_heads,
@@ -74,7 +77,7 @@ def warp_kernel(
         places = [lax.axis_index("row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        places += [lax.axis_index("group" if cluster == 1 else "rank")]
+        places += [lax.axis_index("rank" if clusters else "group")]
         traced = kernel.any_length  # else integers of the program's text
 
         def run(*arguments):
@@ -85,12 +88,11 @@ def warp_kernel(
         warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
     threads = {} if warps == WARPS else {"num_threads": warps // WARPS, "thread_name": "wg"}
-    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     return plgpu.kernel(
         body,
         out_type=outputs,
-        grid=(kernel.grid[0], kernel.grid[1] // cluster),
-        grid_names=("row", "group"),
+        grid=grid[:1] if clusters else grid,
+        grid_names=("row",) if clusters else ("row", "group"),
         **clusters,
         **threads,
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],

@@ -257,7 +257,7 @@ def decode(spec: Decode) -> Kernel:
             "indices": Array((spec.tokens, spec.Hkv, spec.n), "int32"),
         },
         sizes={"pages": spec.pages, "table_pages": spec.table_pages},
-        grid=(spec.tokens * spec.Hkv, spec.variant.cluster),
+        grid=(spec.tokens * spec.Hkv * spec.variant.cluster,),
         cluster=spec.variant.cluster,
         source="kernels_pallas.specs.decode:decode",
     )
