@@ -50,7 +50,9 @@ def problem(spec: Decode, lengths, seed=0, zero_query=False) -> Problem:
             for width in (spec.D, spec.Dv)
         ]
         for b, length in enumerate(lengths):
-            first, count = (lead, compressed(spec, length)) if slots < spec.block else (0, length)
+            first, count = (
+                (lead, compressed(spec, length)) if slots < spec.block else (0, length)
+            )
             written = [normal(count, spec.Hkv, width) for width in (spec.D, spec.Dv)]
             for i in range(count):
                 page, place = divmod(i + first, slots)
@@ -77,14 +79,18 @@ def compressed(spec: Decode, length: int) -> int:
     return (length - spec.compress_block) // spec.stride + 1
 
 
-def attend(query, keys, values, scale):
+def exact(x):
+    return x
+
+
+def attend(query, keys, values, scale, rounded=exact):
     """Output `[G, Dv]` and probabilities `[G, keys]` of one token; 0 where there is no key."""
     if not len(keys):
         return np.zeros((len(query), values.shape[1])), np.zeros((len(query), 0))
     s = query @ keys.T * scale
     p = np.exp(s - s.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
-    return p @ values, p
+    return rounded(rounded(p) @ values), p
 
 
 def block_scores(spec: Decode, p, blocks: int):
@@ -106,9 +112,11 @@ def selected(spec: Decode, score) -> list[int]:
     return sorted(forced | set(others[: spec.n - len(forced)]))
 
 
-def one_token(made: Problem, b: int, i: int, g: int, chosen=None):
-    """Output `[G, Dv]`, scores and blocks of token `i` of row `b` and key/value head `g`;
-    `chosen`: blocks to attend to in place of its own.
+def one_token(made: Problem, b: int, i: int, g: int, chosen=None, rounded=exact):
+    """Output `[G, Dv]`, scores and blocks of token `i` of row `b` and key/value head `g`.
+
+    `chosen`: blocks to attend to in place of its own; `rounded`: what low precision does to
+    probabilities and to the output of a branch.
     """
     spec = made.spec
     seen = made.lengths[b] - spec.q_len + i + 1
@@ -121,14 +129,17 @@ def one_token(made: Problem, b: int, i: int, g: int, chosen=None):
         for branch in ("compressed", "selected", "sliding")
     )
     count = compressed(spec, seen)
-    out_compressed, p = attend(query, ck[:count], cv[:count], spec.scale)
+    out_compressed, p = attend(query, ck[:count], cv[:count], spec.scale, rounded)
     score = block_scores(spec, p, -(-seen // spec.block))
     blocks = selected(spec, score)
     used = blocks if chosen is None else chosen
     keys = [u for u in range(seen) if u // spec.block in used]
-    outs = [out_compressed, attend(query, sk[keys], sv[keys], spec.scale)[0]]
     first = max(seen - spec.window, 0)
-    outs.append(attend(query, wk[first:seen], wv[first:seen], spec.scale)[0])
+    outs = [
+        out_compressed,
+        attend(query, sk[keys], sv[keys], spec.scale, rounded)[0],
+        attend(query, wk[first:seen], wv[first:seen], spec.scale, rounded)[0],
+    ]
     gates = gates_of(made)[token, heads].astype(np.float64)
     return sum(gates[:, c, None] * out for c, out in enumerate(outs)), score, blocks
 

@@ -146,8 +146,7 @@ class ClusterWarps(Warps):
         found = []
         for i in range(count):
             cta, index = (
-                np.broadcast_to(x, self.shape)
-                for x in self._shared(address, offset + 4 * i)
+                np.broadcast_to(x, self.shape) for x in self._shared(address, offset + 4 * i)
             )
             here = self._here(True)
             if not self._mine(self.writer[cta, index])[here].all():

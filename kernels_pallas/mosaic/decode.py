@@ -255,9 +255,7 @@ class _Step:
             some = start >= 0
             return m.larger(start, 0), m.word(0), m.where(some, work.seen, 0)
 
-        state = self._score(
-            self.selected, self.queue.limit, self.compressed_s2, keys, True
-        )
+        state = self._score(self.selected, self.queue.limit, self.compressed_s2, keys, True)
         exchange.tell(lane, exchange.SELECTED, state)
         m.wait_for_bytes(lane.barrier(exchange.SELECTED))
 

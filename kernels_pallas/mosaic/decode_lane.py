@@ -112,4 +112,3 @@ class Work:
     def sliding_key(self, lane: Lane, i: Any) -> Any:
         """The first key of the warp's strip `i` of the sliding branch."""
         return self.window_start + (lane.number + i * lane.spec.cluster_warps) * STRIP
-

@@ -167,15 +167,13 @@ def sync_cta() -> None:
 def open_barriers(address: Word, bytes_: Sequence[Number]) -> None:
     """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came."""
 
-    def initialise():
-        for i, _ in enumerate(bytes_):
-            _do(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;", address)
-        _do("fence.mbarrier_init.release.cluster;")
-        for i, count in enumerate(bytes_):
-            text = "mbarrier.arrive.expect_tx.shared::cta.b64"
-            _do(f"{text} _, [$0+{8 * i}], $1;", address, count)
-
-    warp.when(warp.same(warp.warp_of_cta() * 32 + warp.lane(), 0), initialise)
+    first = warp.same(warp.warp_of_cta() * 32 + warp.lane(), 0)
+    for i, _ in enumerate(bytes_):
+        _only(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;", address, only=first)
+    _do("fence.mbarrier_init.release.cluster;")
+    for i, count in enumerate(bytes_):
+        text = "mbarrier.arrive.expect_tx.shared::cta.b64"
+        _only(f"{text} _, [$0+{8 * i}], $1;", address, count, only=first)
     _do("barrier.cluster.arrive.relaxed.aligned;", together=True)
 
 

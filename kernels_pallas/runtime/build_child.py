@@ -208,7 +208,9 @@ def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubi
     wanted = driver.cluster_attributes(kernel.cluster)
     if launched.attributes != tuple((x.number, *x.value[:3]) for x in wanted):
         expected = f"those of a cluster of {kernel.cluster}"
-        raise ValueError(f"its launch has attributes {launched.attributes}, expected {expected}")
+        raise ValueError(
+            f"its launch has attributes {launched.attributes}, expected {expected}"
+        )
     grid = (*reversed(kernel.grid), 1, 1, 1)[:3]
     if kernel.grid and grid != launched.grid:
         raise ValueError(f"its grid must be {grid}, by its description, got {launched.grid}")

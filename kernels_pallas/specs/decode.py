@@ -13,7 +13,7 @@ import dataclasses
 from typing import NamedTuple, Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
-from kernels_pallas.specs.tile import LANES, SMEM_BYTES, SMEM_HALF, cdiv
+from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
 
 STRIP = 16  # keys that a product of a warp takes
 HEADS = 16  # query rows of a product; those beyond the group are idle
@@ -35,11 +35,14 @@ class Variant(NamedTuple):
     capacity: int  # pages of a row at most
 
 
-# By pages of a row. For few clusters: all of an SM for one CTA; else two CTAs share an SM.
+# What is compiled, by capacity and then by preference: all of an SM for one CTA, or half.
 WHOLE_SM = (
     Variant(4, 8, 4, 128),
+    Variant(4, 8, 2, 128),
     Variant(4, 8, 4, 512),
+    Variant(4, 8, 2, 512),
     Variant(4, 8, 4, 1024),
+    Variant(4, 8, 2, 1024),
     Variant(8, 8, 2, 2560),
 )
 HALF_SM = (Variant(2, 4, 2, 128), Variant(4, 4, 2, 512), Variant(8, 4, 2, 1024))
@@ -75,7 +78,7 @@ class Decode:
     table_pages: int
     dtype: str
     scale: float
-    variant: Variant
+    variant: Variant = WHOLE_SM[0]
     separate_gates: bool = False
     interpret: bool | object = False
     any_length: bool = False
@@ -196,6 +199,9 @@ def why_not(spec: Decode) -> str | None:
             return f"the decode kernel takes {name} of {words}, got {value}"
     if spec.H % spec.Hkv:
         return f"the decode kernel takes H of a multiple of Hkv, got {spec.H} and {spec.Hkv}"
+    if spec.table_pages > spec.variant.capacity and not spec.any_length:
+        most, got = spec.variant.capacity, spec.table_pages
+        return f"the decode kernel takes page tables of up to {most} columns, got {got}"
     if (needed := spec.offsets["end"]) > SMEM_BYTES - RESERVED:
         limit = SMEM_BYTES - RESERVED
         return f"the decode kernel has {limit} bytes of shared memory, needs {needed}"
@@ -263,12 +269,17 @@ def decode(spec: Decode) -> Kernel:
     )
 
 
-def variant_of(rows: int, table_pages: int) -> Variant | None:
-    """The variant for `rows` pairs of a query token and a key/value head, None where the table
-    is too long. By occupancy: not yet measured.
+def with_variant(spec: Decode) -> Decode:
+    """`spec` with the variant for its batch and its page table.
+
+    A CTA that has an SM to itself draws more of the bandwidth, as long as there is an SM for
+    each; by these counts alone, not yet measured. Where none has the capacity or fits, that
+    of the most pages, of which `why_not` says why.
     """
-    fitting = [x for x in WHOLE_SM if x.capacity >= table_pages]
-    if fitting and rows * fitting[0].cluster <= SMS:
-        return fitting[0]
-    halves = [x for x in HALF_SM if x.capacity >= table_pages]
-    return (halves or fitting or [None])[0]
+    whole, half = (
+        [x for x in (dataclasses.replace(spec, variant=y) for y in each) if not why_not(x)]
+        for each in (WHOLE_SM, HALF_SM)
+    )
+    ctas = spec.tokens * spec.Hkv * whole[0].variant.cluster if whole else 0
+    candidates = half + whole if ctas > SMS else whole + half
+    return (candidates or [dataclasses.replace(spec, variant=WHOLE_SM[-1])])[0]
