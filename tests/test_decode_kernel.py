@@ -16,6 +16,7 @@ from kernels_pallas.specs.decode import Decode, Variant, decode, why_not, with_v
 from kernels_pallas.specs.tile import SMEM_BYTES
 from tests import cross_compile
 from tests import decode_oracle as oracle
+from tests.test_block_query_lists import needs_gpu
 
 PAPER = Decode(
     B=1,
@@ -74,7 +75,11 @@ def check(lengths, seed=0, zero_query=False, **sizes):
     """Runs a case against the oracle; gives the share of lists that are those of float64."""
     spec = dataclasses.replace(PAPER, B=len(lengths), **sizes)
     made = oracle.problem(spec, lengths, seed, zero_query)
-    out, indices = run(spec, made)
+    return compare(made, *run(spec, made))
+
+
+def compare(made, out, indices):
+    spec = made.spec
     rounded = in_dtype(spec.dtype)
     wanted, rough = np.zeros(out.shape), np.zeros(out.shape)
     alike = []
@@ -122,7 +127,6 @@ def test_the_same_bits_alone_and_with_another_capacity():
     both = oracle.problem(spec, [1290, 700])
     out, indices = run(spec, both)
     columns = np.full((1, 40), -1, np.int32)
-    alone = {name: x[:1] for name, x in both.arrays.items() if not name.endswith("_key")}
     own = both.arrays["page_table"][:1, :60]
     alone = both.arrays | {
         name: both.arrays[name][:1] for name in ("query", "gates", "lengths")
@@ -148,6 +152,8 @@ def test_a_length_beyond_the_table_is_that_of_the_table():
 
 
 # Mutants.
+
+SMALL = {"lengths": [652, 641, 611], "n": 6, "window": 130}
 
 
 def work(**changes):
@@ -205,6 +211,7 @@ MUTANTS = {
     ),
     "a barrier expects too few bytes": (decode_exchange, "expected_bytes", fewer_bytes),
     "warps do not meet": (ClusterWarps, "sync_cta", lambda self: None),
+    "lanes do not meet": (ClusterWarps, "sync", lambda self: None),
     "nobody waits for the cluster": (ClusterWarps, "wait_for_cluster", lambda self: None),
     "nobody waits for what was pushed": (ClusterWarps, "wait_for_bytes", lambda self, x: None),
     "the scale is 1 % too large": (decode_exchange, "LOG2E", decode_exchange.LOG2E * 1.01),
@@ -215,11 +222,12 @@ MUTANTS = {
 def test_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError)):
-        assert check([1393], zero_query=name.startswith("ties")) == 1
+        assert check(**SMALL, zero_query=name.startswith("ties")) == 1
 
 
-def test_the_mutants_case_is_right():
-    assert check([1393]) == 1
+@pytest.mark.parametrize("zero_query", [False, True])
+def test_the_mutants_case_is_right(zero_query):
+    assert check(**SMALL, zero_query=zero_query) == 1
 
 
 # What is refused, and which variant is taken.
@@ -270,8 +278,10 @@ def test_a_table_too_long_for_all_variants_says_so():
 
 # Compiled for Hopper.
 
-COMPILED = [{"variant": list(x)} for x in (*specs.WHOLE_SM, *specs.HALF_SM)]
-COMPILED += [
+COMPILED = [
+    {"variant": [4, 8, 4, 1024]},
+    {"variant": [8, 8, 2, 2560]},
+    {"variant": [2, 4, 2, 128]},
     {"variant": [4, 8, 2, 512], "D": 192},
     {
         "variant": [4, 8, 4, 128],
@@ -280,8 +290,13 @@ COMPILED += [
         "separate_gates": True,
         "dtype": "float16",
     },
-    {"variant": [4, 8, 4, 512], "block": 128, "n": 16, "compress_block": 64},
 ]
+OTHERS = [
+    *({"variant": list(x)} for x in (*specs.WHOLE_SM, *specs.HALF_SM)),
+    {"variant": [4, 8, 4, 512], "block": 128, "compress_block": 64},
+    {"variant": [16, 8, 4, 1024]},
+]
+OTHERS = [x for x in OTHERS if x not in COMPILED]
 
 
 def compiled(**sizes):
@@ -290,9 +305,12 @@ def compiled(**sizes):
     return decode(dataclasses.replace(PAPER, **sizes)).for_any_length()
 
 
-def test_every_variant_fits_the_chip():
-    reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in COMPILED])
-    for sizes, report in zip(COMPILED, reports, strict=True):
+@pytest.mark.parametrize(
+    "each", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_every_variant_fits_the_chip(each):
+    reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in each])
+    for sizes, report in zip(each, reports, strict=True):
         assert report["spill_store_bytes"] == report["spill_load_bytes"] == 0, (sizes, report)
         assert report["registers"] <= 255 and report["shared_bytes"] <= SMEM_BYTES
         assert not report["remarks"] and not report["stack_bytes"], (sizes, report)
@@ -327,3 +345,43 @@ def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
         assert numbers[2:] == sorted(addresses)
     """
     cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_a_gpu(name):
+    """Against the oracle, a hundred times the same bits, and from a CUDA graph."""
+    import torch
+
+    from interop.launch import launch
+
+    lengths, sizes = CASES[name]
+    sizes = {"B": len(lengths), "interpret": False} | sizes
+    made = oracle.problem(dataclasses.replace(PAPER, **sizes), lengths)
+    kernel, dtype = decode(made.spec), getattr(torch, made.spec.dtype)
+
+    def tensor(x):
+        plain = x.view(np.int16) if x.itemsize == 2 else x
+        found = torch.from_numpy(np.ascontiguousarray(plain)).cuda()
+        return found.view(dtype) if x.itemsize == 2 else found
+
+    def numpy(out, indices):
+        half = np.dtype(getattr(ml_dtypes, made.spec.dtype, made.spec.dtype))
+        return out.view(torch.int16).cpu().numpy().view(half), indices.cpu().numpy()
+
+    tensors = [tensor(x) for x in made.arrays.values()]
+    first = launch(kernel, *tensors)
+    assert compare(made, *numpy(*first)) > 0.9
+    for _ in range(100):
+        for x, y in zip(first, launch(kernel, *tensors), strict=True):
+            assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch(kernel, *tensors)
+    shorter = [length // 2 for length in lengths]
+    tensors[list(made.arrays).index("lengths")].copy_(torch.tensor(shorter, dtype=torch.int32))
+    graph.replay()
+    half = launch(kernel, *tensors)
+    for x, y in zip(captured, half, strict=True):
+        assert torch.equal(x.view(torch.int16), y.view(torch.int16))
