@@ -8,7 +8,30 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from kernels_pallas.specs.decode import Decode
+from kernels_pallas.specs.decode import Decode, Variant
+
+# The paper's sizes; 8 warps, whose strips are many.
+PAPER = Decode(
+    B=1,
+    q_len=1,
+    H=16,
+    Hkv=1,
+    D=128,
+    Dv=128,
+    compress_block=32,
+    stride=16,
+    block=64,
+    n=16,
+    num_initial=1,
+    num_local=2,
+    window=512,
+    pages=90,
+    table_pages=80,
+    dtype="bfloat16",
+    scale=128**-0.5,
+    variant=Variant(2, 4, 2, 128),
+    interpret=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The decode kernel: its program on emulated lanes against the oracle, and compiled for Hopper."""
 
 import dataclasses
+import json
 import textwrap
 
 import ml_dtypes
@@ -11,34 +12,15 @@ from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
 from kernels_pallas.mosaic import decode_exchange, decode_lane, decode_streams
 from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
+from kernels_pallas.runtime import description
 from kernels_pallas.specs import decode as specs
-from kernels_pallas.specs.decode import Decode, Variant, decode, why_not, with_variant
+from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
 from kernels_pallas.specs.tile import SMEM_BYTES
 from tests import cross_compile
 from tests import decode_oracle as oracle
+from tests.decode_oracle import PAPER
 from tests.test_block_query_lists import needs_gpu
 
-PAPER = Decode(
-    B=1,
-    q_len=1,
-    H=16,
-    Hkv=1,
-    D=128,
-    Dv=128,
-    compress_block=32,
-    stride=16,
-    block=64,
-    n=16,
-    num_initial=1,
-    num_local=2,
-    window=512,
-    pages=90,
-    table_pages=80,
-    dtype="bfloat16",
-    scale=128**-0.5,
-    variant=Variant(2, 4, 2, 128),
-    interpret=True,
-)
 EIGHT_WARPS = Variant(4, 8, 4, 128)
 # Borders of the stride, of a compressed token, of a block, of the window and of the n blocks.
 BORDERS = [0, 1, 15, 16, 31, 32, 47, 48, 63, 64, 65, 511, 512, 513, 1023, 1025]
@@ -133,7 +115,7 @@ def test_the_same_bits_alone_and_with_another_capacity():
     }
     alone["page_table"] = np.concatenate([own, columns], 1)
     other = dataclasses.replace(
-        spec, B=1, table_pages=100, variant=spec.variant._replace(capacity=512)
+        spec, B=1, table_pages=100, variant=dataclasses.replace(spec.variant, capacity=512)
     )
     found, blocks = run(other, dataclasses.replace(both, arrays=alone))
     np.testing.assert_array_equal(found.view(np.int16), out[:1].view(np.int16))
@@ -244,6 +226,7 @@ def test_the_mutants_case_is_right(zero_query):
         ({"n": 33}, "num_selected of 1 to 32, got 33"),
         ({"block": 96}, "select_block / compress_stride of 1, 2, 4, 8 or 16, got 6"),
         ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
+        ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 4, 8 or 16, got 1"),
         ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
         ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
         ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
@@ -292,7 +275,7 @@ COMPILED = [
     },
 ]
 OTHERS = [
-    *({"variant": list(x)} for x in (*specs.WHOLE_SM, *specs.HALF_SM)),
+    *({"variant": list(dataclasses.astuple(x))} for x in (*specs.WHOLE_SM, *specs.HALF_SM)),
     {"variant": [4, 8, 4, 512], "block": 128, "compress_block": 64},
     {"variant": [16, 8, 4, 1024]},
 ]
@@ -327,11 +310,19 @@ def test_one_kernel_serves_all_batches_pools_and_tables():
     assert generic() is not generic(q_len=2)
 
 
+def test_another_process_can_describe_it():
+    kernel = decode(dataclasses.replace(PAPER, interpret=False)).for_any_length()
+    there = json.loads(json.dumps(description.describe(kernel)))
+    assert description.described(there) is kernel
+
+
 def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
     script = """
+        import dataclasses
         from kernels_pallas.runtime import build_child
+        from kernels_pallas.specs.decode import decode
         from tests import runtime_oracle as oracle
-        from tests.test_decode_kernel import PAPER, decode, dataclasses
+        from tests.decode_oracle import PAPER
 
         kernel = decode(dataclasses.replace(PAPER, B=3, Hkv=1, q_len=2, interpret=False))
         wanted = oracle.plugin(kernel)

@@ -245,7 +245,7 @@ class ClusterWarps(Warps):
         for i, x in enumerate(words):
             _, index = self._shared(address, 4 * i, only)
             self._write(there, index, x, only, number)
-        np.add.at(self.came, (there[here], number), 4 * len(words))
+        np.add.at(self.came[:, number], there[here], 4 * len(words))
 
     def wait_for_bytes(self, barrier):
         self._must_be_all("wait_for_bytes")

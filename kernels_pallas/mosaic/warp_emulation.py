@@ -39,7 +39,7 @@ class Warps:
         self.cta = np.repeat(np.arange(ctas, dtype=np.int32), warps)[:, None]
         self.memory = np.full((ctas, shared_bytes // 4), GARBAGE, np.int32)
 
-    def word(self, x):
+    def word(self, x: Any) -> np.ndarray:
         if not isinstance(x, np.ndarray):
             x = np.float32(x) if isinstance(x, float) else np.int32(x)
         return np.broadcast_to(x, self.shape)

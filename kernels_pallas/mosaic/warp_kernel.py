@@ -48,8 +48,8 @@ def warp_kernel(
       instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
     """
     cluster = kernel.cluster
-    clusters = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
-    grid = (kernel.grid[0] // cluster, cluster) if clusters else kernel.grid
+    in_clusters = cluster > 1
+    grid = (kernel.grid[0] // cluster, cluster) if in_clusters else kernel.grid
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
@@ -77,7 +77,7 @@ def warp_kernel(
         places = [lax.axis_index("row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        places += [lax.axis_index("rank" if clusters else "group")]
+        places += [lax.axis_index("rank" if in_clusters else "group")]
         traced = kernel.any_length  # else integers of the program's text
 
         def run(*arguments):
@@ -87,14 +87,16 @@ def warp_kernel(
 
         warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
-    threads = {} if warps == WARPS else {"num_threads": warps // WARPS, "thread_name": "wg"}
+    warpgroups = warps // WARPS
     return plgpu.kernel(
         body,
         out_type=outputs,
-        grid=grid[:1] if clusters else grid,
-        grid_names=("row",) if clusters else ("row", "group"),
-        **clusters,
-        **threads,
+        grid=grid[:1] if in_clusters else grid,
+        grid_names=("row",) if in_clusters else ("row", "group"),
+        cluster=(cluster,) if in_clusters else (),
+        cluster_names=("rank",) if in_clusters else (),
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name="warpgroup" if warpgroups > 1 else None,
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
         compiler_params=operands.PARAMS,
     )

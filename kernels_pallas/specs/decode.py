@@ -10,7 +10,7 @@ pages of a row, of which shared memory keeps the numbers, the scores and the log
 """
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
@@ -26,13 +26,21 @@ RESERVED = 1024  # of shared memory, for Mosaic
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 
 
-class Variant(NamedTuple):
-    """What one compiled kernel has of the machine."""
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What one compiled kernel has of the machine.
 
-    cluster: int  # CTAs
-    warps: int  # of a CTA
-    stages: int  # of a warp's ring
-    capacity: int  # pages of a row at most
+    Attributes:
+      cluster: CTAs.
+      warps: of a CTA.
+      stages: of a warp's ring, a power of two.
+      capacity: pages of a row at most.
+    """
+
+    cluster: int
+    warps: int
+    stages: int
+    capacity: int
 
 
 # What is compiled, by capacity and then by preference: all of an SM for one CTA, or half.
@@ -192,6 +200,9 @@ def why_not(spec: Decode) -> str | None:
         "num_selected": (spec.n, range(1, LANES + 1), f"1 to {LANES}"),
         "select_block / compress_stride": (spec.per_page, (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"),
         "select_block": (spec.block, (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
+        "cluster": (spec.variant.cluster, (2, 4, 8, 16), "2, 4, 8 or 16"),
+        "warps": (spec.variant.warps, (4, 8), "4 or 8"),
+        "stages": (spec.variant.stages, (2, 4, 8), "2, 4 or 8"),
         "dtype": (spec.dtype, ("bfloat16", "float16"), "bfloat16 or float16"),
     }
     for name, (value, allowed, words) in limits.items():
