@@ -11,11 +11,17 @@ import pytest
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
 from kernels_pallas.mosaic import decode_exchange, decode_lane, decode_streams
+from kernels_pallas.mosaic.capability import interpreted
 from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
 from kernels_pallas.runtime import description
 from kernels_pallas.specs import decode as specs
 from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
 from kernels_pallas.specs.tile import SMEM_BYTES
+from nsa_jax import mosaic_decode
+from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_jax.paged_layout import PagedArrays
+from nsa_jax.types import Branches
 from tests import cross_compile
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
@@ -131,6 +137,23 @@ def test_a_length_beyond_the_table_is_that_of_the_table():
     )
     for x, y in zip(run(spec, longer), wanted, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_the_step_runs_on_a_paged_cache():
+    """As the steps call it, one array of keys and values for the selected and sliding branch."""
+    lengths, config = [652, 65], NSAConfig(num_selected=6, window=130)
+    wide = {"n": 6, "window": 130, "variant": EIGHT_WARPS, "separate_gates": True}
+    made = oracle.problem(dataclasses.replace(PAPER, B=2, **wide), lengths)
+    for name in ("key", "value"):
+        made.arrays[f"sliding_{name}"] = made.arrays[f"selected_{name}"]
+    query, *gates = list(made.arrays.values())[:4]
+    names = "selected_key", "selected_value", "compressed_key", "compressed_value"
+    cache = PagedArrays(config, *(made.arrays[name] for name in names))
+    rest = made.arrays["page_table"], made.arrays["lengths"], None
+    with interpreted(True):
+        found = mosaic_decode.attention(JAX_OPS, query, Branches(*gates), cache, *rest)
+    for x, y in zip(found, run(made.spec, made), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
 
 
 # Mutants.
