@@ -45,6 +45,7 @@ class ClusterWarps(Warps):
         self.copies: list[list] = []  # mask, group, destination, words
         self.expected = np.full((ctas, BARRIERS), -1)
         self.came = np.zeros((ctas, BARRIERS), np.int64)
+        self.opened = False  # whether neighbours may be written to
 
     # Numbers of a lane.
 
