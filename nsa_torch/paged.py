@@ -75,12 +75,14 @@ class PagedCache(PagedArrays):
         config: NSAConfig = NSAConfig(),
         compressed_key: Tensor | None = None,
         compressed_value: Tensor | None = None,
+        separate: bool = False,
     ) -> Self:
         """A cache on pages that another manager owns, in place.
 
         Args:
-          key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
+          key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None: made here, zeros.
+          separate: whether each branch has keys and values of its own, in pages made here, zeros.
 
         Raises:
           ValueError: shapes or dtypes that do not fit, such as pages of another size than
@@ -102,9 +104,9 @@ class PagedCache(PagedArrays):
             compressed_key = key_pages.new_zeros(*shape, key_pages.shape[3])
             compressed_value = value_pages.new_zeros(*shape, value_pages.shape[3])
         cache = cls.__new__(cls)
-        PagedArrays.__init__(
-            cache, config, key_pages, value_pages, compressed_key, compressed_value
-        )
+        arrays = key_pages, value_pages, compressed_key, compressed_value
+        own = [torch.zeros_like(x) for x in arrays[:2] * 2] if separate else []
+        PagedArrays.__init__(cache, config, *arrays, *own)
         validate_paged.pages(cache)
         checks.devices(key_pages, {name: x for name, x in cache.tensors().items()})
         return cache

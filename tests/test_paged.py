@@ -296,6 +296,8 @@ def test_adopted_pages_are_written_in_place():
         compressed_value=compressed[1],
     )
     assert again.compressed_key is compressed[0]
+    own = nsa_torch.PagedCache.view(key, value, config=SMALL, separate=True)
+    assert own.separate and own.raw_value.shape == value.shape and own.selected_key is key
     with pytest.raises(ValueError, match="pages of select_block=16 tokens, got 8"):
         nsa_torch.PagedCache.view(key[:, :8], value[:, :8], config=SMALL)
     with pytest.raises(ValueError, match="must both be given"):
