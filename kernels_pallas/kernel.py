@@ -56,6 +56,8 @@ class Kernel:
       names: of the inputs, then of the outputs (`Kernel.named`).
       sizes: the numbers of the body that follow from lengths, by name.
       grid: CTAs, at most two axes.
+      cluster: how many CTAs, neighbours on the grid's last axis, run together and reach each
+        other's shared memory.
       source: `module:function` that describes it from its spec, where it can be compiled for
         any length.
     """
@@ -69,6 +71,7 @@ class Kernel:
     names: tuple[str, ...] = ()
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     grid: tuple[int, ...] = ()
+    cluster: int = 1
     source: str = ""
 
     @classmethod
@@ -83,6 +86,7 @@ class Kernel:
         in_place: bool = False,
         sizes: Mapping[str, int] | None = None,
         grid: tuple[int, ...] = (),
+        cluster: int = 1,
         source: str = "",
     ) -> Self:
         """A kernel whose body finds its refs by these names (`mosaic.refs.build_kernel`).
@@ -94,7 +98,7 @@ class Kernel:
             inputs = {f"{SIZE}{size}": CARRIER for size in sizes} | dict(inputs)
         arrays = tuple(inputs.values()), tuple(outputs.values())
         names = (*inputs, *outputs)
-        return cls(name, spec, body, *arrays, in_place, names, sizes, grid, source)
+        return cls(name, spec, body, *arrays, in_place, names, sizes, grid, cluster, source)
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):

@@ -30,6 +30,7 @@ def built_of(kernel, image=b"\x7fELF image"):
         name=kernel.name,
         entry="body",
         block=(128, 1, 1),
+        cluster=1,
         shared_bytes=0,
         attributes=(),
         parameters=parameters,

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
-type Number = "Word | int"
+type Number = "Word | int | float"
 
 
 def _i32():
@@ -23,7 +23,7 @@ def _i32():
 
 
 class Word:
-    """An integer, a float32 or a truth value of each lane; a Python integer is a constant.
+    """An integer, a float32 or a truth value of each lane; a Python number is a constant.
 
     Comparisons are of signed integers; `//` and `%` are for integers from 0; `>>` fills with
     zeros.
@@ -86,7 +86,9 @@ class Word:
 
 
 def word(x: Number) -> Word:
-    return x if isinstance(x, Word) else Word(utils.c(x, _i32()))
+    if isinstance(x, Word):
+        return x
+    return Word(utils.c(x, ir.F32Type.get() if isinstance(x, float) else _i32()))
 
 
 def _apply(operation, *operands: Number) -> Word:
@@ -94,7 +96,11 @@ def _apply(operation, *operands: Number) -> Word:
 
 
 def _compare(kind, a, b) -> Word:
-    return Word(arith.cmpi(getattr(arith.CmpIPredicate, kind), word(a).value, word(b).value))
+    a, b = word(a), word(b)
+    if a.real:
+        ordered = getattr(arith.CmpFPredicate, "O" + kind.removeprefix("s").upper())
+        return Word(arith.cmpf(ordered, a.value, b.value))
+    return Word(arith.cmpi(getattr(arith.CmpIPredicate, kind), a.value, b.value))
 
 
 def same(a: Number, b: Number) -> Word:
@@ -119,7 +125,7 @@ def smaller(a: Number, b: Number) -> Word:
 
 
 def larger(a: Number, b: Number) -> Word:
-    return _apply(arith.maxsi, a, b)
+    return _apply(arith.maximumf if word(a).real else arith.maxsi, a, b)
 
 
 def number(condition: Word) -> Word:
@@ -158,7 +164,12 @@ def lane() -> Word:
 
 def warp() -> Word:
     """Number of the warp in its warpgroup."""
-    return Word(utils.warp_idx()) % 4
+    return warp_of_cta() % 4
+
+
+def warp_of_cta() -> Word:
+    """Number of the warp in its CTA."""
+    return Word(utils.warp_idx())
 
 
 def _ptx(text: str, *operands: Number, result=None, together=False, reads=False) -> Word:
@@ -268,16 +279,27 @@ def put(address: Word, x: Number, only: Word) -> None:
     )
 
 
-def repeat(times: Number, body, state):
+def when(condition: Word, body) -> None:
+    """`body()` where `condition` holds, which is the same in all lanes."""
+    with utils.when(condition.value):
+        body()
+
+
+def repeat(times: Number, body, state, *, unrolled: bool = True):
     """`state = body(i, state)` for `i` below `times`; `state`: nested lists of words.
 
     `times` is the same in all lanes, or they part: what they do together then never ends.
+    `unrolled`: the compilers may write several turns one after the other.
     """
+    if not unrolled:
+        times = _ptx("mov.b32 $0, $1;", times, reads=True)  # which LLVM cannot count
 
     def values(tree):
         return jax.tree.map(lambda x: x.value, tree)
 
     def step(i, inner):
+        if not unrolled:
+            utils.inline_ptx('.pragma "nounroll";', has_side_effects=True)  # for ptxas
         return values(body(Word(i), jax.tree.map(Word, inner)))
 
     found = utils.fori(word(times).value, values(state))(step).results

@@ -39,8 +39,10 @@ class Warps:
         self.cta = np.repeat(np.arange(ctas, dtype=np.int32), warps)[:, None]
         self.memory = np.full((ctas, shared_bytes // 4), GARBAGE, np.int32)
 
-    def word(self, x):
-        return np.broadcast_to(x if isinstance(x, np.ndarray) else np.int32(x), self.shape)
+    def word(self, x: Any) -> np.ndarray:
+        if not isinstance(x, np.ndarray):
+            x = np.float32(x) if isinstance(x, float) else np.int32(x)
+        return np.broadcast_to(x, self.shape)
 
     # Instructions on the words of a lane.
 
@@ -57,10 +59,10 @@ class Warps:
         return np.where(condition, self.word(a), self.word(b))
 
     def smaller(self, a, b):
-        return np.minimum(a, b)
+        return np.minimum(self.word(a), self.word(b))
 
     def larger(self, a, b):
-        return np.maximum(a, b)
+        return np.maximum(self.word(a), self.word(b))
 
     def number(self, condition):
         return condition.astype(np.int32)
@@ -89,6 +91,9 @@ class Warps:
         return self.word(LANES)
 
     def warp(self):
+        return self.word(self.warp_in_cta)
+
+    def warp_of_cta(self):
         return self.word(self.warp_in_cta)
 
     def exchange(self, x, distance):
@@ -169,12 +174,20 @@ class Warps:
         at = tuple(np.broadcast_to(i, self.shape)[only] for i in at)
         array[at] = self.word(x)[only]
 
-    # Loops.
+    # Branches and loops.
 
-    def repeat(self, times, body, state):
+    def when(self, condition, body):
+        self._check_alike(condition)
+        outer, self.active = self.active, self.active & condition[..., :1]
+        try:
+            if self.active.any():
+                body()
+        finally:
+            self.active = outer
+
+    def repeat(self, times, body, state, *, unrolled=True):
         times = self.word(times)
-        if not (times == times[..., :1])[np.broadcast_to(self.active, self.shape)].all():
-            raise ValueError("the lanes of a warp must turn equally often: they would part")
+        self._check_alike(times)
         outer, times = self.active, times[..., :1]
         try:
             for i in range(np.max(times, initial=0, where=outer)):
@@ -183,6 +196,10 @@ class Warps:
         finally:
             self.active = outer
         return state
+
+    def _check_alike(self, x):
+        if not (x == x[..., :1])[np.broadcast_to(self.active, self.shape)].all():
+            raise ValueError("the lanes of a warp must take the same way: they would part")
 
     def _where_active(self, new, old):
         if self.active.all():
@@ -202,6 +219,7 @@ def run(
     warps: int,
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
+    machine: Callable[..., Warps] = Warps,
 ) -> tuple[np.ndarray, ...]:
     """What a program writes that runs as `warp_kernel.warp_kernel` says.
 
@@ -214,6 +232,7 @@ def run(
       warps: of a CTA.
       shared: shapes of int32 arrays in shared memory.
       kv_heads: as `warp_kernel.warp_kernel`.
+      machine: what has the instructions, made as `Warps` is.
     """
     arrays = [np.ascontiguousarray(x) for x in inputs]
     found = tuple(np.full(x.shape, GARBAGE, x.dtype) for x in outputs)
@@ -221,9 +240,9 @@ def run(
     offsets = [sum(room[:i]) for i in range(len(room))]
     ctas, of_row = math.prod(grid), grid[1]
     for first in range(0, ctas, CTAS):
-        machine = Warps(min(CTAS, ctas - first), warps, sum(room))
-        cta = first + machine.cta
-        row, group = divmod(cta, np.int32(of_row))
+        some = machine(min(CTAS, ctas - first), warps, sum(room))
+        row, group = divmod(first + some.cta, np.int32(of_row))
         places = [row] if kv_heads is None else [*divmod(row, np.int32(kv_heads))]
-        program(machine, sizes, *arrays, *found, *offsets, *map(machine.word, [*places, group]))
+        with np.errstate(all="ignore"):  # lanes whose results nobody wants
+            program(some, sizes, *arrays, *found, *offsets, *map(some.word, [*places, group]))
     return found

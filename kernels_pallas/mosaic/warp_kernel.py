@@ -11,7 +11,7 @@ Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 
 import functools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, refs, warp, warp_emulation
+from kernels_pallas.mosaic import cluster_emulation, operands, refs, warp, warp_emulation
 from kernels_pallas.specs.tile import WARPS
 
 
@@ -31,17 +31,25 @@ def warp_kernel(
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
     interpret: object = False,
+    warps: int = WARPS,
+    instructions: ModuleType = warp,
 ) -> Callable:
     """`program` in every warp of the kernel's grid, rows and CTAs of a row.
 
     Args:
-      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`).
+      kernel: states inputs, outputs, sizes and the grid (`specs.tile.warp_grid`; of a kernel
+        in clusters rows times cluster).
       program: as above; lanes that have nothing to do must not write.
       shared: shapes of the int32 arrays in shared memory, for the whole CTA.
       kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
       interpret: whether to emulate the warps on the host, from NumPy or JAX arrays, in `jit`
         too; any value that is true.
+      warps: of a CTA, a multiple of 4.
+      instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
     """
+    cluster = kernel.cluster
+    in_clusters = cluster > 1
+    grid = (kernel.grid[0] // cluster, cluster) if in_clusters else kernel.grid
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
@@ -49,10 +57,11 @@ def warp_kernel(
             program,
             SimpleNamespace(**kernel.sizes),
             outputs=kernel.outputs,
-            grid=kernel.grid,
-            warps=WARPS,
+            grid=grid,
+            warps=warps,
             shared=shared,
             kv_heads=kv_heads,
+            machine=_machine(instructions, cluster),
         )
 
         def call(*arrays):
@@ -68,21 +77,33 @@ def warp_kernel(
         places = [lax.axis_index("row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        places += [lax.axis_index("group")]
+        places += [lax.axis_index("rank" if in_clusters else "group")]
         traced = kernel.any_length  # else integers of the program's text
 
         def run(*arguments):
             words = arguments[len(arrays) + len(places) :] if traced else sizes.values()
             named = SimpleNamespace(**dict(zip(sizes, words, strict=True)))
-            program(warp, named, *arguments[: len(arrays) + len(places)])
+            program(instructions, named, *arguments[: len(arrays) + len(places)])
 
         warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
+    warpgroups = warps // WARPS
     return plgpu.kernel(
         body,
         out_type=outputs,
-        grid=kernel.grid,
-        grid_names=("row", "group"),
+        grid=grid[:1] if in_clusters else grid,
+        grid_names=("row",) if in_clusters else ("row", "group"),
+        cluster=(cluster,) if in_clusters else (),
+        cluster_names=("rank",) if in_clusters else (),
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name="warpgroup" if warpgroups > 1 else None,
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
         compiler_params=operands.PARAMS,
     )
+
+
+def _machine(instructions: ModuleType, cluster: int) -> Callable[..., warp_emulation.Warps]:
+    """What emulates these instructions."""
+    if instructions is warp:
+        return warp_emulation.Warps
+    return functools.partial(cluster_emulation.ClusterWarps, cluster=cluster)

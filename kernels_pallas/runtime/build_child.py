@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.runtime import cubin, description, lowering
+from kernels_pallas.runtime import cubin, description, driver, lowering
 
 DRIVER = "libcuda.so.1"
 ARGUMENT = 1 << 32  # distance of the addresses that tell arguments apart
@@ -64,7 +64,10 @@ class Map(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A launch as the recorder writes it down; its numbers as `cuLaunchKernelEx` gets them."""
+    """A launch as the recorder writes it down; its numbers as `cuLaunchKernelEx` gets them.
+
+    `attributes`: of the launch, each its number and the first three of its values.
+    """
 
     function: int
     stream: int
@@ -72,7 +75,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    attributes: int
+    attributes: tuple[tuple[int, int, int, int], ...]
     parameters: tuple[bytes, ...]
 
 
@@ -192,7 +195,8 @@ def launches() -> list[Launched]:
     for line in recorded():
         if line.pop("call") == "cuLaunchKernelEx":
             line["parameters"] = map(bytes.fromhex, line["parameters"])
-            for name in ("grid", "block", "parameters"):
+            line["attributes"] = map(tuple, line["attributes"])
+            for name in ("grid", "block", "attributes", "parameters"):
                 line[name] = tuple(line[name])
             found.append(Launched(**line))
     return found
@@ -201,8 +205,12 @@ def launches() -> list[Launched]:
 def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubin:
     sizes = tuple(kernel.sizes) if kernel.any_length else ()
     arguments = [*kernel.inputs, *kernel.outputs]
-    if launched.attributes:
-        raise ValueError(f"it has {launched.attributes} launch attributes, expected none")
+    wanted = driver.cluster_attributes(kernel.cluster)
+    if launched.attributes != tuple((x.number, *x.value[:3]) for x in wanted):
+        expected = f"those of a cluster of {kernel.cluster}"
+        raise ValueError(
+            f"its launch has attributes {launched.attributes}, expected {expected}"
+        )
     grid = (*reversed(kernel.grid), 1, 1, 1)[:3]
     if kernel.grid and grid != launched.grid:
         raise ValueError(f"its grid must be {grid}, by its description, got {launched.grid}")
@@ -234,6 +242,7 @@ def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubi
         name=kernel.name,
         entry=compiled.entry,
         block=launched.block,
+        cluster=kernel.cluster,
         shared_bytes=launched.shared_bytes,
         attributes=compiled.attributes,
         parameters=tuple(parameter(offset, packed) for (offset, _), packed in both),

@@ -108,6 +108,7 @@ class Cubin:
       name: of the kernel.
       entry: of its function in the image.
       block: threads of a CTA, by axis.
+      cluster: CTAs of a cluster, neighbours on the grid's first axis (CUDA's).
       shared_bytes: dynamic shared memory of a CTA.
       attributes: of the function.
       parameters: in the order of the function's.
@@ -122,6 +123,7 @@ class Cubin:
     name: str
     entry: str
     block: tuple[int, int, int]
+    cluster: int
     shared_bytes: int
     attributes: tuple[Attribute, ...]
     parameters: tuple[Parameter, ...]

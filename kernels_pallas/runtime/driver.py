@@ -10,6 +10,7 @@ from kernels_pallas.runtime.cubin import Cubin
 
 DRIVER = "libcuda.so.1"
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # What a driver says of machine code that a later ptxas made.
 TOO_NEW = (
     "CUDA_ERROR_INVALID_IMAGE",
@@ -17,6 +18,24 @@ TOO_NEW = (
     "CUDA_ERROR_INVALID_SOURCE",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
 )
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("value", ctypes.c_uint * 16),
+    )
+
+
+def cluster_attributes(cluster: int) -> ctypes.Array:
+    """The attributes of a launch in clusters of so many neighbours; none for 1."""
+    if cluster == 1:
+        return (LaunchAttribute * 0)()
+    value = (ctypes.c_uint * 16)(cluster, 1, 1)
+    return (LaunchAttribute * 1)(LaunchAttribute(CLUSTER, 0, value))
 
 
 class LaunchConfig(ctypes.Structure):

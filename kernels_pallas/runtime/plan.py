@@ -83,7 +83,7 @@ class LaunchPlan:
         grid: Sequence[int],
     ):
         """By `of`."""
-        self.cubin, self.sizes, self.grid = cubin, dict(sizes), _cuda_grid(cubin.name, grid)
+        self.cubin, self.sizes, self.grid = cubin, dict(sizes), _cuda_grid(cubin, grid)
         self._layout = layout
         self._bound: dict[tuple[int, ...], _Bound] = {}
         self._lock = threading.Lock()
@@ -172,10 +172,16 @@ class LaunchPlan:
             if error := encode(place, *head, base, *tail):
                 self._fail(f"cuTensorMapEncodeTiled of argument {argument}", error)
         places = layout.places(*[start + offset for offset in layout.offsets])
+        attributes = driver.cluster_attributes(self.cubin.cluster)
         config = driver.LaunchConfig(
-            self.grid, self.cubin.block, self.cubin.shared_bytes, stream
+            self.grid,
+            self.cubin.block,
+            self.cubin.shared_bytes,
+            stream,
+            ctypes.cast(attributes, ctypes.c_void_p) if attributes else None,
+            len(attributes),
         )
-        bound = _Bound(ctypes.byref(config), places, (memory, config))
+        bound = _Bound(ctypes.byref(config), places, (memory, config, attributes))
         with self._lock:
             if len(self._bound) >= REMEMBERED:
                 self._bound.pop(next(iter(self._bound)))
@@ -220,13 +226,16 @@ def _lay_out(
     )
 
 
-def _cuda_grid(name: str, grid: Sequence[int]) -> tuple[int, int, int]:
+def _cuda_grid(cubin: Cubin, grid: Sequence[int]) -> tuple[int, int, int]:
+    name = cubin.name
     x, y, z = (*reversed(grid), 1, 1, 1)[:3]
     within = all(1 <= n <= most for n, most in zip((x, y, z), LARGEST_GRID, strict=True))
     if not within or not 1 <= len(grid) <= 3:
         raise ValueError(
             f"the grid of {name}, reversed, must be within 1 and {LARGEST_GRID}, got {(x, y, z)}"
         )
+    if x % cubin.cluster:
+        raise ValueError(f"the last axis of {name}'s grid must be clusters, got {grid}")
     return x, y, z
 
 

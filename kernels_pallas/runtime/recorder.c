@@ -21,6 +21,10 @@ typedef struct {
   unsigned attribute_count;
 } LaunchConfig;  // CUlaunchConfig
 
+typedef struct {
+  unsigned number, padding, value[16];
+} LaunchAttribute;  // CUlaunchAttribute
+
 // What a tensor map holds here, in the 128 bytes in which a driver packs the same.
 typedef struct {
   uint64_t base, dims[5], strides[4];  // strides in bytes, of dims 1 and after
@@ -204,8 +208,12 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, void *in, void **parameter
       (unsigned long long)contexts[depth - 1]);
   say("\"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], ", grid[0], grid[1], grid[2], block[0],
       block[1], block[2]);
-  say("\"shared_bytes\": %u, \"attributes\": %u, \"parameters\": [", config->shared_bytes,
-      config->attribute_count);
+  say("\"shared_bytes\": %u, \"attributes\": [", config->shared_bytes);
+  const LaunchAttribute *attributes = config->attributes;
+  for (unsigned i = 0; i < config->attribute_count; i++)
+    say("%s[%u, %u, %u, %u]", i ? ", " : "", attributes[i].number, attributes[i].value[0],
+        attributes[i].value[1], attributes[i].value[2]);
+  say("], \"parameters\": [");
   for (int i = 0; i < parameter_count; i++) {
     say(i ? ", \"" : "\"");
     for (int j = 0; j < parameter_bytes[i]; j++) say("%02x", ((unsigned char *)parameters[i])[j]);

@@ -1,0 +1,247 @@
+"""What the warps of a cluster tell each other in a decode step.
+
+    S2 = scale log2(e) Q K^T     p = 2 ** (S2 - max) / sum     importance = sum of p over heads
+
+Each branch has two phases: logits, then values. Between them each warp pushes the maximum and
+the sum of its keys to every CTA, so p enters P V divided by the sum of the whole cluster and
+times its gate: one accumulator serves three branches, and nothing is scaled again.
+
+    exchange 0   maximum and sum, compressed
+    exchange 1   maximum and sum, sliding; of each block the scores of its own slots and of
+                 what these count for the block before
+    exchange 2   maximum and sum, selected
+    exchange 3   parts of the output
+Each has a barrier that counts its bytes and is used once. Nobody waits at the end: a CTA has
+got all that is sent to it before it writes.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kernels_pallas.mosaic.decode_lane import FLOOR, NOTHING, Lane, Words, Work
+from kernels_pallas.specs.decode import HEADS, PIECE, STAT_BYTES, STRIP
+from kernels_pallas.specs.tile import LANES, LOG2E
+
+COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
+KEPT_STATS = 8  # that a lane keeps in registers between its two walks over them
+
+
+def expected_bytes(lane: Lane, work: Work) -> list[Any]:
+    """What each barrier gets."""
+    spec = lane.spec
+    stats = spec.cluster_warps * STAT_BYTES
+    scores = work.strips * (8 * STRIP // spec.per_page)
+    return [stats, scores + stats, stats, 4 * HEADS * spec.Dv]
+
+
+# Softmax of a warp's strips.
+
+
+def no_keys(lane: Lane) -> list[Words]:
+    """Maximum and sum of the lane's two rows before the first strip."""
+    return [[lane.m.word(NOTHING), lane.m.word(0.0)] for _ in range(2)]
+
+
+def masked(lane: Lane, tiles: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
+    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`."""
+    m, scale = lane.m, lane.spec.scale * LOG2E
+    found = []
+    for tile, s in enumerate(tiles):
+        keys = [first + (lane.pair * 2 + (8 * tile + e)) for e in range(2)]
+        seen = [(key >= low) & (key < high) for key in keys]
+        found.append([m.where(seen[i % 2], x * scale, NOTHING) for i, x in enumerate(s)])
+    return found
+
+
+def with_strip(lane: Lane, state: list[Words], s2: list[Words]) -> list[Words]:
+    """Maximum and sum of the lane's rows, with those of a strip."""
+    m, found = lane.m, []
+    for r, (before, total) in enumerate(state):
+        mine = [tile[2 * r + e] for tile in s2 for e in range(2)]
+        top = before
+        for x in mine:
+            top = m.larger(top, x)
+        over = m.larger(top, FLOOR)
+        total = total * m.exp2(before - over)
+        for x in mine:
+            total = total + m.exp2(x - over)
+        found.append([top, total])
+    return found
+
+
+def probabilities(lane: Lane, s2: list[Words], norms: list[Words]) -> list[Words]:
+    """p of a strip; `norms`: maximum and 1 / sum of the lane's rows."""
+    return [
+        [lane.m.exp2(x - norms[i // 2][0]) * norms[i // 2][1] for i, x in enumerate(tile)]
+        for tile in s2
+    ]
+
+
+def gated(norms: list[Words], gate: Words) -> list[Words]:
+    """`norms` for g p in place of p."""
+    return [[top, inverse * g] for (top, inverse), g in zip(norms, gate, strict=True)]
+
+
+def left_operand(lane: Lane, p: list[Words]) -> Words:
+    """P of a strip, for P V."""
+    m, dtype = lane.m, lane.spec.dtype
+    return [m.pack(p[t][2 * r], p[t][2 * r + 1], dtype) for t in range(2) for r in range(2)]
+
+
+def keep(lane: Lane, place: Any, s2: list[Words]) -> None:
+    for t in range(2):
+        lane.m.write_words(place, s2[t], t * PIECE)
+
+
+def kept(lane: Lane, place: Any) -> list[Words]:
+    m = lane.m
+    return [[m.real(x) for x in m.read_words(place, 4, t * PIECE)] for t in range(2)]
+
+
+# Maximum and sum of the cluster.
+
+
+def _over_pairs(lane: Lane, x: Any, combine) -> Any:
+    """Of the four lanes that have the same rows."""
+    for distance in (1, 2):
+        x = combine(x, lane.m.exchange(x, distance))
+    return x
+
+
+def _add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def tell(lane: Lane, kind: int, state: list[Words]) -> None:
+    """Pushes this warp's maximum and sum of each row to all CTAs."""
+    m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
+    own = kind * spec.cluster_warps * STAT_BYTES
+    for r, (top, total) in enumerate(state):
+        most = _over_pairs(lane, top, m.larger)
+        total = _over_pairs(lane, total * m.exp2(top - m.larger(most, FLOOR)), _add)
+        place = lane.place("stats") + lane.number * STAT_BYTES + (lane.row * 8 + (64 * r + own))
+        for first in range(0, cluster, 4):
+            cta = lane.pair + first
+            to, only = m.smaller(cta, cluster - 1), cta < cluster
+            m.push(lane.barrier(kind), place, [most, total], to, only)
+
+
+def told(lane: Lane, kind: int) -> list[Words]:
+    """Of the lane's rows: maximum, and 1 / sum, 0 where nothing is seen."""
+    m, spec, found = lane.m, lane.spec, []
+    count = spec.cluster_warps // 4
+    for r in range(2):
+        place = lane.place("stats") + lane.pair * STAT_BYTES + lane.row * 8
+
+        def read(i, place=place, r=r):
+            at = kind * spec.cluster_warps * STAT_BYTES + 64 * r + 4 * STAT_BYTES * i
+            return [m.real(x) for x in m.read_words(place, 2, at)]
+
+        again = [read(i) for i in range(count)] if count <= KEPT_STATS else None
+        top = m.word(NOTHING)
+        for i in range(count):
+            top = m.larger(top, (again[i] if again else read(i))[0])
+        top = m.larger(_over_pairs(lane, top, m.larger), FLOOR)
+        total = m.word(0.0)
+        for i in range(count):
+            most, part = again[i] if again else read(i)
+            total = m.multiply_add(part, m.exp2(most - top), total)
+        total = _over_pairs(lane, total, _add)
+        some = (total > 0.0) & lane.used(r)
+        inverse = m.quotient(1.0, m.where(some, total, 1.0))
+        found.append([top, m.where(some, inverse, 0.0)])
+    return found
+
+
+# Scores of blocks.
+
+
+def push_scores(lane: Lane, p: list[Words], strip: Any) -> None:
+    """Pushes what a strip of compressed slots gives to the scores of its blocks, to all CTAs.
+
+    The token in slot o of a page shares min(o + 1, cover) strides with the page's block and
+    the cover - 1 - o others, if any, with the block before (Eq. 9), so a block has two sums:
+    score[j] = own[j] + following[j + 1]. Lanes exchange sums over heads until lane bits are
+    slot bits: 0 bit 3, 1 and 2 bits 0 and 1, 3 bit 4; bit 2 of the lane is one more copy.
+    """
+    m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
+    distances = 8, 1, 2, 16  # between lanes of neighbours, by slot bit
+    heads = [[p[t][e] + p[t][2 + e] for e in range(2)] for t in range(2)]
+    upper, odd = (lane.lane & 16) > 0, (lane.lane & 8) > 0
+    both = [_swapped(m, upper, heads[0][e], heads[1][e], 16) for e in range(2)]
+    one = _swapped(m, odd, both[0], both[1], 8)
+    one = one + m.exchange(one, 4)
+    bits = [m.number((lane.lane & distance) > 0) for distance in distances]
+    in_page = spec.per_page.bit_length() - 1
+    slot = _number(m, bits[:in_page])
+    own = one * m.floating(m.smaller(slot + 1, spec.cover))
+    following = one * m.floating(m.larger((spec.cover - 1) - slot, 0))
+    for distance in distances[:in_page]:
+        own = own + m.exchange(own, distance)
+        following = following + m.exchange(following, distance)
+    blocks = STRIP // spec.per_page
+    block = strip * blocks + _number(m, bits[in_page:])
+    copy = _number(m, [*bits[:in_page], m.number((lane.lane & 4) > 0)])
+    place = lane.place("scores") + block * 8
+    copies = 2 * spec.per_page
+    for first in range(0, cluster, copies):
+        cta = copy + first
+        to, only = m.smaller(cta, cluster - 1), cta < cluster
+        m.push(lane.barrier(SLIDING), place, [own, following], to, only)
+
+
+def _swapped(m: Any, upper: Any, low: Any, high: Any, distance: int) -> Any:
+    """The sum over two lanes of `high` where `upper` holds, else of `low`."""
+    return m.where(upper, high, low) + m.exchange(m.where(upper, low, high), distance)
+
+
+def _number(m: Any, bits: Words) -> Any:
+    """The number with these bits, the lowest first."""
+    found = m.word(0)
+    for i, bit in enumerate(bits):
+        found = found + (bit << i)
+    return found
+
+
+# The output.
+
+
+def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
+    """The sum of all warps of the cluster, in the order of their numbers.
+
+    Yields:
+      Four neighbours of the output `[16, Dv]`, the place of the first, and whether this lane
+      has any.
+    """
+    m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
+    warps, width = spec.variant.warps, spec.Dv
+    parts, floats = width // 64, HEADS * width
+    place = lane.place("ring") + lane.warp * spec.ring_bytes
+    place = place + lane.row * (4 * width) + lane.pair * 64
+    m.sync()  # lanes write where others have read
+    for r in range(2):
+        for part in range(parts):
+            flat = [acc[8 * part + e][2 * r + column] for column in range(2) for e in range(8)]
+            for i in range(0, 16, 4):
+                offset = 4 * (8 * width * r + 64 * part + i)
+                m.write_words(place, flat[i : i + 4], offset)
+    m.sync_cta()
+    slice_ = floats // cluster
+    threads = warps * LANES
+    for first in range(0, floats, 4 * threads):
+        at = lane.thread * 4 + first
+        total = [m.word(0.0)] * 4
+        for warp in range(warps):
+            part = m.read_words(lane.place("ring") + at * 4, 4, warp * spec.ring_bytes)
+            total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
+        to = lane.place("partial_out") + (lane.rank * slice_ + at % slice_) * 4
+        m.push(lane.barrier(OUTPUT), to, total, at // slice_)
+    m.wait_for_bytes(lane.barrier(OUTPUT))
+    for first in range(0, slice_, 4 * threads):
+        at = lane.thread * 4 + first
+        mine, at = at < slice_, m.smaller(at, slice_ - 4)
+        total = [m.word(0.0)] * 4
+        for rank in range(cluster):
+            part = m.read_words(lane.place("partial_out") + at * 4, 4, 4 * slice_ * rank)
+            total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
+        yield total, lane.rank * slice_ + at, mine

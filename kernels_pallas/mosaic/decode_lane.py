@@ -1,0 +1,114 @@
+"""Who a lane of a decode step is, and what its warp has to do."""
+
+import dataclasses
+from typing import Any
+
+from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
+from kernels_pallas.specs.tile import LANES
+
+NOTHING = -1e30  # a logit that is not there
+FLOOR = -1e20  # a maximum is at least this, so that 2 ** (NOTHING - maximum) is 0
+Words = list[Any]  # words of `warp.py`, or their emulation
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Words of a lane. In a product, lane `4 row + pair` has rows `row` and `row + 8`.
+
+    Attributes:
+      m: the instructions.
+      number: of the warp in its cluster.
+      shared: the address of shared memory.
+    """
+
+    m: Any
+    spec: Decode
+    lane: Any
+    row: Any
+    pair: Any
+    warp: Any
+    rank: Any
+    number: Any
+    shared: Any
+
+    @classmethod
+    def of(cls, m: Any, spec: Decode, rank: Any, shared: Any) -> "Lane":
+        lane, of_cta = m.lane(), m.warp_of_cta()
+        number = rank * spec.variant.warps + of_cta
+        return cls(m, spec, lane, lane >> 2, lane & 3, of_cta, rank, number, m.shared(shared))
+
+    @property
+    def thread(self) -> Any:
+        """Of the CTA."""
+        return self.warp * LANES + self.lane
+
+    def place(self, part: str) -> Any:
+        """The address of a part of shared memory."""
+        return self.shared + self.spec.offsets[part]
+
+    def barrier(self, exchange: int) -> Any:
+        return self.shared + (self.spec.offsets["barriers"] + 8 * exchange)
+
+    def rows(self) -> Words:
+        """The lane's two query heads of the group; idle rows read the last one."""
+        last = self.spec.G - 1
+        return [self.m.smaller(self.row + 8 * r, last) for r in range(2)]
+
+    def used(self, r: int) -> Any:
+        """Whether the lane's row `r`, 0 or 1, is a query head."""
+        return self.row + 8 * r < self.spec.G
+
+    @property
+    def logits(self) -> Any:
+        """Where this lane keeps its logits of the warp's first strip."""
+        own = self.warp * (self.spec.kept_strips * TILE_BYTES)
+        return self.place("logits") + own + self.lane * 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a query sees, and this warp's share; words that are the same in all lanes.
+
+    Attributes:
+      seen: raw tokens, from the row's first.
+      count: compressed tokens.
+      strips: of compressed slots, of the whole cluster.
+      first: the warp's first one of these; the others follow `warps` apart.
+      mine: how many it has.
+      window_start: the first key of the sliding branch.
+      blocks: selection blocks.
+    """
+
+    seen: Any
+    count: Any
+    strips: Any
+    first: Any
+    mine: Any
+    window_start: Any
+    blocks: Any
+
+    @classmethod
+    def of(cls, lane: Lane, seen: Any) -> "Work":
+        """Compressed token i is seen from `i stride + compress_block` tokens on; a CTA has as
+        many strips as any other, the last one fewer.
+        """
+        m, spec = lane.m, lane.spec
+        cluster, warps = spec.variant.cluster, spec.variant.warps
+        after = m.larger(seen - spec.compress_block, 0)
+        count = m.where(seen >= spec.compress_block, after // spec.stride + 1, 0)
+        strips = m.where(count > 0, (count + (spec.cover - 1 + STRIP - 1)) // STRIP, 0)
+        each = (strips + (cluster - 1)) // cluster
+        begin = lane.rank * each
+        first = begin + lane.warp
+        mine = m.larger(m.smaller(begin + each, strips) - first + (warps - 1), 0) // warps
+        start = m.larger(seen - spec.window, 0)
+        blocks = (seen + (spec.block - 1)) // spec.block
+        return cls(seen, count, strips, first, mine, start, blocks)
+
+    def compressed_strip(self, lane: Lane, i: Any) -> Any:
+        """The number of the warp's strip `i` of compressed slots."""
+        return self.first + i * lane.spec.variant.warps
+
+    def sliding_key(self, lane: Lane, i: Any) -> Any:
+        """The first key of the warp's strip `i` of the sliding branch."""
+        return self.window_start + (lane.number + i * lane.spec.cluster_warps) * STRIP

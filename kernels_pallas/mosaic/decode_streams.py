@@ -1,0 +1,221 @@
+"""The keys and values of a warp in a decode step: its ring of strips, and products with them.
+
+A strip is 16 rows of K or of V. Each lane copies exactly the bytes that it reads, 16 at a time,
+in the order in which the products take them, so a ring is private to its warp: no barrier, no
+swizzle, no bank conflict.
+
+    S = Q K^T   the order of d in a sum is free: a lane's 8 neighbours of a K row serve two
+                products, with Q loaded in the same order
+    O += P V    pairs of keys come from two rows of V (`halves`); output tile (h, e) has in its
+                column i the width d = 64 h + 8 i + e, so a lane ends with 16 neighbours
+
+The ring is one queue of turns over all branches, and of what comes next there are always
+`stages - 1` strips under way, while warps wait for others too:
+
+    turn   0 ..   K compressed, K sliding, V compressed, V sliding   known from the length
+           then   K selected, V selected                            known after the top-n
+"""
+
+from typing import Any
+
+from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
+from kernels_pallas.specs.decode import PIECE, STRIP
+
+CHUNK = 32  # columns of a K row that four lanes read, 8 each
+HALF = 64  # columns of V whose tiles a lane reads at a time: 8
+
+
+class Queue:
+    """The strips that a warp reads, and its ring.
+
+    Attributes:
+      limit: turns that are known from the length.
+      total: all turns.
+      near: the first turn of values.
+    """
+
+    def __init__(self, lane: Lane, work: Work, arrays: Any, kv_head: Any):
+        """`arrays` has the pages of each branch by name."""
+        m, spec = lane.m, lane.spec
+        self.lane, self.work = lane, work
+        self.near = work.mine + spec.sliding_strips
+        self.limit = self.near * 2
+        self.total = self.limit + 2 * spec.selected_strips
+        self.ring = lane.place("ring") + lane.warp * spec.ring_bytes + lane.lane * 16
+        self.selected_start = lambda i: m.word(-1)  # until the blocks are known
+
+        def heads(name: str, width: int) -> Words:
+            branches = "compressed", "selected", "sliding"
+            places = (getattr(arrays, f"{branch}_{name}") for branch in branches)
+            return [m.element(x, (kv_head, 2 * width)) for x in places]
+
+        self.keys, self.values = heads("key", spec.D), heads("value", spec.Dv)
+
+    def _stage(self, turn: Any) -> Any:
+        spec = self.lane.spec
+        return self.ring + (turn & (spec.variant.stages - 1)) * spec.stage_bytes
+
+    def take(self, turn: Any) -> Any:
+        """The stage of a turn, whose strip has arrived."""
+        self.lane.m.wait_for_copies(self.lane.spec.variant.stages - 1)
+        return self._stage(turn)
+
+    def refill(self, turn: Any, chosen: bool) -> None:
+        """Asks for the strip of `turn`, if there is one; `chosen`: the blocks are known."""
+        m = self.lane.m
+        end = self.total if chosen else self.limit
+        m.when(turn < end, lambda: self._copy(turn, chosen))
+        m.end_copies()
+
+    def fill(self) -> None:
+        """Asks for the first strips."""
+        self._refill_stages(lambda i: self.refill(i, False))
+
+    def catch_up(self, done: Any) -> None:
+        """Asks for the selected strips among the next `stages` after `done` turns, which were
+        left out while the blocks were not known.
+        """
+        m = self.lane.m
+
+        def late(i):
+            turn = done + i
+            left_out = (turn >= self.limit) & (turn < self.total)
+            m.when(left_out, lambda: self._copy(turn, True))
+            m.end_copies()
+
+        self._refill_stages(late)
+
+    def _refill_stages(self, body) -> None:
+        def turn(i, nothing):
+            body(i)
+            return nothing
+
+        self.lane.m.repeat(self.lane.spec.variant.stages, turn, [], unrolled=False)
+
+    def _copy(self, turn: Any, chosen: bool) -> None:
+        lane, work, spec = self.lane, self.work, self.lane.spec
+        m, selected = lane.m, spec.selected_strips
+        values = turn >= self.near
+        i = turn - m.where(values, self.near, 0)
+        compressed = i < work.mine
+        first = m.where(
+            compressed,
+            work.compressed_strip(lane, i) * STRIP,
+            work.sliding_key(lane, i - work.mine),
+        )
+        late = None
+        if chosen:
+            late, i = turn >= self.limit, m.larger(turn - self.limit, 0)
+            second = i >= selected
+            start = self.selected_start(i - m.where(second, selected, 0))
+            compressed = compressed & (turn < self.limit)
+            first = m.where(late, m.larger(start, 0), first)
+            values = m.where(late, second, values)
+        to, rows = self._stage(turn), _Rows(self, first, compressed)
+        m.when(values, lambda: rows.copy_values(to, self._pages(self.values, compressed, late)))
+        keys = m.same(m.number(values), 0)
+        m.when(keys, lambda: rows.copy_keys(to, self._pages(self.keys, compressed, late)))
+
+    def _pages(self, branches: Words, compressed: Any, late: Any) -> Any:
+        m, (first, second, third) = self.lane.m, branches
+        raw = third if late is None else m.where(late, second, third)
+        return m.where(compressed, first, raw)
+
+    # Products.
+
+    def logits(self, turn: Any, query: list[Words]) -> list[Words]:
+        """Q K^T of a strip: two tiles of `[16 heads, 8 keys]`."""
+        m, spec = self.lane.m, self.lane.spec
+        stage, chunks, tiles = self.take(turn), spec.D // CHUNK, []
+        for tile in range(2):
+            acc = [m.word(0.0)] * 4
+            for chunk in range(chunks):
+                k = m.read_words(stage, 4, (tile * chunks + chunk) * PIECE)
+                acc = m.multiply(acc, query[2 * chunk], k[:2], spec.dtype)
+                acc = m.multiply(acc, query[2 * chunk + 1], k[2:], spec.dtype)
+            tiles.append(acc)
+        return tiles
+
+    def add(self, acc: list[Words], turn: Any, p: Words) -> list[Words]:
+        """`acc + P V` of a strip, P `[16 heads, 16 keys]`."""
+        m, spec = self.lane.m, self.lane.spec
+        stage, parts, acc = self.take(turn), spec.Dv // HALF, list(acc)
+        for part in range(parts):
+            v = [m.read_words(stage, 4, (i * parts + part) * PIECE) for i in range(4)]
+            for e in range(8):
+                pairs = [m.halves(v[i][e // 2], v[i + 1][e // 2], e % 2) for i in (0, 2)]
+                tile = part * 8 + e
+                acc[tile] = m.multiply(acc[tile], p, pairs, spec.dtype)
+        return acc
+
+
+class _Rows:
+    """The rows of a strip, from row `first` of their branch on.
+
+    A row that was never written may be NaN, and 0 * NaN is not 0: a row past what the query
+    sees becomes the last that it sees, a slot before the first compressed token the first.
+    """
+
+    def __init__(self, queue: Queue, first: Any, compressed: Any):
+        lane, work = queue.lane, queue.work
+        m, spec = lane.m, lane.spec
+        self.lane, self.m, self.first = lane, m, first
+        lead = spec.cover - 1
+        self.lowest = m.where(compressed, lead, 0)
+        self.highest = m.where(compressed, work.count + (lead - 1), m.larger(work.seen - 1, 0))
+        self.shift, self.mask, self.page_rows = (
+            m.where(compressed, a, b)
+            for a, b in (
+                (spec.per_page.bit_length() - 1, spec.block.bit_length() - 1),
+                (spec.per_page - 1, spec.block - 1),
+                (spec.per_page * spec.Hkv, spec.block * spec.Hkv),
+            )
+        )
+
+    def _address(self, pages: Any, row: Any, width: int, column: Any) -> Any:
+        """Of byte `column` of a row; each row has all heads."""
+        m, spec = self.m, self.lane.spec
+        row = m.larger(m.smaller(self.first + row, self.highest), self.lowest)
+        page = m.read(self.lane.place("table") + ((row >> self.shift) << 2))
+        inside = (row & self.mask) * (spec.Hkv * 2 * width) + column
+        return m.beyond(pages, page, self.page_rows * (2 * width), inside)
+
+    def copy_keys(self, to: Any, pages: Any) -> None:
+        """A lane's 8 columns of each chunk, of keys `row` and `row + 8`."""
+        lane, width = self.lane, self.lane.spec.D
+        chunks = width // CHUNK
+        for tile in range(2):
+            at = self._address(pages, lane.row + 8 * tile, width, lane.pair * 16)
+            for chunk in range(chunks):
+                self.m.copy(to, at, (tile * chunks + chunk) * PIECE, 2 * CHUNK * chunk)
+
+    def copy_values(self, to: Any, pages: Any) -> None:
+        """A lane's 8 columns of each part, of keys 2 pair, + 1, + 8 and + 9."""
+        lane, width = self.lane, self.lane.spec.Dv
+        parts = width // HALF
+        for i, key in enumerate((0, 1, 8, 9)):
+            at = self._address(pages, lane.pair * 2 + key, width, lane.row * 16)
+            for part in range(parts):
+                self.m.copy(to, at, (i * parts + part) * PIECE, 2 * HALF * part)
+
+
+def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:
+    """Q of the group as left operands, in the order of columns of `Queue.logits`."""
+    m, spec = lane.m, lane.spec
+    row_bytes, found = 2 * spec.D, []
+    for chunk in range(spec.D // CHUNK):
+        low, high = (
+            m.fetch_words(
+                m.element(
+                    query,
+                    (token, spec.H * row_bytes),
+                    (kv_head, spec.G * row_bytes),
+                    (row, row_bytes),
+                    (lane.pair, 16),
+                    (chunk, 2 * CHUNK),
+                )
+            )
+            for row in lane.rows()
+        )
+        found += [[low[i], high[i], low[i + 1], high[i + 1]] for i in (0, 2)]
+    return found

@@ -1,0 +1,111 @@
+"""The blocks that a decode step selects: forced ones, and the best of the others.
+
+Every CTA has the scores of all blocks, so each makes the same list: its warps find the `free`
+best of their own blocks, then each warp finds the best of what all found. Winners are extracted
+one by one: a lane's best, the warp's highest score, the lowest block among equals. Scores are
+not negative, so their bits are compared as integers.
+
+Bound by latency: two times `free` rounds of two reductions over a warp, 26 for n = 16.
+"""
+
+from typing import Any
+
+from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
+from kernels_pallas.specs.decode import STRIP
+from kernels_pallas.specs.tile import LANES, cdiv
+
+NO_SCORE = -1
+NO_BLOCK = 2**31 - 1
+
+
+def select(lane: Lane, work: Work) -> Any:
+    """The selected blocks, one a lane in no order; -1 in the lanes that have none."""
+    m, spec = lane.m, lane.spec
+    forced = spec.num_initial + spec.num_local
+    best = m.word(NO_BLOCK)
+    if spec.free:
+        best = _best_of_cluster(lane, *_best(lane, *_scores(lane, work)))
+    place = lane.lane
+    back = work.blocks - 1 - (place - spec.num_initial)
+    local = m.where(back >= spec.num_initial, back, -1)
+    initial = m.where(place < work.blocks, place, -1)
+    free = m.shuffle(best, m.larger(place - forced, 0))
+    block = m.where(place < forced, local, m.where(m.same(free, NO_BLOCK), -1, free))
+    block = m.where(place < spec.num_initial, initial, block)
+    return m.where(place < spec.n, block, -1)
+
+
+def put_ascending(lane: Lane, block: Any, indices: Any, token: Any, kv_head: Any) -> None:
+    """Writes the list `[tokens, Hkv, n]` of a token; empty places at the end."""
+    m, spec = lane.m, lane.spec
+    key = m.where(block >= 0, block, NO_BLOCK)
+
+    def rank(i, state):
+        other = m.shuffle(key, i)
+        before = (other < key) | (m.same(other, key) & (i < lane.lane))
+        return [state[0] + m.number(before)]
+
+    (place,) = m.repeat(spec.n, rank, [m.word(0)], unrolled=False)
+    row = (token, 4 * spec.Hkv * spec.n), (kv_head, 4 * spec.n)
+    at = m.element(indices, *row, (m.smaller(place, spec.n - 1), 4))
+    m.put(at, block, lane.lane < spec.n)
+
+
+def _scores(lane: Lane, work: Work) -> tuple[Words, Words]:
+    """Bits of the scores of a lane's blocks, `NO_SCORE` for those that are not free, and which
+    blocks they are.
+    """
+    m, spec = lane.m, lane.spec
+    warps, capacity = spec.variant.warps, spec.variant.capacity
+    covered = (work.strips * STRIP) // spec.per_page  # blocks that have sums
+    scores, blocks = [], []
+    for first in range(0, capacity, LANES * warps):
+        block = lane.warp * LANES + (lane.lane + first)
+        place = lane.place("scores") + m.smaller(block, capacity - 1) * 8
+        own = m.where(block < covered, m.real(m.read(place)), 0.0)
+        following = block + 1 < covered
+        following = m.where(following, m.real(m.read(place, 12)), 0.0)
+        free = (block >= spec.num_initial) & (block < work.blocks - spec.num_local)
+        scores.append(m.where(free, m.bits(own + following), NO_SCORE))
+        blocks.append(block)
+    return scores, blocks
+
+
+def _best(lane: Lane, scores: Words, blocks: Words) -> tuple[Any, Any]:
+    """In lane r the score and the block of rank r, `NO_SCORE` past the last."""
+    m = lane.m
+
+    def one(r, state):
+        won_score, won, *scores = state
+        top, place = scores[0], blocks[0]
+        for x, block in zip(scores[1:], blocks[1:], strict=True):
+            better = (x > top) | (m.same(x, top) & (block < place))
+            top, place = m.where(better, x, top), m.where(better, block, place)
+        most = m.largest(top)
+        place = m.smallest(m.where(m.same(top, most), place, NO_BLOCK))
+        scores = [
+            m.where(m.same(block, place), NO_SCORE, x)
+            for x, block in zip(scores, blocks, strict=True)
+        ]
+        here = m.same(lane.lane, r)
+        won = m.where(here, m.where(most >= 0, place, NO_BLOCK), won)
+        return [m.where(here, most, won_score), won, *scores]
+
+    state = [m.word(NO_SCORE), m.word(NO_BLOCK), *scores]
+    won_score, won, *_ = m.repeat(lane.spec.free, one, state, unrolled=False)
+    return won_score, won
+
+
+def _best_of_cluster(lane: Lane, score: Any, block: Any) -> Any:
+    """The best of what the warps of this CTA found, which are those of all blocks."""
+    m, spec = lane.m, lane.spec
+    slots = spec.found_slots
+    own = lane.place("found") + lane.warp * (8 * slots) + lane.lane * 8
+    m.write_words(own, [score, block], only=lane.lane < slots)
+    m.sync_cta()
+    scores, blocks = [], []
+    for i in range(cdiv(spec.variant.warps * slots, LANES)):
+        score, block = m.read_words(lane.place("found") + lane.lane * 8, 2, 8 * LANES * i)
+        scores.append(score)
+        blocks.append(block)
+    return _best(lane, scores, blocks)[1]

@@ -1,0 +1,296 @@
+"""One decode step over a paged cache: three branches, their gates and the choice, in one launch.
+
+A page is a selection block: `block` raw tokens and `block / stride` compressed ones. Compressed
+token `i` lies in slot `i + compress_block / stride - 1` of its row, slot `s` in place
+`s % per_page` of page `s // per_page`: the page of its last raw token.
+
+A cluster of `cluster` CTAs of `warps` warps serves one query token and one key/value head. A
+warp takes strips of 16 keys. Of the sizes of a problem only `capacity` compiles anything: the
+pages of a row, of which shared memory keeps the numbers, the scores and the logits.
+"""
+
+import dataclasses
+from typing import Self
+
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
+
+STRIP = 16  # keys that a product of a warp takes
+HEADS = 16  # query rows of a product; those beyond the group are idle
+PIECE = 512  # bytes that the lanes of a warp copy together, 16 each
+TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
+STAT_BYTES = 8 * HEADS  # maximum and sum of each row
+BARRIERS = 8  # the last words of shared memory; four are used
+EXCHANGES = 3  # of maximum and sum, one a branch
+RESERVED = 1024  # of shared memory, for Mosaic
+WIDEST_KEY, WIDEST_VALUE = 192, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What one compiled kernel has of the machine.
+
+    Attributes:
+      cluster: CTAs.
+      warps: of a CTA.
+      stages: of a warp's ring, a power of two.
+      capacity: pages of a row at most.
+    """
+
+    cluster: int
+    warps: int
+    stages: int
+    capacity: int
+
+
+# What is compiled, by capacity and then by preference: all of an SM for one CTA, or half.
+WHOLE_SM = (
+    Variant(4, 8, 4, 128),
+    Variant(4, 8, 2, 128),
+    Variant(4, 8, 4, 512),
+    Variant(4, 8, 2, 512),
+    Variant(4, 8, 4, 1024),
+    Variant(4, 8, 2, 1024),
+    Variant(8, 8, 2, 2560),
+)
+HALF_SM = (Variant(2, 4, 2, 128), Variant(4, 4, 2, 512), Variant(8, 4, 2, 1024))
+SMS = 132  # of an H100
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Static sizes; at a launch `B`, `pages` and `table_pages` are numbers alone.
+
+    Attributes:
+      q_len: tokens of a row, the last of which is the row's newest.
+      pages: of the pool.
+      table_pages: columns of the page table.
+      separate_gates: three arrays `[tokens, H]`, else one `[tokens, H, 3]`.
+      variant: cluster, warps, stages and capacity.
+    """
+
+    B: int
+    q_len: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    compress_block: int
+    stride: int
+    block: int
+    n: int
+    num_initial: int
+    num_local: int
+    window: int
+    pages: int
+    table_pages: int
+    dtype: str
+    scale: float
+    variant: Variant = WHOLE_SM[0]
+    separate_gates: bool = False
+    interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with a nominal batch, pool and table."""
+        lengths = dict.fromkeys(("B", "pages", "table_pages"), NOMINAL_LENGTH)
+        return dataclasses.replace(self, any_length=True, **lengths)
+
+    @property
+    def tokens(self) -> int:
+        return self.B * self.q_len
+
+    @property
+    def G(self) -> int:
+        """Query heads of a key/value head."""
+        return self.H // self.Hkv
+
+    @property
+    def per_page(self) -> int:
+        """Compressed slots of a page."""
+        return self.block // self.stride
+
+    @property
+    def cover(self) -> int:
+        """Strides of a compressed token."""
+        return self.compress_block // self.stride
+
+    @property
+    def free(self) -> int:
+        """Blocks that are chosen by score."""
+        return self.n - self.num_initial - self.num_local
+
+    @property
+    def cluster_warps(self) -> int:
+        return self.variant.cluster * self.variant.warps
+
+    # Strips of a warp, at most.
+
+    @property
+    def compressed_strips(self) -> int:
+        strips = cdiv(self.variant.capacity * self.per_page, STRIP)
+        return cdiv(cdiv(strips, self.variant.cluster), self.variant.warps)
+
+    @property
+    def sliding_strips(self) -> int:
+        return cdiv(cdiv(self.window, STRIP), self.cluster_warps)
+
+    @property
+    def selected_strips(self) -> int:
+        return cdiv(self.n * self.block // STRIP, self.cluster_warps)
+
+    # Shared memory of a CTA.
+
+    @property
+    def kept_strips(self) -> int:
+        """Whose logits a warp keeps: compressed, later selected; sliding behind them."""
+        return max(self.compressed_strips, self.selected_strips) + self.sliding_strips
+
+    @property
+    def stage_bytes(self) -> int:
+        """A strip of keys or of values."""
+        return STRIP * max(self.D, self.Dv) * 2
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of a warp."""
+        return self.variant.stages * self.stage_bytes
+
+    @property
+    def found_slots(self) -> int:
+        """Of the best blocks that a warp finds."""
+        return 16 if self.free <= 16 else LANES
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each part of shared memory begins, and where all end.
+
+        `partial_out` lies over the statistics of the first two exchanges where these are large
+        enough: every warp of the cluster has read them before the third ends.
+        """
+        capacity, warps = self.variant.capacity, self.variant.warps
+        stats = self.cluster_warps * STAT_BYTES
+        partial_out = 4 * HEADS * self.Dv
+        scored = cdiv(capacity * self.per_page, STRIP) * STRIP // self.per_page
+        sizes = {
+            "ring": warps * self.ring_bytes,
+            "logits": warps * self.kept_strips * TILE_BYTES,
+            "table": 4 * capacity,
+            "stats": EXCHANGES * stats,
+            "scores": 8 * max(scored, capacity + 1),
+            "found": 8 * warps * self.found_slots,
+        }
+        if 2 * stats < partial_out:
+            sizes["partial_out"] = partial_out
+        sizes["barriers"] = 8 * BARRIERS
+        at, found = 0, {}
+        for name, size in sizes.items():
+            found[name] = at
+            at += cdiv(size, 64) * 64
+        return {"partial_out": found["stats"]} | found | {"end": at}
+
+
+def why_not(spec: Decode) -> str | None:
+    """Why there is no such kernel, or None."""
+    limits = {
+        "q_len": (spec.q_len, range(1, 9), "1 to 8"),
+        "H / Hkv": (spec.G, range(1, HEADS + 1), f"1 to {HEADS}"),
+        "D": (spec.D, range(32, WIDEST_KEY + 1, 32), f"a multiple of 32 up to {WIDEST_KEY}"),
+        "Dv": (spec.Dv, range(64, WIDEST_VALUE + 1, 64), f"64 or {WIDEST_VALUE}"),
+        "num_selected": (spec.n, range(1, LANES + 1), f"1 to {LANES}"),
+        "select_block / compress_stride": (spec.per_page, (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"),
+        "select_block": (spec.block, (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
+        "cluster": (spec.variant.cluster, (2, 4, 8, 16), "2, 4, 8 or 16"),
+        "warps": (spec.variant.warps, (4, 8), "4 or 8"),
+        "stages": (spec.variant.stages, (2, 4, 8), "2, 4 or 8"),
+        "dtype": (spec.dtype, ("bfloat16", "float16"), "bfloat16 or float16"),
+    }
+    for name, (value, allowed, words) in limits.items():
+        if value not in allowed:
+            return f"the decode kernel takes {name} of {words}, got {value}"
+    if spec.H % spec.Hkv:
+        return f"the decode kernel takes H of a multiple of Hkv, got {spec.H} and {spec.Hkv}"
+    if spec.table_pages > spec.variant.capacity and not spec.any_length:
+        most, got = spec.variant.capacity, spec.table_pages
+        return f"the decode kernel takes page tables of up to {most} columns, got {got}"
+    if (needed := spec.offsets["end"]) > SMEM_BYTES - RESERVED:
+        limit = SMEM_BYTES - RESERVED
+        return f"the decode kernel has {limit} bytes of shared memory, needs {needed}"
+    return None
+
+
+@described
+def decode(spec: Decode) -> Kernel:
+    """One decode step; `length` is `lengths[b]`, at most what the page table holds.
+
+    Inputs:
+
+    - `query` `[tokens, H, D]`: token `t` of row `b`, at `q_len * b + t`, stands at position
+      `length - q_len + t`.
+    - `gates` float32 `[tokens, H, 3]`, or `gate_compressed`, `gate_selected` and
+      `gate_sliding` `[tokens, H]`.
+    - `page_table` int32 `[B, table_pages]`: entries past a row's pages may be anything.
+    - `lengths` int32 `[B]`: 0 is padding.
+    - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
+    - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
+      `sliding_value`, which may be the same arrays.
+
+    Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
+    each token selected, ascending, -1 in empty places. A token before position 0 has zeros and
+    -1.
+
+    Raises:
+      NotImplementedError: there is no such kernel (`why_not`).
+    """
+    if reason := why_not(spec):
+        raise NotImplementedError(reason)
+    heads = spec.tokens, spec.H
+    gates = {"gates": Array((*heads, 3), "float32")}
+    if spec.separate_gates:
+        names = "gate_compressed", "gate_selected", "gate_sliding"
+        gates = dict.fromkeys(names, Array(heads, "float32"))
+    pages = {}
+    for branch, rows in (
+        ("compressed", spec.per_page),
+        ("selected", spec.block),
+        ("sliding", spec.block),
+    ):
+        for name, width in (("key", spec.D), ("value", spec.Dv)):
+            shape = spec.pages, rows, spec.Hkv, width
+            pages[f"{branch}_{name}"] = Array(shape, spec.dtype)
+    return Kernel.named(
+        "decode",
+        spec,
+        "kernels_pallas.mosaic.decode:decode",
+        {
+            "query": Array((*heads, spec.D), spec.dtype),
+            **gates,
+            "page_table": Array((spec.B, spec.table_pages), "int32"),
+            "lengths": Array((spec.B,), "int32"),
+            **pages,
+        },
+        {
+            "out": Array((*heads, spec.Dv), spec.dtype),
+            "indices": Array((spec.tokens, spec.Hkv, spec.n), "int32"),
+        },
+        sizes={"pages": spec.pages, "table_pages": spec.table_pages},
+        grid=(spec.tokens * spec.Hkv * spec.variant.cluster,),
+        cluster=spec.variant.cluster,
+        source="kernels_pallas.specs.decode:decode",
+    )
+
+
+def with_variant(spec: Decode) -> Decode:
+    """`spec` with the variant for its batch and its page table.
+
+    A CTA that has an SM to itself draws more of the bandwidth, as long as there is an SM for
+    each; by these counts alone, not yet measured. Where none has the capacity or fits, that
+    of the most pages, of which `why_not` says why.
+    """
+    whole, half = (
+        [x for x in (dataclasses.replace(spec, variant=y) for y in each) if not why_not(x)]
+        for each in (WHOLE_SM, HALF_SM)
+    )
+    ctas = spec.tokens * spec.Hkv * whole[0].variant.cluster if whole else 0
+    candidates = half + whole if ctas > SMS else whole + half
+    return (candidates or [dataclasses.replace(spec, variant=WHOLE_SM[-1])])[0]

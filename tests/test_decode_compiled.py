@@ -1,0 +1,135 @@
+"""The decode kernel compiled for Hopper on any machine, how it is launched, and on a GPU."""
+
+import dataclasses
+import json
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kernels_pallas.runtime import description
+from kernels_pallas.specs import decode as specs
+from kernels_pallas.specs.decode import Variant, decode
+from kernels_pallas.specs.tile import SMEM_BYTES
+from tests import cross_compile
+from tests import decode_oracle as oracle
+from tests.decode_oracle import PAPER
+from tests.test_block_query_lists import needs_gpu
+from tests.test_decode_kernel import CASES, compare
+
+COMPILED = [
+    {"variant": [4, 8, 4, 1024]},
+    {"variant": [8, 8, 2, 2560]},
+    {"variant": [2, 4, 2, 128]},
+    {"variant": [4, 8, 2, 512], "D": 192},
+    {
+        "variant": [4, 8, 4, 128],
+        "H": 16,
+        "q_len": 4,
+        "separate_gates": True,
+        "dtype": "float16",
+    },
+]
+OTHERS = [
+    *({"variant": list(dataclasses.astuple(x))} for x in (*specs.WHOLE_SM, *specs.HALF_SM)),
+    {"variant": [4, 8, 4, 512], "block": 128, "compress_block": 64},
+    {"variant": [16, 8, 4, 1024]},
+]
+OTHERS = [x for x in OTHERS if x not in COMPILED]
+
+
+def compiled(**sizes):
+    sizes["variant"] = Variant(*sizes["variant"])
+    sizes = {"H": 64, "Hkv": 4, "interpret": False, "any_length": True} | sizes
+    return decode(dataclasses.replace(PAPER, **sizes)).for_any_length()
+
+
+@pytest.mark.parametrize(
+    "each", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_every_variant_fits_the_chip(each):
+    reports = cross_compile.compile_report([(f"{__name__}:compiled", x) for x in each])
+    for sizes, report in zip(each, reports, strict=True):
+        assert report["spill_store_bytes"] == report["spill_load_bytes"] == 0, (sizes, report)
+        assert report["registers"] <= 255 and report["shared_bytes"] <= SMEM_BYTES
+        assert not report["remarks"] and not report["stack_bytes"], (sizes, report)
+        if Variant(*sizes["variant"]) in specs.HALF_SM:
+            assert report["shared_bytes"] <= SMEM_BYTES // 2 - 1024
+
+
+def test_one_kernel_serves_all_batches_pools_and_tables():
+    def generic(**sizes):
+        spec = dataclasses.replace(PAPER, interpret=False, **sizes)
+        return decode(spec).for_any_length()
+
+    assert generic() is generic(B=7, pages=1000, table_pages=100)
+    assert generic() is not generic(q_len=2)
+
+
+def test_another_process_can_describe_it():
+    kernel = decode(dataclasses.replace(PAPER, interpret=False)).for_any_length()
+    there = json.loads(json.dumps(description.describe(kernel)))
+    assert description.described(there) is kernel
+
+
+def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
+    script = """
+        import dataclasses
+        from kernels_pallas.runtime import build_child
+        from kernels_pallas.specs.decode import decode
+        from tests import runtime_oracle as oracle
+        from tests.decode_oracle import PAPER
+
+        kernel = decode(dataclasses.replace(PAPER, B=3, Hkv=1, q_len=2, interpret=False))
+        wanted = oracle.plugin(kernel)
+        assert wanted.attributes == ((4, 2, 1, 1),) and wanted.grid == (12, 1, 1)
+        built = build_child.build(kernel.for_any_length())
+        found = oracle.ours(built, kernel)
+        oracle.assert_launched_alike(found, wanted)
+        numbers = sorted(int.from_bytes(x, "little") for x in found.parameters)
+        assert numbers[:2] == [kernel.spec.table_pages << 8, kernel.spec.pages << 8]
+        addresses = oracle.addresses(len(kernel.inputs) + len(kernel.outputs))
+        assert numbers[2:] == sorted(addresses)
+    """
+    cross_compile.run(["-c", textwrap.dedent(script)], tmp_path)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_a_gpu(name):
+    """Against the oracle, a hundred times the same bits, and from a CUDA graph."""
+    import torch
+
+    from interop.launch import launch
+
+    lengths, sizes = CASES[name]
+    sizes = {"B": len(lengths), "interpret": False} | sizes
+    made = oracle.problem(dataclasses.replace(PAPER, **sizes), lengths)
+    kernel, dtype = decode(made.spec), getattr(torch, made.spec.dtype)
+
+    def tensor(x):
+        plain = x.view(np.int16) if x.itemsize == 2 else x
+        found = torch.from_numpy(np.ascontiguousarray(plain)).cuda()
+        return found.view(dtype) if x.itemsize == 2 else found
+
+    def numpy(out, indices):
+        half = np.dtype(getattr(ml_dtypes, made.spec.dtype, made.spec.dtype))
+        return out.view(torch.int16).cpu().numpy().view(half), indices.cpu().numpy()
+
+    tensors = [tensor(x) for x in made.arrays.values()]
+    first = launch(kernel, *tensors)
+    assert compare(made, *numpy(*first)) > 0.9
+    for _ in range(100):
+        for x, y in zip(first, launch(kernel, *tensors), strict=True):
+            assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch(kernel, *tensors)
+    shorter = [length // 2 for length in lengths]
+    tensors[list(made.arrays).index("lengths")].copy_(torch.tensor(shorter, dtype=torch.int32))
+    graph.replay()
+    half = launch(kernel, *tensors)
+    for x, y in zip(captured, half, strict=True):
+        assert torch.equal(x.view(torch.int16), y.view(torch.int16))

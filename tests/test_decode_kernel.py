@@ -1,0 +1,275 @@
+"""The decode kernel: its program on emulated lanes against the oracle, and its mutants."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench.judge.parity import SCORE_SLACK, check_parity
+from kernels_pallas.mosaic import decode as body
+from kernels_pallas.mosaic import decode_exchange, decode_lane, decode_streams
+from kernels_pallas.mosaic.capability import interpreted
+from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
+from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
+from nsa_jax import mosaic_decode
+from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_jax.paged_layout import PagedArrays
+from nsa_jax.types import Branches
+from tests import decode_oracle as oracle
+from tests.decode_oracle import PAPER
+
+EIGHT_WARPS = Variant(4, 8, 4, 128)
+# Borders of the stride, of a compressed token, of a block, of the window and of the n blocks.
+BORDERS = [0, 1, 15, 16, 31, 32, 47, 48, 63, 64, 65, 511, 512, 513, 1023, 1025]
+CASES = {
+    "borders": (BORDERS, {"window": 512, "pages": 120}),
+    "paper": ([2125, 0, 4097], {"variant": EIGHT_WARPS, "pages": 100}),
+    "three queries": ([2, 1090], {"q_len": 3, "H": 8, "Hkv": 2}),  # G = 4
+    "one head": ([1100], {"H": 2, "Hkv": 2}),
+    "wide": ([1300], {"D": 192, "variant": Variant(4, 8, 2, 128), "scale": 192**-0.5}),
+    "narrow": ([1300], {"D": 32, "Dv": 64, "H": 6, "Hkv": 1}),
+    "long blocks": ([3001], {"stride": 8, "block": 128, "n": 8}),
+    "cover 4": ([1500], {"compress_block": 64, "window": 0, "dtype": "float16"}),
+    "one slot a page": ([450], {"compress_block": 16, "block": 16, "n": 6, "window": 33}),
+    "16 slots a page": (
+        [1450],
+        {"compress_block": 16, "stride": 4, "n": 6, "num_initial": 0, "num_local": 1},
+    ),
+    "all forced": ([1000], {"n": 3, "separate_gates": True}),
+    "cluster of 16": ([5000], {"variant": Variant(16, 8, 4, 128)}),
+}
+
+
+def run(spec, made):
+    out, indices = decode.__wrapped__(spec)(*made.arrays.values())
+    return np.asarray(out), np.asarray(indices)
+
+
+def in_dtype(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    return lambda x: x.astype(dtype).astype(np.float64)
+
+
+def check(lengths, seed=0, zero_query=False, **sizes):
+    """Runs a case against the oracle; gives the share of lists that are those of float64."""
+    spec = dataclasses.replace(PAPER, B=len(lengths), **sizes)
+    made = oracle.problem(spec, lengths, seed, zero_query)
+    return compare(made, *run(spec, made))
+
+
+def compare(made, out, indices):
+    spec = made.spec
+    rounded = in_dtype(spec.dtype)
+    wanted, rough = np.zeros(out.shape), np.zeros(out.shape)
+    alike = []
+    for b, i, g in np.ndindex(spec.B, spec.q_len, spec.Hkv):
+        token, heads = b * spec.q_len + i, slice(g * spec.G, (g + 1) * spec.G)
+        row = indices[token, g]
+        found = [int(j) for j in row if j >= 0]
+        wanted[token, heads], score, blocks = oracle.one_token(made, b, i, g, found)
+        rough[token, heads] = rounded(oracle.one_token(made, b, i, g, found, rounded)[0])
+        assert found == sorted(set(found)) and len(found) == len(blocks), (row, blocks)
+        assert list(row[len(found) :]) == [-1] * (spec.n - len(found)), row
+        forced = set(oracle.selected(dataclasses.replace(spec, n=spec.n - spec.free), score))
+        assert forced <= set(found), (row, forced)
+        if found:
+            lowest = score[blocks].min() * (1 - SCORE_SLACK)
+            assert score[found].min() >= lowest, (row, blocks)
+        alike.append(found == blocks)
+    parity = check_parity("out", out.astype(np.float64), wanted, rough, dtype=out.dtype)
+    assert parity.ok, parity
+    return np.mean(alike)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_oracles(name):
+    lengths, sizes = CASES[name]
+    assert check(lengths, **sizes) > 0.9
+
+
+def test_equal_scores_go_to_the_lower_blocks():
+    assert check([4096], zero_query=True) == 1
+
+
+def test_copies_may_arrive_at_once(monkeypatch):
+    made = ClusterWarps.__init__
+
+    def early(self, *arguments, **options):
+        made(self, *arguments, **options, late=False)
+
+    monkeypatch.setattr(ClusterWarps, "__init__", early)
+    check([1090], seed=1)
+
+
+def test_the_same_bits_alone_and_with_another_capacity():
+    spec = dataclasses.replace(PAPER, B=2)
+    both = oracle.problem(spec, [1290, 700])
+    out, indices = run(spec, both)
+    columns = np.full((1, 40), -1, np.int32)
+    own = both.arrays["page_table"][:1, :60]
+    alone = both.arrays | {
+        name: both.arrays[name][:1] for name in ("query", "gates", "lengths")
+    }
+    alone["page_table"] = np.concatenate([own, columns], 1)
+    other = dataclasses.replace(
+        spec, B=1, table_pages=100, variant=dataclasses.replace(spec.variant, capacity=512)
+    )
+    found, blocks = run(other, dataclasses.replace(both, arrays=alone))
+    np.testing.assert_array_equal(found.view(np.int16), out[:1].view(np.int16))
+    np.testing.assert_array_equal(blocks, indices[:1])
+
+
+def test_a_length_beyond_the_table_is_that_of_the_table():
+    spec = dataclasses.replace(PAPER, table_pages=5)
+    made = oracle.problem(spec, [320])
+    wanted = run(spec, made)
+    longer = dataclasses.replace(
+        made, arrays=made.arrays | {"lengths": np.array([2**31 - 1], np.int32)}
+    )
+    for x, y in zip(run(spec, longer), wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_step_runs_on_a_paged_cache():
+    """As the steps call it, one array of keys and values for the selected and sliding branch."""
+    lengths, config = [652, 65], NSAConfig(num_selected=6, window=130)
+    wide = {"n": 6, "window": 130, "variant": EIGHT_WARPS, "separate_gates": True}
+    made = oracle.problem(dataclasses.replace(PAPER, B=2, **wide), lengths)
+    for name in ("key", "value"):
+        made.arrays[f"sliding_{name}"] = made.arrays[f"selected_{name}"]
+    query, *gates = list(made.arrays.values())[:4]
+    names = "selected_key", "selected_value", "compressed_key", "compressed_value"
+    cache = PagedArrays(config, *(made.arrays[name] for name in names))
+    rest = made.arrays["page_table"], made.arrays["lengths"], None
+    with interpreted(True):
+        found = mosaic_decode.attention(JAX_OPS, query, Branches(*gates), cache, *rest)
+    for x, y in zip(found, run(made.spec, made), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+
+
+# Mutants.
+
+SMALL = {"lengths": [652, 641, 611], "n": 6, "window": 130}
+
+
+def work(**changes):
+    """`Work.of` with other numbers: functions of the lane and of the number."""
+    of = decode_lane.Work.of
+
+    def wrong(lane, seen):
+        right = of(lane, seen)
+        new = {name: change(lane, getattr(right, name)) for name, change in changes.items()}
+        return dataclasses.replace(right, **new)
+
+    return decode_lane.Work, "of", wrong
+
+
+def clamped_late(self, *arguments, made=decode_streams._Rows.__init__):
+    made(self, *arguments)
+    self.highest = self.highest + 3
+
+
+def without_a_block(self, block, choose=body._Step.choose):
+    choose(self, np.where(self.lane.lane == 5, np.int32(-1), block))
+
+
+def without_following(self, address, offset=0, read=ClusterWarps.read):
+    found = read(self, address, offset)
+    return found * 0 if offset == 12 else found
+
+
+def fewer_bytes(lane, work, expected=decode_exchange.expected_bytes):
+    first, *others = expected(lane, work)
+    return [first - 8, *others]
+
+
+MUTANTS = {
+    "a strip is read before it came": (
+        ClusterWarps,
+        "wait_for_copies",
+        lambda self, left, wait=ClusterWarps.wait_for_copies: wait(self, left + 1),
+    ),
+    "all strips share a stage": (
+        decode_streams.Queue,
+        "_stage",
+        lambda self, turn: self.ring,
+    ),
+    "the window is a key short": work(window_start=lambda lane, x: x + 1),
+    "a compressed token of the future": work(count=lambda lane, x: x + 1),
+    "a compressed token is missing": work(count=lambda lane, x: x - 1),
+    "rows that were never written": (decode_streams._Rows, "__init__", clamped_late),
+    "a selected block is not attended to": (body._Step, "choose", without_a_block),
+    "nothing counts for the block before": (ClusterWarps, "read", without_following),
+    "ties go to the higher block": (
+        ClusterWarps,
+        "smallest",
+        lambda self, x: self.word(np.where(x < 2**31 - 1, x, -1).max(-1, keepdims=True)),
+    ),
+    "a barrier expects too few bytes": (decode_exchange, "expected_bytes", fewer_bytes),
+    "warps do not meet": (ClusterWarps, "sync_cta", lambda self: None),
+    "lanes do not meet": (ClusterWarps, "sync", lambda self: None),
+    "nobody waits for the cluster": (ClusterWarps, "wait_for_cluster", lambda self: None),
+    "nobody waits for what was pushed": (ClusterWarps, "wait_for_bytes", lambda self, x: None),
+    "the scale is 1 % too large": (decode_exchange, "LOG2E", decode_exchange.LOG2E * 1.01),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*MUTANTS[name])
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert check(**SMALL, zero_query=name.startswith("ties")) == 1
+
+
+@pytest.mark.parametrize("zero_query", [False, True])
+def test_the_mutants_case_is_right(zero_query):
+    assert check(**SMALL, zero_query=zero_query) == 1
+
+
+# What is refused, and which variant is taken.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"H": 32}, "H / Hkv of 1 to 16, got 32"),
+        ({"H": 24, "Hkv": 16}, "a multiple of Hkv, got 24 and 16"),
+        ({"D": 48}, "D of a multiple of 32 up to 192, got 48"),
+        ({"Dv": 192}, "Dv of 64 or 128, got 192"),
+        ({"q_len": 9}, "q_len of 1 to 8, got 9"),
+        ({"n": 33}, "num_selected of 1 to 32, got 33"),
+        ({"block": 96}, "select_block / compress_stride of 1, 2, 4, 8 or 16, got 6"),
+        ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
+        ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 4, 8 or 16, got 1"),
+        ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
+        ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
+        ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
+    ],
+)
+def test_what_the_kernel_cannot_do(change, words):
+    spec = dataclasses.replace(PAPER, **change)
+    assert words in (why_not(spec) or "")
+    with pytest.raises(NotImplementedError, match="the decode kernel"):
+        decode(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, Variant(4, 8, 4, 128)),
+        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(4, 8, 4, 1024)),
+        ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(4, 4, 2, 512)),
+        ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
+        ({"D": 192, "table_pages": 200}, Variant(4, 8, 2, 512)),
+    ],
+)
+def test_the_variant_follows_batch_and_table(change, wanted):
+    found = with_variant(dataclasses.replace(PAPER, **change))
+    assert found.variant == wanted and why_not(found) is None
+
+
+def test_a_table_too_long_for_all_variants_says_so():
+    found = with_variant(dataclasses.replace(PAPER, table_pages=3000))
+    assert "page tables of up to 2560 columns, got 3000" in (why_not(found) or "")
