@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
 from nsa_jax.config import NSAConfig
+
+WITHOUT_PADDING = "nsa_without_padding"  # a name for policies of `jax.checkpoint`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,10 @@ def query_layout(
     segment_ids: "Int[Array, 'B S'] | None",
     config: NSAConfig,
 ) -> QueryLayout:
-    """That of the last `num_queries` tokens of `kv_len` (or of the packed row)."""
-    if segment_ids is not None:
+    """That of the last `num_queries` of `kv_len` tokens; of a packed row, of all or, where
+    `kv_len` is an array, of its first `kv_len`.
+    """
+    if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]
     first = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32) - num_queries, (batch,))
     index = first[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
@@ -41,10 +46,13 @@ def query_layout(
         return QueryLayout(index, start, start, first, packed=False, padded=padded)
     position, window = _packed(segment_ids, config)
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
-    start = jnp.arange(kv_len, dtype=jnp.int32) - jnp.maximum(position, 0)
+    start = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - jnp.maximum(position, 0)
     slot = jax.vmap(lambda row, at: row[at])(before, start)
-    tail = slice(kv_len - num_queries, None)
-    arrays = position[:, tail], start[:, tail], slot[:, tail], first
+    if isinstance(kv_len, int):
+        tail = lambda x, first: x[:, kv_len - num_queries :]
+    else:
+        tail = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, num_queries))
+    arrays = *(tail(x, first) for x in (position, start, slot)), first
     return QueryLayout(*arrays, packed=True, padded=True)
 
 
@@ -84,4 +92,5 @@ def without_padding(x, kv_len, segment_ids):
     else:
         end = jnp.asarray(kv_len, jnp.int32).reshape(-1, 1)
         valid = jnp.broadcast_to(jnp.arange(length) < end, x.shape[:2])
-    return jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
+    x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
+    return checkpoint_name(x, WITHOUT_PADDING)

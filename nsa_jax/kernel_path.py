@@ -79,7 +79,7 @@ class _Lengths:
         self.integers = {}
         if segment_ids is not None:
             self.integers["segment_ids"] = segment_ids
-        elif self.static is None:
+        if self.static is None:
             shape = query.shape[:1]
             kv_len = jnp.asarray(kv_len, jnp.int32)
             self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)

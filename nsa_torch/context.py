@@ -117,7 +117,11 @@ def compress(
         checks.packed(cu_seqlens, x, "x")
         shards_of(ranks, "x", x.shape[1], context_layout)
         phi = type(params).__name__
-        return _described(x=x) | {"config": config, "phi": phi, "context_layout": context_layout}
+        return _described(x=x) | {
+            "config": config,
+            "phi": phi,
+            "context_layout": context_layout,
+        }
 
     context_ranks.agree(ranks, x.device, describe)
     shards = shards_of(ranks, "x", x.shape[1], context_layout)
@@ -238,7 +242,4 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
 
 def _described(**tensors: Tensor) -> dict:
     """Shape and dtype of each, in words that `agree` compares."""
-    return {
-        name: f"{tuple(x.shape)} {validate.dtype_name(x)}" for name, x in tensors.items()
-    }
-
+    return {name: f"{tuple(x.shape)} {validate.dtype_name(x)}" for name, x in tensors.items()}

@@ -1,5 +1,6 @@
 """What the ranks of `test_context` do; four processes are started once for all cases."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -9,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nsa_torch
 from nsa_jax import context_layout as layouts
-from nsa_torch import Branches, NSAConfig, PoolParams, context, context_ranks
+from nsa_torch import Branches, NSAConfig, PoolParams, context, context_compress, context_ranks
 
 RANKS, TIMEOUT_S = 4, 20
 CONFIG = NSAConfig(8, 4, 8, num_selected=4, window=12)
@@ -110,12 +112,7 @@ def token_axis(name: str) -> int | None:
 def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """`run` on shards, the results put together again."""
     shard = {"context_layout": case.layout}
-    mine = {
-        name: t if (dim := token_axis(name)) is None
-        else context.shard_sequence(t, mesh, dim=dim, **shard)
-        for name, t in tensors(case).items()
-    }
-    found = run(case, mine, mesh)
+    found = run(case, mine(case, mesh), mesh)
     whole = {}
     for name, t in found.items():
         dim = token_axis(name)
@@ -131,12 +128,154 @@ def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     return whole
 
 
-def raised(call, kinds=(ValueError, RuntimeError)) -> str:
+@contextlib.contextmanager
+def changed(where, name: str, value):
+    kept = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, kept)
+
+
+def no_halo(ranks, shards, x, halo):
+    """Zeros in its place; the collective is the same."""
+    return torch.zeros_like(_halo(ranks, shards, x, halo))
+
+
+def own_share(self, x, what):
+    """A rank's own part of the sum."""
+    return lambda: x[self.rank].clone()
+
+
+_halo = context_compress._halo
+MUTANTS = {  # what it changes, and the case that it is run on
+    "order": (layouts, "chunk_places", lambda size, layout: list(range(2 * size))),
+    "halo": (context_compress, "_halo", no_halo),
+    "reduce-scatter": (context_ranks.Ranks, "scatter_sum", own_share),
+}
+MUTATED = Case(48, learned=True)
+
+
+def raised(call) -> str:
     try:
         call()
-    except kinds as error:
+    except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def plain(mesh, x: dict, **options):
+    arguments = (x["query"], x["key"][0], x["value"][0], x["gates"])
+    return nsa_torch.attention(*arguments, config=CONFIG, context_mesh=mesh, **options)
+
+
+def mine(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, t in tensors(case).items():
+        dim = token_axis(name)
+        if dim is not None:
+            t = context.shard_sequence(t, mesh, dim=dim, context_layout=case.layout)
+        found[name] = t
+    return found
+
+
+def bad_input(mesh: DeviceMesh) -> dict[str, str]:
+    """What is raised on this rank."""
+    odd = mesh.get_local_rank() == 2
+    x = mine(Case(48), mesh)
+    cut = {name: t[:, :, :4] if name in ("key", "value") else t[:, :4] for name, t in x.items()}
+    half = {name: t.half() for name, t in x.items()}
+    unequal = dict(x, value=x["value"][:, :, 1:])
+    single = {
+        name: t[:, :, :3] if name in ("key", "value") else t[:, :3] for name, t in x.items()
+    }
+    meta = {name: t.to("meta") for name, t in x.items()}
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    packed = torch.tensor([0, 20, 48])[: 2 if odd else 3]
+    calls = {
+        "length": lambda: plain(mesh, cut if odd else x),
+        "dtype": lambda: plain(mesh, half if odd else x),
+        "invalid": lambda: plain(mesh, unequal if odd else x),
+        "sequences": lambda: plain(mesh, x, cu_seqlens=packed),
+        "odd": lambda: plain(mesh, single),
+        "layout": lambda: plain(mesh, x, context_layout="striped"),
+        "device": lambda: plain(mesh, meta),
+        "axes": lambda: plain(square, x),
+        "mesh": lambda: plain(mesh.get_group(), x),
+        "after": lambda: plain(mesh, x),
+    }
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def with_nan(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Output and gradient of the queries where the values of the last token are NaN."""
+    case, whole = Case(96), tensors(Case(96))
+    whole["value"][0, :, -1] = float("nan")
+    x = {
+        name: context.shard_sequence(t, mesh, dim=token_axis(name))
+        for name, t in whole.items()
+        if token_axis(name) is not None
+    }
+    x["query"].requires_grad_()
+    out = plain(mesh, x)
+    out.backward(context.shard_sequence(whole["do"], mesh))
+    put = lambda t: context.unshard_sequence(t, mesh, length=case.length)
+    return {"out": put(out), "d query": put(x["query"].grad)}
+
+
+def by_kv_head() -> dict[str, torch.Tensor]:
+    """Two ranks a sequence, two a key/value head, through a checkpoint."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
+    case, head = Case(48), mesh["heads"].get_local_rank()
+    x, group = mine(case, mesh["context"]), HEADS // KV_HEADS
+    for name, width in (
+        ("query", group),
+        ("gates", group),
+        ("do", group),
+        ("key", 1),
+        ("value", 1),
+    ):
+        axis = 3 if name in ("key", "value") else 2
+        x[name] = x[name].narrow(axis, head * width, width).clone().requires_grad_(name != "do")
+    out = torch.utils.checkpoint.checkpoint(
+        lambda *t: plain(mesh["context"], dict(zip(NAMES, t, strict=False))),
+        *(x[name] for name in NAMES[:4]),
+        use_reentrant=False,
+    )
+    out.backward(x["do"])
+    put = lambda t, dim: context.unshard_sequence(t, mesh["context"], dim=dim, length=48)
+    return {"out": put(out, 1)} | {
+        f"d {name}": put(x[name].grad, token_axis(name)) for name in NAMES[:4]
+    }
+
+
+def layer(mesh: DeviceMesh | None = None) -> nsa_torch.NSAAttention:
+    torch.manual_seed(0)
+    return nsa_torch.NSAAttention(
+        16, HEADS, KV_HEADS, 8, 6, l=8, d=4, l_sel=8, n_sel=4, w=12, phi="mlp_pe",
+        phi_hidden=8, gate="sigmoid", context_mesh=mesh,
+    )  # fmt: skip
+
+
+def through_layer(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+    """Output and gradients of a module on a packed row; the ranks' sums."""
+    rng = np.random.default_rng(0)
+    x, do = (torch.tensor(rng.normal(size=(1, 48, 16)), dtype=torch.float32) for _ in range(2))
+    module = layer(mesh)
+    if mesh is not None:
+        x, do = (context.shard_sequence(t, mesh) for t in (x, do))
+    x.requires_grad_()
+    out, _ = module(x, cu_seqlens=torch.tensor([0, 29, 48]))
+    out.backward(do)
+    found = {"out": out.detach(), "d x": x.grad}
+    if mesh is not None:
+        found = {name: context.unshard_sequence(t, mesh) for name, t in found.items()}
+    for name, parameter in module.named_parameters():
+        if mesh is not None:
+            dist.all_reduce(parameter.grad)
+        found[f"d {name}"] = parameter.grad
+    return found
 
 
 def main(rank: int, folder: Path) -> None:
@@ -149,8 +288,19 @@ def main(rank: int, folder: Path) -> None:
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("context",))
-    results = {}
-    for name, case in CASES.items():
-        print(rank, name, flush=True)
-        results[name] = several(case, mesh)
+    results = {name: several(case, mesh) for name, case in CASES.items()}
+    for name, change in MUTANTS.items():
+        with changed(*change):
+            results[f"mutant {name}"] = several(MUTATED, mesh)
+    results["layer"] = through_layer(mesh)
+    results["heads"] = by_kv_head()
+    results["nan"] = with_nan(mesh)
+    results["errors"] = bad_input(mesh)
+    if rank == 3:
+        torch.save(results, folder / f"results.{rank}.pt")
+        os._exit(9)
+    start = time.monotonic()
+    x = mine(Case(48), mesh)
+    results["gone"] = raised(lambda: plain(mesh, x)), time.monotonic() - start
     torch.save(results, folder / f"results.{rank}.pt")
+    os._exit(0)
