@@ -10,6 +10,7 @@ implementation cannot run the problem.
 """
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import branches, debug, jax_debug, validate
@@ -19,7 +20,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.dispatch import REGISTRY, Plan
 from nsa_jax.jax_problem import problem_of
-from nsa_jax.types import Branches
+from nsa_jax.types import RESIDUAL, Branches
 
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
@@ -139,6 +140,7 @@ def attend(
         return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
         block_indices = plan.scores.load()(query, compressed_key, **rest)
+        block_indices = checkpoint_name(block_indices, RESIDUAL)
         validate.indices(block_indices, query, key.selected, config)
 
     def by_branch(query, key, value, gates, compressed):
@@ -148,6 +150,7 @@ def attend(
             plan.selected.load()(query, *selected, **rest)[0],
             plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
         )
+        outputs = Branches(*(checkpoint_name(out, RESIDUAL) for out in outputs))
         return debug.watch(jax_debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
     if recompute:

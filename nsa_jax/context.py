@@ -17,8 +17,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.ad_checkpoint import checkpoint_policies
 
 from nsa_jax import api, geometry, validate
 from nsa_jax import context_layout as layouts
@@ -28,9 +29,7 @@ from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.numerics import wide
-from nsa_jax.types import Branches
-
-GATHERED = "nsa_context_gathered"
+from nsa_jax.types import RESIDUAL, Branches
 
 
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
@@ -59,8 +58,8 @@ def unshard_sequence(
 
 def _moved(x, order):
     """The chunks of `x` `[S, ...]` in another order."""
-    pieces = jnp.split(x, len(order))
-    return jnp.concatenate([pieces[at] for at in order])
+    pieces = x.reshape(len(order), -1, *x.shape[1:])
+    return pieces[np.array(order)].reshape(x.shape)
 
 
 class _Shard:
@@ -281,14 +280,15 @@ def attention(
             _compressed_tokens(shard, x.compressed, None, config, segment_ids)
             for x in (key, value)
         )
-    validate.compressed(query, *compressed, config, shard.length)
+    k_cmp, v_cmp = compressed
+    validate.compressed(query, k_cmp, v_cmp, config, shard.length)
     if block_indices is not None:
         validate.indices(block_indices, query, key.selected, config)
     separate = key.sliding is not key.selected or value.sliding is not value.selected
     options = dict(config=config, segment_ids=segment_ids, scale=scale)
 
     def one_head(query, gates, compressed, keys_values, indices):
-        whole = [checkpoint_name(shard.gather(x), GATHERED) for x in keys_values]
+        whole = [shard.gather(x) for x in keys_values]
         own_key, own_value = whole[2:] or whole[:2]
         parts = [
             api.attend(
@@ -306,9 +306,7 @@ def attention(
         ]
         return jnp.concatenate(parts, axis=1)
 
-    kept = checkpoint_policies.save_anything_except_these_names(
-        GATHERED, geometry.WITHOUT_PADDING
-    )
+    kept = checkpoint_policies.save_only_these_names(RESIDUAL)
     one_head = jax.checkpoint(one_head, policy=None if recompute else kept)
     tensors = [key.selected, value.selected]
     tensors += [key.sliding, value.sliding] if separate else []

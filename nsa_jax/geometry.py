@@ -5,12 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
 from nsa_jax.config import NSAConfig
-
-WITHOUT_PADDING = "nsa_without_padding"  # a name for policies of `jax.checkpoint`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,5 +89,4 @@ def without_padding(x, kv_len, segment_ids):
     else:
         end = jnp.asarray(kv_len, jnp.int32).reshape(-1, 1)
         valid = jnp.broadcast_to(jnp.arange(length) < end, x.shape[:2])
-    x = jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))
-    return checkpoint_name(x, WITHOUT_PADDING)
+    return jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype))

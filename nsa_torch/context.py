@@ -235,7 +235,8 @@ def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, sc
             )
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
     if compressed is not None:
-        checks.compressed(query, *compressed, config, shards.length)
+        k_cmp, v_cmp = compressed
+        checks.compressed(query, k_cmp, v_cmp, config, shards.length)
     if indices is not None:
         checks.indices(indices, query, key.selected, config)
 

@@ -58,7 +58,7 @@ class Call:
 
         The gather of the next unit starts before this one is handed out.
         """
-        batch, length, kv_heads = given.keys_values[0].shape[:3]
+        batch, _, kv_heads = given.keys_values[0].shape[:3]
         widths = [x.shape[-1] for x in given.keys_values]
         payload = torch.cat(given.keys_values, dim=-1).transpose(1, 2).flatten(0, 1)
         start = lambda unit: self.ranks.gather(payload[unit], "keys and values")
@@ -134,12 +134,8 @@ class LocalGraph:
         self._token = leaves[0].new_zeros((), requires_grad=True)
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             out = function(*_Enter.apply(self._token, self._gradients, *leaves))
-        self.out, self._edge = out.detach(), get_gradient_edge(out)
-
-    def taken(self) -> Tensor:
-        """The output, which the graph then forgets."""
-        out, self.out = self.out, None
-        return out
+        self._edge = get_gradient_edge(out)
+        self.results = [out.detach()]
 
     def gradients(self, leaves, kept, do) -> list[Tensor | None]:
         """Of each leaf, from that of the output; once.
@@ -187,7 +183,7 @@ class _Attention(torch.autograd.Function):
                 function = call.local(given, row, head, tokens)
                 if keep and not call.recompute:
                     graphs.append(LocalGraph(function, leaves, kept))
-                    part = graphs[-1].taken()
+                    part = graphs[-1].results.pop()
                 else:
                     part = function(*leaves)
                 out[row, tokens, head * group : (head + 1) * group] = part[0]
@@ -218,7 +214,7 @@ class _Attention(torch.autograd.Function):
                     if call.recompute:
                         again: list[Tensor] = []
                         graph = LocalGraph(call.local(given, row, head, tokens), leaves, again)
-                        graph.taken()
+                        graph.results.clear()
                     else:
                         graph, again = next(graphs), kept
                     grads = graph.gradients(

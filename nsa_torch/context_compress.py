@@ -7,6 +7,7 @@ reduce-scatters in float32, and the windows are made again. All is one node of t
 every rank must take part in each step, whether or not its own tokens depend on it.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nsa_jax import context_layout as layouts
 from nsa_jax.config import NSAConfig
 from nsa_torch.chunks import wide
 from nsa_torch.compress import apply_phi, compress
@@ -132,7 +132,7 @@ class WholeWindows(NamedTuple):
         ends = range(self.shards.chunk, length + 1, self.shards.chunk)
         count = self.config.num_compressed(length)
         ends = [0, *(min(-(-end // stride), count) for end in ends)]
-        return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     def joined(self, found) -> Tensor:
         """`[B, C, Hkv, D]` from the slots of all chunks."""

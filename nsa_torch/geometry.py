@@ -69,6 +69,8 @@ def geometry(
         first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries
         return Geometry(index + first, zero, zero, None, None)
     bounds = cu_seqlens.to(device, torch.int64)
+    if isinstance(kv_len, Tensor):
+        raise ValueError("kv_len must be an int where cu_seqlens are given, got a tensor")
     offset = kv_len - num_queries
     token = index[0] + offset
     # Counting the ends at or before a token skips the sequences without tokens.
@@ -91,7 +93,7 @@ def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
     """The runs of queries, with `count` compressed slots in a batch row."""
     batch, num_queries = where.position.shape
     bounds = where.cu_seqlens
-    if bounds is not None:
+    if bounds is not None and where.offset is not None:
         queries = (bounds - where.offset).clamp(0, num_queries)
         first = (where.offset - bounds[:-1]).clamp(min=0)
         slot = _compressed_bounds(bounds, config)[:-1]

@@ -295,7 +295,7 @@ class NSAAttention(nn.Module):
                 implementation=self.implementation,
             )
             return self.out(out.flatten(2)), kv
-        ranks = {}
+        ranks: dict[str, Any] = {}
         if self.context_mesh is None:
             where = geometry.geometry(
                 batch,
@@ -313,7 +313,7 @@ class NSAAttention(nn.Module):
             compress = context.compress
         query, key, value, gates = self.project(x, position)
         key_params, value_params = self.compress_params()
-        packed = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
+        packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
         compressed = (
             compress(key.compressed, key_params, **packed),
             compress(value.compressed, value_params, **packed),

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from bench.harness.process import ROOT
+from tests import context_devices
 from tests import context_worker as worker
 from tests.context_worker import CASES, MUTATED, Case
 
@@ -140,3 +142,43 @@ def test_a_rank_that_is_gone(several):
             error.startswith("RuntimeError: context parallel: ") and "a rank is gone" in error
         )
         assert seconds < worker.TIMEOUT_S + 5
+
+
+def on_devices(*names: str) -> dict[str, dict]:
+    """What `tests.context_devices` prints about cases, by name."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.context_devices", *names],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, done.stdout.splitlines())
+    return {line.pop("case"): line for line in lines}
+
+
+def assert_devices_equal_one(found: dict[str, dict], names: set[str]) -> None:
+    assert found.keys() == names
+    for name, apart in found.items():
+        # Forward; and again, of keys and values only, backward.
+        assert apart.pop("gathers") == context_devices.GATHERS[name]
+        assert apart.pop("indices") == 0
+        assert {"out", "k_cmp", "d query", "d key", "d value", "d gates"} <= apart.keys()
+        assert max(apart.values()) < TOLERANCE, name
+
+
+def test_eight_devices_of_jax_equal_one_of_torch():
+    """Outputs, indices and gradients: rows, tokens and heads on their own axes; packed rows."""
+    found = on_devices("zigzag", "packed")
+    assert_devices_equal_one(found, {"zigzag", "packed"})
+
+
+@pytest.mark.slow
+def test_more_layouts_on_eight_devices():
+    found = on_devices("contiguous", "odd-chunks", "mutant")
+    mutant = found.pop("mutant order")
+    assert mutant["out"] > 1000 * TOLERANCE and mutant["d key"] > 1000 * TOLERANCE
+    assert_devices_equal_one(found, {"contiguous", "odd-chunks"})
