@@ -9,8 +9,11 @@ import sys
 import pytest
 import torch
 
+import nsa_torch
 from bench.harness.process import ROOT
-from tests import context_devices
+from nsa_torch import fa2, reference, sdpa
+from nsa_torch.select import select_blocks as sdpa_select
+from tests import context_devices, torch_inputs
 from tests import context_worker as worker
 from tests.context_worker import CASES, MUTATED, Case
 
@@ -182,3 +185,33 @@ def test_more_layouts_on_eight_devices():
     mutant = found.pop("mutant order")
     assert mutant["out"] > 1000 * TOLERANCE and mutant["d key"] > 1000 * TOLERANCE
     assert_devices_equal_one(found, {"contiguous", "odd-chunks"})
+
+
+@pytest.mark.parametrize("start, end", [(30, 52), (0, 41), (64, 96)])
+@pytest.mark.parametrize("name", ["fa2", "sdpa", "reference"])
+def test_the_last_queries_of_a_part_of_a_packed_row(name, start, end, monkeypatch):
+    """A chunk's call gives what the whole row gives there."""
+    case = CASES["packed"]
+    x, config, cu_seqlens = worker.tensors(case), case.config, worker.cu_seqlens(case)
+    query, key, value = x["query"], x["key"][0], x["value"][0]
+    place = {"config": config, "cu_seqlens": cu_seqlens}
+    k_cmp, v_cmp = (nsa_torch.compress(t, **place) for t in (key, value))
+    indices = sdpa_select(query, k_cmp, kv_len=96, **place)
+    whole = dict(kv_len=96, **place)
+    one = {
+        "compressed_attention": sdpa.compressed_attention(query, k_cmp, v_cmp, **whole)[0],
+        "selected_attention": sdpa.selected_attention(query, key, value, indices, **whole)[0],
+        "sliding_attention": sdpa.sliding_attention(query, key, value, **whole)[0],
+    }
+    part, count = slice(start, end), config.num_compressed(end)
+    query, key, value = query[:, part], key[:, :end], value[:, :end]
+    given = {
+        "compressed_attention": (k_cmp[:, :count], v_cmp[:, :count]),
+        "selected_attention": (key, value, indices[:, part]),
+        "sliding_attention": (key, value),
+    }
+    module = {"fa2": fa2, "sdpa": sdpa, "reference": reference}[name]
+    with torch_inputs.on_the_cpu(monkeypatch):
+        for step, tensors in given.items():
+            found = getattr(module, step)(query, *tensors, kv_len=end, **place)[0]
+            torch.testing.assert_close(found, one[step][:, part], rtol=1e-5, atol=1e-5)
