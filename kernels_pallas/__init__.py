@@ -17,6 +17,7 @@ KERNELS: dict[tuple[str, str], Callable[[Any], str | None]] = {
     # The last: all steps at once.
     for step in ("compressed", "scores", "selected", "sliding", "attention")
 }
+KERNELS["triton", "decode"] = triton.decode_why_not
 
 
 def why_not(implementation: str, problem: Any) -> str | None:

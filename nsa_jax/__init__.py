@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nsa_jax.cache import NSACache, cached_attention, init_cache
     from nsa_jax.compress_params import MLPParams, PoolParams
     from nsa_jax.config import NSAConfig
+    from nsa_jax.paged import PagedCache, append
+    from nsa_jax.paged_attend import paged_attention
     from nsa_jax.types import Branches
 
 __all__ = [
@@ -29,13 +31,16 @@ __all__ = [
     "MLPParams",
     "NSACache",
     "NSAConfig",
+    "PagedCache",
     "PoolParams",
+    "append",
     "attention",
     "cached_attention",
     "compress",
     "compressed_attention",
     "explain",
     "init_cache",
+    "paged_attention",
     "select_blocks",
     "selected_attention",
     "sliding_attention",
@@ -48,9 +53,12 @@ _HOMES = {
     "MLPParams": "compress_params",
     "NSACache": "cache",
     "NSAConfig": "config",
+    "PagedCache": "paged",
     "PoolParams": "compress_params",
+    "append": "paged",
     "cached_attention": "cache",
     "init_cache": "cache",
+    "paged_attention": "paged_attend",
 }
 
 

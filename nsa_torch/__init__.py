@@ -23,6 +23,8 @@ from nsa_torch.functional import (
     sliding_attention,
 )
 from nsa_torch.module import NSAAttention
+from nsa_torch.paged import PagedCache, append
+from nsa_torch.paged_attend import paged_attention
 from nsa_torch.warm_up import prepare
 
 __all__ = [
@@ -31,13 +33,16 @@ __all__ = [
     "NSAAttention",
     "NSACache",
     "NSAConfig",
+    "PagedCache",
     "PoolParams",
+    "append",
     "attention",
     "cached_attention",
     "compress",
     "compressed_attention",
     "explain",
     "init_cache",
+    "paged_attention",
     "prepare",
     "select_blocks",
     "selected_attention",

@@ -18,6 +18,13 @@ class TritonOps(TorchOps):
         recording = replay.recording()
         return recording.called(launch, tensors) if recording else launch(*tensors)
 
+    def run_in_place(self, kernel, *tensors):
+        """`run` of a kernel that writes to its arguments: none is copied, all are contiguous."""
+        for i, x in enumerate(tensors):
+            if not x.is_contiguous():
+                raise ValueError(f"{kernel.name}: argument {i} must be contiguous")
+        _launch(kernel, *tensors)
+
 
 def _launch(kernel, *tensors):
     outputs = [

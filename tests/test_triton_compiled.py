@@ -10,7 +10,7 @@ import pytest
 from kernels_pallas.triton.tiling import smem_of
 from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
-from tests.triton_compile import launches, reports
+from tests.triton_compile import DecodeCase, launches, reports
 
 pytestmark = [
     pytest.mark.skipif(not TRITON, reason="triton is not installed"),
@@ -25,6 +25,10 @@ SHAPES = {
     "G6": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="float16"),
     "float32": Case(2048, 2048, 8, 2, 64, 64, 1, PAPER, dtype="float32"),
 }
+DECODE = {
+    "decode": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024),
+    "verify": DecodeCase(8, 8, 32, 2, 192, 128, pages=64),
+}
 COMPILED = (
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),
@@ -37,20 +41,24 @@ COMPILED = (
     ("G6", 120, "interval:dq"),
     ("G6", 120, "dkv:merge"),
     ("float32", 89, "interval:forward"),
+    ("decode", 80, "decode:partials"),
+    ("decode", 90, "decode:finish"),
+    ("verify", 100, "decode:partials"),
+    ("decode", 89, "paged_append:append"),
 )
 # Bytes that a thread may keep in local memory: registers of loops with masks.
 SPILLS = 128
 
 
 def test_kernels_compile_within_the_limits_of_an_architecture():
-    found = reports([(SHAPES[shape], arch, name) for shape, arch, name in COMPILED])
+    found = reports([((SHAPES | DECODE)[shape], arch, name) for shape, arch, name in COMPILED])
     for (shape, arch, name), report in zip(COMPILED, found, strict=True):
         about = f"{shape} on {arch}: {report}"
         assert report.name == name and report.capability == arch, about
         assert report.shared <= smem_of(divmod(arch, 10)), about
         assert report.registers <= 255 and report.spills <= SPILLS, about
-        products = not name.startswith(("combine", "dkv:merge", "selected:tile"))
-        assert report.tensor_cores == (products and shape != "float32"), about
+        products = not name.startswith(("combine", "dkv:merge", "selected:tile", "paged"))
+        assert report.tensor_cores == (products and "float32" not in shape), about
 
 
 def test_nothing_that_a_length_changes_is_compiled_in():

@@ -18,13 +18,17 @@ from typing import Any
 import torch
 
 from kernels_pallas.kernel import Array
+from kernels_pallas.triton import decode_descriptions
 from kernels_pallas.triton.kernel import TritonKernel
-from nsa_jax import triton_backward, triton_forward
+from nsa_jax import paged_layout, triton_backward, triton_decode, triton_forward
+from nsa_jax.config import NSAConfig
 from nsa_jax.gradients import RowResiduals
+from nsa_jax.paged_layout import PagedArrays
 from nsa_jax.types import Branches
 from nsa_torch import operators
 from nsa_torch.mosaic_layout import MosaicLayout
 from nsa_torch.triton_ops import TritonOps
+from tests.inputs import PAPER
 
 ROOT = Path(__file__).parents[1]
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
@@ -109,6 +113,47 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     return list({repr(x): x for x in ops.launches}.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """A decode step: `B` rows of `T` queries, with tables of `pages`."""
+
+    B: int
+    T: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    pages: int
+    dtype: str = "bfloat16"
+    config: NSAConfig = PAPER
+
+
+def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launch]:
+    """All kernels of a step."""
+    ops, dtype = Recording(capability), getattr(torch, case.dtype)
+
+    def array(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    sizes = 64, case.Hkv, case.D, case.Dv, case.config
+    shapes = paged_layout.shapes(*sizes, separate=False)
+    cache = PagedArrays(
+        case.config, **{name: None if x is None else array(*x) for name, x in shapes.items()}
+    )
+    tokens, at = case.B * case.T, (case.B, case.pages)
+    table, lengths = (array(*x, dtype=torch.int32) for x in (at, at[:1]))
+    gates = Branches.each(array(tokens, case.H))
+    query = array(tokens, case.H, case.D)
+    triton_decode.attention(ops, query, gates, cache, table, lengths, None)
+    flags = {"ragged": True, "separate": False, "means": True}
+    widths = case.D, case.Dv
+    kernel = decode_descriptions.append(tokens, *at, 64, case.Hkv, widths, case.config, **flags)
+    pairs = [array(tokens, case.Hkv, x) for x in widths] * 3
+    pages = [cache.selected_key, cache.selected_value] * 4
+    ops.run(kernel, *pairs, *pages, table, lengths, lengths)
+    return ops.launches
+
+
 def compiled(launch: Launch, capability: int) -> Report:
     """The report of a kernel for a GPU, e.g. 89."""
     from triton.backends.compiler import GPUTarget
@@ -154,7 +199,8 @@ def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[R
     """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
     lines = []
     for case, capability, function in questions:
-        noted = launches(case, divmod(capability, 10))
+        note = decode_launches if isinstance(case, DecodeCase) else launches
+        noted = note(case, divmod(capability, 10))
         launch = next(x for x in noted if x.kernel.function.endswith(f".{function}"))
         asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
         lines.append(json.dumps(asked))

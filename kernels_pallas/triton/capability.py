@@ -4,6 +4,7 @@ import functools
 import importlib.util
 from typing import Any
 
+from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, power, scores_tiling
 
 AMPERE = (8, 0)
@@ -32,6 +33,24 @@ def why_not(problem: Any) -> str | None:
     if reason is None and rows >= NUMBERED:
         return f"takes 2 T G n < 2**31, got {rows}"
     return reason or _missing(problem.framework)
+
+
+def decode_why_not(problem: Any) -> str | None:
+    """Why `decode.py` cannot run a paged call, or None: `T` queries a row of `S` tokens."""
+    if problem.packed or not 1 <= problem.T <= QUERIES:
+        rows = "rows of different numbers" if problem.packed else f"{problem.T} a row"
+        return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
+    return why_not(problem)
+
+
+def append_why_not(found: tuple[int, int], dtype: object) -> str | None:
+    """Why `paged_append.py` cannot write pages of a dtype on a GPU of this capability, or None."""
+    name = str(dtype).removeprefix("torch.")
+    if found < AMPERE:
+        return f"needs compute capability {AMPERE} or more, got {found}"
+    if name not in DTYPES:
+        return f"takes {', '.join(DTYPES)}, got {name}"
+    return _missing("torch")
 
 
 @functools.cache  # every call asks, for every step

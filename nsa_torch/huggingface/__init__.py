@@ -6,7 +6,10 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `NSAModelConfig`                      the sizes, and what makes each layer's function
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
+  `continuous_batching_config`          for `generate_batch`: pages that NSA can read
   `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
+  `register_block_attention`            kernels for released models that choose key blocks, by
+                                        `attn_implementation="nsa_blocks"` (`block_selection`)
 
 Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
 start at its first real token, so that it computes what it would alone.
@@ -18,8 +21,10 @@ extras.require("hf", "transformers", minimum="5.17")
 
 import transformers
 
+from nsa_torch.huggingface.block_selection import register_block_attention
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.continuous import continuous_batching_config
 from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
 from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
 
@@ -28,10 +33,13 @@ __all__ = [
     "NSAModel",
     "NSAModelCache",
     "NSAModelConfig",
+    "continuous_batching_config",
     "from_safetensors",
+    "register_block_attention",
     "to_safetensors",
 ]
 
 transformers.AutoConfig.register(NSAModelConfig.model_type, NSAModelConfig, exist_ok=True)
 transformers.AutoModel.register(NSAModelConfig, NSAModel, exist_ok=True)
 transformers.AutoModelForCausalLM.register(NSAModelConfig, NSAForCausalLM, exist_ok=True)
+register_block_attention()

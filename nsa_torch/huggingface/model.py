@@ -23,6 +23,7 @@ from nsa_torch import geometry
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.continuous import ContinuousBatch
 from nsa_torch.huggingface.rows import Rows, rows
 from nsa_torch.module import MLP, Gate, NSAAttention, apply_rope, reset_pool
 
@@ -32,9 +33,9 @@ class DenseAttention(nn.Module):
 
     is_causal = True
 
-    def __init__(self, config: NSAModelConfig):
+    def __init__(self, config: NSAModelConfig, index: int):
         super().__init__()
-        self.config, self.spec = config, config.layer_spec
+        self.config, self.spec, self.layer_idx = config, config.layer_spec, index
         spec = self.spec
         self.num_key_value_groups = spec.n_heads // spec.n_kv_groups
         self.W_Q = nn.Linear(spec.dim, spec.n_heads * spec.d_k, bias=False)
@@ -43,9 +44,20 @@ class DenseAttention(nn.Module):
         self.out = nn.Linear(spec.n_heads * spec.d_v, spec.dim, bias=False)
 
     def forward(
-        self, x: Tensor, position: Tensor, mask: Tensor | None, layer, count: Tensor | None
+        self,
+        x: Tensor,
+        position: Tensor,
+        mask: Tensor | None,
+        layer=None,
+        count: Tensor | None = None,
+        **paged: Any,
     ) -> Tensor:
-        """`x` [B, T, dim] at `position` [B, T]; `layer`: its `DenseLayer` of a cache, or None."""
+        """`x` [B, T, dim] at `position` [B, T].
+
+        Args:
+          layer: its `DenseLayer` of a cache, or None.
+          paged: what transformers' continuous batching hands to attention functions.
+        """
         spec = self.spec
 
         def rotate(x):
@@ -59,7 +71,7 @@ class DenseAttention(nn.Module):
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         heads = (each.transpose(1, 2) for each in (query, key, value))
-        out, _ = attend(self, *heads, mask, scaling=spec.d_k**-0.5, dropout=0.0)
+        out, _ = attend(self, *heads, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
         return self.out(out.flatten(2))
 
 
@@ -86,7 +98,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         if self.kind == "nsa":
             self.self_attn = NSAAttention(**config.layer_spec.as_dict())
         else:
-            self.self_attn = DenseAttention(config)
+            self.self_attn = DenseAttention(config, index)
         self.mlp = SwiGLU(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(
@@ -96,12 +108,16 @@ class NSADecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        where: Rows,
+        where: Rows | ContinuousBatch,
         position: Tensor | None = None,
         mask: Tensor | None = None,
         past_key_values: NSAModelCache | None = None,
     ) -> Tensor:
         """`x` [B, T, dim]; `position` and `mask`, of aligned rows, are read by dense layers."""
+        if isinstance(where, ContinuousBatch):
+            inputs = self.input_layernorm(x)
+            x = x + where.attend(self.self_attn, self.index, inputs)
+            return x + self.mlp(self.post_attention_layernorm(x))
         inputs = where.align(self.input_layernorm(x))
         layer = None if past_key_values is None else past_key_values.layers[self.index]
         if self.kind == "dense":
@@ -229,6 +245,8 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
         if kwargs.get("output_attentions"):
             raise NotImplementedError("no layer makes attention weights: output_attentions")
+        if "cache" in kwargs:
+            return self._continuous(x, attention_mask, position_ids, cu_seq_lens_q, **kwargs)
         if past_key_values is not None and not isinstance(past_key_values, NSAModelCache):
             raise ValueError(
                 f"past_key_values must be an NSAModelCache, got {type(past_key_values).__name__}"
@@ -249,6 +267,13 @@ class NSAModel(NSAPreTrainedModel):
         if cache is not None:
             cache.ragged = cache.ragged or where.count is not None
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+
+    def _continuous(self, x, mask, position, cu_seq_lens_q, **paged):
+        """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
+        batch = ContinuousBatch(self.config, position, mask, cu_seq_lens_q, **paged)
+        for layer in self.layers:
+            x = layer(x, batch)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         size = self.embed_tokens.num_embeddings

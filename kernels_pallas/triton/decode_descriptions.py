@@ -1,0 +1,199 @@
+"""The two launches of a decode step (`decode.py`), described: no Triton is imported."""
+
+import dataclasses
+from typing import Any
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.triton.descriptions import HERE, Problem, cdiv
+from kernels_pallas.triton.kernel import TritonKernel
+from kernels_pallas.triton.tiling import Tiling, power
+
+SPLIT = 256  # keys of a split: the order of sums follows from it
+PARTS = 4  # programs that share the selected blocks of a query
+QUERIES = 8  # of a row, at most
+CANDIDATES = 4096  # compressed tokens that are scored at a time, at most
+ROWS = 32  # of a tile of queries: more spill
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """Sizes of a decode step.
+
+    Attributes:
+      problem: `B` rows of `T` queries; `S`: the tokens that a row's table has room for.
+      config: an `NSAConfig`.
+    """
+
+    problem: Problem
+    config: Any
+
+    @property
+    def pages(self) -> int:
+        """Of a row's table."""
+        return self.problem.S // self.config.select_block
+
+    @property
+    def candidates(self) -> int:
+        """Compressed tokens of the longest row, 1 at least."""
+        return max(self.config.num_compressed(self.problem.S), 1)
+
+    @property
+    def splits(self) -> int:
+        return cdiv(self.candidates, SPLIT)
+
+    @property
+    def windows(self) -> int:
+        window = self.config.window
+        return cdiv(min(window + self.problem.T - 1, self.problem.S), SPLIT) if window else 0
+
+    @property
+    def rows(self) -> int:
+        """Query heads of a row that read one key/value head."""
+        return self.problem.T * self.problem.group
+
+    @property
+    def group_rows(self) -> int:
+        return power(self.problem.group)
+
+    @property
+    def parts(self) -> int:
+        return min(PARTS, self.config.num_selected)
+
+    def _constants(self) -> dict[str, Any]:
+        p, config = self.problem, self.config
+        names = (
+            "HEADS",
+            "GROUP",
+            "WIDTH",
+            "VALUE_WIDTH",
+            "COLUMNS",
+            "VALUE_COLUMNS",
+            "PRECISION",
+        )
+        return {name: p.constants[name] for name in names} | {
+            "QUERIES": p.T,
+            "COMPRESS_BLOCK": config.compress_block,
+            "COMPRESS_STRIDE": config.compress_stride,
+            "PAGE": config.select_block,
+            "WINDOW": config.window,
+            "SPLIT": SPLIT,
+        }
+
+    def _warps(self, tiling: Tiling) -> int:
+        """Products in float32 keep their operands in registers."""
+        return 8 if self.problem.itemsize == 4 else tiling.warps
+
+    def _scalars(self, pool: int) -> tuple[int | float, ...]:
+        sizes = self.pages, pool, self.splits, self.windows, self.candidates
+        return *sizes, self.problem.log2_scale
+
+    def partials(self, pool: int) -> TritonKernel:
+        """Arrays: query, compressed key and value, sliding key and value, page_table, lengths;
+        results: logits, maxima, sums, outputs, counters. `pool`: pages that there are.
+        """
+        p, count = self.problem, self.splits + self.windows
+        tiling = p.tiling("forward", min(power(self.rows), ROWS), 64)
+        tiles = cdiv(self.rows, tiling.rows)
+        head = p.pairs, self.rows
+        return TritonKernel(
+            f"{HERE}.decode:partials",
+            p.pairs * tiles * count,
+            self._scalars(pool),
+            (
+                Array((*head, self.candidates), "float32"),
+                Array((*head, count), "float32"),
+                Array((*head, count), "float32"),
+                Array((*head, count, p.Dv), "float32"),
+                Array((p.pairs, p.T), "int32"),
+            ),
+            self._constants() | {"ROWS": tiling.rows, "ROW_TILES": tiles, "KEYS": tiling.keys},
+            self._warps(tiling),
+            tiling.stages,
+        )
+
+    def finish(self, pool: int) -> TritonKernel:
+        """Arrays: query, selected key and value, page_table, lengths, the gates, then the results
+        of `partials`; results: out, indices, and what its programs hand to each other.
+        """
+        p, config = self.problem, self.config
+        ratio = config.select_block // config.compress_stride
+        ratio_columns = 1 << (ratio - 1).bit_length()
+        most = CANDIDATES // ratio_columns
+        blocks = max(1 << (min(self.pages, most) - 1).bit_length(), 2)
+        page = power(config.select_block)
+        tiling = p.tiling("forward", self.group_rows, min(page, 64))
+        programs = p.pairs * p.T * self.parts
+        rows = programs, self.group_rows
+        constants = {
+            "N": config.num_selected,
+            "NUM_INITIAL": config.num_initial,
+            "NUM_LOCAL": config.num_local,
+            "BEST": max(1 << (config.num_selected - 1).bit_length(), 2),
+            "BLOCKS": blocks,
+            "RATIO_COLUMNS": ratio_columns,
+            "HEADS_A_STEP": min(4, 1 << (p.group - 1).bit_length()),
+            "PARTS": self.parts,
+            "GROUP_ROWS": self.group_rows,
+            "KEYS": tiling.keys,
+        }
+        tokens = p.B * p.T
+        return TritonKernel(
+            f"{HERE}.decode:finish",
+            programs,
+            self._scalars(pool),
+            (
+                Array((tokens, p.H, p.Dv), p.dtype),
+                Array((tokens, p.Hkv, config.num_selected), "int32"),
+                Array(rows, "float32"),
+                Array(rows, "float32"),
+                Array((*rows, p.Dv), "float32"),
+                Array((*rows, p.Dv), "float32"),
+            ),
+            self._constants() | constants,
+            8 if blocks * ratio_columns >= 2048 else self._warps(tiling),
+            tiling.stages,
+        )
+
+
+def append(
+    tokens: int,
+    rows: int,
+    pages: int,
+    pool: int,
+    kv_heads: int,
+    widths: tuple[int, int],
+    config: Any,
+    *,
+    ragged: bool,
+    separate: bool,
+    means: bool,
+) -> TritonKernel:
+    """Arrays: new keys and values by branch, the pages, page_table, lengths, starts; no result.
+
+    Args:
+      tokens: new ones of all rows; pages: of a row's table; pool: pages that there are.
+      ragged: whether rows have different numbers of tokens; means: whether compressed tokens are
+        means, which are made here.
+    """
+    width, value_width = widths
+    return TritonKernel(
+        f"{HERE}.paged_append:append",
+        tokens * kv_heads,
+        (tokens, rows, pages, pool),
+        (),
+        {
+            "HEADS": kv_heads,
+            "WIDTH": width,
+            "VALUE_WIDTH": value_width,
+            "COLUMNS": power(width),
+            "VALUE_COLUMNS": power(value_width),
+            "PAGE": config.select_block,
+            "COMPRESS_BLOCK": config.compress_block,
+            "COMPRESS_STRIDE": config.compress_stride,
+            "BLOCK_ROWS": 1 << (config.compress_block - 1).bit_length(),
+            "RAGGED": ragged,
+            "SEPARATE": separate,
+            "MEANS": means,
+        },
+        1,
+    )

@@ -1,0 +1,148 @@
+"""Decode and serving in JAX: a paged cache, and appending to it.
+
+The twin of `nsa_torch.paged`, where the words are explained. Nothing is written in place:
+`append` returns the cache; donate it (`jax.jit(.., donate_argnums=..)`), so that XLA writes into
+its memory. All sizes are static: one compilation serves growing lengths.
+"""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from nsa_jax import paged_layout, validate, validate_paged
+from nsa_jax.compress_params import CompressParams
+from nsa_jax.compression import apply_phi
+from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JAX_OPS as OPS
+from nsa_jax.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_jax.types import Branches
+
+
+@jax.tree_util.register_pytree_node_class
+class PagedCache(PagedArrays):
+    """Pages for the tokens of one layer (`PagedArrays` lists its arrays), zeros at first.
+
+    Args:
+      num_pages: of `config.select_block` tokens each.
+      config: of the layer; also says how compressed tokens are made.
+      separate: whether each branch has keys and values of its own (`Branches`): three times the
+        raw tokens.
+
+    Raises:
+      ValueError: a size that is not a positive int.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_heads: int,
+        key_width: int,
+        value_width: int,
+        *,
+        config: NSAConfig = NSAConfig(),
+        dtype: Any = jnp.bfloat16,
+        separate: bool = False,
+    ):
+        sizes = num_pages, kv_heads, key_width, value_width
+        names = ("num_pages", "kv_heads", "key_width", "value_width")
+        validate.configuration(config)
+        validate.sizes(**dict(zip(names, sizes, strict=True)))
+        found = paged_layout.shapes(*sizes, config, separate)
+        zeros = {name: None if x is None else jnp.zeros(x, dtype) for name, x in found.items()}
+        super().__init__(config, **zeros)
+
+    def tree_flatten(self):
+        return [getattr(self, name) for name in ARRAYS], self.config
+
+    @classmethod
+    def tree_unflatten(cls, config, arrays) -> Self:
+        cache = cls.__new__(cls)
+        PagedArrays.__init__(cache, config, *arrays)
+        return cache
+
+    def replace(self, **arrays: jax.Array) -> Self:
+        """The cache with other arrays in place of those named.
+
+        Raises:
+          ValueError: shapes or dtypes that do not fit.
+        """
+        cache = self.__class__.__new__(self.__class__)
+        fields = {name: getattr(self, name) for name in ARRAYS} | arrays
+        PagedArrays.__init__(cache, self.config, **fields)
+        validate_paged.pages(cache)
+        return cache
+
+    def copy_pages(self, source, target) -> Self:
+        """The cache with whole pages copied, as where a row forks within one: `[K]` each.
+
+        Rows share the pages before it by their tables alone. A shorter length crops a row.
+        """
+        return jax.tree.map(lambda x: x.at[target].set(x[source]), self)
+
+
+def append(
+    cache: PagedCache,
+    key,
+    value,
+    page_table,
+    lengths,
+    *,
+    cu_seqlens_q=None,
+    params: tuple[CompressParams, CompressParams] | None = None,
+) -> PagedCache:
+    """The cache with new tokens in their pages, and the compressed tokens which they finish.
+
+    A token without a page (behind the row's table, or in a page that does not exist) is not
+    written; rows of length 0 write nothing. Two rows must not write to the same page.
+
+    Args:
+      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
+        `Branches` of them where the cache is `separate`.
+      page_table: int32 `[B, M]`; what a row does not need may be anything.
+      lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
+      params: of the compression, for keys and values (`nsa_jax.compress_params`); None: means.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit the cache.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    validate_paged.table(page_table, lengths)
+    count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
+    params = (None, None) if params is None else params
+    for one, x in zip(params, (key, value), strict=True):
+        validate.phi(one, x.compressed[None], cache.config)
+    config, pool = cache.config, cache.num_pages
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    at = paged_layout.places(page_table, *tokens, config.select_block, pool)
+    branches = {"selected": (key.selected, value.selected)}
+    if cache.separate:
+        branches["sliding"] = key.sliding, value.sliding
+        branches["raw"] = key.compressed, value.compressed
+    written = {
+        f"{branch}_{kind}": _write(getattr(cache, f"{branch}_{kind}"), at, new)
+        for branch, pair in branches.items()
+        for kind, new in zip(("key", "value"), pair, strict=True)
+    }
+    cache = cache.replace(**written)
+
+    last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
+    row, position = (x[last.token] for x in tokens)
+    back = OPS.arange(row, config.compress_block)
+    window = position[:, None] - (config.compress_block - 1) + back  # [K, l]
+    taken = paged_layout.places(page_table, row[:, None], window, config.select_block, pool)
+    slot = position // config.compress_stride
+    into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
+    into = into._replace(there=into.there & last.there)
+    made = {}
+    for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
+        windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
+        pages = getattr(cache, f"compressed_{kind}")
+        made[f"compressed_{kind}"] = _write(pages, into, apply_phi(windows[None], one)[0])
+    return cache.replace(**made)
+
+
+def _write(pages, at: Places, new):
+    page = jnp.where(at.there, at.page, pages.shape[0])
+    return pages.at[page, at.offset].set(new, mode="drop")

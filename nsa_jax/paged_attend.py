@@ -1,0 +1,152 @@
+"""Attention from a paged cache in JAX: on kernels that read the pages where the rows have the
+same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from nsa_jax import api, jax_problem, paged_dispatch, paged_layout, validate_paged
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import REGISTRY as ATTENTION
+from nsa_jax.dispatch import Problem
+from nsa_jax.jax_ops import JAX_OPS as OPS
+from nsa_jax.paged import PagedCache
+from nsa_jax.paged_layout import first_slot, slots_of
+from nsa_jax.types import Branches
+
+
+def paged_attention(
+    query,
+    gates,
+    cache: PagedCache,
+    page_table,
+    lengths,
+    cu_seqlens_q=None,
+    *,
+    config: NSAConfig | None = None,
+    scale: float | None = None,
+    max_seqlen_q: int | None = None,
+    implementation: str | None = None,
+):
+    """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
+
+    Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
+    attend. A row's output depends on its own tokens alone; rows of length 0 and tokens of no row
+    are 0. A table entry of a page that does not exist is read as the nearest that does; a length
+    beyond the table counts as the table's.
+
+    Args:
+      query: `[N, H, D]`, the rows' tokens one after the other.
+      gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
+      page_table, lengths, cu_seqlens_q: as of `append`.
+      config: must be the cache's where it is given.
+      scale: of the logits; None: `D**-0.5`.
+      max_seqlen_q: no row of `cu_seqlens_q` is longer; None: `N`.
+      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for the same 1 to 8 queries
+        a row), or one of `attention`, which then runs on gathered pages; None: automatic.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    config = validate_paged.same_config(cache, config)
+    validate_paged.table(page_table, lengths)
+    gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    inputs = Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    choice, name = paged_dispatch.choose(REGISTRY, ATTENTION, _problem(inputs), implementation)
+    return choice.load()(inputs, max_seqlen_q, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of `paged_attention`, checked."""
+
+    query: Any
+    gates: Branches
+    cache: PagedCache
+    page_table: Any
+    lengths: Any
+    cu_seqlens_q: Any
+    scale: float | None
+
+
+REGISTRY = paged_dispatch.registry(
+    "jax", "nsa_jax.paged_attend:on_triton", "nsa_jax.paged_attend:gathered"
+)
+
+
+def _problem(inputs: Inputs) -> Problem:
+    """`B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
+    cache, (rows, pages) = inputs.cache, inputs.page_table.shape
+    same, width = inputs.cu_seqlens_q is None, cache.selected_value.shape[-1]
+    capacity = pages * cache.config.select_block
+    query = inputs.query[None]
+    problem = jax_problem.problem_of(
+        query, cache.kv_heads, capacity, width, cache.config, not same
+    )
+    length = inputs.query.shape[0] // rows if same else 0
+    return problem._replace(B=rows, T=length, cached=True, requires_grad=False)
+
+
+def on_triton(inputs: Inputs, max_seqlen_q=None, implementation=None):
+    """The output on Triton kernels; the rest is for other rows."""
+    from nsa_jax import triton, triton_decode
+
+    arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
+    return triton_decode.attention(triton.OPS, *arguments, inputs.scale)[0]
+
+
+def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None):
+    """Each row's pages side by side, then the steps of `attention`."""
+    query, cache, table = inputs.query, inputs.cache, inputs.page_table
+    config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
+    capacity = table.shape[1] * config.select_block
+    if cu_seqlens_q is None:
+        length = query.shape[0] // rows
+    else:
+        length = min(query.shape[0], capacity) if max_seqlen_q is None else max_seqlen_q
+    validate_paged.row_length(length, capacity)
+    lengths = jnp.minimum(inputs.lengths, capacity)
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
+    padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
+    there = padded.there[..., None]
+    gates = Branches(*(jnp.where(there, x[padded.token], 0) for x in inputs.gates))
+    queries = jnp.where(there[..., None], query[padded.token], 0)
+
+    raw = _side_by_side(table, config.select_block, 0, cache.num_pages)
+    slots = _side_by_side(table, slots_of(config), first_slot(config), cache.num_pages)
+    selected = cache.selected_key[raw], cache.selected_value[raw]
+    sliding = tuple(x[raw] for x in cache.sliding) if cache.separate else selected
+    # A probability of zero times a value that is NaN is NaN: only what is finished is read.
+    index = jnp.arange(slots[0].shape[1], dtype=jnp.int32) * config.compress_stride
+    there = index + config.compress_block <= lengths[:, None]
+    compressed = tuple(
+        jnp.where(there[..., None, None], x[slots], 0)
+        for x in (cache.compressed_key, cache.compressed_value)
+    )
+    key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
+    out = api.attend(
+        queries,
+        key,
+        value,
+        gates,
+        compressed,
+        config=config,
+        block_indices=None,
+        kv_len=lengths,
+        segment_ids=None,
+        scale=inputs.scale,
+        implementation=implementation,
+    )
+    out = out.reshape(rows * length, *out.shape[2:])
+    out = out[padded.flat.clip(0, rows * length - 1)]
+    return jnp.where((tokens.position >= 0)[:, None, None], out, 0)
+
+
+def _side_by_side(page_table, per_page: int, first: int, num_pages: int):
+    """`(page, offset)` of each row's entries from `first` on: `[B, M per_page - first]`."""
+    index = jnp.arange(first, page_table.shape[1] * per_page, dtype=jnp.int32)
+    page = jnp.clip(page_table[:, index // per_page], 0, num_pages - 1)
+    return page, jnp.broadcast_to(index % per_page, page.shape)

@@ -1,0 +1,196 @@
+"""Where tokens lie in a paged cache, for either framework.
+
+A page holds `l'` raw tokens and `l'/d` compressed ones. `page_table[b]` lists the pages of row `b`
+in the order of its tokens:
+
+    raw token p         page_table[b, p // l'], offset p % l'
+    compressed token i  slot s = i + l/d - 1:  page_table[b, s // (l'/d)], offset s % (l'/d)
+
+Slot `s` of a compressed token is `p // d` of its LAST raw token p, which lies in the same page:
+no page depends on the one after it, so that rows can share their first pages.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from nsa_jax.array_ops import ArrayOps
+from nsa_jax.config import NSAConfig
+
+
+@dataclasses.dataclass
+class PagedArrays:
+    """The pages of one layer; `P`: their number. The memory is the caller's to share out.
+
+    Attributes:
+      config: its `select_block` is the page's size.
+      selected_key, selected_value: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`.
+      compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
+      sliding_key, sliding_value: as the selected ones, or None: the sliding branch reads these.
+      raw_key, raw_value: what compressed tokens are made of, or None: the selected ones.
+    """
+
+    config: NSAConfig
+    selected_key: Any
+    selected_value: Any
+    compressed_key: Any
+    compressed_value: Any
+    sliding_key: Any = None
+    sliding_value: Any = None
+    raw_key: Any = None
+    raw_value: Any = None
+
+    @property
+    def num_pages(self) -> int:
+        return self.selected_key.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.selected_key.shape[2]
+
+    @property
+    def separate(self) -> bool:
+        """Whether each branch has keys and values of its own."""
+        return self.sliding_key is not None
+
+    @property
+    def sliding(self) -> tuple[Any, Any]:
+        """Keys and values of the sliding branch."""
+        if self.separate:
+            return self.sliding_key, self.sliding_value
+        return self.selected_key, self.selected_value
+
+    @property
+    def raw(self) -> tuple[Any, Any]:
+        """Keys and values that compressed tokens are made of."""
+        if self.raw_key is not None:
+            return self.raw_key, self.raw_value
+        return self.selected_key, self.selected_value
+
+
+ARRAYS = tuple(field.name for field in dataclasses.fields(PagedArrays))[1:]
+
+
+def slots_of(config: NSAConfig) -> int:
+    """Compressed tokens of a page."""
+    return config.select_block // config.compress_stride
+
+
+def first_slot(config: NSAConfig) -> int:
+    """The slot of compressed token 0."""
+    return config.compress_block // config.compress_stride - 1
+
+
+def shapes(
+    num_pages: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    config: NSAConfig,
+    separate: bool,
+) -> dict[str, tuple[int, ...] | None]:
+    """The shape of each of `ARRAYS`; None: not there."""
+    sizes = {"key": key_width, "value": value_width}
+    found: dict[str, tuple[int, ...] | None] = {}
+    for name in ARRAYS:
+        branch, kind = name.split("_")
+        count = slots_of(config) if branch == "compressed" else config.select_block
+        missing = branch in ("sliding", "raw") and not separate
+        found[name] = None if missing else (num_pages, count, kv_heads, sizes[kind])
+    return found
+
+
+class Tokens(NamedTuple):
+    """The tokens of a call. `row` int `[N]`: their sequence; `position` int `[N]`: where they
+    stand in it, negative: padding, which is in no sequence.
+    """
+
+    row: Any
+    position: Any
+
+
+def tokens_of(ops: ArrayOps, lengths, cu_seqlens_q, count: int) -> Tokens:
+    """`count` tokens, each row's the last of the `lengths` `[B]` that it has.
+
+    Args:
+      cu_seqlens_q: int32 `[B + 1]`, where each row's begin; None: all rows have the same number.
+    """
+    batch = lengths.shape[0]
+    index = ops.arange(lengths, count)[0]
+    if cu_seqlens_q is None:
+        row = index // (count // batch)
+        end, real = (row + 1) * (count // batch), row >= 0
+    else:
+        row = ops.searchsorted(cu_seqlens_q[None, 1:], index[None], "right")[0]
+        real = row < batch
+        row = row.clip(0, batch - 1)
+        end = cu_seqlens_q[row + 1]
+    length = lengths[row]
+    return Tokens(row, ops.xp.where(real & (length > 0), length - (end - index), -1))
+
+
+class Places(NamedTuple):
+    """Entries of pages: `page`, `offset`, both within bounds, and whether they are `there`."""
+
+    page: Any
+    offset: Any
+    there: Any
+
+
+def places(page_table, row, index, per_page: int, num_pages: int) -> Places:
+    """Where the entries `index` of the sequences `row` lie, of which a page has `per_page`.
+
+    What is behind the table, or in a page that does not exist, is not there.
+    """
+    column = index // per_page
+    inside = (index >= 0) & (column < page_table.shape[1])
+    page = page_table[row, column.clip(0, page_table.shape[1] - 1)]
+    there = inside & (page >= 0) & (page < num_pages)
+    return Places(page.clip(0, num_pages - 1), index % per_page, there)
+
+
+class Finished(NamedTuple):
+    """Tokens that finish a compressed token: `token` `[K]` of the call, those that are `there`."""
+
+    token: Any
+    there: Any
+
+
+def finished(ops: ArrayOps, tokens: Tokens, batch: int, config: NSAConfig) -> Finished:
+    """The tokens at `i d + l - 1`, in their order; as many as there can be."""
+    block, stride = config.compress_block, config.compress_stride
+    position, (count,) = tokens.position, tokens.position.shape
+    last = (position >= block - 1) & ((position + 1 - block) % stride == 0)
+    before = ops.xp.cumsum(ops.to_int32(last), 0)
+    most = count // stride + min(batch, count)
+    index = ops.arange(position, most) + 1
+    token = ops.searchsorted(before[None], index, "left")[0]
+    return Finished(token.clip(0, count - 1), token < count)
+
+
+class PaddedQueries(NamedTuple):
+    """Rows of queries side by side, each row's own at the end.
+
+    `token` `[B, T]`: which token of the call, within bounds; `there`: whether it is the row's;
+    `flat` `[N]`: where each token of the call stands in `[B * T]`.
+    """
+
+    token: Any
+    there: Any
+    flat: Any
+
+
+def pad_queries(ops: ArrayOps, tokens: Tokens, lengths, cu_seqlens_q, T: int) -> PaddedQueries:
+    """The tokens in rows of `T`."""
+    batch, (count,) = lengths.shape[0], tokens.row.shape
+    from_end = ops.arange(lengths, T) - T  # [1, T], negative
+    if cu_seqlens_q is None:
+        each = count // batch
+        end = (ops.arange(lengths, batch)[0] + 1) * each
+        begin = end - each
+    else:
+        begin, end = cu_seqlens_q[:-1], cu_seqlens_q[1:]
+    token = end[:, None] + from_end
+    there = token >= begin[:, None]
+    index = ops.arange(lengths, count)[0]
+    column = (T + index - end[tokens.row]).clip(0, T - 1)
+    return PaddedQueries(token.clip(0, count - 1), there, tokens.row * T + column)

@@ -1,0 +1,45 @@
+"""A decode step on Triton kernels, for either framework: `partials`, then `finish`."""
+
+from kernels_pallas.triton.decode_descriptions import Decode
+from kernels_pallas.triton.descriptions import Problem
+from nsa_jax.array_ops import ArrayOps
+from nsa_jax.paged_layout import PagedArrays
+from nsa_jax.types import Branches
+from nsa_jax.validate import dtype_name
+
+
+def attention(
+    ops: ArrayOps,
+    query,
+    gates: Branches,
+    cache: PagedArrays,
+    page_table,
+    lengths,
+    scale: float | None,
+):
+    """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries a row.
+
+    Args as of `nsa_torch.paged_attention`.
+    """
+    config, (batch, pages) = cache.config, page_table.shape
+    tokens, heads, width = query.shape
+    problem = Problem(
+        B=batch,
+        T=tokens // batch,
+        S=pages * config.select_block,
+        H=heads,
+        Hkv=cache.kv_heads,
+        D=width,
+        Dv=cache.selected_value.shape[3],
+        dtype=dtype_name(query),
+        scale=float(width**-0.5 if scale is None else scale),
+        capability=ops.capability(query),
+    )
+    decode, pool = Decode(problem, config), cache.num_pages
+    at = page_table, lengths
+    compressed = cache.compressed_key, cache.compressed_value
+    found = ops.run(decode.partials(pool), query, *compressed, *cache.sliding, *at)
+    selected = cache.selected_key, cache.selected_value
+    gates = Branches(*map(ops.to_float32, gates))
+    out, indices, *_ = ops.run(decode.finish(pool), query, *selected, *at, *gates, *found)
+    return out, indices

@@ -1,0 +1,132 @@
+"""Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
+
+from nsa_jax import validate
+from nsa_jax.config import NSAConfig
+from nsa_jax.paged_layout import PagedArrays, slots_of
+from nsa_jax.types import Branches
+from nsa_jax.validate import array, dtype_name, shape
+
+INDICES = ("int32",)
+
+
+def pages(cache: PagedArrays) -> None:
+    """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
+    config = cache.config
+    validate.configuration(config)
+    array("selected_key", cache.selected_key, 4)
+    number, _, kv_heads, key_width = cache.selected_key.shape
+    array("selected_value", cache.selected_value, 4)
+    value_width = cache.selected_value.shape[3]
+    validate.sizes(
+        num_pages=number, kv_heads=kv_heads, key_width=key_width, value_width=value_width
+    )
+    raw, slots = config.select_block, slots_of(config)
+    for branch in ("selected", "compressed", "sliding", "raw"):
+        for kind, width in (("key", key_width), ("value", value_width)):
+            name = f"{branch}_{kind}"
+            x = getattr(cache, name)
+            if x is None:
+                continue
+            array(name, x, 4)
+            shape(name, x, (number, slots if branch == "compressed" else raw, kv_heads, width))
+            if x.dtype != cache.selected_key.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of selected_key, "
+                    f"{dtype_name(cache.selected_key)}, got {dtype_name(x)}"
+                )
+    for one, two in (("sliding_key", "sliding_value"), ("raw_key", "raw_value")):
+        if (getattr(cache, one) is None) != (getattr(cache, two) is None):
+            raise ValueError(f"{one} and {two} must both be given or both be None")
+    if (cache.sliding_key is None) != (cache.raw_key is None):
+        raise ValueError("sliding_key and raw_key must both be given or both be None")
+
+
+def table(page_table, lengths) -> None:
+    """`page_table` int32 `[B, M]`, `lengths` int32 `[B]`."""
+    array("page_table", page_table, 2, INDICES)
+    array("lengths", lengths, 1, INDICES)
+    shape("lengths", lengths, tuple(page_table.shape[:1]))
+    validate.sizes(rows=page_table.shape[0], pages_a_row=page_table.shape[1])
+
+
+def rows(name: str, count: int, lengths, cu_seqlens_q) -> None:
+    """`count` tokens in the rows of `lengths`."""
+    batch = lengths.shape[0]
+    if cu_seqlens_q is None:
+        if count % batch:
+            raise ValueError(
+                f"{name} must have a multiple of {batch} tokens, the rows of lengths, where "
+                f"cu_seqlens_q is None, got {count}"
+            )
+        return
+    array("cu_seqlens_q", cu_seqlens_q, 1, INDICES)
+    shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+
+
+def new_tokens(
+    cache: PagedArrays, key: Branches, value: Branches, lengths, cu_seqlens_q
+) -> int:
+    """The number of tokens to append: keys `[N, Hkv, D]`, values `[N, Hkv, Dv]`."""
+    for kind, given in (("key", key), ("value", value)):
+        width = getattr(cache, f"selected_{kind}").shape[3]
+        for branch, x in given._asdict().items():
+            name = f"{kind}.{branch}"
+            array(name, x, 3)
+            shape(name, x, (key.selected.shape[0], cache.kv_heads, width))
+            if x.dtype != cache.selected_key.dtype:
+                raise ValueError(
+                    f"{name} must have the dtype of the cache, "
+                    f"{dtype_name(cache.selected_key)}, got {dtype_name(x)}"
+                )
+        apart = any(x is not given.selected for x in given)
+        if apart and not cache.separate:
+            raise ValueError(
+                f"{kind} must be one array where the cache is not separate=True, got Branches"
+            )
+    count = key.selected.shape[0]
+    validate.sizes(tokens=count)
+    rows("key", count, lengths, cu_seqlens_q)
+    return count
+
+
+def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> Branches:
+    """`query` `[N, H, D]`; the gates as `Branches` of `[N, H]`."""
+    array("query", query, 3)
+    validate.sizes(tokens=query.shape[0], heads=query.shape[1])
+    shape("query", query, (*query.shape[:2], cache.selected_key.shape[3]))
+    if query.dtype != cache.selected_key.dtype:
+        raise ValueError(
+            f"query must have the dtype of the cache, {dtype_name(cache.selected_key)}, "
+            f"got {dtype_name(query)}"
+        )
+    if query.shape[1] % cache.kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of the cache's heads, "
+            f"got {query.shape[1]} and {cache.kv_heads}"
+        )
+    validate.scaling(scale)
+    rows("query", query.shape[0], lengths, cu_seqlens_q)
+    expected = tuple(query.shape[:2])
+    if isinstance(gates, Branches):
+        for name, gate in gates._asdict().items():
+            array(f"gates.{name}", gate, 2)
+            shape(f"gates.{name}", gate, expected)
+        return gates
+    array("gates", gates, 3)
+    shape("gates", gates, (*expected, 3))
+    return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
+
+
+def same_config(cache: PagedArrays, config: NSAConfig | None) -> NSAConfig:
+    """The cache's configuration, which `config` must be where it is given."""
+    if config is not None and config != cache.config:
+        raise ValueError(f"config must be the cache's, {cache.config}, got {config}")
+    return cache.config
+
+
+def row_length(T: int, capacity: int) -> None:
+    if T > capacity:
+        raise ValueError(
+            f"a row must not have more queries than tokens, {capacity} in the pages of its "
+            f"table, got {T}"
+        )

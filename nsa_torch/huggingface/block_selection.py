@@ -1,0 +1,316 @@
+"""Released models of transformers whose attention chooses key blocks, on our selected attention.
+
+`MiniMaxM3VLAttention` (transformers 5.17) hands an attention function `block_indices`
+[B, heads of its indexer, Sq, n], int64, -1 in empty slots: block `j` is the slots
+`j * block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
+`sdpa` make a dense mask of them, `[B, H, Sq, Sk]`. The function here runs
+`nsa_torch.selected_attention` on them, forward and backward, without an array of `Sq * Sk`:
+
+    softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
+
+Padding on the left sees no key. Its tokens get the mean of all values, which is what the dense
+mask of `sdpa` comes to; it matters because the model's indexer scores padding too. A gradient
+of theirs reaches the values alone.
+
+Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
+the same name the function that makes its mask. Without the latter transformers drops the
+padding and hands None.
+"""
+
+import functools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function
+
+from nsa_jax.config import NSAConfig
+from nsa_torch.functional import selected_attention
+
+NAME = "nsa_blocks"
+# Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are
+# padding and 0 in others: kernels read it with the keys. 16 is what they ask widths to be
+# multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
+LANES, HIDDEN = 16, -30000.0
+# Arguments of other models' attention that would be lost here: sinks, windows, biases, and
+# `indices`, single tokens that DeepSeek-V3.2 and its kin choose.
+FOREIGN = ("s_aux", "sliding_window", "softcap", "position_bias", "indices")
+
+
+def register_block_attention(name: str = NAME, *, implementation: str | None = None) -> None:
+    """Registers `block_attention` and `key_states` with transformers.
+
+    Args:
+      name: what `attn_implementation` says then.
+      implementation: of `nsa_torch.selected_attention`, a name that never falls back. None:
+        automatic.
+    """
+    attend = functools.partial(block_attention, implementation=implementation)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, key_states)
+
+
+def key_states(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> Tensor | None:
+    """The mask of `block_attention`: a state of each key slot, not of each pair.
+
+    Args:
+      q_offset: slot of the first query; a tensor with a static cache.
+      attention_mask: `[B, slots]`, True at tokens; may end before `kv_length`.
+      config: of the text model; `index_block_size` is read.
+
+    Returns:
+      None: no padding, and the keys end with the last query. Else int8 `[B, 1, 1 or 2, Sk]`;
+      first row: 1 in slots up to the last query's; second row, where there is padding: 1 at
+      tokens.
+
+    Raises:
+      NotImplementedError: packed rows, a mask of the caller's, a sliding cache; a row with
+        padding between its tokens, or with `index_block_size` or more on the left. The
+        model's indexer counts positions from the first token and blocks from slot 0: such a
+        row's first token is left without a key that it may see, and transformers' own paths
+        average all keys then, later ones too.
+    """
+    if mask_function is not causal_mask_function:
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} takes the causal mask alone, got packed rows "
+            "(position_ids that start anew) or a mask function"
+        )
+    if kv_offset:
+        raise NotImplementedError(
+            f"attn_implementation={NAME!r} takes caches that keep every key, got one that "
+            f"starts at slot {kv_offset}"
+        )
+    real = None if attention_mask is None else attention_mask.to(device, torch.bool)
+    if real is not None:
+        real = F.pad(real[:, :kv_length], (0, max(kv_length - real.shape[1], 0)))
+    end = q_offset + q_length
+    filled = torch.arange(kv_length, device=device) < end
+    if real is not None and not _is_padded(real, filled, config):
+        real = None
+    if real is None:
+        if isinstance(end, int) and end == kv_length:
+            return None
+        return filled.to(torch.int8).expand(batch_size, 1, 1, kv_length)
+    return torch.stack([filled.expand_as(real), real], dim=1).to(torch.int8)[:, None]
+
+
+def _is_padded(real: Tensor, filled: Tensor, config: Any) -> bool:
+    """Whether a row of `real` [B, Sk] has padding; waits for the device, once a forward pass.
+
+    Where nobody may wait (torch.compile, a CUDA graph) nothing is checked.
+    """
+    capturing = real.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
+        return True
+    starts = (real[:, 1:] & ~real[:, :-1]).sum(dim=1) + real[:, 0]
+    left = torch.where(real.any(dim=1), real.int().argmax(dim=1), 0)
+    facts = torch.stack([(filled & ~real).sum(), starts.max(), left.max()])
+    padded, most_starts, most_left = facts.tolist()
+    if most_starts > 1:
+        raise NotImplementedError(
+            f"attention_mask must have a row's tokens in one run with "
+            f"attn_implementation={NAME!r}, got {most_starts} runs"
+        )
+    block = getattr(config, "index_block_size", None)
+    if block is not None and most_left >= block:
+        raise NotImplementedError(
+            f"attention_mask must have less than index_block_size={block} columns of padding on "
+            f"the left with attn_implementation={NAME!r}, got {most_left}: the model's indexer "
+            "leaves such a row's first token without a key; pad on the right"
+        )
+    return bool(padded)
+
+
+def block_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    block_indices: Tensor | None = None,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: out `[B, Sq, H, Dv]`, and None for the weights.
+
+    Layers without a selection (dense ones, the vision tower) go to transformers' `sdpa`.
+
+    Args:
+      module: its `indexer.block_size` and `indexer.topk_blocks` are read.
+      query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
+        the last `Sq` filled slots.
+      attention_mask: what `key_states` returns.
+      dropout: must be 0.
+      block_indices: `[B, heads, Sq, n]`, any integer dtype and order, negative in empty slots;
+        `heads` divides Hkv. A block that is named twice counts once, one after the query not
+        at all.
+      implementation: of `nsa_torch.selected_attention`.
+
+    Raises:
+      ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
+      NotImplementedError: dropout where blocks are chosen; sinks, a sliding window,
+        softcapping, a position bias, indices of single tokens.
+    """
+    for name in FOREIGN:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} must be None with attn_implementation={NAME!r}, got {kwargs[name]!r}"
+            )
+    if block_indices is None:
+        return _dense(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    _check(module, query, key, attention_mask, dropout, block_indices)
+    if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    batch, heads, length, width = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    scaling = width**-0.5 if scaling is None else scaling
+    kv_len, real = num_keys, None
+    # A key/value head is a row of the batch: a cache [B, Hkv, Sk, D] is read without a copy.
+    rows = query.unflatten(1, (kv_heads, -1)).flatten(0, 1).transpose(1, 2)
+    key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
+    if attention_mask is not None:
+        filled, *padded = attention_mask[:, 0].repeat_interleave(kv_heads, dim=0).unbind(1)
+        kv_len = filled.sum(dim=1)
+        real = padded[0] != 0 if padded else None
+    if real is not None:
+        rows, key = _hide(rows, key, ~real)
+    indexer = cast(Any, module.indexer)
+    config = _config(indexer.block_size, max(indexer.topk_blocks, block_indices.shape[-1]))
+    chosen = _block_lists(block_indices, kv_len, kv_heads, config)
+    out, _ = selected_attention(
+        rows.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        chosen,
+        config=config,
+        kv_len=kv_len,
+        scale=scaling,
+        implementation=implementation,
+    )
+    if real is not None:
+        behind = real.cumsum(dim=1).gather(1, _query_slots(length, kv_len, out)) > 0
+        out = torch.where(behind[..., None, None], out, value.mean(dim=1, keepdim=True))
+    out = out.unflatten(0, (batch, kv_heads)).transpose(1, 2)
+    return out.reshape(batch, length, heads, -1), None
+
+
+@functools.cache
+def _config(block: int, num_selected: int) -> NSAConfig:
+    """Sizes of the selected branch; the other branches' do not matter."""
+    return NSAConfig(
+        compress_block=block,
+        compress_stride=block,
+        select_block=block,
+        num_selected=num_selected,
+        num_initial=0,
+        num_local=0,
+        window=0,
+    )
+
+
+def _block_lists(
+    indices: Tensor, kv_len: int | Tensor, kv_heads: int, config: NSAConfig
+) -> Tensor:
+    """int32 `[B * Hkv, Sq, 1, n]`: ascending, each once, none after the query, -1 at the end."""
+    none = torch.iinfo(torch.int32).max
+    rows = indices.repeat_interleave(kv_heads // indices.shape[1], dim=1).flatten(0, 1)
+    length, spare = rows.shape[1], config.num_selected - rows.shape[2]
+    slot = _query_slots(length, kv_len, rows)
+    later = rows > (slot // config.select_block)[..., None]
+    rows = rows.masked_fill((rows < 0) | later, none).to(torch.int32).sort(dim=-1).values
+    again = F.pad(rows[..., 1:] == rows[..., :-1], (1, 0))
+    rows = rows.masked_fill(again, none).sort(dim=-1).values
+    return F.pad(rows.masked_fill(rows == none, -1), (0, spare), value=-1).unsqueeze(2)
+
+
+def _query_slots(length: int, kv_len: int | Tensor, like: Tensor) -> Tensor:
+    """`[R or 1, length]`, on the device of `like`: the queries end with key `kv_len - 1`."""
+    first = (kv_len[:, None] if isinstance(kv_len, Tensor) else kv_len) - length
+    return torch.arange(length, device=like.device)[None] + first
+
+
+def _hide(query: Tensor, key: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys `[R, ., ., D + LANES]`, so that `hidden` keys [R, Sk] weigh 0."""
+    lanes = hidden[..., None, None].to(key.dtype).expand(-1, -1, 1, LANES) * HIDDEN
+    return F.pad(query, (0, LANES), value=1.0), torch.cat([key, lanes], dim=-1)
+
+
+def _dense(module, query, key, value, mask, dropout, scaling, rest):
+    """transformers' `sdpa`, with the mask that it would have been given.
+
+    It aligns its own causal mask with the first key, so that fewer queries than keys need one.
+    """
+    length, num_keys = query.shape[2], key.shape[2]
+    causal = rest.get("is_causal", getattr(module, "is_causal", True))
+    if _is_key_states(mask):
+        filled, real = mask[:, :, :1], mask[:, :, -1:] != 0
+        mask = real & _at_or_before(filled.sum(dim=-1, keepdim=True), length, num_keys, query)
+    elif mask is None and causal and 1 < length < num_keys:
+        mask = _at_or_before(num_keys, length, num_keys, query)
+    return sdpa_attention_forward(
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **rest
+    )
+
+
+def _at_or_before(end: int | Tensor, length: int, num_keys: int, like: Tensor) -> Tensor:
+    """`[B or 1, 1, length, num_keys]`: causal, the last query at `end - 1`."""
+    query_slot = end - length + torch.arange(length, device=like.device)[:, None]
+    visible = torch.arange(num_keys, device=like.device) <= query_slot
+    return visible if visible.ndim == 4 else visible[None, None]
+
+
+def _is_key_states(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype == torch.int8 and mask.ndim == 4
+
+
+def _check(module, query, key, mask, dropout, block_indices) -> None:
+    batch, _, length, _ = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    if dropout:
+        raise NotImplementedError(
+            f"dropout must be 0 with attn_implementation={NAME!r}, got {dropout}"
+        )
+    for name in ("block_size", "topk_blocks"):
+        if not hasattr(getattr(module, "indexer", None), name):
+            raise ValueError(
+                f"{type(module).__name__} must have indexer.{name} where it hands block_indices"
+            )
+    if block_indices.is_floating_point() or block_indices.ndim != 4:
+        raise ValueError(
+            "block_indices must be integers [B, heads, Sq, n], got "
+            f"{block_indices.dtype} {tuple(block_indices.shape)}"
+        )
+    found_batch, found_heads, found_length, _ = block_indices.shape
+    if (found_batch, found_length) != (batch, length):
+        raise ValueError(
+            f"block_indices must have B={batch} and Sq={length}, "
+            f"got shape {tuple(block_indices.shape)}"
+        )
+    if found_heads < 1 or kv_heads % found_heads:
+        raise ValueError(
+            f"block_indices must have a number of heads that divides Hkv={kv_heads}, "
+            f"got {found_heads}"
+        )
+    shapes = [(batch, 1, states, num_keys) for states in (1, 2)]
+    if mask is not None and not (_is_key_states(mask) and tuple(mask.shape) in shapes):
+        raise ValueError(
+            f"attention_mask must be [B, slots] of 0 and 1 at the model with "
+            f"attn_implementation={NAME!r}, got {mask.dtype} {tuple(mask.shape)} in a layer"
+        )

@@ -1,0 +1,245 @@
+"""Decode and serving in torch: a paged cache, and appending to it.
+
+The pool of pages and the table of each row are the caller's to manage (an allocator of pages
+stands in every serving engine). Shapes are static and nothing is read on the host, so that one
+CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is padding.
+
+    append           raw tokens to their pages; finished compressed tokens to theirs
+    paged_attention  from the pages (`paged_attend.py`)
+
+The twin of `nsa_jax.paged`. Where things lie: `nsa_jax.paged_layout`.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.triton import capability
+from nsa_jax import paged_layout, validate, validate_paged
+from nsa_jax.compress_params import CompressParams
+from nsa_jax.config import NSAConfig
+from nsa_jax.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_jax.types import Branches
+from nsa_torch import checks
+from nsa_torch.compress import apply_phi
+from nsa_torch.operators import requires_grad
+from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import capability_of
+
+
+class PagedCache(PagedArrays):
+    """Pages for the tokens of one layer (`PagedArrays` lists its tensors), zeros at first.
+
+    Args:
+      num_pages: of `config.select_block` tokens each.
+      config: of the layer; also says how compressed tokens are made.
+      separate: whether each branch has keys and values of its own (`Branches`): three times the
+        raw tokens.
+
+    Raises:
+      ValueError: a size that is not a positive int.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        kv_heads: int,
+        key_width: int,
+        value_width: int,
+        *,
+        config: NSAConfig = NSAConfig(),
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        separate: bool = False,
+    ):
+        sizes = num_pages, kv_heads, key_width, value_width
+        names = ("num_pages", "kv_heads", "key_width", "value_width")
+        validate.configuration(config)
+        validate.sizes(**dict(zip(names, sizes, strict=True)))
+        found = paged_layout.shapes(*sizes, config, separate)
+        super().__init__(
+            config,
+            **{
+                name: None if x is None else torch.zeros(x, dtype=dtype, device=device)
+                for name, x in found.items()
+            },
+        )
+
+    @classmethod
+    def view(
+        cls,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        *,
+        config: NSAConfig = NSAConfig(),
+        compressed_key: Tensor | None = None,
+        compressed_value: Tensor | None = None,
+        separate: bool = False,
+    ) -> Self:
+        """A cache on pages that another manager owns, in place.
+
+        Args:
+          key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
+          compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None: made here, zeros.
+          separate: whether each branch has keys and values of its own, in pages made here, zeros.
+
+        Raises:
+          ValueError: shapes or dtypes that do not fit, such as pages of another size than
+            `config.select_block`.
+        """
+        for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
+            validate.array(name, x, 4)
+            if x.shape[1] != config.select_block:
+                raise ValueError(
+                    f"{name} must have pages of select_block={config.select_block} tokens, "
+                    f"got {x.shape[1]}"
+                )
+        if (compressed_key is None) != (compressed_value is None):
+            raise ValueError(
+                "compressed_key and compressed_value must both be given or both be None"
+            )
+        if compressed_key is None or compressed_value is None:
+            shape = key_pages.shape[0], slots_of(config), key_pages.shape[2]
+            compressed_key = key_pages.new_zeros(*shape, key_pages.shape[3])
+            compressed_value = value_pages.new_zeros(*shape, value_pages.shape[3])
+        cache = cls.__new__(cls)
+        arrays = key_pages, value_pages, compressed_key, compressed_value
+        own = [torch.zeros_like(x) for x in arrays[:2] * 2] if separate else []
+        PagedArrays.__init__(cache, config, *arrays, *own)
+        validate_paged.pages(cache)
+        checks.devices(key_pages, {name: x for name, x in cache.tensors().items()})
+        return cache
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by name."""
+        return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copies whole pages, as where a row forks within one: `[K]` integers each.
+
+        Rows share the pages before it by their tables alone. A shorter length crops a row.
+        """
+        for x in self.tensors().values():
+            x[target] = x[source]
+
+
+def append(
+    cache: PagedCache,
+    key: Tensor | Branches[Tensor],
+    value: Tensor | Branches[Tensor],
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    params: tuple[CompressParams, CompressParams] | None = None,
+    implementation: str | None = None,
+) -> None:
+    """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
+
+    A token without a page (behind the row's table, or in a page that does not exist) is not
+    written; rows of length 0 write nothing. Two rows must not write to the same page.
+
+    Args:
+      key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
+        `Branches` of them where the cache is `separate`.
+      page_table: int32 `[B, M]`; what a row does not need may be anything.
+      lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
+      params: of the compression, for keys and values (`nsa_jax.compress_params`); None: means.
+      implementation: `triton` (one launch) or `torch`; None: the first that can.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit the cache.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run.
+    """
+    key, value = Branches.each(key), Branches.each(value)
+    validate_paged.table(page_table, lengths)
+    count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
+    params = (None, None) if params is None else params
+    for one, x in zip(params, (key, value), strict=True):
+        validate.phi(one, x.compressed[None], cache.config)
+    check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
+    if requires_grad(*key, *value):
+        raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
+    if _appends_by_kernel(cache, implementation):
+        from nsa_torch import triton_decode
+
+        means = params == (None, None)
+        triton_decode.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
+        if not means:
+            _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
+        return
+    config, pool = cache.config, cache.num_pages
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    at = paged_layout.places(page_table, *tokens, config.select_block, pool)
+    raw_pages = [(cache.selected_key, key.selected), (cache.selected_value, value.selected)]
+    if cache.separate:
+        raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
+        raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
+    for pages, new in raw_pages:
+        _write(pages, at, new)
+    _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
+
+
+def _appends_by_kernel(cache: PagedCache, implementation: str | None) -> bool:
+    """Whether the Triton kernel writes the tokens."""
+    if implementation not in (None, "triton", "torch"):
+        raise ValueError(
+            f"implementation must be 'triton', 'torch' or None, got {implementation!r}"
+        )
+    if implementation == "torch":
+        return False
+    reason = append_why_not(cache.selected_key)
+    unordered = [name for name, x in cache.tensors().items() if not x.is_contiguous()]
+    reason = reason or (f"needs {unordered[0]} contiguous" if unordered else None)
+    if reason and implementation:
+        raise NotImplementedError(f"append: triton: {reason}")
+    return reason is None
+
+
+def append_why_not(pages: Tensor) -> str | None:
+    """Why the Triton kernel cannot write such pages, or None."""
+    if pages.device.type != "cuda":
+        return f"needs an NVIDIA GPU, got {pages.device.type}"
+    return capability.append_why_not(capability_of(pages.device.index), pages.dtype)
+
+
+def _compress(cache, page_table, lengths, cu_seqlens_q, count, params) -> None:
+    """Makes the compressed tokens that the last `count` tokens have finished."""
+    config, pool = cache.config, cache.num_pages
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
+    row, position = (x[last.token] for x in tokens)
+    back = OPS.arange(row, config.compress_block)
+    window = position[:, None] - (config.compress_block - 1) + back  # [K, l]
+    taken = paged_layout.places(page_table, row[:, None], window, config.select_block, pool)
+    slot = position // config.compress_stride
+    into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
+    into = into._replace(there=into.there & last.there)
+    compressed = cache.compressed_key, cache.compressed_value
+    for pages, raw, one in zip(compressed, cache.raw, params, strict=True):
+        windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
+        _write(pages, into, apply_phi(windows[None], one)[0])
+
+
+def _write(pages: Tensor, at: Places, new: Tensor) -> None:
+    """`pages[at.page, at.offset] = new` where `at.there`. Static shapes: what is not there
+    writes what the first that is there writes, or, where none is, what lies there already.
+    """
+    if new.shape[0] == 0:
+        return
+    index = torch.arange(new.shape[0], device=new.device)
+    source = torch.where(at.there, index, at.there.to(torch.uint8).argmax())
+    page, offset = at.page[source], at.offset[source]
+    none = ~at.there.any()
+    pages[page, offset] = torch.where(none, pages[page, offset], new[source])
+
+
+def check_devices(cache, page_table, lengths, cu_seqlens_q, **tensors) -> None:
+    """All on the device of the one of `tensors`."""
+    ((_, first),) = tensors.items()
+    others = {"cache": cache.selected_key, "page_table": page_table, "lengths": lengths}
+    if cu_seqlens_q is not None:
+        others["cu_seqlens_q"] = cu_seqlens_q
+    checks.devices(first, others)

@@ -1,0 +1,159 @@
+"""Attention from a paged cache in torch: on kernels that read the pages where the rows have the
+same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels_pallas
+from nsa_jax import paged_dispatch, paged_layout, validate_paged
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem
+from nsa_jax.paged_layout import first_slot, slots_of
+from nsa_jax.types import Branches
+from nsa_torch import dispatch, functional
+from nsa_torch.operators import requires_grad
+from nsa_torch.paged import PagedCache, check_devices
+from nsa_torch.torch_ops import TORCH_OPS as OPS
+
+
+def paged_attention(
+    query: Tensor,
+    gates: Tensor | Branches[Tensor],
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *,
+    config: NSAConfig | None = None,
+    scale: float | None = None,
+    max_seqlen_q: int | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
+
+    Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
+    attend. A row's output depends on its own tokens alone, bit for bit; rows of length 0 and
+    tokens of no row are 0. A table entry of a page that does not exist is read as the nearest
+    that does; a length beyond the table counts as the table's.
+
+    Args:
+      query: `[N, H, D]`, the rows' tokens one after the other.
+      gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
+      page_table, lengths, cu_seqlens_q: as of `append`.
+      config: must be the cache's where it is given.
+      scale: of the logits; None: `D**-0.5`.
+      max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device.
+      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for the same 1 to 8 queries
+        a row), or one of `attention`, which then runs on gathered pages; None: automatic.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
+    """
+    config = validate_paged.same_config(cache, config)
+    validate_paged.table(page_table, lengths)
+    gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
+    if requires_grad(query, *gates, *cache.tensors().values()):
+        raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
+    inputs = Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    choice, name = paged_dispatch.choose(
+        REGISTRY, dispatch.REGISTRY, _problem(inputs), implementation
+    )
+    return choice.load()(inputs, max_seqlen_q, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of `paged_attention`, checked."""
+
+    query: Tensor
+    gates: Branches[Tensor]
+    cache: PagedCache
+    page_table: Tensor
+    lengths: Tensor
+    cu_seqlens_q: Tensor | None
+    scale: float | None
+
+
+def _triton_why_not(problem: Any) -> str | None:
+    reason = kernels_pallas.why_not("triton", problem)
+    return reason or (problem.strided and f"needs {problem.strided}")
+
+
+REGISTRY = paged_dispatch.registry(
+    "torch",
+    "nsa_torch.triton_decode:attention",
+    "nsa_torch.paged_attend:gathered",
+    _triton_why_not,
+)
+
+
+def _problem(inputs: Inputs) -> Problem:
+    """`B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
+    cache, (rows, pages) = inputs.cache, inputs.page_table.shape
+    queries, same = inputs.query[None], inputs.cu_seqlens_q is None
+    width = cache.selected_value.shape[-1]
+    memory = {"query": inputs.query, **cache.tensors()}
+    problem = dispatch.problem_of(
+        queries, cache.selected_key, width, cache.config, False, memory
+    )
+    return problem._replace(
+        B=rows,
+        T=inputs.query.shape[0] // rows if same else 0,
+        S=pages * cache.config.select_block,
+        packed=not same,
+        cached=True,
+    )
+
+
+def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Tensor:
+    """Each row's pages side by side, then the steps of `attention`."""
+    query, cache, table, config = (
+        inputs.query,
+        inputs.cache,
+        inputs.page_table,
+        inputs.cache.config,
+    )
+    rows, lengths, cu_seqlens_q = table.shape[0], inputs.lengths, inputs.cu_seqlens_q
+    capacity = table.shape[1] * config.select_block
+    if cu_seqlens_q is None:
+        length = query.shape[0] // rows
+    elif max_seqlen_q is None:
+        length = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
+    else:
+        length = max_seqlen_q
+    length = max(length, 1)
+    validate_paged.row_length(length, capacity)
+    lengths = lengths.clamp(max=capacity)
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
+    padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
+    there = padded.there[..., None]
+    gates = Branches(*(torch.where(there, x[padded.token], 0) for x in inputs.gates))
+    queries = torch.where(there[..., None], query[padded.token], 0)
+
+    raw = _side_by_side(table, config.select_block, 0, cache.num_pages)
+    slots = _side_by_side(table, slots_of(config), first_slot(config), cache.num_pages)
+    selected = cache.selected_key[raw], cache.selected_value[raw]
+    sliding = tuple(x[raw] for x in cache.sliding) if cache.separate else selected
+    compressed = cache.compressed_key[slots], cache.compressed_value[slots]
+    key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
+    width = cache.selected_value.shape[-1]
+    memory = {"query": queries, "key": selected[0], "value": selected[1]}
+    problem = queries, selected[0], width, config, False, memory
+    chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
+    rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
+    out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest)
+    out = out.flatten(0, 1)[padded.flat.clamp(0, rows * length - 1)]
+    return torch.where((tokens.position >= 0)[:, None, None], out, 0)
+
+
+def _side_by_side(page_table, per_page: int, first: int, num_pages: int):
+    """`(page, offset)` of each row's entries from `first` on: `[B, M per_page - first]`."""
+    index = torch.arange(first, page_table.shape[1] * per_page, device=page_table.device)
+    page = page_table[:, index // per_page].clamp(0, num_pages - 1)
+    return page, (index % per_page).expand_as(page)

@@ -1,0 +1,68 @@
+"""`append` and `paged_attention` on Triton kernels that know pages."""
+
+from torch import Tensor
+
+from kernels_pallas.triton import decode_descriptions
+from nsa_jax import triton_decode
+from nsa_jax.types import Branches
+from nsa_torch.paged import PagedCache
+from nsa_torch.triton_ops import TRITON_OPS as OPS
+
+
+def attention(inputs, max_seqlen_q=None, implementation=None):
+    """The output of `paged.Inputs` of 1 to 8 queries a row; the rest is for other rows."""
+    return attention_with_indices(inputs)[0]
+
+
+def attention_with_indices(inputs):
+    """The same, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
+    return triton_decode.attention(
+        OPS,
+        inputs.query,
+        inputs.gates,
+        inputs.cache,
+        inputs.page_table,
+        inputs.lengths,
+        inputs.scale,
+    )
+
+
+def append(
+    cache: PagedCache,
+    key: Branches,
+    value: Branches,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    means: bool,
+) -> None:
+    """Writes new tokens to their pages in one launch; the means too, if compressed tokens are.
+
+    Arguments as of `paged.append`. The cache's tensors are contiguous.
+    """
+    tokens = key.selected.shape[0]
+    rows, pages = page_table.shape
+    kernel = decode_descriptions.append(
+        tokens,
+        rows,
+        pages,
+        cache.num_pages,
+        cache.kv_heads,
+        (key.selected.shape[2], value.selected.shape[2]),
+        cache.config,
+        ragged=cu_seqlens_q is not None,
+        separate=cache.separate,
+        means=means,
+    )
+    new = (key.selected, value.selected, key.sliding, value.sliding)
+    new = (*new, key.compressed, value.compressed)
+    OPS.run_in_place(
+        kernel,
+        *(x.contiguous() for x in new),
+        *(cache.selected_key, cache.selected_value),
+        *cache.sliding,
+        *cache.raw,
+        *(cache.compressed_key, cache.compressed_value),
+        *(x.contiguous() for x in (page_table, lengths)),
+        lengths if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+    )

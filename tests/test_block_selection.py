@@ -1,0 +1,368 @@
+"""Released models that choose key blocks: ours in place of transformers' dense mask."""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface
+from transformers.masking_utils import causal_mask_function
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+    MiniMaxM3VLTextConfig,
+)
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3VLForCausalLM,
+    MiniMaxM3VLIndexer,
+    eager_attention_forward,
+)
+
+from bench.judge.parity import FLOAT32_MAX
+from nsa_torch.huggingface import block_selection, register_block_attention
+from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
+
+BLOCK, TOPK = 8, 3
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    rotary_dim=8,
+    num_experts_per_tok=2,
+    num_local_experts=4,
+    dense_intermediate_size=32,
+    shared_intermediate_size=16,
+    index_n_heads=2,
+    index_head_dim=16,
+    index_block_size=BLOCK,
+    index_topk_blocks=TOPK,
+    layer_types=["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    mlp_layer_types=["dense", "sparse", "dense"],
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+    max_position_embeddings=256,
+)
+WIDTH = 45
+PADDING = (0, 5)  # columns on the left of each row; less than a block
+close = functools.partial(torch.testing.assert_close, rtol=0, atol=FLOAT32_MAX)
+
+
+@functools.cache
+def model(name):
+    """The same weights under each attention, of some size, so that a wrong block shows."""
+    if name != "eager":
+        made = copy.deepcopy(model("eager"))
+        made.set_attn_implementation(name)
+        return made
+    torch.manual_seed(7)
+    config = MiniMaxM3VLTextConfig(**SIZES)
+    made = MiniMaxM3VLForCausalLM._from_config(config, attn_implementation=name).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return made
+
+
+def tokens(rows=2, width=WIDTH):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(1, 64, (rows, width), generator=generator)
+
+
+def padded():
+    mask = (torch.arange(WIDTH) >= torch.tensor(PADDING)[:, None]).long()
+    return tokens() * mask, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("width", [3, WIDTH])
+def test_logits_are_those_of_eager(width):
+    ids = tokens(width=width)
+    close(model(NAME)(ids).logits, model("eager")(ids).logits)
+
+
+@torch.no_grad()
+def test_a_mutant_is_seen():
+    """Indices one block late, where that block is not after the query."""
+
+    def shifted(module, query, *rest, block_indices=None, **named):
+        if block_indices is not None:
+            block_indices = block_indices + (block_indices >= 0)
+        return block_attention(module, query, *rest, block_indices=block_indices, **named)
+
+    AttentionInterface.register("shifted_blocks", shifted)
+    mutant = copy.deepcopy(model("eager"))
+    mutant.set_attn_implementation("shifted_blocks")
+    off = (mutant(tokens()).logits - model("eager")(tokens()).logits).abs().max()
+    assert off > 100 * FLOAT32_MAX
+
+
+def gradients(name, ids, mask):
+    """Of every parameter; None where a parameter has none (the indexer's).
+
+    The loss is of logits at tokens: a row's first token is predicted by padding.
+    """
+    made = model(name)
+    made.zero_grad()
+    labels = ids
+    if mask is not None:
+        labels = ids.masked_fill(mask * mask.roll(1, dims=1) == 0, -100)
+    made(ids, attention_mask=mask, labels=labels).loss.backward()
+    return {key: x.grad for key, x in made.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [NAME, "nsa_blocks_reference"])
+@pytest.mark.parametrize("theirs", ["eager", "sdpa"])
+def test_gradients_are_those_of_transformers(theirs, name):
+    """`sdpa` on padded rows, where it differs from `eager` (`test_padding_is_hidden`)."""
+    register_block_attention("nsa_blocks_reference", implementation="reference")
+    rows = padded()[:2] if theirs == "sdpa" else (tokens(), None)
+    want, got = gradients(theirs, *rows), gradients(name, *rows)
+    without = {key for key, x in want.items() if x is None}
+    assert without == {key for key, x in got.items() if x is None}
+    assert without and all(".indexer." in key for key in without)
+    for key in want.keys() - without:
+        size = want[key].abs().max()
+        assert size > 0, key
+        close(got[key] / size, want[key] / size, msg=key)
+
+
+@torch.no_grad()
+def test_cached_is_uncached():
+    """Chunks of several tokens, single tokens, and a static cache's empty slots."""
+    made, ids = model(NAME), tokens()
+    want = model("eager")(ids).logits
+    cache, parts = None, []
+    for part in ids.split([17, 12, 9, 1, 1, 5], dim=1):
+        out = made(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    close(torch.cat(parts, 1), want)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_greedy_tokens_are_those_of_transformers(kind, with_padding):
+    ids, mask, _ = padded()
+    options = dict(max_new_tokens=12, do_sample=False, disable_compile=True)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
+    options |= dict(cache_implementation=kind) if kind == "static" else {}
+    if with_padding:
+        options["attention_mask"] = mask
+    got, want = (
+        model(name).generate(ids if with_padding else tokens(), **options)
+        for name in (NAME, "sdpa" if with_padding else "eager")
+    )
+    assert torch.equal(got.sequences, want.sequences)
+    close(torch.stack(got.logits), torch.stack(want.logits))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("from_first_token", [False, True])
+def test_padding_is_hidden(from_first_token):
+    """Padding on the left and on the right; positions of the slots, or from the first token.
+
+    The model's indexer scores padding, and transformers' `eager` and `sdpa` give tokens without
+    a key different outputs in dense layers. Ours are those of `sdpa`.
+    """
+    ids, mask, positions = padded()
+    mask[0, -6:] = 0
+    named = {"position_ids": positions} if from_first_token else {}
+    named["attention_mask"] = mask
+    got, want = (model(name)(ids, **named).logits[mask == 1] for name in (NAME, "sdpa"))
+    close(got, want)
+    unmasked = model(NAME)(ids, position_ids=positions if from_first_token else None).logits
+    assert (unmasked[mask == 1] - want).abs().max() > 100 * FLOAT32_MAX
+
+
+def module(heads=4, kv_heads=2, block=BLOCK, topk=TOPK):
+    """What `block_attention` and transformers' functions read of a layer."""
+    indexer = MiniMaxM3VLIndexer.__new__(MiniMaxM3VLIndexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.block_size, indexer.topk_blocks = block, topk
+    indexer.config = SimpleNamespace(num_attention_heads=heads)
+    return SimpleNamespace(
+        indexer=indexer, num_key_value_groups=heads // kv_heads, training=False, is_causal=True
+    )
+
+
+def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
+    generator = torch.Generator().manual_seed(5)
+    sizes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
+    return [
+        torch.randn(batch, *size, width, generator=generator).requires_grad_() for size in sizes
+    ]
+
+
+def by_dense_mask(layer, query, key, value, indices):
+    """transformers' way: a mask of all pairs, and its eager attention."""
+    queries, keys = query.shape[2], key.shape[2]
+    positions = torch.arange(keys - queries, keys).expand(query.shape[0], -1)
+    mask = layer.indexer.build_block_mask(
+        indices, None, keys, query.dtype, query.device, positions
+    )
+    return eager_attention_forward(layer, query, key, value, mask, query.shape[-1] ** -0.5)[0]
+
+
+@pytest.mark.parametrize("index_heads", [1, 2])
+@pytest.mark.parametrize("queries", [1, 11, 40])
+def test_any_order_twice_and_later_blocks(index_heads, queries):
+    """Indices as a set: unsorted, with duplicates, with blocks that begin after the query."""
+    layer, tensors = module(topk=6), arguments(queries, 40)
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(0, 5, (2, index_heads, queries, 5), generator=generator)
+    own = torch.arange(40 - queries, 40).expand(2, index_heads, -1)[..., None] // BLOCK
+    indices = torch.cat([indices, own], -1).masked_fill(indices[..., :1] == 4, -1)
+    indices = torch.where(indices.eq(-1).all(-1, keepdim=True), own, indices)
+    want = by_dense_mask(layer, *tensors, indices)
+    got, weights = block_attention(layer, *tensors, None, block_indices=indices)
+    assert weights is None
+    close(got, want)
+    do = torch.randn(want.shape, generator=generator)
+    pairs = (torch.autograd.grad(out, tensors, do) for out in (got, want))
+    for mine, theirs in zip(*pairs, strict=True):
+        close(mine, theirs)
+
+
+def test_kernels_get_lists_as_the_contract_says(monkeypatch):
+    """int32, ascending, each block once, none after the query, -1 at the end, one width."""
+    handed = []
+
+    def attend(query, key, value, block_indices, **named):
+        handed.append((block_indices, named))
+        return query, None
+
+    monkeypatch.setattr(block_selection, "selected_attention", attend)
+    indices = torch.tensor([[4, 0, 2, 0], [-1, 1, -1, 3], [3, 4, 9, 4]]).expand(1, 1, 3, 4)
+    tensors = arguments(3, 40, heads=2, kv_heads=1, batch=1)
+    block_attention(module(2, 1, topk=5), *tensors, None, block_indices=indices)
+    [(lists, named)] = handed
+    assert lists.dtype == torch.int32 and named["config"].num_selected == 5
+    assert lists[0, :, 0].tolist() == [
+        [0, 2, 4, -1, -1],
+        [1, 3, -1, -1, -1],
+        [3, 4, -1, -1, -1],
+    ]
+    filled = torch.ones(1, 1, 1, 40, dtype=torch.int8)
+    filled[..., 30:] = 0  # queries in block 3: block 4 is after them
+    block_attention(module(2, 1, topk=5), *tensors, filled, block_indices=indices)
+    assert handed[1][0][0, :, 0].tolist() == [[0, 2, -1, -1, -1], [1, 3, -1, -1, -1]] + [
+        [3, -1, -1, -1, -1]
+    ]
+
+
+class Sizes(TorchDispatchMode):
+    """The most elements that an operator has returned."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        found = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.most = max(self.most, *found, 0)
+        return out
+
+
+def test_no_array_of_all_pairs():
+    """Forward and backward; transformers' own way shows that it would be seen."""
+    length = 768
+    layer, tensors = module(2, 1, topk=2), arguments(length, length, 2, 1, 8, 1)
+    own = torch.arange(length)[None, None, :, None] // BLOCK
+    indices = torch.cat([own, torch.where(own > 0, 0, -1)], dim=-1)
+    blocks = functools.partial(block_attention, layer, *tensors, None, block_indices=indices)
+    with Sizes() as sizes:
+        blocks()[0].sum().backward()
+    assert sizes.most < length * length
+    with Sizes() as sizes:
+        by_dense_mask(layer, *tensors, indices).sum().backward()
+    assert sizes.most >= length * length
+
+
+def test_dense_layers_go_to_sdpa():
+    """The vision tower sees all keys; fewer queries than keys are the last ones."""
+    layer, tensors = module(), arguments(9, 9)
+    layer.is_causal = False
+    mean = block_attention(layer, torch.zeros_like(tensors[0]), *tensors[1:], None)[0]
+    close(mean[:, 0, ::2], tensors[2].mean(dim=2))
+    layer.is_causal = True
+    query, key, value = tensors
+    whole = block_attention(layer, *tensors, None)[0]
+    last = block_attention(layer, query[:, :, 4:], key, value, None)[0]
+    close(last, whole[:, 4:])
+
+
+def test_autocast_computes_in_its_dtype():
+    """Under autocast rotation leaves queries and keys in float32, values in bfloat16."""
+    layer, (query, key, value) = module(), arguments(16, 16)
+    indices = torch.zeros(2, 2, 16, 1, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = block_attention(
+            layer, query, key, value.bfloat16(), None, block_indices=indices
+        )
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(dropout=0.1), "dropout must be 0"),
+        (dict(s_aux=torch.zeros(4)), "s_aux must be None"),
+        (dict(sliding_window=4), "sliding_window must be None"),
+        (dict(indices=torch.zeros(2, 16, 4), block_indices=None), "indices must be None"),
+        (
+            dict(attention_mask=torch.ones(2, 1, 16, 16, dtype=torch.bool)),
+            "attention_mask must",
+        ),
+        (dict(attention_mask=torch.ones(2, 1, 1, 9, dtype=torch.int8)), "attention_mask must"),
+        (dict(block_indices=torch.zeros(2, 3, 16, 1).long()), "divides Hkv=2, got 3"),
+        (dict(block_indices=torch.zeros(2, 4, 16, 1).long()), "divides Hkv=2, got 4"),
+        (dict(block_indices=torch.zeros(2, 2, 15, 1).long()), "B=2 and Sq=16"),
+        (dict(block_indices=torch.zeros(2, 2, 16, 1)), "must be integers"),
+        (dict(block_indices=torch.zeros(2, 16, 1).long()), "must be integers"),
+        (dict(module=SimpleNamespace()), "must have indexer.block_size"),
+        (dict(implementation="mosaic"), "mosaic"),
+    ],
+)
+def test_bad_input(changed, message):
+    given = dict(module=module(), attention_mask=None)
+    given |= dict(block_indices=torch.zeros(2, 2, 16, 1).long())
+    given |= dict(zip(("query", "key", "value"), arguments(16, 16), strict=True))
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        block_attention(**given | changed)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [([0] * BLOCK + [1] * 4, "less than index_block_size=8"), ([1, 0, 1], "one run")],
+)
+def test_masks_that_are_refused(row, message):
+    ids, mask = torch.ones(1, len(row), dtype=torch.long), torch.tensor([row])
+    with pytest.raises(NotImplementedError, match=message):
+        model(NAME)(ids, attention_mask=mask)
+
+
+def test_packed_rows_and_masks_of_the_caller_are_refused():
+    ids, positions = tokens(1, 8), torch.arange(8)[None] % 4
+    with pytest.raises(NotImplementedError, match="packed rows"):
+        model(NAME)(ids, position_ids=positions, use_cache=False)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        model(NAME)(ids, attention_mask=mask)
+    with pytest.raises(NotImplementedError, match="keep every key"):
+        key_states(1, 1, 8, 20, 12, causal_mask_function)
+
+
+def test_no_padding_needs_no_mask():
+    ones = torch.ones(2, 8, dtype=torch.bool)
+    assert key_states(2, 3, 8, 5, attention_mask=ones) is None
+    assert key_states(2, 8, 8) is None
+    ones[1, 0] = False
+    assert key_states(2, 3, 8, 5, attention_mask=ones).shape == (2, 1, 2, 8)
+    static = key_states(2, 3, 8, torch.tensor(2), attention_mask=ones[:, 1:6])
+    assert static.tolist() == [[[[1] * 5 + [0] * 3]]] * 2

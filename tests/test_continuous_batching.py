@@ -1,0 +1,171 @@
+"""`generate_batch` of transformers over paged caches: the text of `generate`, row by row."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
+
+from nsa_torch import paged_attend
+from nsa_torch.huggingface import (
+    NSAForCausalLM,
+    NSAModelConfig,
+    continuous,
+    continuous_batching_config,
+)
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    compress_block=8,
+    compress_stride=4,
+    select_block=16,
+    num_selected=3,
+    num_local=1,
+    window=9,
+    initializer_range=0.2,
+    pad_token_id=0,
+)
+LENGTHS = (5, 40, 23)
+
+
+@functools.cache
+def model(**changes):
+    torch.manual_seed(0)
+    config = NSAModelConfig(**(SIZES | changes))
+    return NSAForCausalLM(config).eval()
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [*found, found[1][:32] + [3, 4]]  # the first two pages of another
+
+
+def generated(model, prompts, tokens=12, name="paged|nsa", batch=24, **options):
+    """New tokens of each request, in their order."""
+    options = {"do_sample": False, "eos_token_id": -1} | options
+    greedy = GenerationConfig(max_new_tokens=tokens, **options)
+    sizes = {"num_blocks": 40, "max_batch_tokens": batch, "allow_block_sharing": True}
+    model.set_attn_implementation(name)
+    try:
+        found = model.generate_batch(
+            prompts,
+            generation_config=greedy,
+            continuous_batching_config=continuous_batching_config(model.config, **sizes),
+        )
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert all(x.error is None for x in found.values()), [x.error for x in found.values()]
+    return found
+
+
+def alone(model, prompt, tokens=12):
+    greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False)
+    out = model.generate(torch.tensor([prompt]), generation_config=greedy)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention": ("nsa", "dense")}, {"phi": "mlp"}],
+    ids=["nsa", "with a dense layer", "learned phi"],
+)
+def test_text_is_that_of_generate(changes):
+    """Prompts longer than a step (24 tokens), shorter ones and decode in the same steps."""
+    changes = {k: list(x) if isinstance(x, tuple) else x for k, x in changes.items()}
+    lm = model.__wrapped__(**changes)
+    found = generated(lm, prompts())
+    for i, prompt in enumerate(prompts()):
+        assert found[f"req_{i}"].generated_tokens == alone(lm, prompt), i
+
+
+def test_the_default_implementation_runs_too():
+    lm, prompt = model(), prompts()[1]
+    found = generated(lm, [prompt], name="sdpa")
+    assert found["req_0"].generated_tokens == alone(lm, prompt)
+
+
+def test_prefixes_are_shared_and_forks_copied(monkeypatch):
+    """What NSA keeps besides transformers' keys and values follows them."""
+    lm, prompt = model(), prompts()[1]
+    shared, copied = [], []
+    search = continuous.PagedAttentionCache.search_prefix_match
+    copy = continuous.PagedCache.copy_pages
+
+    def searching(self, *arguments):
+        shared.append(search(self, *arguments))
+        return shared[-1]
+
+    def copying(self, source, target):
+        copied.extend(zip(source.tolist(), target.tolist(), strict=True))
+        copy(self, source, target)
+
+    monkeypatch.setattr(continuous.PagedAttentionCache, "search_prefix_match", searching)
+    monkeypatch.setattr(continuous.PagedCache, "copy_pages", copying)
+    # The second begins when the first has ended: one request a step.
+    both = [prompt, prompt[:33] + [5, 6]]
+    found = generated(lm, both, batch=16)
+    for i, each in enumerate(both):
+        assert found[f"req_{i}"].generated_tokens == alone(lm, each)
+    assert max(shared) >= 16
+    # Two continuations of one prompt, in pages of their own from the fork on; both greedy.
+    # (generate_batch leaves out those that were forked.)
+    found, get = {}, continuous_api.ContinuousBatchingManager.get_result
+
+    def getting(self, *arguments, **options):
+        result = get(self, *arguments, **options)
+        if result is not None and result.is_finished():
+            found[result.request_id] = result.generated_tokens
+        return result
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", getting)
+    generated(lm, [prompt], num_return_sequences=2, do_sample=True, top_k=1)
+    assert copied and list(found.values()) == [alone(lm, prompt)] * 2
+
+
+def test_a_step_of_one_token_a_row_is_a_decode_step(monkeypatch):
+    """What the kernels on pages take: no bounds of rows."""
+    seen, choose = set(), paged_attend.paged_dispatch.choose
+
+    def choosing(registry, attention, problem, name):
+        seen.add((problem.packed, problem.T))
+        return choose(registry, attention, problem, name)
+
+    monkeypatch.setattr(paged_attend.paged_dispatch, "choose", choosing)
+    generated(model(), prompts()[:2], tokens=4)
+    assert {(True, 0), (False, 1)} <= seen
+
+
+def test_pages_go_with_the_manager():
+    assert isinstance(continuous._pages, weakref.WeakKeyDictionary)
+    generated(model(), prompts()[:1], tokens=2)
+    assert not list(continuous._pages)
+
+
+def test_bad_configurations():
+    config = model().config
+    with pytest.raises(ValueError, match="block_size must be select_block=16, got 32"):
+        continuous_batching_config(config, block_size=32)
+    with pytest.raises(ValueError, match="cpu_offload_space must be 0"):
+        continuous_batching_config(config, cpu_offload_space=1.0)
+    whole = continuous_batching_config(config, max_memory_percent=0.65)
+    assert whole.max_memory_percent == pytest.approx(0.2)  # of 3 1/4 times as much
+
+    class Manager:
+        block_size = 256
+
+    bounds = torch.tensor([0, 1])
+    sizes = {"max_seqlen_q": 1, "max_seqlen_k": 1, "read_index": [], "write_index": []}
+    with pytest.raises(ValueError, match=r"select_block=16, got 256: pass continuous_batching"):
+        continuous.ContinuousBatch(
+            config, bounds, None, bounds, cache=Manager(), cu_seq_lens_k=bounds, **sizes
+        )
+    with pytest.raises(ValueError, match="attends from pages"):
+        continuous.dense_attention(None, *[bounds] * 4)

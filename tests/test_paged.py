@@ -1,0 +1,408 @@
+"""The paged cache in both frameworks: pages in any order, rows that grow, share, fork and end."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_jax
+import nsa_torch
+from bench.judge.parity import FLOAT32_MAX
+from nsa_jax import paged_layout
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+from nsa_torch import paged_attend
+from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
+from tests.test_cache import phi
+
+POOL, WIDTH = 24, 6
+LAZY = NSAConfig(12, 4, 12, num_selected=3, num_initial=0, num_local=1, window=0)
+
+
+class Torch:
+    """A cache and its calls in NumPy arrays; unwritten entries are NaN."""
+
+    def __init__(self, sizes: Sizes, pool: int = POOL):
+        self.cache = nsa_torch.PagedCache(
+            *(pool, sizes.Hkv, sizes.D, sizes.Dv),
+            config=sizes.config,
+            dtype=torch.float32,
+            separate=sizes.separate,
+        )
+        for x in self.cache.tensors().values():
+            x.fill_(torch.nan)
+
+    array = staticmethod(lambda x: torch.from_numpy(np.array(x)))
+
+    def append(self, key, value, table, lengths, starts=None, params=None):
+        at = self.array(table), self.array(lengths)
+        starts = None if starts is None else self.array(starts)
+        nsa_torch.append(self.cache, key, value, *at, cu_seqlens_q=starts, params=params)
+
+    def attend(self, query, gates, table, lengths, starts=None, **options):
+        at = self.array(table), self.array(lengths)
+        starts = None if starts is None else self.array(starts)
+        return nsa_torch.paged_attention(
+            query, gates, self.cache, *at, starts, **options
+        ).numpy()
+
+    def copy_pages(self, source, target):
+        self.cache.copy_pages(self.array(source), self.array(target))
+
+    def snapshot(self):
+        return {name: x.clone().numpy() for name, x in self.cache.tensors().items()}
+
+
+class Jax:
+    """The same; calls are compiled, for few numbers of tokens: the rest is in no row."""
+
+    attending = staticmethod(
+        jax.jit(nsa_jax.paged_attention, static_argnames=("max_seqlen_q", "implementation"))
+    )
+    appending = staticmethod(jax.jit(nsa_jax.append, donate_argnums=0))
+
+    def __init__(self, sizes: Sizes, pool: int = POOL):
+        cache = nsa_jax.PagedCache(
+            *(pool, sizes.Hkv, sizes.D, sizes.Dv),
+            config=sizes.config,
+            dtype=jnp.float32,
+            separate=sizes.separate,
+        )
+        self.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+
+    array = staticmethod(jnp.asarray)
+
+    def append(self, key, value, table, lengths, starts=None, params=None):
+        if starts is not None:
+            key, value = (jax.tree.map(longer, x) for x in (key, value))
+        self.cache = self.appending(
+            self.cache, key, value, table, lengths, cu_seqlens_q=starts, params=params
+        )
+
+    def attend(self, query, gates, table, lengths, starts=None, **options):
+        count = len(query)
+        if starts is not None:
+            query, gates = longer(query), longer(gates)
+        out = self.attending(query, gates, self.cache, table, lengths, starts, **options)
+        assert (out[count:] == 0).all()
+        return np.asarray(out)[:count]
+
+    def copy_pages(self, source, target):
+        self.cache = self.cache.copy_pages(np.asarray(source), np.asarray(target))
+
+    def snapshot(self):
+        names = paged_layout.ARRAYS
+        fields = {name: getattr(self.cache, name) for name in names}
+        return {name: np.array(x) for name, x in fields.items() if x is not None}
+
+
+def longer(x):
+    """`x` with NaN behind it, so that there are 8 tokens or 96."""
+    size = 8 if len(x) <= 8 else 96
+    return np.concatenate([x, np.full((size - len(x), *x.shape[1:]), np.nan, x.dtype)])
+
+
+FRAMEWORKS = pytest.mark.parametrize("framework", [Torch, Jax], ids=["torch", "jax"])
+
+
+def step(paged, rows: Rows, table, begin, end, uniform=False, **options):
+    """Appends the tokens `begin .. end - 1` of each row and attends from them; rows that have
+    none are padding.
+    """
+    counts = [last - first for first, last in zip(begin, end, strict=True)]
+    lengths = np.array([n if c else 0 for n, c in zip(end, counts, strict=True)], np.int32)
+    starts = None if uniform else bounds(counts)
+    cut = functools.partial(rows.cut, begin=begin, end=end, as_array=paged.array)
+    paged.append(cut("key"), cut("value"), table, lengths, starts)
+    return paged.attend(cut("query"), cut("gates"), table, lengths, starts, **options)
+
+
+def close(found, want, atol=FLOAT32_MAX):
+    assert found.shape == want.shape
+    np.testing.assert_allclose(found, want, rtol=0, atol=atol)
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(), Sizes(H=6, Hkv=1, Dv=8, separate=True), Sizes(H=2, config=LAZY)],
+    ids=["shared", "separate", "no window"],
+)
+def test_prompts_chunks_and_tokens_equal_whole_sequences(framework, sizes):
+    """Rows of different lengths, prefill and decode in one call, over every border."""
+    last = [61, 40, 0, 17]
+    rows, paged = Rows(sizes, last), framework(sizes)
+    table = tables(last, sizes.config, POOL, WIDTH)
+    at = [0, 0, 0, 0]
+    for counts in ([30, 1, 0, 8], [1, 15, 0, 1], [17, 8, 0, 0], [13, 16, 0, 8]):
+        end = [a + c for a, c in zip(at, counts, strict=True)]
+        found = step(paged, rows, table, at, end, max_seqlen_q=30)
+        close(found, rows.expected(at, end))
+        at = end
+    assert at == last
+
+
+@FRAMEWORKS
+def test_tokens_one_by_one(framework):
+    """Each length up to where every border was crossed: blocks, windows, pages. Compiled once."""
+    sizes = Sizes()
+    rows, paged = Rows(sizes, [38, 45]), framework(sizes)
+    table = tables([38, 45], SMALL, POOL, WIDTH)
+    compiled = Jax.attending._cache_size()
+    for n in range(38):
+        # The second row begins later, and three at a time.
+        if n < 30:
+            begin, end = [n, 0], [n + 1, 0]
+            found = step(paged, rows, table, begin, end)
+        else:
+            m = (n - 30) * 2
+            begin, end = [n, m], [n + 1, m + 2]
+            found = step(paged, rows, table, begin, end)
+        close(found, rows.expected(begin, end))
+    if framework is Jax:
+        assert Jax.attending._cache_size() - compiled <= 1
+
+
+@FRAMEWORKS
+def test_uniform_rows_need_no_bounds(framework):
+    sizes = Sizes()
+    rows, paged = Rows(sizes, [20, 33]), framework(sizes)
+    table = tables([20, 33], SMALL, POOL, WIDTH)
+    step(paged, rows, table, [0, 0], [16, 29])
+    for begin in ([16, 29], [18, 31]):
+        end = [x + 2 for x in begin]
+        close(step(paged, rows, table, begin, end, uniform=True), rows.expected(begin, end))
+
+
+@FRAMEWORKS
+def test_where_pages_lie_changes_no_bit(framework):
+    """Nor what other rows are, nor what lies in pages and entries that a row does not need."""
+    sizes, ends = Sizes(), [35, 50]
+    rows, found = Rows(sizes, ends), []
+    for seed in (0, 1):
+        paged, table = framework(sizes), tables(ends, SMALL, POOL, WIDTH, seed)
+        other = Rows(sizes, ends, seed=seed + 5)
+        for name in ("query", "key", "value", "gates"):
+            mixed = getattr(rows, name)
+            mine = [mixed] if name in ("query", "gates") else mixed
+            theirs = getattr(other, name)
+            theirs = [theirs] if name in ("query", "gates") else theirs
+            for x, y in zip(mine, theirs, strict=True):
+                x[1] = y[1]
+        step(paged, rows, table, [0, 0], [34, 49])
+        found.append(step(paged, rows, table, [34, 49], ends)[0])
+    assert (found[0] == found[1]).all()
+
+
+@FRAMEWORKS
+def test_shared_prefix_fork_and_crop(framework):
+    """Rows share pages by their tables; a fork within a page copies it; a crop is a shorter
+    length. Each equals a sequence of its own.
+    """
+    sizes = Sizes()
+    rows = Rows(sizes, [60, 60])
+    for name in ("key", "value"):
+        for x in getattr(rows, name):
+            x[1][:37] = x[0][:37]
+    paged, table = framework(sizes), tables([64, 0], SMALL, POOL, WIDTH)
+    step(paged, rows, table, [0, 0], [45, 0])
+    free = sorted(set(range(POOL)) - set(table[0, :4]))
+    table[1, :2] = table[0, :2]  # two whole pages
+    table[1, 2:4] = free[:2]
+    paged.copy_pages([table[0, 2]], [free[0]])  # tokens 32 .. 36, and more that are cropped
+    begin, end = [45, 37], [52, 60]
+    close(step(paged, rows, table, begin, end), rows.expected(begin, end))
+    # The first row goes back to 40 tokens and on with others.
+    again = Rows(sizes, [60, 60], seed=9)
+    for name in ("key", "value"):
+        for x, y in zip(getattr(again, name), getattr(rows, name), strict=True):
+            x[0][:40], x[1][:] = y[0][:40], y[1]
+    begin, end = [40, 59], [55, 60]
+    close(step(paged, again, table, begin, end), again.expected(begin, end))
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("kind", ["pool", "mlp"])
+def test_learned_compression(framework, kind, rng):
+    sizes = Sizes()
+    rows, paged = Rows(sizes, [40]), framework(sizes)
+    params = phi(kind, rng, sizes.D), phi(kind, rng, sizes.Dv)
+    if framework is Torch:
+        params = tuple(type(x)(*(torch.from_numpy(np.array(y)) for y in x)) for x in params)
+    table, at = tables([40], SMALL, POOL, WIDTH), 0
+    for n in (13, 14, 40):
+        cut = functools.partial(rows.cut, begin=[at], end=[n], as_array=paged.array)
+        lengths, starts = np.array([n], np.int32), bounds([n - at])
+        paged.append(cut("key"), cut("value"), table, lengths, starts, params)
+        at = n
+    module = nsa_torch if framework is Torch else nsa_jax
+    pages = paged.snapshot()
+    for name, one in zip(("key", "value"), params, strict=True):
+        whole = paged.array(getattr(rows, name)[0][0][None])
+        want = np.asarray(module.compress(whole, one, config=SMALL))[0]
+        slots = pages[f"compressed_{name}"][table[0, :3]].reshape(12, *want.shape[1:])
+        close(slots[1 : 1 + len(want)], want, atol=1e-6)
+
+
+@FRAMEWORKS
+def test_nothing_is_written_without_a_page(framework):
+    """Behind the table, through an entry of no page, of rows of length 0: the pool is as before."""
+    sizes = Sizes()
+    rows, paged = Rows(sizes, [64]), framework(sizes)
+    table = np.array([[3, POOL, -1, 5], [-1, -1, -1, -1]], np.int32)
+    cut = functools.partial(rows.cut, begin=[0], end=[64], as_array=paged.array)
+    starts, before = np.array([0, 64, 64], np.int32), paged.snapshot()
+    paged.append(cut("key"), cut("value"), table, np.array([64, 0], np.int32), starts)
+    for name, x in paged.snapshot().items():
+        assert (np.isnan(x).all(axis=(1, 2, 3)) == ~np.isin(np.arange(POOL), [3, 5])).all(), (
+            name
+        )
+    before = paged.snapshot()
+    for lengths in ([0, 0], [200, 0]):  # padding; tokens behind the table
+        lengths = np.array(lengths, np.int32)
+        paged.append(cut("key"), cut("value"), table, lengths, starts)
+        assert all(np.array_equal(x, before[k], True) for k, x in paged.snapshot().items())
+    # All that is left of a row beyond its table counts as the table's 64 tokens.
+    query, gates = cut("query")[:1], cut("gates")[:1]
+    table = tables([64], SMALL, POOL, 4)
+    paged.append(cut("key"), cut("value"), table, np.array([64], np.int32))
+    beyond, full = (
+        paged.attend(query, gates, table, np.array([n], np.int32)) for n in (1000, 64)
+    )
+    assert (beyond == full).all() and np.isfinite(full).all()
+
+
+def test_adopted_pages_are_written_in_place():
+    """Pages of another manager; compressed ones are made, or adopted too."""
+    sizes = Sizes()
+    key, value = (
+        torch.full((POOL, 16, 2, 8), torch.nan),
+        torch.full((POOL, 16, 2, 6), torch.nan),
+    )
+    paged = Torch(sizes)
+    paged.cache = nsa_torch.PagedCache.view(key, value, config=SMALL)
+    rows, table = Rows(sizes, [30]), tables([30], SMALL, POOL, WIDTH)
+    close(step(paged, rows, table, [0], [30]), rows.expected([0], [30]))
+    assert (key[table[0, 1], :14] == torch.from_numpy(rows.key[0][0][16:])).all()
+    compressed = paged.cache.compressed_key, paged.cache.compressed_value
+    again = nsa_torch.PagedCache.view(
+        key,
+        value,
+        config=SMALL,
+        compressed_key=compressed[0],
+        compressed_value=compressed[1],
+    )
+    assert again.compressed_key is compressed[0]
+    own = nsa_torch.PagedCache.view(key, value, config=SMALL, separate=True)
+    assert own.separate and own.raw_value.shape == value.shape and own.selected_key is key
+    with pytest.raises(ValueError, match="pages of select_block=16 tokens, got 8"):
+        nsa_torch.PagedCache.view(key[:, :8], value[:, :8], config=SMALL)
+    with pytest.raises(ValueError, match="must both be given"):
+        nsa_torch.PagedCache.view(key, value, config=SMALL, compressed_key=compressed[0])
+    with pytest.raises(ValueError, match=r"selected_value must have shape \(24, 16, 2, 6\)"):
+        nsa_torch.PagedCache.view(key, value[:4], config=SMALL)
+
+
+def _mutant_slot(monkeypatch):
+    monkeypatch.setattr(paged_attend, "first_slot", lambda config: 0)
+
+
+def _mutant_finish(monkeypatch):
+    whole = paged_layout.finished
+
+    def late(ops, tokens, batch, config):
+        found = whole(ops, tokens, batch, config)
+        return found._replace(there=found.there & (tokens.position[found.token] > 12))
+
+    monkeypatch.setattr(paged_layout, "finished", late)
+
+
+def _mutant_position(monkeypatch):
+    whole = paged_layout.tokens_of
+
+    def shifted(*arguments):
+        found = whole(*arguments)
+        return found._replace(position=found.position - (found.position > 20) * 1)
+
+    monkeypatch.setattr(paged_layout, "tokens_of", shifted)
+
+
+@pytest.mark.parametrize("mutant", [_mutant_slot, _mutant_finish, _mutant_position])
+def test_mutants_are_caught(mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_prompts_chunks_and_tokens_equal_whole_sequences(Torch, Sizes())
+
+
+def arguments(**changes):
+    """Those of `append` and `paged_attention` in torch, with some of them changed."""
+    sizes = Sizes()
+    zeros = torch.zeros
+    found = {
+        "cache": nsa_torch.PagedCache(4, 2, 8, 6, config=SMALL, dtype=torch.float32),
+        "key": zeros(2, 2, 8),
+        "value": zeros(2, 2, 6),
+        "query": zeros(2, sizes.H, 8),
+        "gates": zeros(2, sizes.H, 3),
+        "page_table": zeros(2, 3, dtype=torch.int32),
+        "lengths": zeros(2, dtype=torch.int32),
+    }
+    return found | changes
+
+
+APPEND = ("cache", "key", "value", "page_table", "lengths")
+ATTEND = ("query", "gates", "cache", "page_table", "lengths")
+BAD = [
+    (APPEND, {"key": torch.zeros(2, 3, 8)}, r"key.compressed must have shape \(2, 2, 8\)"),
+    (APPEND, {"value": torch.zeros(3, 2, 6)}, r"value.compressed must have shape \(2, 2, 6\)"),
+    (APPEND, {"key": torch.zeros(2, 2, 8).half()}, "must have the dtype of the cache, float32"),
+    (APPEND, {"key": torch.zeros(0, 2, 8), "value": torch.zeros(0, 2, 6)}, "tokens must be"),
+    (APPEND, {"key": Branches(*torch.zeros(3, 2, 2, 8))}, "where the cache is not separate"),
+    (APPEND, {"key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 6)}, "multiple of 2"),
+    (APPEND, {"page_table": torch.zeros(2, 3)}, "page_table must have dtype"),
+    (APPEND, {"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must have shape \(2,\)"),
+    (ATTEND, {"query": torch.zeros(2, 3, 8)}, "multiple of the cache's heads, got 3 and 2"),
+    (ATTEND, {"query": torch.zeros(2, 4, 6)}, r"query must have shape \(2, 4, 8\)"),
+    (ATTEND, {"gates": torch.zeros(2, 4, 2)}, r"gates must have shape \(2, 4, 3\)"),
+    (ATTEND, {"query": torch.zeros(2, 4, 8).half()}, "query must have the dtype of the cache"),
+    (ATTEND, {"scale": -1.0}, "scale must be a positive number"),
+    (ATTEND, {"config": NSAConfig()}, "config must be the cache's"),
+    (ATTEND, {"implementation": "fast"}, "implementation must be one of"),
+    (ATTEND, {"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, r"have shape \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("names", "changes", "message"), BAD)
+def test_bad_input_is_named(names, changes, message):
+    function = nsa_torch.append if names is APPEND else nsa_torch.paged_attention
+    found = arguments(**changes)
+    rest = {name: x for name, x in changes.items() if name not in names}
+    with pytest.raises(ValueError, match=message):
+        function(*(found[name] for name in names), **rest)
+
+
+def test_more_queries_than_a_table_has_tokens():
+    found = arguments(query=torch.zeros(98, 4, 8), gates=torch.zeros(98, 4, 3))
+    with pytest.raises(ValueError, match="must not have more queries than tokens, 48"):
+        nsa_torch.paged_attention(*(found[name] for name in ATTEND))
+
+
+def test_gradients_and_kernels_are_refused():
+    found = arguments(key=torch.zeros(2, 2, 8, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        nsa_torch.append(*(found[name] for name in APPEND))
+    found = arguments(query=torch.zeros(2, 4, 8, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        nsa_torch.paged_attention(*(found[name] for name in ATTEND))
+    found = arguments()
+    with pytest.raises(NotImplementedError, match="decode: triton: needs an NVIDIA GPU"):
+        nsa_torch.paged_attention(*(found[x] for x in ATTEND), implementation="triton")
+
+
+def test_cache_of_bad_sizes():
+    for module in (nsa_torch, nsa_jax):
+        with pytest.raises(ValueError, match="num_pages must be an int >= 1, got 0"):
+            module.PagedCache(0, 2, 8, 8)

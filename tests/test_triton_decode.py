@@ -1,0 +1,363 @@
+"""The Triton kernels of a decode step: on a GPU, and without one in Triton's interpreter.
+
+Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+"""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_jax
+import nsa_torch
+from bench.judge.parity import FLOAT32_MAX
+from kernels_pallas.triton import capability, decode_descriptions
+from nsa_jax import triton_decode as steps
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem
+from nsa_jax.triton_ops import compiled_for
+from nsa_jax.types import Branches
+from nsa_torch import paged, paged_attend, triton_decode
+from tests import interpreted_triton
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
+
+pytestmark = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+
+JAX_TRITON = importlib.util.find_spec("jax_triton") is not None
+ODD = NSAConfig(8, 4, 12, num_selected=5, num_initial=1, num_local=2, window=7)
+ONE = NSAConfig(16, 16, 16, num_selected=2, num_initial=0, num_local=1, window=0)
+POOL = 40
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """In the interpreter no kernel refuses, and short rows are several splits and tiles."""
+    if INTERPRETED:
+        monkeypatch.setattr(decode_descriptions, "SPLIT", 16)
+        monkeypatch.setattr(decode_descriptions, "CANDIDATES", 32)
+        interpreted_triton.right_bfloat16(monkeypatch)
+
+
+def tensor(x, dtype=torch.float32):
+    return torch.from_numpy(np.array(x)).to(DEVICE, dtype if x.dtype == np.float32 else None)
+
+
+@dataclasses.dataclass
+class Call:
+    """Rows in a cache whose other entries are NaN, and their last `queries` as a decode step."""
+
+    rows: Rows
+    queries: int
+    dtype: torch.dtype = torch.float32
+    width: int = 9
+    seed: int = 0
+
+    def inputs(self) -> paged_attend.Inputs:
+        rows, sizes = self.rows, self.rows.sizes
+        as_tensor = lambda x: tensor(x, self.dtype)
+        cache = nsa_torch.PagedCache(
+            *(POOL, sizes.Hkv, sizes.D, sizes.Dv),
+            config=sizes.config,
+            dtype=self.dtype,
+            device=DEVICE,
+            separate=sizes.separate,
+        )
+        for x in cache.tensors().values():
+            x.fill_(torch.nan)
+        table = tensor(tables(rows.lengths, sizes.config, POOL, self.width, self.seed))
+        lengths = tensor(np.array(rows.lengths, np.int32))
+        zeros = [0] * len(rows.lengths)
+        key, value = (rows.cut(x, zeros, rows.lengths, as_tensor) for x in ("key", "value"))
+        starts = tensor(bounds(rows.lengths))
+        nsa_torch.append(cache, key, value, table, lengths, cu_seqlens_q=starts)
+        query, gates = (self.last(x, as_tensor) for x in ("query", "gates"))
+        gates = Branches(*gates.unbind(-1))
+        return paged_attend.Inputs(query, gates, cache, table, lengths, None, None)
+
+    def last(self, name, as_tensor):
+        """`queries` tokens of each row; those that a row has not are NaN."""
+        found = []
+        for x in getattr(self.rows, name):
+            missing = np.full((max(self.queries - len(x), 0), *x.shape[1:]), np.nan, x.dtype)
+            found.append(np.concatenate([missing, x[max(len(x) - self.queries, 0) :]]))
+        return as_tensor(np.concatenate(found))
+
+    def expected(self):
+        """In float64, 0 for what is padding: `[B, queries, H, Dv]`."""
+        counts = [min(n, self.queries) for n in self.rows.lengths]
+        begin = [n - c for n, c in zip(self.rows.lengths, counts, strict=True)]
+        want = iter(self.rows.expected(begin, self.rows.lengths))
+        sizes = self.rows.sizes
+        out = np.zeros((len(counts), self.queries, sizes.H, sizes.Dv))
+        for b, count in enumerate(counts):
+            for i in range(self.queries - count, self.queries):
+                out[b, i] = next(want)
+        return out
+
+
+def check(call: Call, atol: float):
+    out, indices = triton_decode.attention_with_indices(call.inputs())
+    want = call.expected()
+    found = out.double().cpu().numpy().reshape(want.shape)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, want, rtol=0, atol=atol)
+    assert (found[np.array(call.rows.lengths) == 0] == 0).all()
+    return out, indices
+
+
+CASES = {
+    "borders": Call(Rows(Sizes(2, 1), [64, 0, 1, 7, 8, 9, 16, 130]), 1),
+    "several queries": Call(Rows(Sizes(2, 1, Dv=16), [70, 2]), 3),
+    "one head a group, own keys": Call(Rows(Sizes(H=2, separate=True), [75]), 2),
+    "nothing a power of two": Call(Rows(Sizes(3, 1, 24, 40, ODD), [200]), 1, width=17),
+    "no window": Call(Rows(Sizes(4, 1, 16, 16, ONE), [90, 16]), 8),
+    "many heads": Call(Rows(Sizes(20, 1, 16, 16), [80]), 2),
+}
+
+
+@kernel
+@pytest.mark.parametrize("name", CASES)
+def test_decode_equals_whole_sequences(name):
+    check(CASES[name], FLOAT32_MAX)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes(dtype):
+    """Inputs are rounded first, so that the oracle has the same."""
+    rows = Rows(Sizes(16, 1, 32, 32), [100])
+    for name in ("query", "gates"):
+        for x in getattr(rows, name):
+            x[:] = torch.from_numpy(x).to(dtype).float().numpy()
+    for x in [*rows.key, *rows.value]:
+        for y in x:
+            y[:] = torch.from_numpy(y).to(dtype).float().numpy()
+    check(Call(rows, 1, dtype), 2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@kernel
+def test_blocks_are_those_of_the_reference():
+    call = CASES["several queries"]
+    _, indices = triton_decode.attention_with_indices(call.inputs())
+    rows, sizes = call.rows, call.rows.sizes
+    indices = indices.reshape(len(rows.lengths), 3, sizes.Hkv, -1).cpu()
+    for b, n in enumerate(rows.lengths):
+        query, key = (torch.from_numpy(x[b])[None] for x in (rows.query, rows.key[0]))
+        compressed = nsa_torch.compress(key.double(), config=SMALL)
+        want = nsa_torch.select_blocks(
+            query.double(), compressed, config=SMALL, implementation="reference"
+        )
+        count = min(n, 3)
+        assert torch.equal(indices[b, 3 - count :], want[0, n - count :])
+        assert (indices[b, : 3 - count] == -1).all()
+
+
+@kernel
+@pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
+def test_append_writes_what_torch_writes(separate, monkeypatch):
+    """Prompts, chunks, tokens, padding; the pages are compared, unwritten entries too."""
+    monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+    sizes, ends = Sizes(2, 1, separate=separate), [61, 24, 0, 17]
+    rows, table = Rows(sizes, ends), tensor(tables(ends, SMALL, POOL, 6))
+    table[3, 1] = POOL  # no page: its tokens are lost
+    caches = {}
+    for name in ("triton", "torch"):
+        cache = nsa_torch.PagedCache(
+            *(POOL, 1, sizes.D, sizes.Dv),
+            config=SMALL,
+            dtype=torch.float32,
+            device=DEVICE,
+            separate=separate,
+        )
+        for x in cache.tensors().values():
+            x.fill_(torch.nan)
+        at = [0] * 4
+        for counts in ([44, 3, 0, 16], [1, 20, 0, 1], [16, 1, 0, 0]):
+            end = [a + c for a, c in zip(at, counts, strict=True)]
+            lengths = [n if c else 0 for n, c in zip(end, counts, strict=True)]
+            key, value = (rows.cut(x, at, end, tensor) for x in ("key", "value"))
+            nsa_torch.append(
+                cache,
+                key,
+                value,
+                table,
+                tensor(np.array(lengths, np.int32)),
+                cu_seqlens_q=tensor(bounds(counts)),
+                implementation=name,
+            )
+            at = end
+        caches[name] = cache.tensors()
+    for name, x in caches["triton"].items():
+        torch.testing.assert_close(x, caches["torch"][name], rtol=0, atol=1e-6, equal_nan=True)
+
+
+@kernel
+def test_append_of_as_many_tokens_a_row(monkeypatch):
+    monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+    rows, found = Rows(Sizes(2, 1), [30, 45]), []
+    table = tensor(tables([30, 45], SMALL, POOL, 6))
+    for name in ("triton", "torch"):
+        cache = nsa_torch.PagedCache(
+            POOL, 1, 8, 6, config=SMALL, dtype=torch.float32, device=DEVICE
+        )
+        key, value = (rows.cut(x, [0, 15], [30, 45], tensor) for x in ("key", "value"))
+        lengths = tensor(np.array([30, 45], np.int32))
+        nsa_torch.append(cache, key, value, table, lengths, implementation=name)
+        found.append(cache.tensors())
+    for name, x in found[0].items():
+        torch.testing.assert_close(x, found[1][name], rtol=0, atol=1e-6)
+
+
+@kernel
+def test_a_row_depends_on_nothing_else():
+    """Bit for bit: where its pages lie, how long the table is, what other rows are."""
+    rows = Rows(Sizes(2, 1), [90, 61])
+    alone = Rows(Sizes(2, 1), [90, 61])
+    alone.lengths = [90]
+    for name in ("query", "gates", "key", "value"):
+        found = getattr(alone, name)
+        setattr(
+            alone, name, found[:1] if name in ("query", "gates") else [x[:1] for x in found]
+        )
+    first, indices = triton_decode.attention_with_indices(Call(rows, 1).inputs())
+    for other in (Call(rows, 1, width=6, seed=3), Call(alone, 1, width=20)):
+        found = triton_decode.attention_with_indices(other.inputs())
+        assert torch.equal(found[0][:1], first[:1])
+        assert torch.equal(found[1][:1], indices[:1])
+
+
+@kernel
+@pytest.mark.parametrize(
+    ("launch", "change"),
+    [
+        ("partials", {"WINDOW": 10}),
+        ("partials", {"COMPRESS_BLOCK": 12}),
+        ("finish", {"NUM_LOCAL": 0}),
+        ("finish", {"SPLIT": 32}),
+    ],
+    ids=str,
+)
+def test_mutants_are_caught(launch, change, monkeypatch):
+    """A constant of one launch is wrong."""
+    whole = getattr(decode_descriptions.Decode, launch)
+
+    def wrong(self, pool):
+        found = whole(self, pool)
+        return dataclasses.replace(found, constants=found.constants | change)
+
+    monkeypatch.setattr(decode_descriptions.Decode, launch, wrong)
+    with pytest.raises(AssertionError):
+        check(Call(Rows(Sizes(2, 1), [86]), 1), FLOAT32_MAX)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_growing_rows():
+    """Lengths grow, a row ends, another begins: replays equal eager calls, bit for bit."""
+    sizes = Sizes(16, 1, 64, 64, NSAConfig())
+    call = Call(Rows(sizes, [300, 64]), 1, torch.bfloat16)
+    inputs = call.inputs()
+    tensors = [inputs.query, inputs.lengths, *inputs.gates]
+
+    def new(width):
+        return torch.randn(2, 1, width, device=DEVICE, dtype=torch.bfloat16)
+
+    key, value = new(64), new(64)
+
+    def step():
+        at = inputs.page_table, inputs.lengths
+        nsa_torch.append(inputs.cache, key, value, *at)
+        return triton_decode.attention(inputs)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lengths in ([301, 65], [302, 0], [303, 1], [304, 2], [640, 128]):
+        inputs.lengths.copy_(torch.tensor(lengths))
+        for x in (*tensors[:1], key, value):
+            x.normal_()
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+def problem(**changes) -> Problem:
+    sizes = {"B": 8, "T": 1, "S": 8192, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
+    rest = {"packed": False, "config": NSAConfig(), "capability": (8, 0)}
+    return Problem("torch", "decode", "cuda", "bfloat16", **(sizes | rest | changes))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"T": 8}, None),
+        ({"T": 9}, "same 1 to 8 queries for each row, got 9 a row"),
+        ({"T": 0, "packed": True}, "got rows of different numbers"),
+        ({"H": 1024}, "up to 128 query heads"),
+        ({"D": 512}, "widths up to 256"),
+    ],
+)
+def test_what_kernels_take(changes, reason):
+    found = capability.decode_why_not(problem(**changes))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
+def test_choice_on_posed_devices():
+    """Automatic where Triton is the default; on Hopper it must be named until it was measured."""
+    registry = paged_attend.REGISTRY
+    for posed, want in (((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "gathered")):
+        assert registry.choose(problem(capability=posed)).implementation == want
+        assert registry.choose(problem(capability=posed), "triton").implementation == "triton"
+    strided = problem(strided="cache contiguous")
+    assert registry.choose(strided).implementation == "gathered"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
+def test_no_length_compiles_anything():
+    """Rows, pages of the pool: the constants are the same; of the table's width the power of 2."""
+
+    def constants(**changes):
+        found = problem(**changes)
+        sizes = found._asdict()
+        names = ("B", "T", "S", "H", "Hkv", "D", "Dv", "dtype", "capability")
+        from kernels_pallas.triton.descriptions import Problem as Sizes
+
+        decode = decode_descriptions.Decode(
+            Sizes(**{x: sizes[x] for x in names}, scale=1.0), found.config
+        )
+        return [x.constants for x in (decode.partials(99), decode.finish(99))]
+
+    assert constants() == constants(B=3) == constants(S=7000)
+    assert constants(S=2**16) == constants(S=2**20)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
+def test_jax_lowers_a_decode_step():
+    sizes, lengths = Sizes(16, 1, 32, 32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    cache = nsa_jax.PagedCache(8, 1, 32, 32, config=sizes.config)
+    query = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
+    gates = Branches(*[jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)] * 3)
+    table = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+
+    def step(*arrays):
+        from nsa_jax import triton
+
+        return steps.attention(triton.OPS, *arrays, None)
+
+    with compiled_for((8, 0)):
+        traced = jax.jit(step).trace(query, gates, cache, table, lengths)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@triton_kernel_call") == 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs here")
+def test_interpreted():
+    interpreted_triton.run_again(__file__)
