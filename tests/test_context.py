@@ -41,11 +41,11 @@ def several(tmp_path_factory):
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest entry, or to 1e-3 where all are less."""
+    """The largest difference, relative to the largest entry."""
     assert found.shape == expected.shape
     if expected.numel() == 0:
         return 0.0
-    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def assert_equal(found: dict, expected: dict) -> None:
@@ -80,7 +80,11 @@ def test_the_module_has_positions_of_the_whole_sequence(several):
     for found in several[0]:
         assert found["layer"].keys() == expected.keys()
         for name, one in expected.items():
-            assert apart(found["layer"][name], one) < 10 * TOLERANCE, name
+            many = found["layer"][name]
+            if name == "d phi_k_mlp.b2":  # 0: no softmax changes with a constant in all keys
+                assert max(one.abs().max(), many.abs().max()) < 1e-6
+            else:
+                assert apart(many, one) < 10 * TOLERANCE, name
 
 
 def test_with_heads_on_other_ranks_and_a_checkpoint(several):
