@@ -2,7 +2,7 @@
 
     python -m bench.compare --framework both
     python -m bench.compare --framework jax --preset paper --mode fwdbwd
-    python -m bench.compare --framework torch --peers fla --peers fa4
+    python -m bench.compare --framework torch --peers fla,native-sparse-attention-triton
     python -m bench.compare --framework torch --preset paper --input random --kernels mosaic \
         --branch all --branch dense --mode forward --mode fwdbwd --seq_len 1024,8192,65536
 
@@ -63,8 +63,8 @@ CHOSEN = flags.DEFINE_bool(
 RECOMPUTE = flags.DEFINE_bool(
     "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
 )
-PEERS = flags.DEFINE_multi_enum(
-    "peers", [], list(peers.NAMES), "Other libraries beside it, in torch (repeatable)."
+PEERS = command.define_names(
+    "peers", peers.NAMES, "Other libraries beside it, in torch (a list; repeatable)."
 )
 SEQ_LEN = flags.DEFINE_list("seq_len", None, "Tokens, instead of the config's; a list of them.")
 ROWS = flags.DEFINE_integer(

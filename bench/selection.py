@@ -3,34 +3,43 @@
     python -m bench.selection
     python -m bench.selection --framework=jax --L_list=512,1024 --dist=many
     python -m bench.selection --decode=1 --selected_kernel=mosaic --streams=2
+    python -m bench.selection --preset=s2
+    python -m bench.selection --preset=s2 --N=1024 --H=8 --D=128 --Dv=128 --streams=1
 
 `N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
 of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` (the
 seed system's column) is the library's selected attention by what `kernel` names, `ref_ms` the
 portable path, `speedup` the one over the other where `kernel` is a kernel, else nothing, `mae`
-the mean error beside the float64 reference. With `--streams k` both are k calls on k CUDA
-streams at once. Both are checked before they are timed.
+the mean error beside the float64 reference. What is named by `--beside` has columns of its own.
+With `--streams k` all are k calls on k CUDA streams at once. All are checked before they are
+timed.
+
+`--preset` names a matrix in `configs/selection/`, or a path; a flag that is given stands in
+place of what it lists. `s2` is the seed system's matrix, Triton beside packed SDPA and FA-2;
+its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
-from bench.harness import cli, command, cost, problems
+import configs
+from bench.harness import cli, command
 from bench.harness.command import integers, shown, speed_up
-from bench.harness.measure import guarded, judged, shape_of, timed
 from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, problem
-from bench.judge.checks import Checker
+from bench.harness.runners import RUNNERS
+from bench.harness.selection_case import Case
+from bench.harness.selection_rows import SPANS, Matrix
 from nsa_jax import flags as kernel_flags
 from nsa_jax import policy
-from nsa_jax.config import NSAConfig
 
 FLAGS = command.flag_values(frameworks=True, heads=8, groups=1, dk=64, dv=64, l_sel=64)
 _own = {"flag_values": FLAGS}
+PRESET = flags.DEFINE_string(
+    "preset", None, "A matrix of problems: a name in configs/selection/, or a path.", **_own
+)
 QUERIES = flags.DEFINE_integer(
     "N", None, "Queries; default: 256, without a GPU 64.", lower_bound=1, **_own
 )
@@ -39,7 +48,6 @@ for _short, _name in (("H", "heads"), ("D", "dk"), ("Dv", "dv")):
 LENGTHS = flags.DEFINE_list(
     "L_list", None, "Selected keys a query; default: 64,128,256,512.", **_own
 )
-SPANS = {"few": 1, "many": 8, "mixed": 4}
 DIST = flags.DEFINE_multi_enum(
     "dist", list(SPANS), list(SPANS), "How the blocks lie (repeatable).", **_own
 )
@@ -51,134 +59,40 @@ BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1, **_own)
 REF = flags.DEFINE_string(
     "ref", None, "The reference implementation; default: sdpa in torch, xla in JAX.", **_own
 )
+BESIDE = flags.DEFINE_list("beside", [], "Implementations with columns of their own.", **_own)
 COLUMNS = ("mode", "N", "H", "D", "Dv", "L", "nspans", "streams", "tri_ms", "ref_ms")
 COLUMNS += ("speedup", "mae", "dist", "B", "S", "dtype", "framework", "kernel", "ref_kernel")
 COLUMNS += ("tri_p20_ms", "tri_p80_ms", "ref_p20_ms", "ref_p80_ms", "error_max", "error_bound")
-COLUMNS += ("device", "commit", "status", "reason")
+COLUMNS += ("l_sel", "device", "commit", "status", "reason")
 
 
-def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarray:
-    """`[rows, count]` ascending blocks below `blocks`, in `runs` runs that do not touch.
+def matrix_of(gpu: bool) -> Matrix:
+    """The matrix of `--preset` or of the flags, with what flags give in place of its lists.
 
     Raises:
-      ValueError: they do not fit.
+      ValueError: the file or a flag holds what no matrix can have.
     """
-    free = blocks - count - (runs - 1)
-    if not 1 <= runs <= count or free < 0:
-        raise ValueError(f"{count} of {blocks} blocks cannot lie in {runs} runs")
-    random = np.random.default_rng(seed)
-    before = np.sort(random.integers(0, free + 1, (rows, runs)), axis=-1) + np.arange(runs)
-    run = np.sort(np.arange(count) % runs)  # which one a block belongs to: sizes alike
-    return (before[:, run] + np.arange(count)).astype(np.int32)
-
-
-class Case:
-    """One row of the table: its problem, and the calls that are measured on it."""
-
-    def __init__(self, runner, keys: int, runs: int, gpu: bool):
-        size = FLAGS.l_sel
-        count = keys // size
-        longest = max(integers("L_list", LENGTHS.value, (64, 128, 256, 512))) // size
-        queries = 1 if DECODE.value else QUERIES.value or (256 if gpu else 64)
-        blocks = 2 * longest + max(SPANS.values())
-        self.runner, self.config = runner, selected(size, count)
-        self.settings = command.settings(
-            FLAGS,
-            self.config,
-            gpu,
-            seq_len=blocks * size + queries,
-            batch=BATCH.value,
-        )
-        groups = FLAGS.groups
-        shape = BATCH.value, queries, groups, count
-        rows = spans(BATCH.value * queries * groups, blocks, count, runs, FLAGS.seed)
-        self.inputs = problems.make(
-            self.settings,
-            "random",
-            FLAGS.seed,
-            num_queries=queries,
-            block_indices=jnp.asarray(rows.reshape(shape)),
-        )
-        self.checker = Checker(self.settings, self.inputs, backward=False)
-        asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
-        self.asked = asked._replace(branch="selected", T=queries, S=self.inputs.num_keys)
-
-    def measure(self, name: str | None, on_unsupported, how) -> dict[str, Any]:
-        """The fields of a record of the implementation called `name`, None: the first."""
-        found: dict[str, Any] = {"implementation": name or "auto"}
-
-        def take():
-            choice = self.runner.registry.choose(self.asked, name, on_unsupported)
-            found["implementation"] = choice.implementation
-            found["refused"] = dict(choice.refused)
-            return self._take(choice.load(), how)
-
-        label = f"{self.runner.framework} selected {name or 'auto'}"
-        return found | guarded(label, take, library=False)
-
-    def _take(self, target, how) -> dict[str, Any]:
-        runner, inputs = self.runner, self.inputs
-        where: dict[str, Any] = {"config": self.config, "kv_len": inputs.num_keys}
-        if runner.framework == "torch":
-            where |= {"with_lse": False}  # as in the whole attention
-        else:
-            where |= {"segment_ids": None, "scale": None}
-        names = "query", "key", "value", "block_indices"
-
-        def function(given):
-            return {"out": target(*(given[name] for name in names), **where)[0]}
-
-        arguments = runner.load(inputs.arguments("selected"))
-        step = runner.prepare(function, arguments)
-        parity = self.checker.check(runner, step, "selected", arguments)
-        found = judged(parity, len(self.checker.rows))
-        if "status" in found:
-            return found
-        if STREAMS.value > 1:
-            step = runner.prepare(at_once(runner.torch, function, STREAMS.value), arguments)
-        shape = shape_of(self.settings, inputs)
-        timing = step.time(**how)
-        found |= timed(timing, self.work(shape), runner.device, shape.itemsize)
-        return found | {"extra_peak_bytes": step.extra_peak_bytes}
-
-    def work(self, shape: cost.Shape) -> cost.Cost:
-        """All selected keys are visible; a block that several queries read counts once."""
-        size, indices = self.config.select_block, np.asarray(self.inputs.block_indices)
-        pairs = shape.B * shape.T * shape.H * self.config.num_selected * size
-        kinds = np.moveaxis(indices, 1, -1).reshape(shape.B * shape.Hkv, -1)
-        read = sum(np.unique(each).size for each in kinds) * size
-        rows = shape.B * shape.T * shape.H + read
-        flops = STREAMS.value * pairs * 2 * (shape.D + shape.Dv)
-        return cost.Cost(flops, rows * (shape.D + shape.Dv) * shape.itemsize)
-
-
-def selected(size: int, count: int) -> NSAConfig:
-    """A config of `count` blocks, none of them forced."""
-    return NSAConfig(
-        compress_block=size,
-        compress_stride=size,
-        select_block=size,
-        num_selected=count,
-        num_initial=0,
-        num_local=0,
-    )
-
-
-def at_once(torch, function, count: int):
-    """`function` on `count` CUDA streams, which wait for the current one, and it for them."""
-    streams = [torch.cuda.Stream() for _ in range(count)]
-
-    def call(given):
-        current, found = torch.cuda.current_stream(), []
-        for stream in streams:
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                found.append(function(given))
-        for stream in streams:
-            current.wait_stream(stream)
-        return found[0]
-
-    return call
+    sizes = {"H": "heads", "D": "dk", "Dv": "dv", "l_sel": "l_sel", "streams": "streams"}
+    preset = PRESET.value
+    given: dict[str, Any] = {
+        name: [FLAGS[flag].value]
+        for name, flag in sizes.items()
+        if preset is None or FLAGS[flag].present
+    }
+    if preset is None or DECODE.value or FLAGS["N"].present:
+        given["N"] = [1 if DECODE.value else QUERIES.value or (256 if gpu else 64)]
+    named = {"kernel": kernel_flags.named().selected, "ref": REF.value, "beside": BESIDE.value}
+    given |= {name: value for name, value in named.items() if value}
+    dists = dict.fromkeys(DIST.value)
+    lengths = integers("L_list", LENGTHS.value, (64, 128, 256, 512))
+    if preset is None:
+        return Matrix(**given, L=dict.fromkeys(dists, lengths))
+    path = preset if preset.endswith((".yaml", ".yml", ".json")) else f"selection/{preset}"
+    made = configs.build(Matrix, configs.load(path), preset)
+    listed = {dist: each for dist, each in made.L.items() if dist in dists}
+    if LENGTHS.value is not None:
+        listed = dict.fromkeys(listed, lengths)
+    return dataclasses.replace(made, **given, L=listed)
 
 
 def gain(base: Record, fast: Record) -> float | None:
@@ -188,12 +102,12 @@ def gain(base: Record, fast: Record) -> float | None:
     return speed_up(base, fast) if kernel and not over_itself else None
 
 
-def row(fast: Record, base: Record) -> dict[str, Any]:
+def cells(fast: Record, base: Record, *beside: Record) -> dict[str, Any]:
     """A line of the CSV file."""
     worst = next((r for r in (fast, base) if r.status != "ok"), fast)
     extra = fast.extra
     same = ("H", "D", "Dv", "B", "S", "dtype", "framework", "error_max", "error_bound")
-    return {name: getattr(fast, name) for name in (*same, "device", "commit")} | {
+    found = {name: getattr(fast, name) for name in (*same, "device", "commit")} | {
         "mode": extra["mode"],
         "N": fast.T,
         "L": extra["L"],
@@ -204,6 +118,7 @@ def row(fast: Record, base: Record) -> dict[str, Any]:
         "speedup": gain(base, fast),
         "mae": fast.error_mean,
         "dist": extra["dist"],
+        "l_sel": fast.config["select_block"],
         "kernel": fast.implementation,
         "ref_kernel": base.implementation,
         "tri_p20_ms": fast.p20_ms,
@@ -213,9 +128,20 @@ def row(fast: Record, base: Record) -> dict[str, Any]:
         "status": worst.status,
         "reason": worst.reason,
     }
+    for each in beside:
+        bad = "" if each.status == "ok" else f"{each.status}: {each.reason}"
+        values = each.time_ms, speed_up(each, fast), each.error_mean, bad
+        found |= dict(zip(columns_of(each.implementation), values, strict=True))
+    return found
 
 
-def line(cells: dict[str, Any]) -> str:
+def columns_of(name: str) -> tuple[str, ...]:
+    """The columns of an implementation beside: its time, the kernel's speed-up over it, its mean
+    error, why it has none."""
+    return f"{name}_ms", f"speedup_over_{name}", f"{name}_mae", f"{name}_reason"
+
+
+def line(cells: dict[str, Any], beside: Sequence[str] = ()) -> str:
     """The seed system's line."""
     names = ("N", "H", "D", "Dv", "L", "nspans", "streams")
     sizes = ",".join(f"{name}={cells[name]}" for name in names)
@@ -223,6 +149,7 @@ def line(cells: dict[str, Any]) -> str:
     text = f"{cells['mode']},{sizes} tri_ms={shown(cells['tri_ms'])}, "
     text += f"ref_ms={shown(cells['ref_ms'])}, speedup={shown(cells['speedup'], 'x', 2)}, "
     text += f"mae={mae} {cells['kernel']}/{cells['ref_kernel']}"
+    text += "".join(f" {name}_ms={shown(cells[f'{name}_ms'])}" for name in beside)
     bad = f" {cells['status']}: {cells['reason']}" if cells["status"] != "ok" else ""
     return text + bad
 
@@ -235,53 +162,59 @@ def mode(dist: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    lengths = integers("L_list", LENGTHS.value, (64, 128, 256, 512))
-    size = FLAGS.l_sel
-    if size < 1 or any(length % size for length in lengths):
-        raise ValueError(f"L_list must be multiples of l_sel={size}, got {lengths}")
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
-    if STREAMS.value > 1 and (runner.framework, gpu) != ("torch", True):
+    matrix = matrix_of(gpu)
+    no_streams = ""
+    if (runner.framework, gpu) != ("torch", True):
+        no_streams = f"in {runner.framework} on {runner.platform}"
+    if STREAMS.value > 1 and no_streams:
         raise ValueError(
-            f"streams must be 1 but in torch on CUDA, got {STREAMS.value} in "
-            f"{runner.framework} on {runner.platform}"
+            f"streams must be 1 but in torch on CUDA, got {STREAMS.value} {no_streams}"
         )
-    name, on_unsupported = kernel_flags.named().selected, kernel_flags.on_unsupported()
-    reference = REF.value or ("sdpa" if runner.framework == "torch" else "xla")
-    for known in filter(None, (name, reference)):
+    on_unsupported = kernel_flags.on_unsupported()
+    reference = matrix.ref or ("sdpa" if runner.framework == "torch" else "xla")
+    names = matrix.kernel, reference, *matrix.beside
+    for known in filter(None, names):
         if known not in runner.registry.names("selected"):
-            names = runner.registry.names("selected")
-            raise ValueError(f"{runner.framework} has {names}, got {known!r}")
-    how, rows = command.sampling(FLAGS, gpu), []
-    results = command.Results("selection", FLAGS)
+            listed = runner.registry.names("selected")
+            raise ValueError(f"{runner.framework} has {listed}, got {known!r}")
+    how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
+    results, table = command.Results("selection", FLAGS), []
     print(f"device: {runner.device}; {runner.framework}", flush=True)
-    for length in lengths:
-        for dist in dict.fromkeys(DIST.value):
-            runs, count = SPANS[dist], length // size
-            fits = runs <= count
-            case = Case(runner, length, min(runs, count), gpu)
+    for row in matrix.rows():
+        case = Case(runner, FLAGS, row, matrix, BATCH.value)
+        for streams in matrix.streams:
+            refusal = row.why_not
+            if streams > 1 and no_streams:
+                refusal = f"{streams} streams need torch on CUDA, the run is {no_streams}"
             common = command.about(runner, case.settings, case.inputs) | {
                 "branch": "selected",
                 "mode": "decode" if DECODE.value else "forward",
                 "extra": {
-                    "mode": mode(dist),
-                    "dist": dist,
-                    "L": length,
-                    "nspans": runs,
-                    "streams": STREAMS.value,
+                    "mode": mode(row.dist),
+                    "dist": row.dist,
+                    "L": row.L,
+                    "nspans": row.runs,
+                    "streams": streams,
                 },
             }
-            reason = f"{runs} runs need {runs} blocks of {size}, L={length} has {count}"
-            refused = {"status": "unsupported", "reason": reason}
-            pair = []
-            for asked in (name, reference):
-                found = {"implementation": asked or "auto"} | refused
-                if fits:
-                    found = case.measure(asked, on_unsupported, how)
-                pair.append(results.add(beside=len(pair) > 0, **common | found))
-            rows.append(row(*pair))
-            print(line(rows[-1]), flush=True)
-    return results.finish(COLUMNS, rows)
+            found = []
+            for name in names:
+                fields = {"implementation": name or "auto"}
+                if refusal:
+                    fields |= {"status": "unsupported", "reason": refusal}
+                else:
+                    fields = case.measure(name, on_unsupported, streams, how)
+                found.append(results.add(beside=len(found) > 0, **common | fields))
+            table.append(cells(*found))
+            print(line(table[-1], matrix.beside), flush=True)
+    columns = *COLUMNS, *(column for name in matrix.beside for column in columns_of(name))
+    if PRESET.value is not None:  # the seed system's two files
+        for kind in ("dense", "varlen"):
+            some = [each for each in table if each["mode"] == kind]
+            command.write_csv(results.folder / f"sel_{kind}.csv", columns, some)
+    return results.finish(columns, table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""Times the tiles that Mosaic kernels can have, and writes the winners to `configs/tiles/`.
+"""Times the tiles that kernels can have, and writes the winners to `configs/tiles/`.
 
     python -m bench.tune_tiles
     python -m bench.tune_tiles --config paper --kernel sliding --out /tmp/tiles
+    python -m bench.tune_tiles --implementation triton --kernel triton_selected_dkv
+
+Mosaic's kernels run in JAX, Triton's in torch, each pass of a branch by itself; both frameworks
+read the table.
 
 One table a device, one entry a kernel and shape: dtype, heads of a group, widths, lengths as
 powers of two, and what of NSAConfig the kernel depends on. An entry is written where the best
@@ -16,17 +20,21 @@ from absl import app, flags
 
 import configs
 from bench.harness import cli, problems, records
-from bench.harness.runners import JaxRunner, problem
-from bench.tuners import tile_search
+from bench.harness.runners import JaxRunner, TorchRunner, problem
+from bench.tuners import tile_search, triton_tiles
 from kernels_pallas import tiles
-from kernels_pallas.mosaic import capability
+from kernels_pallas.mosaic import capability as mosaic
+from kernels_pallas.triton import capability as triton
 
 CONFIG = flags.DEFINE_multi_string(
     "config", ["paper", "seed", "smallgroup"], "Names of files in configs/ or paths."
 )
 flags.DEFINE_alias("preset", "config")
+IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", "mosaic", ["mosaic", "triton"], "Whose kernels."
+)
 KERNELS = flags.DEFINE_multi_enum(
-    "kernel", list(tiles.TUNABLE), list(tiles.TUNABLE), "Only these kernels (repeatable)."
+    "kernel", [], list(tiles.KNOWN), "Only these kernels (repeatable); default: all."
 )
 INPUT = flags.DEFINE_enum("input", "random", ["random", "text"], "Where the arrays come from.")
 SEQ_LEN = flags.DEFINE_integer(
@@ -60,7 +68,14 @@ def table(kernel: str, outcome: tile_search.Outcome) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    runner = JaxRunner()
+    mosaics = IMPLEMENTATION.value == "mosaic"
+    known = tiles.TUNABLE if mosaics else tiles.TRITON
+    names = list(dict.fromkeys(KERNELS.value)) or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise app.UsageError(
+            f"kernel must be one of {IMPLEMENTATION.value}'s, {list(known)}, got {unknown}"
+        )
+    runner = JaxRunner() if mosaics else TorchRunner()
     given = {} if SEQ_LEN.value is None else {"seq_len": SEQ_LEN.value}
     settings = [problems.settings(name, given) for name in CONFIG.value]
     for each in settings:
@@ -69,20 +84,21 @@ def main(argv: Sequence[str]) -> int:
             raise app.UsageError(
                 f"an entry is for all lengths up to a power of two, seq_len is {length}"
             )
-        asked = problem(each, "jax", runner.platform, runner.capability)
-        if reason := capability.why_not(asked):
-            raise NotImplementedError(f"mosaic: {reason}")
+        asked = problem(each, runner.framework, runner.platform, runner.capability)
+        if reason := (mosaic if mosaics else triton).why_not(asked):
+            raise NotImplementedError(f"{IMPLEMENTATION.value}: {reason}")
     folder = Path(OUT.value) if OUT.value else tiles.FOLDER
     path = folder / f"{configs.slug(runner.device)}.json"
     environment, wrong, count = records.environment(COMMIT.value), False, 0
     for name, each in zip(CONFIG.value, settings, strict=True):
         inputs = problems.make(each, INPUT.value, SEED.value)
-        kernels = tile_search.Kernels(each, inputs, runner, SECONDS.value)
+        made = (tile_search if mosaics else triton_tiles).Kernels
+        kernels: tile_search.Tunable = made(each, inputs, runner, SECONDS.value)
         print(f"\n{name}: {each.runtime}\n\n{TITLES}", flush=True)
-        for kernel in dict.fromkeys(KERNELS.value):
+        for kernel in names:
             outcome = tile_search.tune(
-                tile_search.heuristic(kernel, each),
-                tile_search.variants(kernel),
+                kernels.heuristic(kernel),
+                kernels.variants(kernel),
                 lambda chosen, kernels=kernels, kernel=kernel: kernels.prepare(kernel, chosen),
                 tile_search.differs,
             )

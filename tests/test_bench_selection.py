@@ -6,12 +6,16 @@ import re
 import numpy as np
 import pytest
 
+import configs
 import nsa_torch.dispatch
 from bench import selection
-from bench.harness import exit_status, records
+from bench.harness import exit_status, problems, records, selection_case, selection_rows
+from bench.harness.runners import problem
+from bench.harness.selection_rows import Matrix
+from kernels_pallas.triton import capability
 from nsa_jax.dispatch import Implementation
 from nsa_torch import sdpa
-from tests.commands import run
+from tests.commands import rows, run
 from tests.measured import record
 
 SMALL = ("--N=6", "--H=2", "--D=8", "--Dv=8", "--l_sel=8", "--iters=2", "--device=cpu")
@@ -19,19 +23,19 @@ SMALL = ("--N=6", "--H=2", "--D=8", "--Dv=8", "--l_sel=8", "--iters=2", "--devic
 
 @pytest.mark.parametrize(("count", "runs"), [(1, 1), (5, 1), (8, 8), (9, 4), (16, 8)])
 def test_spans_are_runs_that_do_not_touch(count, runs):
-    found = selection.spans(50, 2 * count + 8, count, runs, seed=3)
+    found = selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)
     assert found.shape == (50, count) and found.dtype == np.int32
     assert found.min() >= 0 and found.max() < 2 * count + 8
     steps = np.diff(found, axis=-1)
     assert (steps > 0).all() and ((steps > 1).sum(-1) == runs - 1).all()
     assert len(np.unique(found, axis=0)) > 1
-    assert (found == selection.spans(50, 2 * count + 8, count, runs, seed=3)).all()
+    assert (found == selection_rows.spans(50, 2 * count + 8, count, runs, seed=3)).all()
 
 
 @pytest.mark.parametrize(("blocks", "count", "runs"), [(10, 3, 4), (10, 9, 4), (10, 3, 0)])
 def test_spans_that_do_not_fit_are_refused(blocks, count, runs):
     with pytest.raises(ValueError, match=f"cannot lie in {runs} runs"):
-        selection.spans(2, blocks, count, runs, seed=0)
+        selection_rows.spans(2, blocks, count, runs, seed=0)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -90,16 +94,29 @@ def late(query, key, value, block_indices, *, config, **options):
     )
 
 
+def whole(query, key, value, block_indices, **options):
+    return sdpa.selected_attention(query, key, value, block_indices, **options)
+
+
+def put_in_place(monkeypatch, **functions):
+    """From here on the implementations of these names are the functions of those names here."""
+    registry = nsa_torch.dispatch.REGISTRY
+    entries = tuple(
+        Implementation(entry.name, f"{__name__}:{functions[entry.name]}")
+        if entry.name in functions
+        else entry
+        for entry in registry.table["selected"]
+    )
+    monkeypatch.setattr(registry, "table", {**registry.table, "selected": entries})
+
+
 def broken(*arguments, **options):
     raise RuntimeError("the kernel broke")
 
 
 @pytest.mark.parametrize(("name", "status"), [("late", "wrong"), ("broken", "error")])
 def test_a_bad_kernel_has_no_time(name, status, tmp_path, capsys, monkeypatch):
-    registry = nsa_torch.dispatch.REGISTRY
-    bad = Implementation("mosaic", f"{__name__}:{name}")
-    entries = (bad, *registry.table["selected"][1:])
-    monkeypatch.setattr(registry, "table", {**registry.table, "selected": entries})
+    put_in_place(monkeypatch, mosaic=name)
     code, found, (row,) = run(selection, tmp_path, *SMALL, "--L_list=64", "--dist=few")
     assert code == 1 and [r.status for r in found] == [status, "ok"]
     assert row["kernel"] == "mosaic" and row["tri_ms"] == row["speedup"] == ""
@@ -126,6 +143,93 @@ def test_a_named_kernel_that_refuses_is_a_row(tmp_path):
 def test_bad_arguments_are_named(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(selection, tmp_path, *SMALL, *arguments)
+
+
+RTX_4090 = problem(problems.settings("tiny"), "torch", "cuda", (8, 9))._replace(dtype="float16")
+S2 = Matrix(**configs.load("selection/s2"))
+
+
+def test_the_seed_systems_matrix():
+    rows = list(S2.rows())
+    assert len(rows) == len(set(rows)) == 2**4 * (5 + 4 + 4) and S2.streams == [1, 2]
+    assert not any(row.why_not for row in rows), "every length holds a block for each run"
+    guide = [row for row in rows if (row.N, row.H, row.D, row.Dv) == (1024, 8, 128, 128)]
+    assert [row.L for row in guide if row.dist == "few"] == [64, 128, 256, 512, 1024]
+    blocks = {(row.L, row.dist): row.l_sel for row in guide}
+    assert blocks[64, "few"] == blocks[512, "many"] == blocks[256, "mixed"] == 64
+    assert blocks[128, "many"] == 16 and blocks[256, "many"] == blocks[128, "mixed"] == 32
+    for row in rows:
+        sizes = {"T": row.N, "H": row.H, "Hkv": 1, "D": row.D, "Dv": row.Dv}
+        config = selection_case.selected(row.l_sel, row.count)
+        there = RTX_4090._replace(config=config, **sizes)
+        assert capability.why_not(there) is None, row
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"N": []}, "N must be a list of integers over 0, got"),
+        ({"H": [8, True]}, "H must be a list of integers over 0, got"),
+        ({"L": {"some": [64]}}, "L must have lists by few/many/mixed, got"),
+        ({"L": {"few": [24]}}, "L_list must be multiples of l_sel=16, got"),
+        ({"beside": "fa2"}, "beside must be a list of names, got 'fa2'"),
+        ({"dtype": "f8"}, "dtype must be one of .*, got 'f8'"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(S2, **changes)
+
+
+TINY = ("--preset=tiny", "--device=cpu")
+
+
+def test_a_matrix_without_a_gpu_measures_nothing(tmp_path, capsys):
+    code, found, table = run(selection, tmp_path, *TINY)
+    assert code == exit_status.NOT_MEASURED
+    assert [(row["mode"], row["nspans"], row["streams"]) for row in table] == [
+        (mode, runs, streams)
+        for mode, runs in (("dense", "1"), ("varlen", "8"), ("varlen", "4"))
+        for streams in "12"
+    ]
+    for row in table:
+        assert row["tri_ms"] == row["speedup"] == "" and row["status"] == "unsupported"
+        assert bool(row["ref_ms"]) == (row["streams"] == "1"), "SDPA runs anywhere"
+        two = row["streams"] == "2"
+        reasons = ("2 streams need torch on CUDA",) * 2
+        reasons = reasons if two else ("needs an NVIDIA GPU", "FA-2 needs CUDA tensors")
+        assert reasons[0] in row["reason"] and reasons[1] in row["fa2_reason"]
+    kinds = [(r.implementation, r.status) for r in found[:3]]
+    assert kinds == [("triton", "unsupported"), ("sdpa", "ok"), ("fa2", "unsupported")]
+    said = "nothing was measured: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
+    assert re.search(said, capsys.readouterr().err)
+    for kind, count in (("dense", 2), ("varlen", 4)):
+        some = rows(tmp_path / f"sel_{kind}.csv")
+        assert len(some) == count and {row["mode"] for row in some} == {kind}
+
+
+def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):
+    put_in_place(monkeypatch, triton="whole", fa2="whole")
+    given = (*TINY, "--streams=1", "--dist=few", "--dist=mixed", "--N=5")
+    code, found, table = run(selection, tmp_path, *given)
+    assert code == 0 and len(table) == 2 and len(found) == 6
+    columns = [*selection.COLUMNS, "fa2_ms", "speedup_over_fa2", "fa2_mae", "fa2_reason"]
+    for row in table:
+        assert list(row) == columns and row["N"] == "5" and row["fa2_reason"] == ""
+        assert (row["kernel"], row["ref_kernel"]) == ("triton", "sdpa")
+        over = {"speedup": "ref_ms", "speedup_over_fa2": "fa2_ms"}
+        for name, base in over.items():
+            expected = float(row[base]) / float(row["tri_ms"])
+            assert float(row[name]) == pytest.approx(expected)
+    assert " triton/sdpa fa2_ms=" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_beside_has_no_time(tmp_path, monkeypatch):
+    put_in_place(monkeypatch, triton="whole", fa2="late")
+    code, _, (row,) = run(selection, tmp_path, *TINY, "--streams=1", "--dist=many")
+    assert code == 1 and row["status"] == "ok" and float(row["tri_ms"]) > 0
+    assert row["fa2_ms"] == row["speedup_over_fa2"] == ""
+    assert row["fa2_reason"].startswith("wrong: ")
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ def test_rows_that_are_not_ours_say_so(installed):
     assert list(found) == ["selected", "sliding", "all"]
     assert [job.judged for job in found.values()] == [True, True, False]
     assert "means of 32 tokens without overlap (ours: of 16, one each 8)" in found["all"].note
-    assert list(peers.jobs(asked(), ["scores"])) == []
+    assert list(peers.jobs(asked(), ["scores"], ["fla"])) == []
 
 
 @pytest.mark.parametrize("name", ["fa4", "flash_attn"])
@@ -109,8 +109,24 @@ def row(job, inputs):
 def stand_in(monkeypatch, shift=0):
     """`fla.ops.nsa` by our own functions; `shift`: of the blocks that it reads."""
 
-    def parallel_nsa(q, k, v, *, block_indices=None, block_counts, block_size, **options):
+    def parallel_nsa(  # the arguments of flash-linear-attention 0.6
+        q,
+        k,
+        v,
+        g_cmp=None,
+        g_slc=None,
+        g_swa=None,
+        block_indices=None,
+        block_counts=16,
+        block_size=64,
+        window_size=0,
+        scale=None,
+        cu_seqlens=None,
+    ):
+        assert scale is None and cu_seqlens is None, "its own scale is D**-0.5"
         if block_indices is None:
+            assert g_cmp.shape == g_slc.shape == g_swa.shape == q.shape[:3]
+            assert window_size == SETTINGS.nsa.window
             return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         assert (block_counts, block_size) == (SETTINGS.nsa.num_selected, 32)
         blocks = (block_indices - shift).clamp(min=-1)

@@ -397,12 +397,17 @@ def test_tuning_again_replaces_what_was_tuned(table):
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
-    [("--config=tiny", "needs a Hopper GPU, got cpu"), ("--seq_len=1000", "power of two")],
+    ("words", "message"),
+    [
+        ("--config=tiny", "needs a Hopper GPU, got cpu"),
+        ("--config=tiny --implementation=triton", "triton: needs an NVIDIA GPU, got cpu"),
+        ("--implementation=triton --kernel=sliding", "kernel must be one of triton's"),
+        ("--seq_len=1000", "power of two"),
+    ],
 )
-def test_the_command_says_what_it_needs(flag, message):
+def test_the_command_says_what_it_needs(words, message):
     done = subprocess.run(
-        [sys.executable, "-m", "bench.tune_tiles", flag],
+        [sys.executable, "-m", "bench.tune_tiles", *words.split()],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

@@ -5,9 +5,11 @@
 | `cli`, `command` | how a command starts and ends; flags, output folder, exit status |
 | `seed_env` | the seed system's variables and the flags that they set |
 | `problems`, `text` | settings from `configs/`, and the arrays that they come to |
-| `runners`, `jobs`, `peers` | how each framework runs a step; which rows a comparison has |
+| `runners`, `jobs` | how each framework runs a step; which rows a comparison has |
+| `peers`, `peer_nsa_triton` | rows of other people's kernels |
 | `measure`, `timing`, `cost` | one row: parity, then time, FLOPs and bytes |
 | `decode_steps` | the steps of decoding one token on a filled cache |
+| `selection_rows`, `selection_case` | what `bench.selection` measures; one problem of it |
 | `records` | one JSON line a measurement |
 | `process` | a command as a step of `bench.oneshot` |
 """

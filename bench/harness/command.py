@@ -82,6 +82,21 @@ def flag_values(
     return own
 
 
+class _Names(flags.MultiFlag):
+    def _parse(self, arguments):
+        listed = arguments.split(",") if isinstance(arguments, str) else arguments
+        return super()._parse([name.strip() for name in listed])
+
+
+def define_names(
+    name: str, known: Iterable[str], help: str, own: flags.FlagValues = flags.FLAGS
+) -> flags.FlagHolder[list[str]]:
+    """Defines a flag of some names of `known`, a list between commas and repeatable; none by
+    default."""
+    flag = _Names(flags.EnumParser(list(known)), flags.ArgumentSerializer(), name, [], help)
+    return flags.DEFINE_flag(flag, own)
+
+
 def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) -> list[int]:
     """The numbers of a list flag; `default` where it is not given.
 
@@ -94,10 +109,13 @@ def integers(name: str, values: Iterable[str] | None, default: Sequence[int]) ->
     return list(map(int, given))
 
 
-def sampling(own: flags.FlagValues, gpu: bool) -> dict[str, Any]:
-    """`--iters` and `--warmup` as `timing` takes them; by default 100 samples on a GPU, and
-    without one what a fifth of a second allows."""
-    iters, warmup = own.iters, own.warmup
+def sampling(
+    own: flags.FlagValues, gpu: bool, *, iters: int | None = None, warmup: int | None = None
+) -> dict[str, Any]:
+    """`--iters` and `--warmup` as `timing` takes them, where not given `iters` and `warmup`; by
+    default 100 samples on a GPU, and without one what a fifth of a second allows."""
+    iters = iters if own.iters is None else own.iters
+    warmup = warmup if own.warmup is None else own.warmup
     how: dict[str, Any] = {} if warmup is None else {"warmup": warmup}
     if iters is None and not gpu:
         return how | {"seconds": 0.2}
@@ -117,9 +135,11 @@ def settings(
     *,
     seq_len: int,
     batch: int = 1,
+    dtype: Any = None,
     **model,
 ) -> problems.Settings:
-    """A problem of the sizes that the flags give; `model` overrides the flags' names."""
+    """A problem of the sizes that the flags give; `model` overrides the flags' names, `dtype`
+    stands where no `--dtype` is given."""
     given = {name: getattr(own, name) for name in SEED_FLAGS if name in own} | model
     if given["heads"] % given["groups"]:
         raise ValueError(
@@ -136,7 +156,7 @@ def settings(
         ),
         config,
         problems.Runtime(
-            precision=own.dtype or ("bf16" if gpu else "f32"),
+            precision=own.dtype or dtype or ("bf16" if gpu else "f32"),
             batch=batch,
             seq_len=seq_len,
             compressed_kernel="auto",

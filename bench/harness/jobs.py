@@ -20,6 +20,8 @@ class Job:
     unsupported: str = ""
     asked: bool = False  # named by the user, who wants to know of a refusal
     function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs in its place
+    # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
+    own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     judged: bool = True  # False: it computes something else than the oracle, as `note` says
     library: bool = False  # others' code, which may refuse in its own ways
     note: str = ""  # of a row that counts

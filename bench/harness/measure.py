@@ -188,7 +188,7 @@ def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
         return {"key": key, "blocks": runner.api.select_blocks(given["query"], key, **where)}
 
     given = {"query": arguments["query"], "key": arguments["key"]}
-    result = runner.prepare(select, given)(given)
+    result = runner.prepare(job.own or select, given)(given)
     return result["key"], result["blocks"]
 
 

@@ -7,6 +7,7 @@
 | `flash_attn` | flash-attn | FlashAttention-2's own kernels | dense, sliding |
 
 Dense `flash` of torch, which needs none of them, is the copy of FlashAttention-2 in torch.
+`native-sparse-attention-triton`, which is not on PyPI, is `peer_nsa_triton`.
 
 `fla` is flash-linear-attention (`fla.ops.nsa`, PyPI: flash-linear-attention; torch, Triton). It
 computes something else than this library: its compressed tokens are means of whole selection
@@ -19,11 +20,11 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.harness import records
+from bench.harness import peer_nsa_triton, records
 from bench.harness.jobs import Job
 from nsa_jax.dispatch import Problem
 
-NAMES = ("fla", "fa4", "flash_attn")
+NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
 # The packages that attend to all keys or a window of them, and the first GPUs that they take.
 FLASH = {"fa4": ("flash-attn-4", (9, 0)), "flash_attn": ("flash-attn", (8, 0))}
 LEAST_GROUP, WIDEST = 16, 256  # of parallel_nsa
@@ -58,7 +59,12 @@ def why_not(problem: Problem, branch: str) -> str | None:
 def jobs(problem: Problem, branches, names: Sequence[str] = NAMES) -> Iterator[Job]:
     """The rows of the libraries of these names: the branches that each has, in order."""
     for name in names:
-        yield from _fla(problem, branches) if name == "fla" else _flash(name, problem, branches)
+        if name == "fla":
+            yield from _fla(problem, branches)
+        elif name == peer_nsa_triton.NAME:
+            yield from peer_nsa_triton.jobs(problem, branches)
+        else:
+            yield from _flash(name, problem, branches)
 
 
 def flash_why_not(name: str, problem: Problem) -> str | None:

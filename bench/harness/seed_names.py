@@ -17,7 +17,11 @@ class Script(NamedTuple):
 SCRIPTS = (
     Script("bench/bench_fa2.py", "python -m bench.fa2", "`--csv`: the sweep's columns"),
     Script("bench/bench_masked.py", "python -m bench.fa2", "its column `masked`"),
-    Script("bench/bench_sel_triton.py", "python -m bench.selection --selected_kernel triton"),
+    Script(
+        "bench/bench_sel_triton.py",
+        "python -m bench.selection --selected_kernel triton",
+        "`--preset s2`: the guide's matrix",
+    ),
     Script(
         "bench/bench_sel_cuda.py",
         "python -m bench.selection --selected_kernel mosaic",

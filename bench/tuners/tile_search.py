@@ -193,6 +193,14 @@ class Kernels:
             config=config,
         )
 
+    def heuristic(self, kernel: str) -> dict[str, int]:
+        """What the kernel uses without an entry."""
+        return heuristic(kernel, self.settings)
+
+    def variants(self, kernel: str) -> list[dict[str, int]]:
+        """All combinations of what can be tuned."""
+        return variants(kernel)
+
     def prepare(self, kernel: str, chosen: Tiles) -> Step:
         """Compiles the step of `kernel` with the tiles `chosen`, and runs it once."""
         # A function of its own: JAX would take up the trace of one that it knows.
@@ -244,7 +252,22 @@ class _Timed:
         return self.step.time(self.seconds).time_ms
 
 
-def entry(kernels: Kernels, kernel: str, outcome: Outcome, environment) -> dict[str, Any]:
+class Tunable(Protocol):
+    """The kernels of one problem, Mosaic's (`Kernels`) or Triton's (`triton_tiles.Kernels`)."""
+
+    settings: Settings
+    inputs: Inputs
+
+    def shape(self, kernel: str) -> tiles.Shape: ...
+
+    def heuristic(self, kernel: str) -> dict[str, int]: ...
+
+    def variants(self, kernel: str) -> list[dict[str, int]]: ...
+
+    def prepare(self, kernel: str, chosen: Tiles) -> Step: ...
+
+
+def entry(kernels: Tunable, kernel: str, outcome: Outcome, environment) -> dict[str, Any]:
     """The table's entry of a winner, with the measurement that chose it."""
     if outcome.winner is None:
         raise ValueError(f"no variant of {kernel} gains more than {GAIN:.0%}")

@@ -11,12 +11,23 @@ from typing import Any
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel
-from kernels_pallas.triton.tiling import LEAST, Tiling, choose, most, power, scores_tiling
+from kernels_pallas.triton.tiling import (
+    HEADS,
+    LEAST,
+    Tiling,
+    candidates,
+    choose,
+    measured,
+    most,
+    power,
+    scores_tiling,
+)
 
 HERE = "kernels_pallas.triton"
 LOG2E = math.log2(math.e)
 MERGED_ROWS = 16  # of a program that adds partials
 SEGMENT = 2048  # entries of a query list that one program walks
+SCORES_LIMITS = HEADS, 64  # rows and keys of a tile of scores
 PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
 
 
@@ -66,17 +77,31 @@ class Problem:
     def log2_scale(self) -> float:
         return self.scale * LOG2E
 
+    def limits(
+        self, kernel: str, rows: int | None = None, keys: int | None = None
+    ) -> tuple[int, int]:
+        """Rows and keys of the largest tiles of a kernel; `rows` and `keys` at most."""
+        largest = most(kernel, self.capability, self.D, self.Dv)
+        return largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
+
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
         """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile."""
-        largest = most(kernel, self.capability, self.D, self.Dv)
-        rows, keys = largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
-        found = choose(kernel, rows, keys, self.D, self.Dv, self.itemsize, self.capability)
+        limits = self.limits(kernel, rows, keys)
+        where = self.D, self.Dv, self.itemsize, self.capability
+        found = choose(kernel, *limits, *where)
         if found is None:
             raise NotImplementedError(
                 f"triton: no tiles of {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
                 f"memory of compute capability {self.capability}"
             )
-        return found._replace(**self.tiles.get(kernel, {}))
+        return measured(kernel, found, self.tiles.get(kernel, {}), limits, *where)
+
+    def candidates(
+        self, kernel: str, rows: int | None = None, keys: int | None = None
+    ) -> list[Tiling]:
+        """What `tiling` could be, to be measured."""
+        where = self.D, self.Dv, self.itemsize, self.capability
+        return candidates(kernel, self.limits(kernel, rows, keys), *where)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -217,9 +242,13 @@ class Selected:
     n: int
     block: int
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Rows and keys of a tile, at most."""
+        return min(power(self.problem.group), 64), min(power(self.block), 64)
+
     def _tiling(self, kernel: str) -> Tiling:
-        rows = min(power(self.problem.group), 64)
-        return self.problem.tiling(kernel, rows, min(power(self.block), 64))
+        return self.problem.tiling(kernel, *self.limits)
 
     @property
     def tokens(self) -> int:
@@ -394,7 +423,10 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
     tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
     if tiling is None:
         raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
-    tiling = tiling._replace(**p.tiles.get("scores", {}))
+    given, where = dict(p.tiles.get("scores", {})), (p.D, p.D, p.itemsize, p.capability)
+    if given:  # a tile has whole groups
+        given["rows"] = max(given["rows"], group)
+    tiling = measured("scores", tiling, given, SCORES_LIMITS, *where)
     columns = max(tiling.rows, group)
     blocks = max(tiling.keys // ratio_rows, 1)
     return TritonKernel(

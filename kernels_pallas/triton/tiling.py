@@ -1,12 +1,15 @@
 """Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
 
-A table of measured tiles (`kernels_pallas.tiles`) goes before. The model of shared memory is an
+A table of measured tiles (`kernels_pallas.tiles`) goes before, where they fit; `candidates` are
+what `bench.tune_tiles` measures. The model of shared memory is an
 upper bound of what Triton takes for these loops: the tiles of the rows that stay, one set of
 streamed tiles a stage, and one tile of products that changes its layout. Without fitting tiles a
 kernel would fail at its launch, so `capability.why_not` asks here first.
 """
 
 import functools
+import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # Bytes of shared memory that a program can have, by compute capability; the least for others.
@@ -20,6 +23,8 @@ SMEM = {
 SMEM_LEAST = 99 * 1024  # 8.6, 8.9, 12.0
 SPARE = 1024  # barriers and reductions
 LEAST = 16  # rows and columns of an operand of a product
+# Rows and keys in float32, whose products run on no tensor core and hold operands in registers.
+FLOAT32 = 32
 HEADS = 128  # of a group, which one tile of the scores holds
 
 
@@ -81,6 +86,58 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
 
 
+WARPS, STAGES = (4, 8), (1, 2, 3, 4)  # that are measured
+
+
+def fits(
+    kernel: str,
+    tiling: Tiling,
+    limits: tuple[int, int],
+    D: int,
+    Dv: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> bool:
+    """Whether tiles are powers of two, not above `limits` (rows, keys), and fit in memory."""
+    sizes = zip(tiling[:2], limits, strict=True)
+    whole = all(LEAST <= x <= most and x & (x - 1) == 0 for x, most in sizes)
+    warps = 1 <= tiling.warps <= 32 and tiling.warps & (tiling.warps - 1) == 0
+    there = smem_of(capability)
+    return whole and warps and needed(kernel, tiling, D, Dv, itemsize) <= there
+
+
+def measured(
+    kernel: str,
+    heuristic: Tiling,
+    given: Mapping[str, int],
+    limits: tuple[int, int],
+    D: int,
+    Dv: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> Tiling:
+    """The tiles of a table, `given` by field, where they fit (`fits`), else `heuristic`."""
+    tiling = heuristic._replace(**given)
+    fit = bool(given) and fits(kernel, tiling, limits, D, Dv, itemsize, capability)
+    return tiling if fit else heuristic
+
+
+def candidates(
+    kernel: str,
+    limits: tuple[int, int],
+    D: int,
+    Dv: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> list[Tiling]:
+    """Tiles worth measuring: `limits`, their halves and quarters, that fit (`fits`)."""
+    if itemsize == 4:
+        limits = min(limits[0], FLOAT32), min(limits[1], FLOAT32)
+    rows, keys = ([most, most // 2, most // 4] for most in limits)
+    found = itertools.starmap(Tiling, itertools.product(rows, keys, WARPS, STAGES))
+    return [x for x in found if fits(kernel, x, limits, D, Dv, itemsize, capability)]
+
+
 def _warps(elements: int, a_thread: int = 64) -> int:
     """Of a program that holds a float32 sum of so many elements, `a_thread` at most in one."""
     return 4 if elements <= a_thread * 128 else 8
@@ -103,8 +160,9 @@ def choose(
       rows, keys: at most; powers of two.
     """
     limit = smem_of(capability)
-    # Float32 products run on no tensor core and hold their operands in registers.
-    most_rows, most_keys = (rows, keys) if itemsize < 4 else (min(rows, 32), min(keys, 32))
+    most_rows, most_keys = rows, keys
+    if itemsize == 4:
+        most_rows, most_keys = min(rows, FLOAT32), min(keys, FLOAT32)
     width, value_width = power(D), power(Dv)
     while True:
         for stages in (3, 2, 1):

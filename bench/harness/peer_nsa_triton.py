@@ -1,0 +1,208 @@
+"""native-sparse-attention-triton, another NSA in Triton, beside ours (`peers`).
+
+The package (github.com/XunhaoLai/native-sparse-attention-triton, module
+`native_sparse_attention`, which is also the name of other packages' modules) has a function
+for each step but the window, on packed rows: batch and tokens are one axis, `cu_seqlens` says
+where sequences begin.
+
+| branch | functions of `native_sparse_attention.ops` | arrays there |
+|---|---|---|
+| compressed | `compressed_attention`, `topk=0` | `[B T, H, D]`, compressed `[B C, Hkv, D]` |
+| scores | `compressed_attention`, which attends too | blocks int32 `[Hkv, B T, n]` |
+| selected | `topk_sparse_attention` | `[B T, .., D]`, blocks |
+| all | `avgpool_compress` and these | |
+
+They compute what this library computes: compressed tokens are means of `l` tokens every `d`,
+seen from their last token on; scores are summed over a group by Eq. 9; the first `init_blocks`
+and, with the query's own as the last, `local_blocks` are forced; blocks ascend, with -1 at the
+end; the scale is `D**-0.5`. So every branch is judged by the oracle, the whole too: its window
+is flash_attn's with `w` keys (that of the package's module has one more), its gated sum ours.
+No function returns a log-sum-exp.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bench.harness import records
+from bench.harness.jobs import Job
+from nsa_jax.config import NSAConfig
+from nsa_jax.dispatch import Problem
+from nsa_jax.types import Branches
+
+NAME = PACKAGE = "native-sparse-attention-triton"
+WIDEST, BLOCKS = 128, (32, 64, 128, 256)
+OUTPUT = "the output alone: the package returns no log-sum-exp"
+NOTES = {
+    "compressed": OUTPUT,
+    "scores": "its one call computes compressed attention and the blocks: the time is of both",
+    "selected": f"on the blocks given; {OUTPUT}",
+    "all": "its compression, compressed, scores and selected; flash_attn's window of w keys "
+    "(its module's has w + 1); the gated sum is ours",
+}
+
+
+def why_not(problem: Problem, branch: str) -> str | None:
+    """Why the package cannot run the branch, or None. Asks without importing it."""
+    config = problem.config
+    if records.version(PACKAGE) is None:
+        return f"{PACKAGE} is not installed: pip install git+https://github.com/XunhaoLai/{PACKAGE}"
+    if problem.platform != "cuda":
+        return f"{PACKAGE} needs CUDA tensors, got {problem.platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"{PACKAGE} needs float16 or bfloat16, got {problem.dtype}"
+    if problem.D != problem.Dv:
+        return f"{PACKAGE} needs D = Dv, got D={problem.D}, Dv={problem.Dv}"
+    if problem.D > WIDEST:
+        return f"{PACKAGE} documents D <= {WIDEST}, got {problem.D}"
+    if branch != "compressed" and config.select_block not in BLOCKS:
+        return f"{PACKAGE} needs blocks of {BLOCKS} keys, got {config.select_block}"
+    if branch != "selected" and config.num_compressed(problem.S) == 0:
+        return f"{PACKAGE} needs a compressed token, {problem.S} tokens have none"
+    if branch == "all" and importlib.util.find_spec("flash_attn") is None:
+        return f"{PACKAGE} needs flash_attn for the sliding window, and it is not installed"
+    return None
+
+
+def jobs(problem: Problem, branches) -> Iterator[Job]:
+    """The rows of the branches that the package has, in order."""
+    config = problem.config
+    calls = {"compressed": _compressed, "scores": _scores, "selected": _selected, "all": _whole}
+    version = records.version(PACKAGE)
+    for branch in (each for each in branches if each in calls):
+        yield Job(
+            branch,
+            NAME,
+            unsupported=why_not(problem, branch) or "",
+            function=calls[branch](config),
+            own=_own(config),
+            library=True,
+            note=f"{PACKAGE} {version}: {NOTES[branch]}",
+        )
+
+
+def _rows(x):
+    """`[B, T, heads, width]` as `[B T, heads, width]`."""
+    return x.flatten(0, 1)
+
+
+def _bounds(x):
+    """`cu_seqlens` of the sequences in `[B, T, ..]`."""
+    import torch
+
+    batch, length = x.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length
+
+
+def _attend_compressed(config: NSAConfig, query, key, value, most: int):
+    """Compressed attention `[B, T, H, D]` and `most` blocks `[B, T, Hkv, n]`, None of 0."""
+    from native_sparse_attention.ops import compressed_attention
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that 0 blocks are none
+        out, chosen = compressed_attention(
+            *map(_rows, (query, key, value)),
+            config.compress_block,
+            config.compress_stride,
+            config.select_block,
+            most,
+            _bounds(query),
+            _bounds(key),
+            query.shape[1],
+            key.shape[1],
+            init_blocks=config.num_initial,
+            local_blocks=config.num_local,
+        )
+    batch = query.shape[0]
+    return out.unflatten(0, (batch, -1)), None if chosen is None else _blocks(
+        chosen, batch, most
+    )
+
+
+def _blocks(chosen, batch: int, most: int):
+    """Blocks `[Hkv, B T, min(n, N)]` as ours, `[B, T, Hkv, n]`."""
+    import torch
+
+    chosen = torch.nn.functional.pad(chosen, (0, most - chosen.shape[-1]), value=-1)
+    return chosen.transpose(0, 1).unflatten(0, (batch, -1)).contiguous()
+
+
+def _attend_selected(config: NSAConfig, query, key, value, blocks):
+    from native_sparse_attention.ops import topk_sparse_attention
+
+    out = topk_sparse_attention(
+        *map(_rows, (query, key, value)),
+        _rows(blocks).transpose(0, 1).contiguous(),
+        config.select_block,
+        _bounds(query),
+    )
+    return out.unflatten(0, (query.shape[0], -1))
+
+
+def _compress(config: NSAConfig, x):
+    """Means of windows, `[B, C, Hkv, D]`."""
+    from native_sparse_attention.ops import avgpool_compress
+
+    sizes = config.compress_block, config.compress_stride
+    found, _ = avgpool_compress(_rows(x), None, _bounds(x), *sizes)
+    return found.unflatten(0, (x.shape[0], -1))
+
+
+type Call = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def _compressed(config: NSAConfig) -> Call:
+    def call(given):
+        pair = given["compressed_key"], given["compressed_value"]
+        return {"out": _attend_compressed(config, given["query"], *pair, 0)[0]}
+
+    return call
+
+
+def _scores(config: NSAConfig) -> Call:
+    def call(given):
+        key = given["compressed_key"]
+        found = _attend_compressed(config, given["query"], key, key, config.num_selected)
+        return {"indices": found[1]}
+
+    return call
+
+
+def _selected(config: NSAConfig) -> Call:
+    def call(given):
+        names = "query", "key", "value", "block_indices"
+        return {"out": _attend_selected(config, *(given[name] for name in names))}
+
+    return call
+
+
+def _whole(config: NSAConfig) -> Call:
+    def call(given):
+        from flash_attn import flash_attn_func
+
+        from nsa_torch.combine import combine
+
+        query, keys, values = given["query"], given["key"], given["value"]
+        pair = _compress(config, keys.compressed), _compress(config, values.compressed)
+        compressed, chosen = _attend_compressed(config, query, *pair, config.num_selected)
+        blocks = given.get("block_indices", chosen)
+        selected = _attend_selected(config, query, keys.selected, values.selected, blocks)
+        window = config.window - 1, 0
+        arrays = query, keys.sliding, values.sliding
+        sliding = flash_attn_func(*arrays, causal=True, window_size=window)
+        outputs = Branches(compressed, selected, sliding)
+        return {"out": combine(outputs, Branches(*given["gates"].unbind(-1)))}
+
+    return call
+
+
+def _own(config: NSAConfig) -> Call:
+    """The compressed keys and the blocks that the whole makes on its way."""
+
+    def call(given):
+        key = _compress(config, given["key"].compressed)
+        found = _attend_compressed(config, given["query"], key, key, config.num_selected)
+        return {"key": key, "blocks": found[1]}
+
+    return call

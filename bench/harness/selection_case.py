@@ -1,0 +1,129 @@
+"""Selected attention of one problem by each implementation: parity, then time, on k streams."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from bench.harness import command, cost, problems
+from bench.harness.measure import guarded, judged, shape_of, timed
+from bench.harness.runners import problem
+from bench.harness.selection_rows import SPANS, Matrix, Row, spans
+from bench.judge.checks import Checker
+from nsa_jax.config import NSAConfig
+
+
+class Case:
+    """One problem, and the calls that are measured on it.
+
+    Args:
+      own: the flags of the command (`groups`, `seed`, `dtype`).
+      row: sizes; `matrix`, which it is of, decides how many keys there are.
+      batch: sequences.
+    """
+
+    def __init__(self, runner, own: flags.FlagValues, row: Row, matrix: Matrix, batch: int):
+        size, groups, gpu = row.l_sel, own.groups, runner.platform != "cpu"
+        blocks = 2 * (matrix.lengths[-1] // size) + max(SPANS.values())
+        runs = min(row.runs, row.count)
+        self.runner, self.config = runner, selected(size, row.count)
+        self.settings = command.settings(
+            own,
+            self.config,
+            gpu,
+            seq_len=blocks * size + row.N,
+            batch=batch,
+            dtype=matrix.dtype,
+            heads=row.H,
+            dk=row.D,
+            dv=row.Dv,
+        )
+        listed = spans(batch * row.N * groups, blocks, row.count, runs, own.seed)
+        self.inputs = problems.make(
+            self.settings,
+            "random",
+            own.seed,
+            num_queries=row.N,
+            block_indices=jnp.asarray(listed.reshape(batch, row.N, groups, row.count)),
+        )
+        self.checker = Checker(self.settings, self.inputs, backward=False)
+        asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
+        self.asked = asked._replace(branch="selected", T=row.N, S=self.inputs.num_keys)
+
+    def measure(self, name: str | None, on_unsupported, streams: int, how) -> dict[str, Any]:
+        """The fields of a record of the implementation called `name`, None: the first."""
+        found: dict[str, Any] = {"implementation": name or "auto"}
+
+        def take():
+            choice = self.runner.registry.choose(self.asked, name, on_unsupported)
+            found["implementation"] = choice.implementation
+            found["refused"] = dict(choice.refused)
+            return self._take(choice.load(), streams, how)
+
+        label = f"{self.runner.framework} selected {name or 'auto'}"
+        return found | guarded(label, take, library=False)
+
+    def _take(self, target, streams: int, how) -> dict[str, Any]:
+        runner, inputs = self.runner, self.inputs
+        where: dict[str, Any] = {"config": self.config, "kv_len": inputs.num_keys}
+        if runner.framework == "torch":
+            where |= {"with_lse": False}  # as in the whole attention
+        else:
+            where |= {"segment_ids": None, "scale": None}
+        names = "query", "key", "value", "block_indices"
+
+        def function(given):
+            return {"out": target(*(given[name] for name in names), **where)[0]}
+
+        arguments = runner.load(inputs.arguments("selected"))
+        step = runner.prepare(function, arguments)
+        parity = self.checker.check(runner, step, "selected", arguments)
+        found = judged(parity, len(self.checker.rows))
+        if "status" in found:
+            return found
+        if streams > 1:
+            step = runner.prepare(at_once(runner.torch, function, streams), arguments)
+        shape = shape_of(self.settings, inputs)
+        timing = step.time(**how)
+        found |= timed(timing, self.work(shape, streams), runner.device, shape.itemsize)
+        return found | {"extra_peak_bytes": step.extra_peak_bytes}
+
+    def work(self, shape: cost.Shape, streams: int) -> cost.Cost:
+        """All selected keys are visible; a block that several queries read counts once."""
+        size, indices = self.config.select_block, np.asarray(self.inputs.block_indices)
+        pairs = shape.B * shape.T * shape.H * self.config.num_selected * size
+        kinds = np.moveaxis(indices, 1, -1).reshape(shape.B * shape.Hkv, -1)
+        read = sum(np.unique(each).size for each in kinds) * size
+        rows = shape.B * shape.T * shape.H + read
+        flops = streams * pairs * 2 * (shape.D + shape.Dv)
+        return cost.Cost(flops, rows * (shape.D + shape.Dv) * shape.itemsize)
+
+
+def selected(size: int, count: int) -> NSAConfig:
+    """A config of `count` blocks, none of them forced."""
+    return NSAConfig(
+        compress_block=size,
+        compress_stride=size,
+        select_block=size,
+        num_selected=count,
+        num_initial=0,
+        num_local=0,
+    )
+
+
+def at_once(torch, function, count: int):
+    """`function` on `count` CUDA streams, which wait for the current one, and it for them."""
+    streams = [torch.cuda.Stream() for _ in range(count)]
+
+    def call(given):
+        current, found = torch.cuda.current_stream(), []
+        for stream in streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                found.append(function(given))
+        for stream in streams:
+            current.wait_stream(stream)
+        return found[0]
+
+    return call

@@ -1,0 +1,124 @@
+"""Which problems `bench.selection` measures: lists of sizes, and how selected blocks lie."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.harness.problems import PRECISIONS
+
+SPANS = {"few": 1, "many": 8, "mixed": 4}  # runs of adjacent blocks
+
+
+class Row(NamedTuple):
+    """One problem: `N` queries of `H` heads select `L` keys, in blocks of `l_sel`."""
+
+    N: int
+    H: int
+    D: int
+    Dv: int
+    L: int
+    dist: str
+    l_sel: int
+
+    @property
+    def count(self) -> int:
+        """Selected blocks a query."""
+        return self.L // self.l_sel
+
+    @property
+    def runs(self) -> int:
+        return SPANS[self.dist]
+
+    @property
+    def why_not(self) -> str:
+        """Why there is no such problem, or nothing."""
+        if self.runs <= self.count:
+            return ""
+        needed = f"{self.runs} runs need {self.runs} blocks of {self.l_sel}"
+        return f"{needed}, L={self.L} has {self.count}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """The rows of a table: all combinations of what it lists, by the names of its columns.
+
+    Attributes:
+      L: selected keys a query, by how they lie (`SPANS`).
+      l_sel: tokens of a selection block: the first of which `L` holds one for every run.
+      streams: calls at once.
+      kernel: what is measured; None: what automatic choice takes.
+      ref: what it is compared with; None: the portable path.
+      beside: implementations that have columns of their own.
+      dtype: a name of `problems.PRECISIONS`; None: the command's.
+      iters, warmup: samples of a row, calls before them; None: the command's.
+
+    Raises:
+      ValueError: a list is empty or holds something else than integers over 0, or `L` is no
+        multiple of the smallest block.
+    """
+
+    N: list[int]
+    H: list[int]
+    D: list[int]
+    Dv: list[int]
+    L: dict[str, list[int]]
+    l_sel: list[int]
+    streams: list[int]
+    kernel: str | None = None
+    ref: str | None = None
+    beside: list[str] = dataclasses.field(default_factory=list)
+    dtype: str | None = None
+    iters: int | None = None
+    warmup: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.L, dict) or not self.L or set(self.L) - set(SPANS):
+            raise ValueError(f"L must have lists by {'/'.join(SPANS)}, got {self.L!r}")
+        names = ("N", "H", "D", "Dv", "l_sel", "streams")
+        lists = {name: getattr(self, name) for name in names}
+        lists |= {f"L.{dist}": listed for dist, listed in self.L.items()}
+        for name, listed in lists.items():
+            whole = isinstance(listed, list) and all(type(x) is int and x > 0 for x in listed)
+            if not whole or not listed:
+                raise ValueError(f"{name} must be a list of integers over 0, got {listed!r}")
+        if not isinstance(self.beside, list) or not all(type(x) is str for x in self.beside):
+            raise ValueError(f"beside must be a list of names, got {self.beside!r}")
+        if self.dtype not in (None, *PRECISIONS):
+            raise ValueError(f"dtype must be one of {[*PRECISIONS]}, got {self.dtype!r}")
+        least = min(self.l_sel)
+        if any(length % least for length in self.lengths):
+            raise ValueError(f"L_list must be multiples of l_sel={least}, got {self.lengths}")
+
+    @property
+    def lengths(self) -> list[int]:
+        """All of `L`, ascending."""
+        return sorted({length for listed in self.L.values() for length in listed})
+
+    def rows(self) -> Iterator[Row]:
+        """Every combination; how the blocks lie changes first, then the length."""
+        for H, D, Dv, N in itertools.product(self.H, self.D, self.Dv, self.N):
+            for length in self.lengths:
+                for dist in (name for name, listed in self.L.items() if length in listed):
+                    yield Row(N, H, D, Dv, length, dist, self._block(length, SPANS[dist]))
+
+    def _block(self, length: int, runs: int) -> int:
+        fits = (x for x in self.l_sel if length % x == 0 and length // x >= runs)
+        return next(fits, min(self.l_sel))
+
+
+def spans(rows: int, blocks: int, count: int, runs: int, seed: int) -> np.ndarray:
+    """`[rows, count]` ascending blocks below `blocks`, in `runs` runs that do not touch.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    free = blocks - count - (runs - 1)
+    if not 1 <= runs <= count or free < 0:
+        raise ValueError(f"{count} of {blocks} blocks cannot lie in {runs} runs")
+    random = np.random.default_rng(seed)
+    before = np.sort(random.integers(0, free + 1, (rows, runs)), axis=-1) + np.arange(runs)
+    run = np.sort(np.arange(count) % runs)  # which one a block belongs to: sizes alike
+    return (before[:, run] + np.arange(count)).astype(np.int32)

@@ -1,0 +1,147 @@
+"""Serves prompts of real text by continuous batching over a paged cache, NSA beside dense.
+
+    python examples/serve.py                                    # small, runs on a CPU in seconds
+    python examples/serve.py --layers 12 --heads 64 --kv_heads 4 --head_dim 128 --hidden 2048 \
+        --prompt_tokens 32768 --requests 8 --dtype bfloat16     # a GPU
+
+The manager is transformers' (`generate_batch`): it shares out pages, shares prefixes, mixes
+prefill with decode. Weights are random and texts are the standard library's source as bytes: what
+is measured is speed. All requests come at once. Needs the extra `hf`.
+
+    first token   from the call to a request's first token
+    next token    between two tokens of a request
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
+
+ATTENTION = {"nsa": "paged|nsa", "dense": "paged|sdpa"}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--attention", default="nsa,dense", help="what to serve with: nsa, dense or both")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128, help="width of the model")
+    add("--heads", type=int, default=8)
+    add("--kv_heads", type=int, default=2)
+    add("--head_dim", type=int, default=32)
+    add("--requests", type=int, default=6)
+    add("--prompt_tokens", type=int, default=300, help="of the longest prompt; others are 1/2")
+    add("--new_tokens", type=int, default=16)
+    add("--step_tokens", type=int, default=256, help="new tokens of a step, of all requests")
+    add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found = parser.parse_args(argv)
+    unknown = set(found.attention.split(",")) - set(ATTENTION)
+    if unknown:
+        parser.error(
+            f"--attention must be of {', '.join(ATTENTION)}, got {sorted(unknown)[0]!r}"
+        )
+    for name in ("layers", "requests", "prompt_tokens", "new_tokens", "step_tokens"):
+        if getattr(found, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(found, name)}")
+    return found
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    """Bytes of modules of the standard library, every second one half as long; the first two
+    share a beginning.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if len(text) < count * length:
+        text *= -(-count * length // len(text))
+    found = [list(text[i * length : (i + 1) * length]) for i in range(count)]
+    found = [x[: length // 2 or 1] if i % 2 else x for i, x in enumerate(found)]
+    if count > 1:
+        found[1] = found[0][: len(found[1])]
+    return found
+
+
+def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
+    config = NSAModelConfig(
+        vocab_size=256,
+        hidden_size=flags.hidden,
+        intermediate_size=3 * flags.hidden,
+        num_hidden_layers=flags.layers,
+        num_attention_heads=flags.heads,
+        num_key_value_heads=flags.kv_heads,
+        head_dim=flags.head_dim,
+        attention=attention,
+    )
+    torch.manual_seed(0)
+    return NSAForCausalLM(config).to(flags.device, getattr(torch, flags.dtype)).eval()
+
+
+def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
+    """One run: seconds, tokens a second, milliseconds to tokens."""
+    lm, texts = model(flags, attention), prompts(flags.requests, flags.prompt_tokens)
+    lm.set_attn_implementation(ATTENTION[attention])
+    page = lm.config.select_block
+    pages = sum(-(-(len(x) + flags.new_tokens) // page) for x in texts)
+    options = {
+        "generation_config": GenerationConfig(
+            max_new_tokens=flags.new_tokens, do_sample=False, eos_token_id=-1
+        ),
+        "continuous_batching_config": continuous_batching_config(
+            lm.config, num_blocks=pages + flags.requests, max_batch_tokens=flags.step_tokens
+        ),
+    }
+    lm.generate_batch(texts[:1], **options)  # compiles what is compiled
+    begin = time.perf_counter()
+    found = lm.generate_batch(texts, record_timestamps=True, **options)
+    seconds = time.perf_counter() - begin
+    results = list(found.values())
+    failed = [x.error for x in results if x.error] or ["a request is missing"]
+    if len(results) != flags.requests or any(x.error for x in results):
+        raise RuntimeError(f"{attention}: {failed[0]}")
+    times = [x.timestamps or [] for x in results]  # of each token
+    first = [x[0] - begin for x in times]
+    following = [later - sooner for x in times for sooner, later in itertools.pairwise(x)]
+    tokens = sum(len(x.generated_tokens) for x in results)
+    return {
+        "seconds": seconds,
+        "new tokens/s": tokens / seconds,
+        "prompt tokens/s": sum(map(len, texts)) / seconds,
+        "first p50 ms": 1e3 * percentile(first, 50),
+        "first p99 ms": 1e3 * percentile(first, 99),
+        "next p50 ms": 1e3 * percentile(following, 50),
+        "next p99 ms": 1e3 * percentile(following, 99),
+    }
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """By linear interpolation; NaN of none."""
+    if len(values) < 2:
+        return values[0] if values else float("nan")
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    flags = arguments(argv)
+    names = flags.attention.split(",")
+    rows = {name: serve(flags, name) for name in names}
+    where = torch.cuda.get_device_name() if flags.device.startswith("cuda") else flags.device
+    print(f"{flags.requests} requests, prompts up to {flags.prompt_tokens} tokens, on {where}")
+    print("attention".ljust(16) + "".join(name.rjust(12) for name in names))
+    for measure in rows[names[0]]:
+        print(measure.ljust(16) + "".join(f"{rows[x][measure]:12.2f}" for x in names))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

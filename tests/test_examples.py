@@ -1,0 +1,40 @@
+"""The scripts in examples/ run as a new user would run them."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = "--layers 1 --requests 2 --prompt_tokens 70 --new_tokens 2 --hidden 32 --heads 2"
+
+
+def serve(*flags):
+    command = [sys.executable, "examples/serve.py", *flags, "--device", "cpu"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_serve_prints_a_row_a_measure():
+    done = serve(*SMALL.split(), "--kv_heads", "1", "--head_dim", "16")
+    assert not done.returncode, done.stderr
+    about, head, *rows = done.stdout.splitlines()
+    assert about == "2 requests, prompts up to 70 tokens, on cpu"
+    assert head.split() == ["attention", "nsa", "dense"]
+    assert [row[:16].strip() for row in rows][:2] == ["seconds", "new tokens/s"]
+    assert all(float(x) > 0 for row in rows for x in row[16:].split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--attention", "fast"], "--attention must be of nsa, dense, got 'fast'"),
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+    ],
+)
+def test_bad_flags_end_with_status_2(flags, message, capsys):
+    main = runpy.run_path(str(ROOT / "examples/serve.py"))["main"]
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
