@@ -10,15 +10,17 @@ implementation cannot run the problem.
 """
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from nsa_jax import branches, debug, jax_debug, validate
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
 from nsa_jax.dispatch import REGISTRY, Plan
 from nsa_jax.jax_problem import problem_of
-from nsa_jax.types import Branches
+from nsa_jax.types import RESIDUAL, Branches
 
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
@@ -37,6 +39,8 @@ def attention(
     scale: float | None = None,
     recompute: bool = False,
     implementation: str | Branches[str | None] | None = None,
+    context_axis: str | None = None,
+    context_layout: Layout = "zigzag",
 ) -> Float[Array, "B T H Dv"]:
     """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
 
@@ -55,6 +59,10 @@ def attention(
       scale: of the logits; None: `D**-0.5`.
       recompute: keep inputs and selection for the backward pass, which then computes the
         branches again; else three arrays like the output are kept besides.
+      context_axis: inside `jax.shard_map`, the mesh axis whose devices share the sequence
+        (`nsa_jax.context`); the arrays are then this device's tokens, `T = S`, but `compressed`
+        is that of the whole sequence.
+      context_layout: which tokens a device has, `zigzag` or `contiguous`.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
@@ -63,6 +71,24 @@ def attention(
     gates = validate.gates(gates, query)
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
         validate.attention(query, k, v, config, segment_ids, scale, branch)
+    if context_axis is not None:
+        from nsa_jax import context
+
+        return context.attention(
+            query,
+            key,
+            value,
+            gates,
+            config=config,
+            compressed=compressed,
+            block_indices=block_indices,
+            segment_ids=segment_ids,
+            scale=scale,
+            recompute=recompute,
+            implementation=implementation,
+            context_axis=context_axis,
+            context_layout=context_layout,
+        )
     if compressed is None:
         phi = debug.watch(jax_debug.JAX, "compress", "xla", compress_windows)
         compressed = (
@@ -101,7 +127,7 @@ def attend(
     recompute=False,
 ):
     """`attention` on compressed tokens that are there already (see `cache.py`)."""
-    plan = _plan(
+    plan = plan_of(
         query, key.selected, value.selected.shape[-1], config, segment_ids, implementation
     )
     rest = dict(config=config, kv_len=kv_len, segment_ids=segment_ids, scale=scale)
@@ -114,6 +140,7 @@ def attend(
         return plan.attention.load()(*arrays, block_indices, **rest, recompute=recompute)
     if block_indices is None:
         block_indices = plan.scores.load()(query, compressed_key, **rest)
+        block_indices = checkpoint_name(block_indices, RESIDUAL)
         validate.indices(block_indices, query, key.selected, config)
 
     def by_branch(query, key, value, gates, compressed):
@@ -123,6 +150,7 @@ def attend(
             plan.selected.load()(query, *selected, **rest)[0],
             plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
         )
+        outputs = Branches(*(checkpoint_name(out, RESIDUAL) for out in outputs))
         return debug.watch(jax_debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
     if recompute:
@@ -176,7 +204,7 @@ def select_blocks(
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
     """
     kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
-    plan = _plan(
+    plan = plan_of(
         query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
     )
     return plan.scores.load()(
@@ -209,7 +237,7 @@ def compressed_attention(
     """
     kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    plan = _plan(
+    plan = plan_of(
         query,
         compressed_key,
         compressed_value.shape[-1],
@@ -251,7 +279,7 @@ def selected_attention(
     validate.attention(query, key, value, config, segment_ids, scale)
     validate.indices(block_indices, query, key, config)
     validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation, "selected")
+    plan = plan_of(query, key, value.shape[-1], config, segment_ids, implementation, "selected")
     return plan.selected.load()(
         query,
         key,
@@ -278,7 +306,7 @@ def sliding_attention(
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
     validate.attention(query, key, value, config, segment_ids, scale)
     validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = _plan(query, key, value.shape[-1], config, segment_ids, implementation, "sliding")
+    plan = plan_of(query, key, value.shape[-1], config, segment_ids, implementation, "sliding")
     return plan.sliding.load()(
         query,
         key,
@@ -302,10 +330,10 @@ def explain(
     """What `attention` would run for these arguments, and why not what stands before it."""
     key, value = Branches.each(key).selected, Branches.each(value).selected
     validate.attention(query, key, value, config, segment_ids, None)
-    return _plan(query, key, value.shape[-1], config, segment_ids, implementation)
+    return plan_of(query, key, value.shape[-1], config, segment_ids, implementation)
 
 
-def _plan(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:
+def plan_of(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )

@@ -30,8 +30,10 @@ def query_layout(
     segment_ids: "Int[Array, 'B S'] | None",
     config: NSAConfig,
 ) -> QueryLayout:
-    """That of the last `num_queries` tokens of `kv_len` (or of the packed row)."""
-    if segment_ids is not None:
+    """That of the last `num_queries` of `kv_len` tokens; of a packed row, of all or, where
+    `kv_len` is an array, of its first `kv_len`.
+    """
+    if segment_ids is not None and isinstance(kv_len, int):
         kv_len = segment_ids.shape[1]
     first = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32) - num_queries, (batch,))
     index = first[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
@@ -41,10 +43,13 @@ def query_layout(
         return QueryLayout(index, start, start, first, packed=False, padded=padded)
     position, window = _packed(segment_ids, config)
     before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
-    start = jnp.arange(kv_len, dtype=jnp.int32) - jnp.maximum(position, 0)
+    start = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - jnp.maximum(position, 0)
     slot = jax.vmap(lambda row, at: row[at])(before, start)
-    tail = slice(kv_len - num_queries, None)
-    arrays = position[:, tail], start[:, tail], slot[:, tail], first
+    if isinstance(kv_len, int):
+        tail = lambda x, first: x[:, kv_len - num_queries :]
+    else:
+        tail = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, num_queries))
+    arrays = *(tail(x, first) for x in (position, start, slot)), first
     return QueryLayout(*arrays, packed=True, padded=True)
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax import fused, geometry, select
 from nsa_jax.array_ops import ArrayOps, zero_padding
 from nsa_jax.fused import Inputs, Residuals, Steps
 from nsa_jax.gradients import RowResiduals
-from nsa_jax.types import Branches
+from nsa_jax.types import RESIDUAL, Branches
 
 
 def _varying(x, axes):
@@ -59,6 +60,7 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
     def keep(arrays, integers):
         output, residuals = _foldable(forward_with_residuals)(arrays, integers)
+        residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
         return output, (arrays, integers, residuals)
 
     def pull_back(kept, cotangents):
@@ -79,7 +81,7 @@ class _Lengths:
         self.integers = {}
         if segment_ids is not None:
             self.integers["segment_ids"] = segment_ids
-        elif self.static is None:
+        if self.static is None:
             shape = query.shape[:1]
             kv_len = jnp.asarray(kv_len, jnp.int32)
             self.integers["kv_len"] = jnp.broadcast_to(kv_len, shape)

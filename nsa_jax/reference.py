@@ -103,7 +103,7 @@ def _compressed(query, key, value, config, kv_len, segment_ids, scale, dtype):
     batch, num_queries = query.shape[:2]
     num_keys = num_queries if kv_len is None else kv_len
     if segment_ids is not None:
-        kv_len = num_keys = segment_ids.shape[1]
+        num_keys = segment_ids.shape[1]
     elif not isinstance(num_keys, int):
         num_keys = key.shape[1] * config.compress_stride + config.compress_block - 1
     kv_len = num_keys if kv_len is None else kv_len
@@ -169,10 +169,11 @@ def select_blocks(query, compressed_key, *, config, kv_len=None, segment_ids=Non
         )
     )
     batch, num_queries, _, num_blocks = scores.shape
+    num_keys = num_blocks * config.select_block
     if segment_ids is not None:
-        kv_len = segment_ids.shape[1]
+        num_keys = segment_ids.shape[1]
+        kv_len = num_keys if kv_len is None else kv_len
     kv_len = num_queries if kv_len is None else kv_len
-    num_keys = num_blocks * config.select_block if segment_ids is None else kv_len
     sequence, position, index = _tokens(batch, num_keys, num_queries, kv_len, segment_ids)
     at = jax.vmap(lambda row, where: row[where])
     own = jnp.where(at(sequence, index) >= 0, at(position, index) // config.select_block, -1)

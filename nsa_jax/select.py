@@ -75,9 +75,8 @@ def _scorer(query, compressed_key, config, kv_len, segment_ids, scale):
     """A function of a chunk of queries to its scores, with the arrays to be chunked."""
     batch, num_queries, heads, _ = query.shape
     count = compressed_key.shape[1]
-    if segment_ids is not None:
-        kv_len = segment_ids.shape[1]
-    kv_len = num_queries if kv_len is None else kv_len
+    if kv_len is None:
+        kv_len = num_queries if segment_ids is None else segment_ids.shape[1]
     blocks = num_blocks(query, compressed_key, kv_len, segment_ids, config)
     where = geometry.query_layout(
         batch, num_queries, kv_len=kv_len, segment_ids=segment_ids, config=config

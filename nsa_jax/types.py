@@ -18,6 +18,9 @@ Numerics, for every implementation:
 
 from typing import Any, NamedTuple
 
+# The name by which policies of `jax.checkpoint` know what the backward pass keeps besides inputs.
+RESIDUAL = "nsa_residual"
+
 
 class Branches[X](NamedTuple):
     """One value for each branch, always in this order (a pytree)."""

@@ -90,7 +90,7 @@ def segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
 def _branch(name: str, arrays: dict, config, kv_len, cu_seqlens, scale):
     query = arrays["query"]
     static = {"config": config, "scale": scale}
-    arrays["segment_ids"] = segment_ids(cu_seqlens, query.shape[1], query.device)
+    arrays["segment_ids"] = segment_ids(cu_seqlens, kv_len, query.device)
     if cu_seqlens is None:
         (static if isinstance(kv_len, int) else arrays)["kv_len"] = kv_len
     return jax_function(name, arrays, static)

@@ -159,7 +159,10 @@ def sliding_attention(
     batch, length, heads, _ = query.shape
     if config.window == 0:
         return nothing_seen(query, key, value)
-    key, value, kv_len = _band(key, value, length + config.window - 1, kv_len)
+    key, value, last = _band(key, value, length + config.window - 1, kv_len)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens - (kv_len - last)
+    kv_len = last
     num_keys, device = key.shape[1], query.device
     bounds = _once(
         lambda: sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device),

@@ -24,11 +24,13 @@ import contextlib
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from nsa_jax import debug, validate
 from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
 from nsa_torch import checks
@@ -53,6 +55,8 @@ def attention(
     scale: float | None = None,
     recompute: bool = False,
     implementation: Names = None,
+    context_mesh: DeviceMesh | None = None,
+    context_layout: Layout = "zigzag",
 ) -> Tensor:
     """Native Sparse Attention, `sum_c gate[c] * attention_c(query)` (Eq. 5), causal.
 
@@ -70,24 +74,78 @@ def attention(
       scale: of the logits; None: `D**-0.5`.
       recompute: keep inputs and selection for the backward pass, which then computes the
         branches again; else three tensors like the output are kept besides.
+      context_mesh: one dimension of a mesh whose ranks share the sequence (`nsa_torch.context`);
+        the tensors are then this rank's tokens, `T = S`, but `compressed` and `cu_seqlens` are
+        those of the whole sequence.
+      context_layout: which tokens a rank has, `zigzag` or `contiguous`.
 
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    if context_mesh is not None:
+        from nsa_torch import context
+
+        return context.attention(
+            query,
+            key,
+            value,
+            gates,
+            config=config,
+            compressed=compressed,
+            block_indices=block_indices,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+            recompute=recompute,
+            implementation=implementation,
+            context_mesh=context_mesh,
+            context_layout=context_layout,
+        )
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
         checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
-    kv_len = key.selected.shape[1]
     if compressed is not None:
-        checks.compressed(query, *compressed, config, kv_len)
+        checks.compressed(query, *compressed, config, key.selected.shape[1])
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
+    return after_checks(
+        query,
+        key,
+        value,
+        gates,
+        config=config,
+        compressed=compressed,
+        block_indices=block_indices,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        recompute=recompute,
+        implementation=implementation,
+    )
+
+
+def after_checks(
+    query,
+    key,
+    value,
+    gates,
+    *,
+    config,
+    compressed,
+    block_indices,
+    cu_seqlens,
+    scale,
+    recompute,
+    implementation,
+):
+    """`attention` of arguments that are known to fit; of a packed row the queries may be the last
+    `T` of the first `S` tokens.
+    """
+    kv_len = key.selected.shape[1]
     problem = _problem(query, key, value, config, cu_seqlens, compressed)
     chosen = choose(description(*problem, gates), implementation)
     packed = {"config": config, "cu_seqlens": cu_seqlens}
-    with _as_given(query):
+    with as_given(query):
         fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
         if compressed is None and not (fused and chosen.compresses):
             phi = debug.watch(TORCH, "compress", "torch", compress_windows)
@@ -116,7 +174,7 @@ def attend(
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
       clean: keys and values that no query may look at are finite.
     """
-    with _as_given(query):
+    with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
             whole = chosen.load("attention")
@@ -164,7 +222,7 @@ def compress(
     checks.packed(cu_seqlens, x, "x")
     for name, param in zip(getattr(params, "_fields", ()), params or (), strict=True):
         checks.devices(x, {f"params.{name}": param})
-    with _as_given(x):
+    with as_given(x):
         return compress_windows(x, params, config=config, cu_seqlens=cu_seqlens)
 
 
@@ -194,7 +252,7 @@ def select_blocks(
     width = query.shape[-1]
     problem = description(query, compressed_key, width, config, packed, memory)
     chosen = choose(problem, implementation, "scores")
-    with _as_given(query):
+    with as_given(query):
         return chosen.load("scores")(
             query,
             compressed_key,
@@ -234,7 +292,7 @@ def compressed_attention(
     }
     problem = description(query, compressed_key, width, config, packed, memory)
     chosen = choose(problem, implementation, "compressed")
-    with _as_given(query):
+    with as_given(query):
         return chosen.load("compressed")(
             query,
             compressed_key,
@@ -271,7 +329,7 @@ def selected_attention(
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
     problem = description(query, key, value.shape[-1], config, packed, memory)
     chosen = choose(problem, implementation, "selected")
-    with _as_given(query):
+    with as_given(query):
         return chosen.load("selected")(
             query,
             key,
@@ -301,7 +359,7 @@ def sliding_attention(
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
     problem = description(query, key, value.shape[-1], config, packed, memory)
     chosen = choose(problem, implementation, "sliding")
-    with _as_given(query):
+    with as_given(query):
         return chosen.load("sliding")(
             query,
             key,
@@ -340,7 +398,7 @@ def _problem(query, key, value, config, cu_seqlens, compressed=None):
     return query, key.selected, width, config, packed, memory
 
 
-def _as_given(x):
+def as_given(x):
     """Autocast off: it would make the scores of float32 tensors bfloat16."""
     if not torch.is_autocast_enabled(x.device.type):
         return contextlib.nullcontext()

@@ -59,7 +59,7 @@ def geometry(
     cu_seqlens: Tensor | None,
     device: torch.device,
 ) -> Geometry:
-    """The last `num_queries` of `kv_len` tokens, or those of the packed row."""
+    """The last `num_queries` of `kv_len` tokens, of a packed row of its first `kv_len`."""
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
     if cu_seqlens is None:
@@ -69,12 +69,16 @@ def geometry(
         first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries
         return Geometry(index + first, zero, zero, None, None)
     bounds = cu_seqlens.to(device, torch.int64)
+    if isinstance(kv_len, Tensor):
+        raise ValueError("kv_len must be an int where cu_seqlens are given, got a tensor")
+    offset = kv_len - num_queries
+    token = index[0] + offset
     # Counting the ends at or before a token skips the sequences without tokens.
-    sequence = torch.searchsorted(bounds[1:], index[0], right=True)
+    sequence = torch.searchsorted(bounds[1:], token, right=True)
     start = bounds[sequence]
     slot = _compressed_bounds(bounds, config)[sequence]
-    position = torch.where(sequence < bounds.numel() - 1, index[0] - start, -1)
-    return Geometry(position[None], start[None], slot[None], 0, bounds)
+    position = torch.where(sequence < bounds.numel() - 1, token - start, -1)
+    return Geometry(position[None], start[None], slot[None], offset, bounds)
 
 
 def geometry_of(
@@ -89,10 +93,11 @@ def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
     """The runs of queries, with `count` compressed slots in a batch row."""
     batch, num_queries = where.position.shape
     bounds = where.cu_seqlens
-    if bounds is not None:
-        starts = bounds[:-1]
+    if bounds is not None and where.offset is not None:
+        queries = (bounds - where.offset).clamp(0, num_queries)
+        first = (where.offset - bounds[:-1]).clamp(min=0)
         slot = _compressed_bounds(bounds, config)[:-1]
-        return Sequences(starts, bounds.diff(), torch.zeros_like(starts), slot)
+        return Sequences(queries[:-1], queries.diff(), first, slot)
     row = torch.arange(batch, device=where.position.device)
     return Sequences(
         row * num_queries,

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
 from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
 from nsa_jax.types import Branches
-from nsa_torch import cache, functional, geometry
+from nsa_torch import cache, context, functional, geometry
 
 
 def apply_rope(
@@ -102,6 +104,7 @@ class NSAAttention(nn.Module):
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
       use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
+      context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
 
     The state_dict states gate and phi. `load_state_dict` raises `ValueError` where they differ,
     and where weights come without them (the seed's) unless both were named here.
@@ -133,8 +136,11 @@ class NSAAttention(nn.Module):
         num_initial: int = NSAConfig.num_initial,
         num_local: int = NSAConfig.num_local,
         implementation: str | Branches[str | None] | None = None,
+        context_mesh: DeviceMesh | None = None,
+        context_layout: Layout = "zigzag",
     ):
         super().__init__()
+        self.context_mesh, self.context_layout = context_mesh, context_layout
         self.spec = spec = LayerSpec(
             dim=dim,
             n_heads=n_heads,
@@ -271,6 +277,8 @@ class NSAAttention(nn.Module):
             raise ValueError("cu_seqlens must be None where a cache is given, got both")
         if kv is None and new_lengths is not None:
             raise ValueError("new_lengths must be None where no cache is given, got a tensor")
+        if kv is not None and self.context_mesh is not None:
+            raise ValueError("kv must be None where context_mesh is given, got a cache")
         batch, length, _ = x.shape
         if kv is not None:
             steps = torch.arange(length, device=x.device)
@@ -287,30 +295,37 @@ class NSAAttention(nn.Module):
                 implementation=self.implementation,
             )
             return self.out(out.flatten(2)), kv
-        where = geometry.geometry(
-            batch,
-            length,
-            config=spec.config,
-            kv_len=length,
-            cu_seqlens=cu_seqlens,
-            device=x.device,
-        )
-        query, key, value, gates = self.project(x, where.position)
+        ranks: dict[str, Any] = {}
+        if self.context_mesh is None:
+            where = geometry.geometry(
+                batch,
+                length,
+                config=spec.config,
+                kv_len=length,
+                cu_seqlens=cu_seqlens,
+                device=x.device,
+            )
+            position, compress = where.position, functional.compress
+        else:
+            ranks = {"context_mesh": self.context_mesh, "context_layout": self.context_layout}
+            own = {"cu_seqlens": cu_seqlens, "device": x.device}
+            position = context.shard_positions(local_length=length, **own, **ranks)
+            compress = context.compress
+        query, key, value, gates = self.project(x, position)
         key_params, value_params = self.compress_params()
-        packed = dict(config=spec.config, cu_seqlens=cu_seqlens)
+        packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
         compressed = (
-            functional.compress(key.compressed, key_params, **packed),
-            functional.compress(value.compressed, value_params, **packed),
+            compress(key.compressed, key_params, **packed),
+            compress(value.compressed, value_params, **packed),
         )
         out = functional.attention(
             query,
             key,
             value,
             gates,
-            config=spec.config,
             compressed=compressed,
-            cu_seqlens=cu_seqlens,
             implementation=self.implementation,
+            **packed,
         )
         return self.out(out.flatten(2)), None
 

@@ -71,11 +71,13 @@ def sliding_bounds(batch, length, num_keys, kv_len, cu_seqlens, device):
     queries: FA-2 leaves the output and the gradient of a row outside all sequences unwritten.
     """
     if cu_seqlens is not None:
-        lengths = cu_seqlens.to(device, torch.int64).diff()
-        rest = (length - lengths.sum()).reshape(1)
-        none = torch.zeros_like(rest)
-        queries = torch.cat((lengths, rest, none))
-        keys = torch.cat((lengths, none, rest))
+        ends = cu_seqlens.to(device, torch.int64).clamp(0, kv_len)
+        queries, keys = ends.clamp(min=kv_len - length).diff(), ends.diff()
+        spare_queries = (length - queries.sum()).reshape(1)
+        spare_keys = (num_keys - keys.sum()).reshape(1)
+        none = torch.zeros_like(spare_keys)
+        queries = torch.cat((queries, spare_queries, none))
+        keys = torch.cat((keys, none, spare_keys))
     else:
         seen = torch.zeros(batch, dtype=torch.int64, device=device) + kv_len
         queries = torch.stack((torch.full_like(seen, length), torch.zeros_like(seen)), 1)

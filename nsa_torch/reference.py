@@ -74,7 +74,7 @@ def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
         owner = torch.zeros_like(starts)
         local = starts
     else:
-        own = sequence
+        own = sequence.gather(1, query_index)
         starts = _windows(sequence[0], position[0], config)
         owner = torch.where(starts >= 0, sequence[0, starts], -2)
         local = position[0, starts]
@@ -128,12 +128,12 @@ def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, sca
         scale=scale,
     )
     batch, num_queries, _, num_blocks = scores.shape
-    num_keys = num_queries if cu_seqlens is not None else 0
+    num_keys = kv_len if cu_seqlens is not None else 0
     sequence, position, index = _tokens(
         batch, num_keys, num_queries, kv_len, cu_seqlens, query.device
     )
     if cu_seqlens is not None:
-        index = torch.where(sequence >= 0, position, -1)
+        index = torch.where(sequence >= 0, position, -1).gather(1, index)
     own = index.div(config.select_block, rounding_mode="floor")[:, :, None, None]
     block = torch.arange(num_blocks, device=query.device)
     forced = (block < config.num_initial) | (block > own - config.num_local)

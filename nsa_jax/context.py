@@ -1,0 +1,326 @@
+"""Context parallelism: one sequence over the devices of a mesh axis, inside `jax.shard_map`.
+
+Each device has the queries, keys and values of its own tokens (`context_layout.py`). Keys and
+values are gathered one key/value head at a time, by `lax.all_gather`; the next head does not wait
+for this one, so that XLA may overlap them. A chunk of queries is then a call like any other, whose
+queries are the last of the first `kv_len` keys, a traced number, so that all devices run the same
+program. Gathered keys and values are no residuals: the backward pass gathers them again. The
+gradients are summed over the devices in float32, by `lax.psum_scatter`.
+
+Of compressed tokens each device makes those that begin among its own tokens, from these and the
+tokens behind them (the halo). All devices then gather compressed tokens.
+
+Shapes: `T` is what one device has, `S` the whole sequence.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_policies
+
+from nsa_jax import api, geometry, validate
+from nsa_jax import context_layout as layouts
+from nsa_jax.compress_params import CompressParams
+from nsa_jax.compression import apply_phi
+from nsa_jax.compression import compress as compress_windows
+from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
+from nsa_jax.numerics import wide
+from nsa_jax.types import RESIDUAL, Branches
+
+
+def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):
+    """`x` in the order in which `size` equal shards along `axis` have their tokens.
+
+    For a sharding that cuts `axis`; a length that is no multiple of the chunks there are is
+    padded at the end, with zeros (integers with -1: padding of `segment_ids`).
+    """
+    layouts.check(context_layout)
+    x = jnp.moveaxis(jnp.asarray(x), axis, 0)
+    spare = layouts.padded_length(len(x), size, context_layout) - len(x)
+    fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    x = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
+    return jnp.moveaxis(_moved(x, layouts.chunk_order(size, context_layout)), 0, axis)
+
+
+def unshard_sequence(
+    x, size: int, *, axis: int = 1, length=None, context_layout: Layout = "zigzag"
+):
+    """The inverse of `shard_sequence`; `length`: without padding."""
+    layouts.check(context_layout)
+    x = jnp.moveaxis(jnp.asarray(x), axis, 0)
+    x = _moved(x, layouts.chunk_places(size, context_layout))[:length]
+    return jnp.moveaxis(x, 0, axis)
+
+
+def _moved(x, order):
+    """The chunks of `x` `[S, ...]` in another order."""
+    pieces = x.reshape(len(order), -1, *x.shape[1:])
+    return pieces[np.array(order)].reshape(x.shape)
+
+
+class _Shard:
+    """Where the tokens of this device stand; `name`: the argument that has `local_length`."""
+
+    def __init__(self, axis: str, layout: str, name: str, local_length: int):
+        layouts.check(layout)
+        try:
+            self.size, rank = lax.axis_size(axis), lax.axis_index(axis)
+        except NameError as error:
+            raise ValueError(
+                f"context_axis must be an axis of jax.shard_map around the call, got {axis!r}"
+            ) from error
+        self.axis, self.layout = axis, layout
+        self.chunk = layouts.chunk_length(name, local_length, layout)
+        self.length = self.size * local_length
+        self.own = layouts.chunks_of(rank.astype(jnp.int32), self.size, layout)
+
+    @property
+    def calls(self):
+        """Of each chunk of this device: its tokens in the shard, and its end in the sequence."""
+        return [
+            (slice(i * self.chunk, (i + 1) * self.chunk), (number + 1) * self.chunk)
+            for i, number in enumerate(self.own)
+        ]
+
+    def gather(self, x):
+        """`[B, T, ...]` of each device as `[B, S, ...]`, in the order of the sequence; `T` may be
+        any number that a chunk divides.
+        """
+        places = tuple(layouts.chunk_places(self.size, self.layout))
+        order = tuple(layouts.chunk_order(self.size, self.layout))
+        return _gather(self.axis, places, order, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(axis, places, order, x):
+    found = lax.all_gather(x, axis, axis=1, tiled=True)
+    return jnp.moveaxis(_moved(jnp.moveaxis(found, 1, 0), places), 0, 1)
+
+
+def _gather_forward(axis, places, order, x):
+    return _gather(axis, places, order, x), None
+
+
+def _gather_backward(axis, places, order, _, grad):
+    if grad.dtype == jax.dtypes.float0:  # of integers
+        return (None,)
+    wider = jnp.moveaxis(grad.astype(wide(grad.dtype)), 1, 0)
+    total = lax.psum_scatter(_moved(wider, order), axis, scatter_dimension=0, tiled=True)
+    return (jnp.moveaxis(total, 0, 1).astype(grad.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def shard_positions(
+    local_length: int, *, context_axis: str, segment_ids=None, context_layout: Layout = "zigzag"
+):
+    """Position of each token of this device in its own sequence, int32 `[1 or B, T]`.
+
+    Args:
+      segment_ids: `[B, T]`, the device's own; -1 comes back for padding.
+    """
+    shard = _Shard(context_axis, context_layout, "query", local_length)
+    if segment_ids is not None:
+        segment_ids = shard.gather(segment_ids)
+    batch = 1 if segment_ids is None else segment_ids.shape[0]
+    where = (
+        geometry.query_layout(
+            batch, shard.chunk, kv_len=end, segment_ids=segment_ids, config=NSAConfig()
+        )
+        for _, end in shard.calls
+    )
+    return jnp.concatenate([each.position for each in where], axis=1)
+
+
+def compress(
+    x,
+    params: CompressParams = None,
+    *,
+    config: NSAConfig,
+    segment_ids=None,
+    context_axis: str,
+    context_layout: Layout = "zigzag",
+):
+    """`nsa_jax.compress` of the whole sequence, on every device.
+
+    Args:
+      x: `[B, T, Hkv, D]`, the device's own tokens.
+      segment_ids: `[B, T]`, likewise.
+
+    Returns:
+      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+    """
+    validate.array("x", x, 4)
+    validate.phi(params, x, config)
+    validate.segments(segment_ids, *x.shape[:2])
+    shard = _Shard(context_axis, context_layout, "x", x.shape[1])
+    if segment_ids is not None:
+        segment_ids = shard.gather(segment_ids)
+    return _compressed_tokens(shard, x, params, config, segment_ids)
+
+
+def _compressed_tokens(shard, x, params, config, segment_ids):
+    """`segment_ids`: of the whole sequence."""
+    block, stride, chunk = config.compress_block, config.compress_stride, shard.chunk
+    count, most = config.num_compressed(shard.length), -(-chunk // stride)
+    if count == 0:
+        return x[:, :0]
+    whole_strides = segment_ids is None and chunk % stride == 0
+    pieces = _with_halo(shard, x, block - stride if whole_strides else block - 1)
+    if whole_strides:
+        made = [compress_windows(tokens, params, config=config) for tokens in pieces]
+        return shard.gather(jnp.concatenate(made, axis=1))[:, :count]
+    if segment_ids is None:
+        begin = jnp.arange(count, dtype=jnp.int32)[None] * stride
+        begin = jnp.broadcast_to(begin, (x.shape[0], count))
+    else:
+        begin = geometry.window_starts(segment_ids, config)
+    used = begin >= 0
+    begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
+    borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
+    first = jax.vmap(lambda row: jnp.searchsorted(row, borders).astype(jnp.int32))(begin)
+    padded = jnp.pad(begin, ((0, 0), (0, most)), constant_values=shard.length)
+    rows = jax.vmap(lambda row, at: row[at])
+    made = []
+    for number, tokens in zip(shard.own, pieces, strict=True):
+        slots = first[:, number, None] + jnp.arange(most, dtype=jnp.int32)
+        start = rows(padded, slots) - number * chunk
+        taps = jnp.minimum(start, chunk - 1)[..., None] + jnp.arange(block, dtype=jnp.int32)
+        windows = apply_phi(rows(tokens, taps), params)
+        inside = (start < chunk)[..., None, None]
+        made.append(jnp.where(inside, windows, jnp.zeros((), windows.dtype)))
+    found = shard.gather(jnp.concatenate(made, axis=1))
+    number = jnp.minimum(begin // chunk, len(borders) - 1)
+    slot = jnp.arange(count, dtype=jnp.int32)
+    at = number * most + slot - rows(first, number)
+    found = rows(found, jnp.where(used, at, 0))
+    return jnp.where(used[..., None, None], found, jnp.zeros((), found.dtype))
+
+
+def _with_halo(shard, x, halo):
+    """Each chunk of `x` `[B, T, ...]` with the `halo` tokens behind it, zeros after the last."""
+    own = jnp.split(x, len(shard.own), axis=1)
+    width = min(halo, shard.chunk)
+    if halo == 0:
+        return own
+    heads = shard.gather(jnp.concatenate([chunk[:, :width] for chunk in own], axis=1))
+    heads = jnp.pad(heads, [(0, 0), (0, halo)] + [(0, 0)] * (x.ndim - 2))
+    behind = (
+        lax.dynamic_slice_in_dim(heads, (number + 1) * width, halo, 1) for number in shard.own
+    )
+    return [jnp.concatenate(pair, axis=1) for pair in zip(own, behind, strict=True)]
+
+
+def select_blocks(
+    query,
+    compressed_key,
+    *,
+    config: NSAConfig,
+    segment_ids=None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    context_axis: str,
+    context_layout: Layout = "zigzag",
+):
+    """The blocks that this device's queries read, int32 `[B, T, Hkv, n]`.
+
+    Args:
+      query: `[B, T, H, D]`, the device's own; `segment_ids` `[B, T]` likewise.
+      compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
+    """
+    validate.queries(query)
+    shard = _Shard(context_axis, context_layout, "query", query.shape[1])
+    if segment_ids is not None:
+        segment_ids = shard.gather(segment_ids)
+    validate.scoring(query, compressed_key, config, shard.length, None, scale)
+    plan = api.plan_of(
+        query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
+    )
+    place = dict(config=config, segment_ids=segment_ids, scale=scale)
+    parts = [
+        plan.scores.load()(query[:, tokens], compressed_key, kv_len=end, **place)
+        for tokens, end in shard.calls
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+def attention(
+    query,
+    key: Branches,
+    value: Branches,
+    gates: Branches,
+    *,
+    config,
+    compressed,
+    block_indices,
+    segment_ids,
+    scale,
+    recompute,
+    implementation,
+    context_axis,
+    context_layout,
+):
+    """`api.attention` of this device's queries; arguments as there."""
+    shard = _Shard(context_axis, context_layout, "query", query.shape[1])
+    for branch, k in key._asdict().items():
+        if k.shape[1] != query.shape[1]:
+            raise ValueError(
+                f"key.{branch} must have the tokens of query where context_axis is given, "
+                f"got {k.shape[1]} and {query.shape[1]}"
+            )
+    if segment_ids is not None:
+        segment_ids = shard.gather(segment_ids)
+    if compressed is None:
+        compressed = tuple(
+            _compressed_tokens(shard, x.compressed, None, config, segment_ids)
+            for x in (key, value)
+        )
+    k_cmp, v_cmp = compressed
+    validate.compressed(query, k_cmp, v_cmp, config, shard.length)
+    if block_indices is not None:
+        validate.indices(block_indices, query, key.selected, config)
+    separate = key.sliding is not key.selected or value.sliding is not value.selected
+    options = dict(config=config, segment_ids=segment_ids, scale=scale)
+
+    def one_head(query, gates, compressed, keys_values, indices):
+        whole = [shard.gather(x) for x in keys_values]
+        own_key, own_value = whole[2:] or whole[:2]
+        parts = [
+            api.attend(
+                query[:, tokens],
+                Branches(None, whole[0], own_key),
+                Branches(None, whole[1], own_value),
+                Branches(*(gate[:, tokens] for gate in gates)),
+                compressed,
+                block_indices=None if indices is None else indices[:, tokens],
+                kv_len=end,
+                implementation=implementation,
+                **options,
+            )
+            for tokens, end in shard.calls
+        ]
+        return jnp.concatenate(parts, axis=1)
+
+    kept = checkpoint_policies.save_only_these_names(RESIDUAL)
+    one_head = jax.checkpoint(one_head, policy=None if recompute else kept)
+    tensors = [key.selected, value.selected]
+    tensors += [key.sliding, value.sliding] if separate else []
+    group = query.shape[2] // key.selected.shape[2]
+    outputs = []
+    for head in range(key.selected.shape[2]):
+        heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        outputs.append(
+            one_head(
+                query[:, :, heads],
+                Branches(*(gate[:, :, heads] for gate in gates)),
+                tuple(x[:, :, one] for x in compressed),
+                [x[:, :, one] for x in tensors],
+                None if block_indices is None else block_indices[:, :, one],
+            )
+        )
+    return jnp.concatenate(outputs, axis=2)

@@ -1,0 +1,58 @@
+"""How the tokens of one sequence lie on the ranks of a context group; no framework.
+
+The sequence is cut in chunks of equal length. `zigzag` gives rank `r` of `R` the chunks `r` and
+`2R - 1 - r`, so that all ranks have as many query-key pairs; `contiguous` gives it chunk `r`.
+A rank's shard is its chunks in the order of their tokens, so that neither layout turns time
+around within a rank.
+
+A length that is no multiple of the number of chunks is padded at the end: no token before the
+padding sees it, and its output means nothing.
+"""
+
+from typing import Literal, get_args
+
+type Layout = Literal["zigzag", "contiguous"]
+
+LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
+
+
+def check(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"context_layout must be one of {LAYOUTS}, got {layout!r}")
+
+
+def chunks_a_rank(layout: str) -> int:
+    return 2 if layout == "zigzag" else 1
+
+
+def chunks_of(rank, size: int, layout: str) -> tuple:
+    """The numbers of a rank's chunks, ascending; `rank` may be an array."""
+    return (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
+
+
+def chunk_order(size: int, layout: str) -> list[int]:
+    """The numbers of the chunks in the order in which shards, side by side, have them."""
+    return [chunk for rank in range(size) for chunk in chunks_of(rank, size, layout)]
+
+
+def chunk_places(size: int, layout: str) -> list[int]:
+    """Where chunk 0, 1, ... stands in `chunk_order`."""
+    order = chunk_order(size, layout)
+    return [order.index(chunk) for chunk in range(len(order))]
+
+
+def chunk_length(name: str, local_length: int, layout: str) -> int:
+    """Tokens of a chunk on ranks that have `local_length` of them."""
+    count = chunks_a_rank(layout)
+    if local_length % count:
+        raise ValueError(
+            f"{name} must have an even number of tokens on each rank where context_layout is "
+            f"{layout!r}, got {local_length}: pad the sequence (shard_sequence does)"
+        )
+    return local_length // count
+
+
+def padded_length(length: int, size: int, layout: str) -> int:
+    """The shortest length of at least `length` that `size` ranks share in equal chunks."""
+    chunks = size * chunks_a_rank(layout)
+    return -(-length // chunks) * chunks

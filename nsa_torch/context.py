@@ -1,0 +1,246 @@
+"""Context parallelism: one sequence over the ranks of a mesh dimension.
+
+Each rank has the queries, keys and values of its own tokens (`nsa_jax.context_layout`). Keys and
+values are gathered one batch row and key/value head at a time; the gather of the next is under
+way while this one is computed. A chunk of queries is then a call like any other, whose queries
+are the last of the keys up to its end. The backward pass gathers again, and sums the gradients
+of keys and values over the ranks in float32 by a reduce-scatter, also one head at a time.
+
+Of compressed tokens each rank makes those that begin among its own tokens, from these and the
+tokens behind them (the halo). All ranks then gather compressed tokens, which are `d` times fewer
+than the raw ones; `phi` runs once for each.
+
+Shapes: `T` is what one rank has, `S` the whole sequence.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from nsa_jax import context_layout as layouts
+from nsa_jax import validate
+from nsa_jax.compress_params import CompressParams
+from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
+from nsa_jax.types import Branches
+from nsa_torch import checks, context_ranks
+from nsa_torch.context_compress import compressed_tokens
+from nsa_torch.context_ranks import Ranks
+from nsa_torch.context_shards import shards_of
+from nsa_torch.dispatch import choose, description
+from nsa_torch.geometry import geometry
+
+
+def shard_sequence(
+    x: Tensor, context_mesh: DeviceMesh, *, dim: int = 1, context_layout: Layout = "zigzag"
+) -> Tensor:
+    """This rank's tokens of `x`, which every rank has whole, along `dim`.
+
+    A length that is no multiple of the chunks there are is padded with zeros at the end.
+    """
+    ranks = Ranks(context_mesh, x.device)
+    layouts.check(context_layout)
+    length = layouts.padded_length(x.shape[dim], ranks.size, context_layout)
+    shape = [*x.shape]
+    shape[dim] = length - x.shape[dim]
+    whole = torch.cat([x, x.new_zeros(shape)], dim) if shape[dim] else x
+    shards = shards_of(ranks, "x", length // ranks.size, context_layout)
+    return torch.cat([whole.split(shards.chunk, dim)[i] for i in shards.own], dim)
+
+
+def unshard_sequence(
+    x: Tensor,
+    context_mesh: DeviceMesh,
+    *,
+    dim: int = 1,
+    length: int | None = None,
+    context_layout: Layout = "zigzag",
+) -> Tensor:
+    """The whole sequence on every rank, without gradient; `length`: without padding."""
+    ranks = Ranks(context_mesh, x.device)
+    shards = shards_of(ranks, "x", x.shape[dim], context_layout)
+    found = ranks.gather(x.detach().movedim(dim, 0), "the sequence")()
+    return shards.in_order(found)[:length].movedim(0, dim)
+
+
+def shard_positions(
+    context_mesh: DeviceMesh,
+    local_length: int,
+    *,
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | None = None,
+    context_layout: Layout = "zigzag",
+) -> Tensor:
+    """Position of each token of this rank in its own sequence, int64 `[1, T]`; -1: padding."""
+    device = device or torch.device(context_mesh.device_type)
+    ranks = Ranks(context_mesh, device)
+    shards = shards_of(ranks, "query", local_length, context_layout)
+    where = (
+        geometry(
+            1,
+            shards.chunk,
+            config=NSAConfig(),
+            kv_len=end,
+            cu_seqlens=cu_seqlens,
+            device=device,
+        )
+        for _, end in shards.calls
+    )
+    return torch.cat([each.position for each in where], dim=1)
+
+
+def compress(
+    x: Tensor,
+    params: CompressParams = None,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    context_mesh: DeviceMesh,
+    context_layout: Layout = "zigzag",
+) -> Tensor:
+    """`nsa_torch.compress` of the whole sequence, on every rank.
+
+    Args:
+      x: `[B, T, Hkv, D]`, the rank's own tokens.
+      params: the same on every rank. A rank's gradient of them is that of its own windows: the
+        ranks' sum is the whole.
+      cu_seqlens: of the whole sequence, the same on every rank.
+
+    Returns:
+      `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
+    """
+    ranks = Ranks(context_mesh, x.device)
+
+    def describe():
+        validate.array("x", x, 4)
+        validate.phi(params, x, config)
+        checks.packed(cu_seqlens, x, "x")
+        shards_of(ranks, "x", x.shape[1], context_layout)
+        phi = type(params).__name__
+        return _described(x=x) | {
+            "config": config,
+            "phi": phi,
+            "context_layout": context_layout,
+        }
+
+    context_ranks.agree(ranks, x.device, describe)
+    shards = shards_of(ranks, "x", x.shape[1], context_layout)
+    return compressed_tokens(ranks, shards, x, params, config, cu_seqlens)
+
+
+def select_blocks(
+    query: Tensor,
+    compressed_key: Tensor,
+    *,
+    config: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    context_mesh: DeviceMesh,
+    context_layout: Layout = "zigzag",
+) -> Tensor:
+    """The blocks that this rank's queries read, int32 `[B, T, Hkv, n]`; nothing is moved.
+
+    Args:
+      query: `[B, T, H, D]`, the rank's own.
+      compressed_key: `[B, C, Hkv, D]` of the whole sequence, from `compress`.
+    """
+    ranks = Ranks(context_mesh, query.device)
+    validate.queries(query)
+    shards = shards_of(ranks, "query", query.shape[1], context_layout)
+    checks.packed(cu_seqlens, query, "query")
+    checks.scoring(query, compressed_key, config, shards.length, None, scale)
+    found = []
+    for tokens, end in shards.calls:
+        chunk = query[:, tokens].contiguous()
+        key = compressed_key[:, : config.num_compressed(end)].contiguous()
+        memory = {"query": chunk, "compressed_key": key}
+        packed = cu_seqlens is not None
+        problem = description(chunk, key, chunk.shape[-1], config, packed, memory)
+        chosen = choose(problem, implementation, "scores")
+        place = {"kv_len": end, "cu_seqlens": cu_seqlens, "scale": scale}
+        found.append(chosen.load("scores")(chunk, key, config=config, **place))
+    return torch.cat(found, dim=1)
+
+
+def attention(
+    query,
+    key: Branches,
+    value: Branches,
+    gates: Branches,
+    *,
+    config,
+    compressed,
+    block_indices,
+    cu_seqlens,
+    scale,
+    recompute,
+    implementation,
+    context_mesh,
+    context_layout,
+) -> Tensor:
+    """`functional.attention` of this rank's queries; arguments as there."""
+    from nsa_torch import context_attention
+
+    validate.queries(query)
+    ranks = Ranks(context_mesh, query.device)
+    tensors = query, key, value, gates
+
+    def describe():
+        shards = shards_of(ranks, "query", query.shape[1], context_layout)
+        _check(*tensors, config, compressed, block_indices, cu_seqlens, scale, shards)
+        gradient = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, *key, *value, *gates, *(compressed or ()))
+        )
+        return _described(query=query, key=key.selected, value=value.selected) | {
+            "separate": separate(key, value),
+            "compressed": compressed is not None,
+            "block_indices": block_indices is not None,
+            "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            "gradient": gradient,
+            "recompute": recompute,
+            "context_layout": context_layout,
+            "config": config,
+        }
+
+    context_ranks.agree(ranks, query.device, describe)
+    shards = shards_of(ranks, "query", query.shape[1], context_layout)
+    if compressed is None:
+        rest = None, config, cu_seqlens
+        compressed = tuple(
+            compressed_tokens(ranks, shards, x.compressed, *rest) for x in (key, value)
+        )
+    options = {
+        "config": config,
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+        "implementation": implementation,
+    }
+    call = context_attention.Call(ranks, shards, separate(key, value), recompute, options)
+    return call(query, key, value, gates, compressed, block_indices)
+
+
+def separate(key: Branches, value: Branches) -> bool:
+    """Whether the sliding branch has keys or values of its own."""
+    return key.sliding is not key.selected or value.sliding is not value.selected
+
+
+def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, scale, shards):
+    for branch, k, v in zip(Branches._fields, key, value, strict=True):
+        checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
+        if k.shape[1] != query.shape[1]:
+            raise ValueError(
+                f"key.{branch} must have the tokens of query where context_mesh is given, "
+                f"got {k.shape[1]} and {query.shape[1]}"
+            )
+    checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
+    if compressed is not None:
+        k_cmp, v_cmp = compressed
+        checks.compressed(query, k_cmp, v_cmp, config, shards.length)
+    if indices is not None:
+        checks.indices(indices, query, key.selected, config)
+
+
+def _described(**tensors: Tensor) -> dict:
+    """Shape and dtype of each, in words that `agree` compares."""
+    return {name: f"{tuple(x.shape)} {validate.dtype_name(x)}" for name, x in tensors.items()}

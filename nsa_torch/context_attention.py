@@ -1,0 +1,241 @@
+"""The attention of context parallelism, forward and backward (`context.py` says how).
+
+The graph of each local call is kept for the backward pass without the tensors that the call was
+given: they are cut from the rank's own again, or gathered again (`LocalGraph`). What it keeps
+besides belongs to the outer node, so that `torch.utils.checkpoint` around it works.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from nsa_jax.types import Branches
+from nsa_torch import functional, operators
+from nsa_torch.chunks import wide
+
+
+class Given(NamedTuple):
+    """What the node is given: this rank's tensors, and compressed tokens of the sequence."""
+
+    query: Tensor  # [B, T, H, D]
+    compressed: tuple[Tensor, Tensor]  # [B, C, Hkv, .]
+    gates: Branches[Tensor]  # [B, T, H]
+    keys_values: tuple[Tensor, ...]  # [B, T, Hkv, .]: selected key, value (, sliding)
+    block_indices: Tensor | None  # [B, T, Hkv, n]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call; `options`: keyword arguments of `functional.after_checks`."""
+
+    ranks: Any
+    shards: Any
+    separate: bool  # whether the sliding branch has keys and values of its own
+    recompute: bool
+    options: dict
+
+    def __call__(self, query, key, value, gates, compressed, block_indices) -> Tensor:
+        keys_values = key.selected, value.selected
+        if self.separate:
+            keys_values += key.sliding, value.sliding
+        tensors = query, *compressed, *gates, block_indices, *keys_values
+        floats = (x for x in tensors if x is not None and x is not block_indices)
+        keep = operators.requires_grad(*floats)
+        with functional.as_given(query):
+            return _Attention.apply(self, keep, *tensors)
+
+    def given(self, tensors: Sequence) -> Given:
+        query, k_cmp, v_cmp, *rest = tensors
+        return Given(query, (k_cmp, v_cmp), Branches(*rest[:3]), tuple(rest[4:]), rest[3])
+
+    def units(self, given: Given) -> Iterator[tuple[int, int, Callable[[], list[Tensor]]]]:
+        """Batch row, key/value head, and what waits for its keys and values `[1, S, 1, .]`.
+
+        The gather of the next unit starts before this one is handed out.
+        """
+        batch, _, kv_heads = given.keys_values[0].shape[:3]
+        widths = [x.shape[-1] for x in given.keys_values]
+        payload = torch.cat(given.keys_values, dim=-1).transpose(1, 2).flatten(0, 1)
+        start = lambda unit: self.ranks.gather(payload[unit], "keys and values")
+        following = start(0)
+        for unit in range(batch * kv_heads):
+            wait = following
+            if unit + 1 < batch * kv_heads:
+                following = start(unit + 1)
+            yield *divmod(unit, kv_heads), lambda wait=wait: self._whole(wait(), widths)
+
+    def _whole(self, gathered, widths) -> list[Tensor]:
+        """`[R, T, W]` as one contiguous tensor each."""
+        columns = gathered.split(widths, dim=-1)
+        return [self.shards.in_order(x)[None, :, None] for x in columns]
+
+    def leaves(self, given: Given, row: int, head: int, tokens, end, whole) -> list[Tensor]:
+        """The tensors of a chunk's call with one key/value head, `B = 1`, contiguous."""
+        group = given.query.shape[2] // given.keys_values[0].shape[2]
+        heads, row_only = slice(head * group, (head + 1) * group), slice(row, row + 1)
+        count = self.options["config"].num_compressed(end)
+        own = (x[row_only, tokens, heads].contiguous() for x in (given.query, *given.gates))
+        compressed = (
+            x[row_only, :count, head : head + 1].contiguous() for x in given.compressed
+        )
+        return [*own, *compressed, *(x[:, :end] for x in whole)]
+
+    def local(self, given: Given, row: int, head: int, tokens):
+        """The function of `leaves` that gives the chunk's output `[1, T, G, Dv]`."""
+        indices = given.block_indices
+        if indices is not None:
+            indices = indices[row : row + 1, tokens, head : head + 1].contiguous()
+
+        def run(query, gate_c, gate_s, gate_w, k_cmp, v_cmp, key, value, *sliding):
+            own_key, own_value = sliding or (key, value)
+            return functional.after_checks(
+                query,
+                Branches(key, key, own_key),
+                Branches(value, value, own_value),
+                Branches(gate_c, gate_s, gate_w),
+                compressed=(k_cmp, v_cmp),
+                block_indices=indices,
+                recompute=False,
+                **self.options,
+            )
+
+        return run
+
+
+class LocalGraph:
+    """A call's graph, without the memory of the tensors it was given.
+
+    Args:
+      kept: what the graph saves is appended to it.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], leaves: list[Tensor], kept: list):
+        self._gradients: list[Tensor | None] = []
+        self._leaves, self._kept = list[Tensor](), kept
+        places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(leaves) if x.numel()}
+
+        def pack(x):
+            i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
+            if i is not None and x.dtype == leaf_types[i]:
+                return i, (x.size(), x.stride(), x.storage_offset())
+            kept.append(x.detach())
+            return len(kept) - 1, None
+
+        def unpack(packed):
+            i, view = packed
+            return self._kept[i] if view is None else self._leaves[i].as_strided(*view)
+
+        leaf_types = [x.dtype for x in leaves]
+        self._token = leaves[0].new_zeros((), requires_grad=True)
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            out = function(*_Enter.apply(self._token, self._gradients, *leaves))
+        self._edge = get_gradient_edge(out)
+        self.results = [out.detach()]
+
+    def gradients(self, leaves, kept, do) -> list[Tensor | None]:
+        """Of each leaf, from that of the output; once.
+
+        Args:
+          leaves: as the graph was made of.
+          kept: as it left them there.
+        """
+        self._leaves, self._kept = leaves, kept
+        torch.autograd.grad(self._edge, self._token, do, allow_unused=True)
+        found = list(self._gradients)
+        self._leaves, self._kept = [], []
+        self._gradients.clear()
+        return found
+
+
+class _Enter(torch.autograd.Function):
+    """Leaves a graph begins with, which holds none of them; their gradients go to `found`."""
+
+    @staticmethod
+    def forward(ctx: Any, token, found, *leaves):
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads):
+        ctx.found[:] = grads
+        return None, None, *(None for _ in grads)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, keep: bool, *tensors):
+        given = call.given(tensors)
+        kept, graphs = list[Tensor](), list[LocalGraph]()
+        width = given.keys_values[1].shape[-1]
+        out = given.query.new_empty(*given.query.shape[:3], width)
+        for row, head, wait in call.units(given):
+            whole = wait()
+            group = given.query.shape[2] // given.keys_values[0].shape[2]
+            for tokens, end in call.shards.calls:
+                leaves = call.leaves(given, row, head, tokens, end, whole)
+                function = call.local(given, row, head, tokens)
+                if keep and not call.recompute:
+                    graphs.append(LocalGraph(function, leaves, kept))
+                    part = graphs[-1].results.pop()
+                else:
+                    part = function(*leaves)
+                out[row, tokens, head * group : (head + 1) * group] = part[0]
+        if keep:
+            ctx.save_for_backward(*tensors, *kept)
+            ctx.call, ctx.graphs, ctx.count = call, graphs, len(tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do):
+        call, saved = ctx.call, ctx.saved_tensors
+        given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])
+        query, (k_cmp, v_cmp), gates, keys_values, _ = given
+        grad_query, grad_gates = torch.empty_like(query), [torch.empty_like(x) for x in gates]
+        dtype = wide(query.dtype)
+        grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in (k_cmp, v_cmp)]
+        group = query.shape[2] // keys_values[0].shape[2]
+        widths = [x.shape[-1] for x in keys_values]
+        graphs, sums = iter(ctx.graphs), []
+        with torch.autocast(query.device.type, enabled=False):
+            for row, head, wait in call.units(given):
+                whole, heads = wait(), slice(head * group, (head + 1) * group)
+                total = query.new_zeros(call.shards.length, sum(widths), dtype=dtype)
+                columns = total.split(widths, dim=-1)
+                for tokens, end in call.shards.calls:
+                    leaves = call.leaves(given, row, head, tokens, end, whole)
+                    if call.recompute:
+                        again: list[Tensor] = []
+                        graph = LocalGraph(call.local(given, row, head, tokens), leaves, again)
+                        graph.results.clear()
+                    else:
+                        graph, again = next(graphs), kept
+                    grads = graph.gradients(
+                        leaves, again, do[row : row + 1, tokens, heads].contiguous()
+                    )
+                    for target, grad in zip((grad_query, *grad_gates), grads[:4], strict=True):
+                        target[row, tokens, heads] = 0 if grad is None else grad[0]
+                    for target, grad in zip(grad_compressed, grads[4:6], strict=True):
+                        if grad is not None:
+                            target[row, : grad.shape[1], head] += grad[0, :, 0]
+                    for target, grad in zip(columns, grads[6:], strict=True):
+                        if grad is not None:
+                            target[:end] += grad[0, :, 0]
+                shares = call.shards.by_rank(total)
+                sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
+        ctx.graphs = []
+        batch, _, kv_heads = keys_values[0].shape[:3]
+        found = torch.stack([wait() for wait in sums]).unflatten(0, (batch, kv_heads))
+        parts = found.transpose(1, 2).split(widths, dim=-1)
+        grad_kv = (part.to(x.dtype) for part, x in zip(parts, keys_values, strict=True))
+        grad_cmp = (
+            part.to(x.dtype) for part, x in zip(grad_compressed, (k_cmp, v_cmp), strict=True)
+        )
+        return None, None, grad_query, *grad_cmp, *grad_gates, None, *grad_kv

@@ -1,0 +1,195 @@
+"""Compressed tokens of a sequence that several ranks share (`context.py`).
+
+A window of `l` tokens belongs to the chunk with its first token. Its rank needs the tokens behind
+the chunk too, the halo: `l - d` of them where chunks are whole strides, else `l - 1`. The first
+tokens of every chunk are gathered for that, then the compressed tokens. Backward the two are
+reduce-scatters in float32, and the windows are made again. All is one node of the graph, because
+every rank must take part in each step, whether or not its own tokens depend on it.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nsa_jax.config import NSAConfig
+from nsa_torch.chunks import wide
+from nsa_torch.compress import apply_phi, compress
+from nsa_torch.context_ranks import Ranks
+from nsa_torch.context_shards import Shards
+from nsa_torch.geometry import geometry, window_starts
+
+
+def compressed_tokens(ranks, shards, x, params, config, cu_seqlens) -> Tensor:
+    """`phi` over the windows of the whole sequence `[B, C, Hkv, D]`, of `x` `[B, T, Hkv, D]`."""
+    if cu_seqlens is None:
+        windows = WholeWindows(shards, config)
+    else:
+        windows = PackedWindows(shards, config, cu_seqlens)
+    kind = None if params is None else type(params)
+    return _Compress.apply(ranks, windows, kind, x, *(params or ()))
+
+
+class _Compress(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, windows, kind, x, *params):
+        shards = windows.shards
+        following = _halo(ranks, shards, x, windows.halo)
+        made = windows.make(x, following, kind and kind(*params))
+        found = shards.in_order(ranks.gather(made, "compressed tokens")(), windows.most)
+        ctx.save_for_backward(x, following, *params)
+        ctx.ranks, ctx.windows, ctx.kind = ranks, windows, kind
+        return windows.joined(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad):
+        (x, following, *params), windows = ctx.saved_tensors, ctx.windows
+        shards, ranks = windows.shards, ctx.ranks
+        parts = windows.split(grad.to(wide(grad.dtype)))
+        share = ranks.scatter_sum(shards.by_rank(parts, windows.most), "compressed gradients")()
+        leaves = [t.detach().requires_grad_() for t in (x, following, *params)]
+        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            made = windows.make(*leaves[:2], ctx.kind and ctx.kind(*leaves[2:]))
+            if made.requires_grad:
+                options = {"allow_unused": True, "materialize_grads": True}
+                grads = torch.autograd.grad(made, leaves, share.to(made.dtype), **options)
+            else:  # no window starts among this rank's tokens
+                grads = [torch.zeros_like(t) for t in leaves]
+        grad_x = grads[0] + _halo_gradient(ranks, shards, grads[1], windows.halo).to(x.dtype)
+        return None, None, None, grad_x, *grads[2:]
+
+
+# The halo of a chunk is cut from the heads of the chunks behind it: one, or more where chunks
+# are shorter than the halo.
+
+
+def _halo(ranks: Ranks, shards: Shards, x, halo: int) -> Tensor:
+    """The `halo` tokens behind each chunk of this rank, zeros behind the last:
+    `[B, chunks, halo, Hkv, D]`.
+    """
+    width = min(halo, shards.chunk)
+    own = x.unflatten(1, (-1, shards.chunk))
+    if halo == 0:
+        return own[:, :, :0]
+    heads = own[:, :, :width].flatten(1, 2).transpose(0, 1)
+    found = shards.in_order(ranks.gather(heads, "the halo")(), width)
+    found = F.pad(found.transpose(0, 1), (0, 0, 0, 0, 0, halo))
+    starts = [(number + 1) * width for number in shards.own]
+    return torch.stack([found[:, at : at + halo] for at in starts], dim=1)
+
+
+def _halo_gradient(ranks: Ranks, shards: Shards, grad, halo: int) -> Tensor:
+    """What the ranks with the chunks before say of `x`, float32 `[B, T, Hkv, D]`."""
+    width = min(halo, shards.chunk)
+    batch, _, _, *rest = grad.shape
+    dtype = wide(grad.dtype)
+    if halo == 0:
+        return grad.new_zeros(batch, len(shards.own) * shards.chunk, *rest, dtype=dtype)
+    count = shards.length // shards.chunk
+    total = grad.new_zeros(batch, count * width + halo, *rest, dtype=dtype)
+    for place, number in enumerate(shards.own):
+        at = (number + 1) * width
+        total[:, at : at + halo] += grad[:, place]
+    heads = total[:, : count * width].transpose(0, 1)
+    own = ranks.scatter_sum(shards.by_rank(heads, width), "the halo's gradient")()
+    own = own.transpose(0, 1).unflatten(1, (-1, width))
+    return F.pad(own, (0, 0, 0, 0, 0, shards.chunk - width)).flatten(1, 2)
+
+
+class WholeWindows(NamedTuple):
+    """The windows of one sequence: one each `d` tokens."""
+
+    shards: Shards
+    config: NSAConfig
+
+    @property
+    def most(self) -> int:
+        """Windows of a chunk, at most; every chunk has slots for as many."""
+        return -(-self.shards.chunk // self.config.compress_stride)
+
+    @property
+    def halo(self) -> int:
+        block, stride = self.config.compress_block, self.config.compress_stride
+        return block - (1 if self.shards.chunk % stride else stride)
+
+    def make(self, x, following, params) -> Tensor:
+        """The windows of this rank's chunks, `[chunks * most, B, Hkv, D]`."""
+        made = []
+        for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
+            tokens = torch.cat([tokens, following[:, place]], dim=1)
+            offset = -self.shards.own[place] * self.shards.chunk % self.config.compress_stride
+            found = compress(tokens[:, offset:], params, config=self.config)
+            made.append(F.pad(found, (0, 0, 0, 0, 0, self.most - found.shape[1])))
+        return torch.cat(made, dim=1).transpose(0, 1)
+
+    def _counts(self) -> list[int]:
+        """How many windows each chunk has."""
+        length, stride = self.shards.length, self.config.compress_stride
+        ends = range(self.shards.chunk, length + 1, self.shards.chunk)
+        count = self.config.num_compressed(length)
+        ends = [0, *(min(-(-end // stride), count) for end in ends)]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def joined(self, found) -> Tensor:
+        """`[B, C, Hkv, D]` from the slots of all chunks."""
+        pairs = zip(found.split(self.most), self._counts(), strict=True)
+        return torch.cat([slots[:count] for slots, count in pairs]).transpose(0, 1).contiguous()
+
+    def split(self, grad) -> Tensor:
+        """The gradient of `joined`."""
+        parts = grad.transpose(0, 1).split(self._counts())
+        pad = (0, 0) * (grad.ndim - 1)
+        return torch.cat([F.pad(part, (*pad, 0, self.most - len(part))) for part in parts])
+
+
+class PackedWindows:
+    """The windows of packed sequences, of which only the device knows where they start.
+
+    Two windows start at least `d` tokens apart, so that a chunk has no more of them than one of
+    a single sequence.
+    """
+
+    def __init__(self, shards: Shards, config: NSAConfig, cu_seqlens: Tensor):
+        self.shards, self.config = shards, config
+        length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
+        self.most = -(-chunk // config.compress_stride)
+        self.halo = config.compress_block - 1
+        place = {"config": config, "kv_len": length, "cu_seqlens": cu_seqlens}
+        begin = window_starts(geometry(1, length, **place, device=device), config)
+        self.used = begin >= 0
+        begin = begin.masked_fill(~self.used, length)  # ascending: unused slots stand last
+        borders = torch.arange(0, length, chunk, device=device)
+        self.first = torch.searchsorted(begin, borders)
+        number = begin.div(chunk, rounding_mode="floor").clamp(max=borders.numel() - 1)
+        slot = torch.arange(begin.numel(), device=device)
+        at = number * self.most + slot - self.first[number]
+        self.at = at.masked_fill(~self.used, borders.numel() * self.most)  # a spare slot
+        self.begin = F.pad(begin, (0, self.most), value=length)
+
+    def make(self, x, following, params) -> Tensor:
+        chunk, block = self.shards.chunk, self.config.compress_block
+        made = []
+        for place, tokens in enumerate(x.split(chunk, dim=1)):
+            tokens = torch.cat([tokens, following[:, place]], dim=1)
+            number = self.shards.own[place]
+            slots = self.first[number] + torch.arange(self.most, device=x.device)
+            start = self.begin[slots] - number * chunk
+            taps = start.clamp(max=chunk - 1)[:, None] + torch.arange(block, device=x.device)
+            found = apply_phi(tokens[:, taps], params)
+            made.append(found.masked_fill((start >= chunk)[:, None, None], 0))
+        return torch.cat(made, dim=1).transpose(0, 1)
+
+    def joined(self, found) -> Tensor:
+        spare = found.new_zeros(1, *found.shape[1:])
+        return torch.cat([found, spare])[self.at].transpose(0, 1).contiguous()
+
+    def split(self, grad) -> Tensor:
+        chunks = self.shards.length // self.shards.chunk
+        total = grad.new_zeros(chunks * self.most + 1, *grad.shape[:1], *grad.shape[2:])
+        used = self.used[:, None, None, None]
+        total.index_add_(0, self.at, grad.transpose(0, 1).masked_fill(~used, 0))
+        return total[:-1]

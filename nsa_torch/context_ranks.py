@@ -1,0 +1,132 @@
+"""The ranks that share one sequence: collectives of `torch.distributed` along a mesh dimension.
+
+Nothing here moves data by itself: the process group of the mesh does. What it raises is raised
+again with the name of the step, on every rank that waits; a rank that is gone therefore ends the
+others within the timeout of the process group.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Ranks:
+    """The ranks of a mesh with one dimension.
+
+    Raises:
+      ValueError: it has more, or its process group moves no tensors of `device`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device):
+        if not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"context_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"context_mesh must have one dimension, got {mesh.ndim}: pass one of a larger "
+                "mesh by its name, mesh['context']"
+            )
+        if mesh.device_type != device.type:
+            raise ValueError(
+                f"context_mesh must be of the device of query, {device.type}, "
+                f"got a mesh of {mesh.device_type}"
+            )
+        self.group = mesh.get_group()
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self._check_backend(device)
+
+    def _check_backend(self, device):
+        try:
+            self.group._get_backend(device)
+        except RuntimeError as error:
+            name = dist.get_backend(self.group)
+            raise ValueError(
+                f"context_mesh must have a backend for {device.type} tensors, got {name}"
+            ) from error
+
+    def gather(self, x: Tensor, what: str) -> Callable[[], Tensor]:
+        """Starts an all-gather of `x`; the call that waits gives `[R, *x.shape]`."""
+        found = x.new_empty(self.size, *x.shape)
+        start = lambda: dist.all_gather_into_tensor(
+            found.flatten(0, 1) if x.ndim else found, x.contiguous(), self.group, async_op=True
+        )
+        return self._started(start, found, f"the all-gather of {what}")
+
+    def scatter_sum(self, x: Tensor, what: str) -> Callable[[], Tensor]:
+        """Starts a reduce-scatter of `x` `[R, ...]`; the call that waits gives this rank's sum."""
+        found = x.new_empty(x.shape[1:])
+        whole = x.contiguous().flatten(0, 1) if x.ndim > 1 else x
+        start = lambda: dist.reduce_scatter_tensor(
+            found, whole, group=self.group, async_op=True
+        )
+        return self._started(start, found, f"the reduce-scatter of {what}")
+
+    def _started(self, start, found, what):
+        def guarded(step):
+            try:
+                return step()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"context parallel: {what} failed on rank {self.rank} of {self.size}: a rank "
+                    "is gone, or did not come within the process group's timeout"
+                ) from error
+
+        work = guarded(start)
+
+        def wait():
+            guarded(work.wait)
+            return found
+
+        return wait
+
+
+def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]) -> dict:
+    """What `describe()` gives, if it gives the same on every rank.
+
+    Every call gathers one row of numbers. On a GPU the host reads them only where this rank has
+    not described the same before, since reading waits for the device.
+
+    Raises:
+      ValueError: on every rank, where they differ or where one of them could not be made; of
+        what `describe` itself raised, on its own rank.
+    """
+    error, words = None, {}
+    try:
+        words = describe()
+    except (ValueError, NotImplementedError) as raised:
+        error = raised
+    text = "" if error else "; ".join(f"{name}={value}" for name, value in words.items())
+    data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    rows = ranks.gather(row, "the arguments' sizes")
+    known = _agreed.setdefault(ranks.group, set())
+    if error is None and device.type != "cpu" and text in known:
+        rows()
+        return words
+    texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
+    if error is not None:
+        raise error
+    for rank, other in enumerate(texts):
+        if not other:
+            raise ValueError(
+                f"arguments must be valid on all ranks of context_mesh, got an error on rank "
+                f"{rank}, which says there what is wrong"
+            )
+    for rank, other in enumerate(texts):
+        if other == texts[0]:
+            continue
+        pairs = zip(texts[0].split("; "), other.split("; "), strict=False)
+        ours, theirs = next((a, b) for a, b in pairs if a != b)
+        raise ValueError(
+            "arguments must have the same sizes on all ranks of context_mesh, "
+            f"got {ours} on rank 0 and {theirs} on rank {rank}"
+        )
+    known.add(text)
+    return words
+
+
+LONGEST = 1024  # bytes of a description
+_agreed: dict[dist.ProcessGroup, set[str]] = {}

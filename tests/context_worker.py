@@ -1,0 +1,306 @@
+"""What the ranks of `test_context` do; four processes are started once for all cases."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import nsa_torch
+from nsa_jax import context_layout as layouts
+from nsa_torch import Branches, NSAConfig, PoolParams, context, context_compress, context_ranks
+
+RANKS, TIMEOUT_S = 4, 20
+CONFIG = NSAConfig(8, 4, 8, num_selected=4, window=12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    length: int
+    batch: int = 1
+    layout: str = "zigzag"
+    lengths: tuple[int, ...] | None = None  # of packed sequences
+    separate: bool = False  # keys and values of each branch
+    learned: bool = False  # parameters of phi
+    recompute: bool = False
+    given: bool = False  # block indices
+    implementation: str | None = None
+    config: NSAConfig = CONFIG
+
+
+CASES = {
+    "zigzag": Case(96, batch=2, separate=True, given=True),
+    "contiguous": Case(96, layout="contiguous"),
+    "recompute": Case(96, recompute=True, separate=True),
+    "learned": Case(96, learned=True, separate=True),
+    "odd-length": Case(91, learned=True),  # chunks of 12, padding of 5
+    "odd-chunks": Case(103, learned=True),  # chunks of 13, and d = 4
+    "short-chunks": Case(40, learned=True),  # of 5, where the halo is 7
+    "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True),
+    "packed-odd": Case(101, layout="contiguous", lengths=(0, 61, 3, 30), learned=True),
+    "reference": Case(52, lengths=(31, 17), implementation="reference"),
+    "tiny": Case(6),
+}
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
+NAMES = ("query", "key", "value", "gates", "key_weight", "value_weight")
+
+
+def tensors(case: Case) -> dict[str, torch.Tensor]:
+    """Whole inputs by name, the same in every process."""
+    rng = np.random.default_rng(case.length)
+    normal = lambda *shape: torch.tensor(rng.normal(size=shape), dtype=torch.float32)
+    rows, copies = (case.batch, case.length), 3 if case.separate else 1
+    return {
+        "query": normal(*rows, HEADS, WIDTH),
+        "key": normal(copies, *rows, KV_HEADS, WIDTH),
+        "value": normal(copies, *rows, KV_HEADS, VALUE_WIDTH),
+        "gates": normal(*rows, HEADS, 3),
+        "key_weight": normal(case.config.compress_block, WIDTH),
+        "value_weight": normal(case.config.compress_block, VALUE_WIDTH),
+        "do": normal(*rows, HEADS, VALUE_WIDTH),
+    }
+
+
+def cu_seqlens(case: Case) -> torch.Tensor | None:
+    if case.lengths is None:
+        return None
+    return torch.tensor(np.cumsum([0, *case.lengths]))
+
+
+def run(case: Case, x: dict, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+    """Output, indices and gradients of the tensors `x`, on one device or on this rank."""
+    place = {} if mesh is None else {"context_mesh": mesh, "context_layout": case.layout}
+    packed = {"config": case.config, "cu_seqlens": cu_seqlens(case)}
+    x = {name: t.clone().requires_grad_(name != "do") for name, t in x.items()}
+    key, value = (
+        Branches(*x[name]) if case.separate else x[name][0] for name in ("key", "value")
+    )
+    params = [PoolParams(x[f"{name}_weight"]) if case.learned else None for name in NAMES[1:3]]
+    parts = zip((Branches.each(key), Branches.each(value)), params, strict=True)
+    compress = nsa_torch.compress if mesh is None else context.compress
+    compressed = tuple(compress(t.compressed, p, **packed, **place) for t, p in parts)
+    select = nsa_torch.select_blocks if mesh is None else context.select_blocks
+    chosen = {"implementation": case.implementation, **packed, **place}
+    indices = select(x["query"].detach(), compressed[0].detach(), **chosen)
+    out = nsa_torch.attention(
+        x["query"],
+        key,
+        value,
+        x["gates"],
+        compressed=compressed if case.learned else None,
+        block_indices=indices if case.given else None,
+        recompute=case.recompute,
+        **chosen,
+    )
+    out.backward(x["do"])
+    found = {"out": out.detach(), "indices": indices, "k_cmp": compressed[0].detach()}
+    return found | {f"d {name}": x[name].grad for name in NAMES if x[name].grad is not None}
+
+
+def token_axis(name: str) -> int | None:
+    name = name.removeprefix("d ")
+    return None if name.endswith("_weight") else 2 if name in ("key", "value") else 1
+
+
+def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """`run` on shards, the results put together again."""
+    shard = {"context_layout": case.layout}
+    found = run(case, mine(case, mesh), mesh)
+    whole = {}
+    for name, t in found.items():
+        dim = token_axis(name)
+        if name == "k_cmp":
+            whole[name] = t
+        elif dim is None:
+            dist.all_reduce(t, group=mesh.get_group())
+            whole[name] = t
+        else:
+            whole[name] = context.unshard_sequence(
+                t, mesh, dim=dim, length=case.length, **shard
+            )
+    return whole
+
+
+@contextlib.contextmanager
+def changed(where, name: str, value):
+    kept = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, kept)
+
+
+def no_halo(ranks, shards, x, halo):
+    """Zeros in its place; the collective is the same."""
+    return torch.zeros_like(_halo(ranks, shards, x, halo))
+
+
+def own_share(self, x, what):
+    """A rank's own part of the sum."""
+    return lambda: x[self.rank].clone()
+
+
+_halo = context_compress._halo
+MUTANTS = {  # what it changes, and the case that it is run on
+    "order": (layouts, "chunk_places", lambda size, layout: list(range(2 * size))),
+    "halo": (context_compress, "_halo", no_halo),
+    "reduce-scatter": (context_ranks.Ranks, "scatter_sum", own_share),
+}
+MUTATED = Case(48, learned=True)
+
+
+def raised(call) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def plain(mesh, x: dict, **options):
+    arguments = (x["query"], x["key"][0], x["value"][0], x["gates"])
+    return nsa_torch.attention(*arguments, config=CONFIG, context_mesh=mesh, **options)
+
+
+def mine(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, t in tensors(case).items():
+        dim = token_axis(name)
+        if dim is not None:
+            t = context.shard_sequence(t, mesh, dim=dim, context_layout=case.layout)
+        found[name] = t
+    return found
+
+
+def bad_input(mesh: DeviceMesh) -> dict[str, str]:
+    """What is raised on this rank."""
+    odd = mesh.get_local_rank() == 2
+    x = mine(Case(48), mesh)
+    cut = {name: t[:, :, :4] if name in ("key", "value") else t[:, :4] for name, t in x.items()}
+    half = {name: t.half() for name, t in x.items()}
+    unequal = dict(x, value=x["value"][:, :, 1:])
+    single = {
+        name: t[:, :, :3] if name in ("key", "value") else t[:, :3] for name, t in x.items()
+    }
+    meta = {name: t.to("meta") for name, t in x.items()}
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+    packed = torch.tensor([0, 20, 48])[: 2 if odd else 3]
+    calls = {
+        "length": lambda: plain(mesh, cut if odd else x),
+        "dtype": lambda: plain(mesh, half if odd else x),
+        "invalid": lambda: plain(mesh, unequal if odd else x),
+        "sequences": lambda: plain(mesh, x, cu_seqlens=packed),
+        "odd": lambda: plain(mesh, single),
+        "layout": lambda: plain(mesh, x, context_layout="striped"),
+        "device": lambda: plain(mesh, meta),
+        "axes": lambda: plain(square, x),
+        "mesh": lambda: plain(mesh.get_group(), x),
+        "after": lambda: plain(mesh, x),
+    }
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def with_nan(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Output and gradient of the queries where the values of the last token are NaN."""
+    case, whole = Case(96), tensors(Case(96))
+    whole["value"][0, :, -1] = float("nan")
+    x = {
+        name: context.shard_sequence(t, mesh, dim=token_axis(name))
+        for name, t in whole.items()
+        if token_axis(name) is not None
+    }
+    x["query"].requires_grad_()
+    out = plain(mesh, x)
+    out.backward(context.shard_sequence(whole["do"], mesh))
+    put = lambda t: context.unshard_sequence(t, mesh, length=case.length)
+    return {"out": put(out), "d query": put(x["query"].grad)}
+
+
+def by_kv_head() -> dict[str, torch.Tensor]:
+    """Two ranks a sequence, two a key/value head, through a checkpoint."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "heads"))
+    case, head = Case(48), mesh["heads"].get_local_rank()
+    x, group = mine(case, mesh["context"]), HEADS // KV_HEADS
+    for name, width in (
+        ("query", group),
+        ("gates", group),
+        ("do", group),
+        ("key", 1),
+        ("value", 1),
+    ):
+        axis = 3 if name in ("key", "value") else 2
+        x[name] = x[name].narrow(axis, head * width, width).clone().requires_grad_(name != "do")
+    out = torch.utils.checkpoint.checkpoint(
+        lambda *t: plain(mesh["context"], dict(zip(NAMES, t, strict=False))),
+        *(x[name] for name in NAMES[:4]),
+        use_reentrant=False,
+    )
+    out.backward(x["do"])
+    put = lambda t, dim: context.unshard_sequence(t, mesh["context"], dim=dim, length=48)
+    return {"out": put(out, 1)} | {
+        f"d {name}": put(x[name].grad, token_axis(name)) for name in NAMES[:4]
+    }
+
+
+def layer(mesh: DeviceMesh | None = None) -> nsa_torch.NSAAttention:
+    torch.manual_seed(0)
+    return nsa_torch.NSAAttention(
+        16, HEADS, KV_HEADS, 8, 6, l=8, d=4, l_sel=8, n_sel=4, w=12, phi="mlp_pe",
+        phi_hidden=8, gate="sigmoid", context_mesh=mesh,
+    )  # fmt: skip
+
+
+def through_layer(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
+    """Output and gradients of a module on a packed row; the ranks' sums."""
+    rng = np.random.default_rng(0)
+    x, do = (torch.tensor(rng.normal(size=(1, 48, 16)), dtype=torch.float32) for _ in range(2))
+    module = layer(mesh)
+    if mesh is not None:
+        x, do = (context.shard_sequence(t, mesh) for t in (x, do))
+    x.requires_grad_()
+    out, _ = module(x, cu_seqlens=torch.tensor([0, 29, 48]))
+    out.backward(do)
+    found = {"out": out.detach(), "d x": x.grad}
+    if mesh is not None:
+        found = {name: context.unshard_sequence(t, mesh) for name, t in found.items()}
+    for name, parameter in module.named_parameters():
+        if mesh is not None:
+            dist.all_reduce(parameter.grad)
+        found[f"d {name}"] = parameter.grad
+    return found
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("context",))
+    results = {name: several(case, mesh) for name, case in CASES.items()}
+    for name, change in MUTANTS.items():
+        with changed(*change):
+            results[f"mutant {name}"] = several(MUTATED, mesh)
+    results["layer"] = through_layer(mesh)
+    results["heads"] = by_kv_head()
+    results["nan"] = with_nan(mesh)
+    results["errors"] = bad_input(mesh)
+    if rank == 3:
+        torch.save(results, folder / f"results.{rank}.pt")
+        os._exit(9)
+    start = time.monotonic()
+    x = mine(Case(48), mesh)
+    results["gone"] = raised(lambda: plain(mesh, x)), time.monotonic() - start
+    torch.save(results, folder / f"results.{rank}.pt")
+    os._exit(0)
