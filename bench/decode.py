@@ -64,7 +64,7 @@ FORCE = flags.DEFINE_string(
 PAGED = flags.DEFINE_enum(
     "paged",
     "auto",
-    ("auto", "triton", "gathered", "none"),
+    ("auto", "triton", "gathered", "mosaic", "none"),
     "What runs the step on a paged cache; none: it is not run.",
     **_own,
 )

@@ -1,10 +1,13 @@
 """A decode step on the Mosaic kernel, for either framework: one launch.
 
-It has not run on a GPU yet, so no plan takes it.
+It has not run on a GPU yet, so automatic choice does not take it (`paged_dispatch`).
 """
 
-from kernels_pallas.mosaic.capability import interpret
+from typing import Any
+
+from kernels_pallas.mosaic.capability import HOPPER, interpret
 from kernels_pallas.specs.decode import Decode, decode, with_variant
+from kernels_pallas.specs.decode import why_not as decode_why_not
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.paged_layout import PagedArrays
 from nsa_jax.types import Branches
@@ -27,37 +30,70 @@ def attention(
     Raises:
       NotImplementedError: there is no such kernel (`specs.decode.why_not`).
     """
-    config, (rows, pages) = cache.config, page_table.shape
+    (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
-    spec = Decode(
+    spec = _described(
         B=rows,
-        q_len=tokens // rows,
+        T=tokens // rows,
         H=heads,
         Hkv=cache.kv_heads,
         D=width,
         Dv=cache.selected_value.shape[3],
-        compress_block=config.compress_block,
-        stride=config.compress_stride,
-        block=config.select_block,
-        n=config.num_selected,
-        num_initial=config.num_initial,
-        num_local=config.num_local,
-        window=config.window,
-        pages=cache.num_pages,
-        table_pages=pages,
         dtype=dtype_name(query),
+        config=config,
+        pool=cache.num_pages,
+        table_pages=pages,
         scale=float(width**-0.5 if scale is None else scale),
-        separate_gates=True,
-        interpret=interpret.get(),
     )
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
-    return ops.run(
-        decode(with_variant(spec)),
+    out, indices = ops.run(
+        decode(spec),
         query,
         *map(ops.to_float32, gates),
         *(page_table, lengths),
         *compressed,
         *selected,
         *cache.sliding,
+    )
+    return out, indices
+
+
+def why_not(problem: Any) -> str | None:
+    """Why the kernel cannot run a paged call, or None: `T` queries a row of `S` tokens."""
+    if problem.packed:
+        return "takes the same 1 to 8 queries for each row, got rows of different numbers"
+    if not interpret.get() and problem.platform not in ("gpu", "cuda"):
+        return f"needs a Hopper GPU, got {problem.platform}"
+    if not interpret.get() and problem.capability != HOPPER:
+        return f"needs compute capability {HOPPER}, got {problem.capability}"
+    pages = problem.S // problem.config.select_block
+    names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
+    sizes = {name: getattr(problem, name) for name in names}
+    return decode_why_not(_described(**sizes, pool=pages, table_pages=pages, scale=1.0))
+
+
+def _described(*, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale) -> Decode:
+    return with_variant(
+        Decode(
+            B=B,
+            q_len=T,
+            H=H,
+            Hkv=Hkv,
+            D=D,
+            Dv=Dv,
+            compress_block=config.compress_block,
+            stride=config.compress_stride,
+            block=config.select_block,
+            n=config.num_selected,
+            num_initial=config.num_initial,
+            num_local=config.num_local,
+            window=config.window,
+            pages=pool,
+            table_pages=table_pages,
+            dtype=dtype,
+            scale=scale,
+            separate_gates=True,
+            interpret=interpret.get(),
+        )
     )

@@ -96,9 +96,7 @@ class Inputs:
     scale: float | None
 
 
-REGISTRY = paged_dispatch.registry(
-    "jax", "nsa_jax.paged_attend:on_triton", "nsa_jax.paged_attend:gathered"
-)
+REGISTRY = paged_dispatch.registry("jax", "nsa_jax.paged_attend", paged_dispatch.why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:
@@ -116,14 +114,21 @@ def _problem(inputs: Inputs) -> Problem:
 
 def on_triton(inputs: Inputs, max_seqlen_q=None, implementation=None):
     """The output on Triton kernels; the rest is for other rows."""
-    return with_indices(inputs)[0]
+    return with_indices("triton", inputs)[0]
 
 
-def with_indices(inputs: Inputs):
-    """The same, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
-    from nsa_jax import triton, triton_decode
+def on_mosaic(inputs: Inputs, max_seqlen_q=None, implementation=None):
+    """The output on the Mosaic kernel; the rest is for other rows."""
+    return with_indices("mosaic", inputs)[0]
+
+
+def with_indices(name: str, inputs: Inputs):
+    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
+    from nsa_jax import mosaic_decode, triton, triton_decode
 
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
+    if name == "mosaic":
+        return mosaic_decode.attention(OPS, *arguments, inputs.scale)
     return triton_decode.attention(triton.OPS, *arguments, inputs.scale)
 
 

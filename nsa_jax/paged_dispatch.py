@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import kernels_pallas
+from nsa_jax import mosaic_decode
 from nsa_jax.dispatch import Choice, Implementation, Problem, Registry
 
 DECODE = "decode"  # the step
@@ -15,15 +16,29 @@ GATHERED = "gathered"
 
 def registry(
     framework: str,
-    triton: str,
-    gathered: str,
-    why_not: Callable[[Problem], str | None] = functools.partial(
-        kernels_pallas.why_not, "triton"
-    ),
+    module: str,
+    why_not: Callable[[str, Problem], str | None],
 ) -> Registry:
-    """The table of a framework, from the targets of its implementations."""
-    kernels = Implementation("triton", triton, why_not)
-    return Registry(framework, {DECODE: (kernels, Implementation(GATHERED, gathered))})
+    """The table of a framework.
+
+    Args:
+      module: which has a function for each implementation.
+      why_not: of kernels by name, what the framework's arrays add.
+    """
+    triton, mosaic = (
+        Implementation(name, f"{module}:on_{name}", functools.partial(why_not, name))
+        for name in ("triton", "mosaic")
+    )
+    gathered = Implementation(GATHERED, f"{module}:{GATHERED}")
+    # Mosaic's kernel has not run on a GPU: behind what always can, so that it must be named.
+    return Registry(framework, {DECODE: (triton, gathered, mosaic)})
+
+
+def why_not(name: str, problem: Problem) -> str | None:
+    """Why kernels on pages cannot run a paged call, or None."""
+    if name == "mosaic":
+        return mosaic_decode.why_not(problem)
+    return kernels_pallas.why_not(name, problem)
 
 
 def choose(

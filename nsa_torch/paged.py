@@ -163,10 +163,10 @@ def append(
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
     if _appends_by_kernel(cache, implementation):
-        from nsa_torch import triton_decode
+        from nsa_torch import triton_append
 
         means = params == (None, None)
-        triton_decode.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
+        triton_append.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
         if not means:
             _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
         return

@@ -3,13 +3,17 @@ same few queries (decode), else on rows gathered from the pages, by the steps of
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import kernels_pallas
-from nsa_jax import paged_dispatch, paged_layout, validate_paged
+from nsa_jax import (
+    mosaic_decode,
+    paged_dispatch,
+    paged_layout,
+    triton_decode,
+    validate_paged,
+)
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.paged_layout import first_slot, slots_of
@@ -102,17 +106,12 @@ class Inputs:
     scale: float | None
 
 
-def _triton_why_not(problem: Any) -> str | None:
-    reason = kernels_pallas.why_not("triton", problem)
+def _why_not(name: str, problem: Problem) -> str | None:
+    reason = paged_dispatch.why_not(name, problem)
     return reason or (problem.strided and f"needs {problem.strided}")
 
 
-REGISTRY = paged_dispatch.registry(
-    "torch",
-    "nsa_torch.triton_decode:attention",
-    "nsa_torch.paged_attend:gathered",
-    _triton_why_not,
-)
+REGISTRY = paged_dispatch.registry("torch", "nsa_torch.paged_attend", _why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:
@@ -131,6 +130,26 @@ def _problem(inputs: Inputs) -> Problem:
         packed=not same,
         cached=True,
     )
+
+
+def on_triton(inputs: Inputs, max_seqlen_q: int | None = None, implementation=None) -> Tensor:
+    """The output on Triton kernels; the rest is for other rows."""
+    return with_indices("triton", inputs)[0]
+
+
+def on_mosaic(inputs: Inputs, max_seqlen_q: int | None = None, implementation=None) -> Tensor:
+    """The output on the Mosaic kernel; the rest is for other rows."""
+    return with_indices("mosaic", inputs)[0]
+
+
+def with_indices(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
+    arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
+    if name == "mosaic":
+        return mosaic_decode.attention(OPS, *arguments, inputs.scale)
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    return triton_decode.attention(TRITON_OPS, *arguments, inputs.scale)
 
 
 def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Tensor:

@@ -21,7 +21,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
 from nsa_jax.triton_ops import compiled_for
 from nsa_jax.types import Branches
-from nsa_torch import paged, paged_attend, triton_decode
+from nsa_torch import paged, paged_attend
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -101,7 +101,7 @@ class Call:
 
 
 def check(call: Call, atol: float):
-    out, indices = triton_decode.attention_with_indices(call.inputs())
+    out, indices = paged_attend.with_indices("triton", call.inputs())
     want = call.expected()
     found = out.double().cpu().numpy().reshape(want.shape)
     assert np.isfinite(found).all()
@@ -143,7 +143,7 @@ def test_narrow_dtypes(dtype):
 @kernel
 def test_blocks_are_those_of_the_reference():
     call = CASES["several queries"]
-    _, indices = triton_decode.attention_with_indices(call.inputs())
+    _, indices = paged_attend.with_indices("triton", call.inputs())
     rows, sizes = call.rows, call.rows.sizes
     indices = indices.reshape(len(rows.lengths), 3, sizes.Hkv, -1).cpu()
     for b, n in enumerate(rows.lengths):
@@ -224,9 +224,9 @@ def test_a_row_depends_on_nothing_else():
         setattr(
             alone, name, found[:1] if name in ("query", "gates") else [x[:1] for x in found]
         )
-    first, indices = triton_decode.attention_with_indices(Call(rows, 1).inputs())
+    first, indices = paged_attend.with_indices("triton", Call(rows, 1).inputs())
     for other in (Call(rows, 1, width=6, seed=3), Call(alone, 1, width=20)):
-        found = triton_decode.attention_with_indices(other.inputs())
+        found = paged_attend.with_indices("triton", other.inputs())
         assert torch.equal(found[0][:1], first[:1])
         assert torch.equal(found[1][:1], indices[:1])
 
@@ -271,7 +271,7 @@ def test_one_graph_serves_growing_rows():
     def step():
         at = inputs.page_table, inputs.lengths
         nsa_torch.append(inputs.cache, key, value, *at)
-        return triton_decode.attention(inputs)
+        return paged_attend.on_triton(inputs)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -315,6 +315,11 @@ def test_choice_on_posed_devices():
     for posed, want in (((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "gathered")):
         assert registry.choose(problem(capability=posed)).implementation == want
         assert registry.choose(problem(capability=posed), "triton").implementation == "triton"
+    assert registry.choose(problem(capability=(9, 0)), "mosaic").implementation == "mosaic"
+    with pytest.raises(NotImplementedError, match="needs compute capability"):
+        registry.choose(problem(), "mosaic")
+    with pytest.raises(NotImplementedError, match="H / Hkv of 1 to 16, got 32"):
+        registry.choose(problem(capability=(9, 0), H=128), "mosaic")
     strided = problem(strided="cache contiguous")
     assert registry.choose(strided).implementation == "gathered"
 

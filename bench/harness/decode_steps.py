@@ -179,14 +179,11 @@ class Paged:
         """The blocks that kernels on pages select, int32 `[B, 1, Hkv, n]`; None: those of the
         contiguous cache.
         """
-        if self.name != "triton":
+        if self.name == "gathered":
             return None
         inputs = self._attend.Inputs(*self._arguments(), None, None)
-        if self.cached.torch:
-            from nsa_torch.triton_decode import attention_with_indices as run
-        else:
-            from nsa_jax.paged_attend import with_indices as run
-        return jnp.asarray(self.runner.numpy(run(inputs)[1]))[:, None]
+        _, found = self._attend.with_indices(self.name, inputs)
+        return jnp.asarray(self.runner.numpy(found))[:, None]
 
     def _arguments(self):
         return *self._queries(), self.cache, *self.at
