@@ -28,11 +28,15 @@ CHOSEN = {
     "odd-chunks": (1, 4, 2),
     "packed": (1, 4, 2),
 }
-# All-gathers in a program with its backward pass, which gathers keys and values once more.
-GATHERS = {"zigzag": 12 + 4, "contiguous": 12 + 4, "odd-chunks": 6 + 2, "packed": 12 + 4}
 SPECS = {"query": P("data", "context", "heads"), "gates": P("data", "context", "heads")}
 SPECS |= {name: P(None, "data", "context", "heads") for name in ("key", "value")}
 SPECS |= {"do": SPECS["query"], "segments": P(None, "context")}
+
+
+def gathered_again(name: str) -> int:
+    """All-gathers of the backward pass: the keys and the values of each head of a device."""
+    case, (_, _, heads) = CASES[name], CHOSEN[name]
+    return worker.KV_HEADS // heads * 2 * (2 if case.separate else 1)
 
 
 def segments(case: Case):
@@ -82,12 +86,15 @@ def with_gradients(function, x):
         return out, others, pull_back(do)[0]
 
     do = x.pop("do")
-    traced = run.trace(x, do)
+    traced, forward = run.trace(x, do), jax.jit(function).trace(x)
     out, (k_cmp, indices), grads = traced.lower().compile()(x, do)
-    gathers = str(traced.jaxpr).count("all_gather[")
-    return {"gathers": gathers, "out": out, "k_cmp": k_cmp, "indices": indices} | {
-        f"d {name}": grad for name, grad in grads.items()
-    }
+    gathers = [str(each).count("all_gather[") for each in (traced.jaxpr, forward.jaxpr)]
+    return {
+        "gathers": gathers[0] - gathers[1],
+        "out": out,
+        "k_cmp": k_cmp,
+        "indices": indices,
+    } | {f"d {name}": grad for name, grad in grads.items()}
 
 
 def axis_of(name: str) -> int:

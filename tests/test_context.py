@@ -170,8 +170,7 @@ def on_devices(*names: str) -> dict[str, dict]:
 def assert_devices_equal_one(found: dict[str, dict], names: set[str]) -> None:
     assert found.keys() == names
     for name, apart in found.items():
-        # Forward; and again, of keys and values only, backward.
-        assert apart.pop("gathers") == context_devices.GATHERS[name]
+        assert apart.pop("gathers") == context_devices.gathered_again(name)
         assert apart.pop("indices") == 0
         assert {"out", "k_cmp", "d query", "d key", "d value", "d gates"} <= apart.keys()
         assert max(apart.values()) < TOLERANCE, name
