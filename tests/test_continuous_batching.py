@@ -149,6 +149,15 @@ def test_pages_go_with_the_manager():
     assert not list(continuous._pages)
 
 
+def test_another_manager_is_refused(monkeypatch):
+    """That of later versions, which copies pages by another function."""
+    monkeypatch.delattr(continuous.PagedAttentionCache, "copy_cache")
+    with pytest.raises(NotImplementedError, match=r"transformers 5\.17, got \d"):
+        continuous_batching_config(model().config)
+    with pytest.raises(NotImplementedError, match="keeps its pages in another order"):
+        model()(torch.ones(1, 1, dtype=torch.long), cache=object(), cu_seq_lens_q=None)
+
+
 def test_bad_configurations():
     config = model().config
     with pytest.raises(ValueError, match="block_size must be select_block=16, got 32"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
@@ -32,6 +33,15 @@ _pages: weakref.WeakKeyDictionary[PagedAttentionCache, dict[int, PagedCache]]
 _pages = weakref.WeakKeyDictionary()
 
 
+def check_version() -> None:
+    """Raises NotImplementedError where transformers keeps its pages in another way."""
+    if not hasattr(PagedAttentionCache, "copy_cache"):
+        raise NotImplementedError(
+            "generate_batch on NSA needs the paged cache of transformers 5.17, got "
+            f"{transformers.__version__}, which keeps its pages in another order"
+        )
+
+
 def continuous_batching_config(
     config: NSAModelConfig, **options: Any
 ) -> ContinuousBatchingConfig:
@@ -44,6 +54,7 @@ def continuous_batching_config(
       options: other fields of it; `block_size` must be `config.select_block` where it is given,
         `max_memory_percent` counts all pages.
     """
+    check_version()
     size = config.select_block
     if options.setdefault("block_size", size) != size:
         raise ValueError(f"block_size must be select_block={size}, got {options['block_size']}")

@@ -23,7 +23,7 @@ from nsa_torch import geometry
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.huggingface.continuous import ContinuousBatch
+from nsa_torch.huggingface.continuous import ContinuousBatch, check_version
 from nsa_torch.huggingface.rows import Rows, rows
 from nsa_torch.module import MLP, Gate, NSAAttention, apply_rope, reset_pool
 
@@ -270,6 +270,7 @@ class NSAModel(NSAPreTrainedModel):
 
     def _continuous(self, x, mask, position, cu_seq_lens_q, **paged):
         """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
+        check_version()
         batch = ContinuousBatch(self.config, position, mask, cu_seq_lens_q, **paged)
         for layer in self.layers:
             x = layer(x, batch)
