@@ -312,7 +312,8 @@ def _best_blocks(
             carry = tl.sum(probs * rest[None, :], axis=1)
             before = tl.gather(carry, tl.maximum(block - 1, 0), axis=0)
             score += tl.where(block == 0, carried, before)
-            carried += tl.sum(tl.where(block == BLOCKS - 1, carry, 0.0), axis=0) - carried
+            last = tl.sum(tl.where(block == BLOCKS - 1, carry, 0.0), axis=0)
+            carried = tl.zeros([1], tl.float32) + last
         local = first + block
         bits = tl.where(score > 0.0, score, 0.0).to(tl.int32, bitcast=True)
         forced = (local < NUM_INITIAL) | (local > own - NUM_LOCAL)
