@@ -21,7 +21,7 @@ from nsa_jax.fused import Inputs, Residuals, Steps
 from nsa_jax.gradients import RowResiduals
 from nsa_jax.types import Branches
 from nsa_torch import operators
-from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.replay import Replayed
 
 NUM_INPUTS = 10  # tensors of `Inputs`
@@ -32,9 +32,9 @@ INPUTS = (
     "Tensor? block_indices, bool clean"
 )
 BRANCHES = (
-    ("compressed", operators.THREE, MosaicLayout.seen_compressed),
-    ("selected", operators.CHOSEN, MosaicLayout.seen_tokens),
-    ("sliding", operators.THREE, MosaicLayout.seen_tokens),
+    ("compressed", operators.THREE, KernelLayout.seen_compressed),
+    ("selected", operators.CHOSEN, KernelLayout.seen_tokens),
+    ("sliding", operators.THREE, KernelLayout.seen_tokens),
 )
 
 
@@ -68,7 +68,7 @@ class KernelPath:
         self._define()
 
     def _layout(self, query, place, clean=False):
-        return MosaicLayout(query, *place, clean=clean or self.masks)
+        return KernelLayout(query, *place, clean=clean or self.masks)
 
     # One branch, or the selection alone.
 

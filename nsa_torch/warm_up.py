@@ -19,7 +19,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_attention import Inputs
 from nsa_jax.types import Branches
 from nsa_torch import operators
-from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.torch_ops import TorchOps, device_name
 
 
@@ -79,7 +79,7 @@ def kernels_of(
     inputs = Inputs(query, key, value, Branches(gate, gate, gate))
     cu_seqlens = tensor(2, dtype=torch.int32) if layer.packed else None
     place = operators.arguments(layer.config, keys, cu_seqlens, layer.scale)
-    layout = MosaicLayout(query, *place)
+    layout = KernelLayout(query, *place)
     arguments = *layout.rest, layout.num_blocks(key.compressed)
     if not layer.gradients:
         mosaic_attention.forward(ops, inputs, None, *arguments)

@@ -9,7 +9,7 @@ from absl import flags as absl_flags
 
 import kernels_pallas
 import nsa_jax
-from nsa_jax import flags
+from nsa_jax import flags, policy
 from nsa_jax.dispatch import REGISTRY, STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax.jax_problem import problem_of
 from nsa_torch import dispatch as torch_dispatch
@@ -162,3 +162,20 @@ def test_flags():
             flags.implementation(REGISTRY, at)
     finally:
         values.selected_kernel, values.on_unsupported = saved
+
+
+def test_a_choice_that_is_kept_follows_the_thresholds(monkeypatch):
+    """On a GPU calls alike are planned once, until what decides changes."""
+    plans, found = [], ("sdpa",) * 4 + (None, False)
+    monkeypatch.setattr(torch_dispatch, "_planned", lambda *asked: plans.append(asked) or found)
+    torch_dispatch._planned_before.cache_clear()
+    problem = ("cuda", 0), "bfloat16"
+    for _ in range(2):
+        assert torch_dispatch._chosen(None, None, *problem) == found
+    assert len(plans) == 1
+    with policy.overridden(policy.Thresholds(sel_min_len=3), "a test"):
+        torch_dispatch._chosen(None, None, *problem)
+    assert len(plans) == 2
+    torch_dispatch._chosen(None, None, *problem)
+    assert len(plans) == 2
+    torch_dispatch._planned_before.cache_clear()

@@ -34,7 +34,7 @@ def everything(x, y, others, number):
 
 
 def shared(count):
-    """As `MosaicLayout.cached`."""
+    """As `KernelLayout.cached`."""
     make = lambda: [torch.arange(count, dtype=torch.float32)[None, :1]]
     get = lambda: SHARED.get(("test_replay", count), DEVICE, make)
     noted = replay.recording()

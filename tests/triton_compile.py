@@ -26,7 +26,7 @@ from nsa_jax.gradients import RowResiduals
 from nsa_jax.paged_layout import PagedArrays
 from nsa_jax.types import Branches
 from nsa_torch import operators
-from nsa_torch.mosaic_layout import MosaicLayout
+from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.triton_ops import TritonOps
 from tests.inputs import PAPER
 
@@ -87,7 +87,7 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     config, count = case.config, case.config.num_compressed(case.S)
     query = array(case.B, case.T, case.H, case.D)
     cu_seqlens = array(3, dtype=torch.int32) if packed else None
-    layout = MosaicLayout(query, *operators.arguments(config, case.S, cu_seqlens, None))
+    layout = KernelLayout(query, *operators.arguments(config, case.S, cu_seqlens, None))
     pairs = [
         (array(case.B, n, case.Hkv, case.D), array(case.B, n, case.Hkv, case.Dv))
         for n in (count, case.S)

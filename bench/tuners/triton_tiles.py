@@ -166,11 +166,11 @@ class Kernels:
     @functools.cached_property
     def _layout(self):
         from nsa_torch import operators
-        from nsa_torch.mosaic_layout import MosaicLayout
+        from nsa_torch.kernel_layout import KernelLayout
 
         config, length = self.settings.nsa, self.settings.runtime.seq_len
         place = operators.arguments(config, length, None, None)
-        return MosaicLayout(self._arrays["sliding"][0], *place, clean=True)
+        return KernelLayout(self._arrays["sliding"][0], *place, clean=True)
 
     def _problem(self, kernel: str) -> Problem:
         """The sizes of the branch, without measured tiles."""

@@ -1,4 +1,4 @@
-"""`nsa_jax.array_ops.QueryLayout` of torch tensors, int32, for the operators of `mosaic`.
+"""`nsa_jax.array_ops.QueryLayout` of torch tensors, int32, for operators on kernels.
 
 Where sizes alone decide it, it is made once for all calls alike (`nsa_torch.shared`).
 """
@@ -15,7 +15,7 @@ from nsa_torch.geometry import geometry
 from nsa_torch.shared import SHARED
 
 
-class MosaicLayout:
+class KernelLayout:
     """Where the queries of one call stand; `[B, T]` int32 each.
 
     Args:
