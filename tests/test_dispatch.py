@@ -9,10 +9,12 @@ from absl import flags as absl_flags
 
 import kernels_pallas
 import nsa_jax
-from nsa_jax import flags, policy
+from nsa_jax import flags, paged_attend, policy
 from nsa_jax.dispatch import REGISTRY, STEPS, WHOLE, Implementation, Problem, Registry
 from nsa_jax.jax_problem import problem_of
+from nsa_jax.paged_dispatch import DECODE
 from nsa_torch import dispatch as torch_dispatch
+from nsa_torch import paged_attend as torch_paged_attend
 from nsa_torch.dispatch import REGISTRY as TORCH_REGISTRY
 from tests.inputs import SMALL, Case, problem
 
@@ -70,8 +72,9 @@ def test_kernels_say_why_they_refuse():
 
 
 def test_every_registered_kernel_is_there():
+    paged = paged_attend.REGISTRY, torch_paged_attend.REGISTRY
     for name, step in kernels_pallas.KERNELS:
-        for registry in (REGISTRY, TORCH_REGISTRY):
+        for registry in paged if step == DECODE else (REGISTRY, TORCH_REGISTRY):
             entry = registry.entry(step, name)
             assert entry and callable(entry.load())
     at = PROBLEM._replace(branch="selected")

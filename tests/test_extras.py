@@ -66,11 +66,16 @@ def test_a_missing_package_names_its_extra(statement, hidden, extra):
 
 
 def test_a_package_has_one_bound():
+    """What tests install may be narrower."""
     bounds = {}
-    for line in itertools.chain(PROJECT["dependencies"], *EXTRAS.values()):
+    others = (lines for extra, lines in EXTRAS.items() if extra != "test")
+    for line in itertools.chain(PROJECT["dependencies"], *others):
         requirement = Requirement(line)
         bounds.setdefault(requirement.name, set()).add(str(requirement.specifier))
     assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
+    for requirement in map(Requirement, EXTRAS["test"]):
+        for bound in bounds.get(requirement.name, ()):
+            assert set(requirement.specifier) >= set(Requirement(f"x{bound}").specifier)
 
 
 def test_every_package_of_the_checkout_is_installed():
