@@ -48,7 +48,7 @@ def prompts():
     return [*found, found[1][:32] + [3, 4]]  # the first two pages of another
 
 
-def generated(model, prompts, tokens=12, name="paged|nsa", batch=24, **options):
+def generated(model, prompts, tokens=6, name="paged|nsa", batch=24, **options):
     """New tokens of each request, in their order."""
     options = {"do_sample": False, "eos_token_id": -1} | options
     greedy = GenerationConfig(max_new_tokens=tokens, **options)
@@ -66,7 +66,7 @@ def generated(model, prompts, tokens=12, name="paged|nsa", batch=24, **options):
     return found
 
 
-def alone(model, prompt, tokens=12):
+def alone(model, prompt, tokens=6):
     greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False)
     out = model.generate(torch.tensor([prompt]), generation_config=greedy)
     return out[0, len(prompt) :].tolist()
@@ -74,8 +74,8 @@ def alone(model, prompt, tokens=12):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"attention": ("nsa", "dense")}, {"phi": "mlp"}],
-    ids=["nsa", "with a dense layer", "learned phi"],
+    [{}, {"attention": ("nsa", "dense"), "phi": "mlp"}],
+    ids=["nsa", "with a dense layer and learned phi"],
 )
 def test_text_is_that_of_generate(changes):
     """Prompts longer than a step (24 tokens), shorter ones and decode in the same steps."""
