@@ -236,19 +236,23 @@ def test_a_row_depends_on_nothing_else():
     ("launch", "change"),
     [
         ("partials", {"WINDOW": 10}),
-        ("partials", {"COMPRESS_BLOCK": 12}),
+        ("partials", {"scale": 1.01}),
+        ("finish", {"scale": 1.01}),
         ("finish", {"NUM_LOCAL": 0}),
         ("finish", {"SPLIT": 32}),
     ],
     ids=str,
 )
 def test_mutants_are_caught(launch, change, monkeypatch):
-    """A constant of one launch is wrong."""
+    """A constant of one launch is wrong, or its scale. None reads what was never written."""
     whole = getattr(decode_descriptions.Decode, launch)
 
     def wrong(self, pool):
         found = whole(self, pool)
-        return dataclasses.replace(found, constants=found.constants | change)
+        *sizes, scale = found.scalars
+        scalars = *sizes, scale * change.get("scale", 1.0)
+        constants = {k: change.get(k, x) for k, x in found.constants.items()}
+        return dataclasses.replace(found, constants=constants, scalars=scalars)
 
     monkeypatch.setattr(decode_descriptions.Decode, launch, wrong)
     with pytest.raises(AssertionError):
