@@ -5,6 +5,7 @@ The twin of `nsa_torch.paged`, where the words are explained. Nothing is written
 its memory. All sizes are static: one compilation serves growing lengths.
 """
 
+import functools
 from typing import Any, Self
 
 import jax
@@ -44,13 +45,9 @@ class PagedCache(PagedArrays):
         dtype: Any = jnp.bfloat16,
         separate: bool = False,
     ):
+        zeros = functools.partial(jnp.zeros, dtype=dtype)
         sizes = num_pages, kv_heads, key_width, value_width
-        names = ("num_pages", "kv_heads", "key_width", "value_width")
-        validate.configuration(config)
-        validate.sizes(**dict(zip(names, sizes, strict=True)))
-        found = paged_layout.shapes(*sizes, config, separate)
-        zeros = {name: None if x is None else jnp.zeros(x, dtype) for name, x in found.items()}
-        super().__init__(config, **zeros)
+        super().__init__(config, **paged_layout.allocate(zeros, *sizes, config, separate))
 
     def tree_flatten(self):
         return [getattr(self, name) for name in ARRAYS], self.config

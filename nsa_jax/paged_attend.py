@@ -2,9 +2,6 @@
 same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
 """
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 
 from nsa_jax import api, jax_problem, paged_dispatch, paged_layout, validate_paged
@@ -13,6 +10,7 @@ from nsa_jax.dispatch import REGISTRY as ATTENTION
 from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.paged import PagedCache
+from nsa_jax.paged_dispatch import Inputs
 from nsa_jax.paged_layout import first_slot, slots_of
 from nsa_jax.types import Branches
 
@@ -72,44 +70,25 @@ def explain(
     return _choose(inputs, implementation)[0]
 
 
-def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> "Inputs":
+def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
     gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 
-def _choose(inputs: "Inputs", implementation: str | None) -> tuple[Choice, str | None]:
+def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | None]:
     problem = _problem(inputs)
     return paged_dispatch.choose(REGISTRY, ATTENTION, problem, implementation)
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of `paged_attention`, checked."""
-
-    query: Any
-    gates: Branches
-    cache: PagedCache
-    page_table: Any
-    lengths: Any
-    cu_seqlens_q: Any
-    scale: float | None
 
 
 REGISTRY = paged_dispatch.registry("jax", "nsa_jax.paged_attend", paged_dispatch.why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:
-    """`B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
-    cache, (rows, pages) = inputs.cache, inputs.page_table.shape
-    same, width = inputs.cu_seqlens_q is None, cache.selected_value.shape[-1]
-    capacity = pages * cache.config.select_block
-    query = inputs.query[None]
-    problem = jax_problem.problem_of(
-        query, cache.kv_heads, capacity, width, cache.config, not same
-    )
-    length = inputs.query.shape[0] // rows if same else 0
-    return problem._replace(B=rows, T=length, cached=True, requires_grad=False)
+    cache = inputs.cache
+    sizes = cache.kv_heads, inputs.capacity, cache.selected_value.shape[-1]
+    problem = jax_problem.problem_of(inputs.query[None], *sizes, cache.config, False)
+    return inputs.posed(problem)._replace(requires_grad=False)
 
 
 def on_triton(inputs: Inputs, max_seqlen_q=None, implementation=None):
@@ -136,7 +115,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     """Each row's pages side by side, then the steps of `attention`."""
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
-    capacity = table.shape[1] * config.select_block
+    capacity = inputs.capacity
     if cu_seqlens_q is None:
         length = query.shape[0] // rows
     else:

@@ -3,15 +3,42 @@
 `gathered` runs on any implementation of `attention`, whose names are taken here too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import kernels_pallas
 from nsa_jax import mosaic_decode
 from nsa_jax.dispatch import Choice, Implementation, Problem, Registry
+from nsa_jax.types import Branches
 
 DECODE = "decode"  # the step
 GATHERED = "gathered"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of `paged_attention`, checked; `gates`: `Branches` of `[N, H]`."""
+
+    query: Any
+    gates: Branches
+    cache: Any  # the framework's `PagedCache`
+    page_table: Any
+    lengths: Any
+    cu_seqlens_q: Any
+    scale: float | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row's table has room for."""
+        return self.page_table.shape[1] * self.cache.config.select_block
+
+    def posed(self, problem: Problem) -> Problem:
+        """`problem` of `B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
+        rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
+        length = self.query.shape[0] // rows if same else 0
+        return problem._replace(B=rows, T=length, S=self.capacity, packed=not same, cached=True)
 
 
 def registry(

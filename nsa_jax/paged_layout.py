@@ -11,8 +11,10 @@ no page depends on the one after it, so that rows can share their first pages.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from nsa_jax import validate
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.config import NSAConfig
 
@@ -97,6 +99,28 @@ def shapes(
         missing = branch in ("sliding", "raw") and not separate
         found[name] = None if missing else (num_pages, count, kv_heads, sizes[kind])
     return found
+
+
+def allocate(
+    zeros: Callable[[tuple[int, ...]], Any],
+    num_pages: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    config: NSAConfig,
+    separate: bool,
+) -> dict[str, Any]:
+    """Each of `ARRAYS`, made by `zeros`, or None.
+
+    Raises:
+      ValueError: a size that is not a positive int.
+    """
+    validate.configuration(config)
+    validate.sizes(
+        num_pages=num_pages, kv_heads=kv_heads, key_width=key_width, value_width=value_width
+    )
+    found = shapes(num_pages, kv_heads, key_width, value_width, config, separate)
+    return {name: None if shape is None else zeros(shape) for name, shape in found.items()}
 
 
 class Tokens(NamedTuple):

@@ -10,6 +10,7 @@ CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is pa
 The twin of `nsa_jax.paged`. Where things lie: `nsa_jax.paged_layout`.
 """
 
+import functools
 from typing import Self
 
 import torch
@@ -53,18 +54,9 @@ class PagedCache(PagedArrays):
         device: torch.device | str | None = None,
         separate: bool = False,
     ):
+        zeros = functools.partial(torch.zeros, dtype=dtype, device=device)
         sizes = num_pages, kv_heads, key_width, value_width
-        names = ("num_pages", "kv_heads", "key_width", "value_width")
-        validate.configuration(config)
-        validate.sizes(**dict(zip(names, sizes, strict=True)))
-        found = paged_layout.shapes(*sizes, config, separate)
-        super().__init__(
-            config,
-            **{
-                name: None if x is None else torch.zeros(x, dtype=dtype, device=device)
-                for name, x in found.items()
-            },
-        )
+        super().__init__(config, **paged_layout.allocate(zeros, *sizes, config, separate))
 
     @classmethod
     def view(
@@ -108,7 +100,7 @@ class PagedCache(PagedArrays):
         own = [torch.zeros_like(x) for x in arrays[:2] * 2] if separate else []
         PagedArrays.__init__(cache, config, *arrays, *own)
         validate_paged.pages(cache)
-        checks.devices(key_pages, {name: x for name, x in cache.tensors().items()})
+        checks.devices(key_pages, cache.tensors())
         return cache
 
     def tensors(self) -> dict[str, Tensor]:
@@ -168,18 +160,18 @@ def append(
         means = params == (None, None)
         triton_append.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
         if not means:
-            _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
+            tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+            _compress(cache, page_table, tokens, params)
         return
-    config, pool = cache.config, cache.num_pages
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    at = paged_layout.places(page_table, *tokens, config.select_block, pool)
+    at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
     raw_pages = [(cache.selected_key, key.selected), (cache.selected_value, value.selected)]
     if cache.separate:
         raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
         raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
     for pages, new in raw_pages:
         _write(pages, at, new)
-    _compress(cache, page_table, lengths, cu_seqlens_q, count, params)
+    _compress(cache, page_table, tokens, params)
 
 
 def _appends_by_kernel(cache: PagedCache, implementation: str | None) -> bool:
@@ -205,11 +197,10 @@ def append_why_not(pages: Tensor) -> str | None:
     return capability.append_why_not(capability_of(pages.device.index), pages.dtype)
 
 
-def _compress(cache, page_table, lengths, cu_seqlens_q, count, params) -> None:
-    """Makes the compressed tokens that the last `count` tokens have finished."""
+def _compress(cache, page_table, tokens, params) -> None:
+    """Makes the compressed tokens that these tokens, in their pages by now, have finished."""
     config, pool = cache.config, cache.num_pages
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
+    last = paged_layout.finished(OPS, tokens, page_table.shape[0], config)
     row, position = (x[last.token] for x in tokens)
     back = OPS.arange(row, config.compress_block)
     window = position[:, None] - (config.compress_block - 1) + back  # [K, l]

@@ -2,8 +2,6 @@
 same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
 """
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from nsa_jax import (
 )
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Choice, Problem
+from nsa_jax.paged_dispatch import Inputs
 from nsa_jax.paged_layout import first_slot, slots_of
 from nsa_jax.types import Branches
 from nsa_torch import dispatch, functional
@@ -81,29 +80,16 @@ def explain(
     return _choose(inputs, implementation)[0]
 
 
-def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> "Inputs":
+def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
     gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 
-def _choose(inputs: "Inputs", implementation: str | None) -> tuple[Choice, str | None]:
+def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | None]:
     problem = _problem(inputs)
     return paged_dispatch.choose(REGISTRY, dispatch.REGISTRY, problem, implementation)
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of `paged_attention`, checked."""
-
-    query: Tensor
-    gates: Branches[Tensor]
-    cache: PagedCache
-    page_table: Tensor
-    lengths: Tensor
-    cu_seqlens_q: Tensor | None
-    scale: float | None
 
 
 def _why_not(name: str, problem: Problem) -> str | None:
@@ -115,21 +101,11 @@ REGISTRY = paged_dispatch.registry("torch", "nsa_torch.paged_attend", _why_not)
 
 
 def _problem(inputs: Inputs) -> Problem:
-    """`B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
-    cache, (rows, pages) = inputs.cache, inputs.page_table.shape
-    queries, same = inputs.query[None], inputs.cu_seqlens_q is None
-    width = cache.selected_value.shape[-1]
+    cache = inputs.cache
+    key, width = cache.selected_key, cache.selected_value.shape[-1]
     memory = {"query": inputs.query, **cache.tensors()}
-    problem = dispatch.problem_of(
-        queries, cache.selected_key, width, cache.config, False, memory
-    )
-    return problem._replace(
-        B=rows,
-        T=inputs.query.shape[0] // rows if same else 0,
-        S=pages * cache.config.select_block,
-        packed=not same,
-        cached=True,
-    )
+    arguments = inputs.query[None], key, width, cache.config, False, memory
+    return inputs.posed(dispatch.problem_of(*arguments))
 
 
 def on_triton(inputs: Inputs, max_seqlen_q: int | None = None, implementation=None) -> Tensor:
@@ -154,14 +130,9 @@ def with_indices(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Tensor:
     """Each row's pages side by side, then the steps of `attention`."""
-    query, cache, table, config = (
-        inputs.query,
-        inputs.cache,
-        inputs.page_table,
-        inputs.cache.config,
-    )
-    rows, lengths, cu_seqlens_q = table.shape[0], inputs.lengths, inputs.cu_seqlens_q
-    capacity = table.shape[1] * config.select_block
+    query, cache, table = inputs.query, inputs.cache, inputs.page_table
+    config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
+    capacity = inputs.capacity
     if cu_seqlens_q is None:
         length = query.shape[0] // rows
     elif max_seqlen_q is None:
@@ -170,7 +141,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
         length = max_seqlen_q
     length = max(length, 1)
     validate_paged.row_length(length, capacity)
-    lengths = lengths.clamp(max=capacity)
+    lengths = inputs.lengths.clamp(max=capacity)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
     padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
     there = padded.there[..., None]

@@ -138,6 +138,7 @@ def test_the_seeds_mode_env_runs(capsys, monkeypatch):
 
 def test_the_summary_of_what_decode_writes(folder, capsys):
     measured("torch", folder / "torch")
+    capsys.readouterr()  # of the command, where no test before has run it
     assert summarize.main(["summarize", str(folder / "torch" / "decode.csv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 
+from nsa_jax.types import Branches
 from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
@@ -176,5 +177,9 @@ def test_bad_configurations():
         continuous.ContinuousBatch(
             config, bounds, None, bounds, cache=Manager(), cu_seq_lens_k=bounds, **sizes
         )
+    mixed = Branches(None, "sdpa", None)
+    with pytest.raises(NotImplementedError, match="all branches by one implementation, got"):
+        continuous._one_name(mixed)
+    assert continuous._one_name(Branches.each("sdpa")) == "sdpa"
     with pytest.raises(ValueError, match="attends from pages"):
         continuous.dense_attention(None, *[bounds] * 4)

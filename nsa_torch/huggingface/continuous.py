@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from nsa_jax.types import Branches
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append
@@ -145,7 +146,6 @@ class ContinuousBatch:
         at = self.page_table, self.lengths
         params = attention.compress_params()
         append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
-        name = attention.implementation
         out = paged_attention(
             query[0],
             gates[0],
@@ -153,7 +153,7 @@ class ContinuousBatch:
             *at,
             starts,
             max_seqlen_q=self.max_seqlen_q,
-            implementation=name if isinstance(name, str) else None,
+            implementation=_one_name(attention.implementation),
         )
         return attention.out(out.flatten(1))[None]
 
@@ -179,17 +179,25 @@ class ContinuousBatch:
         return found[index]
 
 
+def _one_name(implementation: str | Branches[str | None] | None) -> str | None:
+    """The implementation of all branches, which attention from pages runs at once."""
+    names = set(Branches.each(implementation))
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"continuous batching runs all branches by one implementation, got {implementation}"
+        )
+    return names.pop()
+
+
 def _copy_all(cache: PagedAttentionCache, found: dict[int, PagedCache]) -> None:
     """Where transformers copies pages, as for requests that fork, ours are copied with them."""
     copy = cache.copy_cache
 
     def copy_cache(list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
         copy(list_source_blocks, list_forked_blocks)
+        blocks = list_source_blocks, list_forked_blocks
+        source, target = (torch.tensor(x, device=cache.device) for x in blocks)
         for pages in found.values():
-            device = pages.selected_key.device
-            source, target = (
-                torch.tensor(x, device=device) for x in (list_source_blocks, list_forked_blocks)
-            )
             pages.copy_pages(source, target)
 
     cache.copy_cache = copy_cache
