@@ -252,7 +252,7 @@ def test_nothing_is_written_without_a_page(framework):
     """Behind the table, through an entry of no page, of rows of length 0: the pool is as before."""
     sizes = Sizes()
     rows, paged = Rows(sizes, [64]), framework(sizes)
-    table = np.array([[3, POOL, -1, 5], [-1, -1, -1, -1]], np.int32)
+    table = np.array([[POOL, 3, -1, 5], [-1, -1, -1, -1]], np.int32)
     cut = functools.partial(rows.cut, begin=[0], end=[64], as_array=paged.array)
     starts, before = np.array([0, 64, 64], np.int32), paged.snapshot()
     paged.append(cut("key"), cut("value"), table, np.array([64, 0], np.int32), starts)
