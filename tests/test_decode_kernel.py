@@ -8,7 +8,12 @@ import pytest
 
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
-from kernels_pallas.mosaic import decode_exchange, decode_lane, decode_streams
+from kernels_pallas.mosaic import (
+    decode_exchange,
+    decode_lane,
+    decode_streams,
+    decode_topn,
+)
 from kernels_pallas.mosaic.capability import interpreted
 from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
 from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
@@ -214,9 +219,11 @@ MUTANTS = {
     "a selected block is not attended to": (body._Step, "choose", without_a_block),
     "nothing counts for the block before": (ClusterWarps, "read", without_following),
     "ties go to the higher block": (
-        ClusterWarps,
-        "smallest",
-        lambda self, x: self.word(np.where(x < 2**31 - 1, x, -1).max(-1, keepdims=True)),
+        decode_topn,
+        "_before",
+        lambda m, score, block, other_score, other: (
+            (score > other_score) | (m.same(score, other_score) & (block > other))
+        ),
     ),
     "a barrier expects too few bytes": (decode_exchange, "expected_bytes", fewer_bytes),
     "warps do not meet": (ClusterWarps, "sync_cta", lambda self: None),

@@ -186,6 +186,7 @@ class Decode:
             "stats": 2 * stats,
             "scores": 8 * max(scored, capacity + 1),
             "found": 8 * warps * self.found_slots,
+            "winners": 4 * LANES,
         }
         at, found = 0, {}
         for name, size in sizes.items():
