@@ -20,7 +20,7 @@ from tests.test_decode_kernel import CASES, compare
 
 COMPILED = [
     {"variant": [4, 4, 2, 128]},
-    {"variant": [8, 4, 2, 1024]},
+    {"variant": [2, 8, 2, 1024]},
     {"variant": [8, 8, 2, 2560]},
     {"variant": [4, 8, 2, 512], "D": 192},
     {

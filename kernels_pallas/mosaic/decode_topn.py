@@ -132,6 +132,7 @@ def _best_of_cluster(lane: Lane, rank: Any, score: Any, block: Any) -> Any:
     slots, found = spec.found_slots, lane.place("found")
     winners = lane.place("winners")
     own = found + lane.warp * (8 * slots)
+    m.sync_cta()  # what lies there has been read
     m.write_words(own + rank * 8, [score, block], only=rank < slots)
     m.write(winners + lane.lane * 4, NO_BLOCK, only=m.same(lane.warp, 0))
     m.sync_cta()

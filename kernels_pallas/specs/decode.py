@@ -21,7 +21,7 @@ PIECE = 512  # bytes that the lanes of a warp copy together, 16 each
 TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 BARRIERS = 8  # the last words of shared memory; four are used
-RESERVED = 1024  # of shared memory, for Mosaic
+RESERVED = 896  # of shared memory, for Mosaic, which rounds up to 1024
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 GATE_DTYPES = "float32", "bfloat16", "float16"
 
@@ -56,6 +56,8 @@ RESIDENT = {
     Variant(2, 8, 2, 512): 66,
     Variant(4, 8, 2, 512): 30,
     Variant(8, 4, 2, 1024): 28,
+    Variant(4, 8, 4, 1024): 30,
+    Variant(2, 8, 2, 1024): 66,
     Variant(4, 8, 2, 1024): 30,
     Variant(8, 8, 2, 2560): 14,
 }
@@ -171,8 +173,9 @@ class Decode:
     def offsets(self) -> dict[str, int]:
         """Where each part of shared memory begins, and where all end.
 
-        `partial_out` lies over the statistics of the first two exchanges and what the choice of
-        blocks needs: every warp of the cluster has read these before the third exchange ends.
+        What warps find lies over the statistics of the compressed branch, which the warps of the
+        CTA have read before. `partial_out` lies over these, those of the sliding branch and the
+        scores: every warp of the cluster has read them before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -185,14 +188,13 @@ class Decode:
             "selected_stats": stats,
             "stats": 2 * stats,
             "scores": 8 * max(scored, capacity + 1),
-            "found": 8 * warps * self.found_slots,
-            "winners": 4 * LANES,
         }
         at, found = 0, {}
         for name, size in sizes.items():
             found[name] = at
             at += cdiv(size, 64) * 64
-        found["partial_out"] = found["stats"]
+        found["partial_out"] = found["found"] = found["stats"]
+        found["winners"] = found["found"] + 8 * warps * self.found_slots
         found["barriers"] = max(at, found["stats"] + partial_out)
         return found | {"end": found["barriers"] + 8 * BARRIERS}
 
