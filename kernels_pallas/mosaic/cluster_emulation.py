@@ -203,10 +203,10 @@ class ClusterWarps(Warps):
     def copy(self, to, address, to_offset, offset):
         words = self._fetched(address + offset, 4)
         for i in range(4):  # it may arrive at once
-            places = self._shared(to, to_offset + 4 * i)
-            self._check_free(
-                *(np.broadcast_to(x, self.shape) for x in places), self._here(True)
+            cta, index = (
+                np.broadcast_to(x, self.shape) for x in self._shared(to, to_offset + 4 * i)
             )
+            self._check_free(cta, index, self._here(True))
         entry = [self._here(True).copy(), self.ended.copy(), self.word(to) + to_offset, words]
         self._arrive(*entry) if not self.late else self.copies.append(entry)
 
