@@ -32,7 +32,7 @@ def gradients(
     keys, values = ([pair[i] for pair in others] for i in range(2))
     if not config.num_compressed(length):
         return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
-    spec = _spec(*compressed, config, length, len(others))
+    spec = _spec(compressed[0], compressed[1], config, length, len(others))
     key, value = ops.run(merge_key_gradients(spec), *compressed, *keys, *values)
     return key, value
 
