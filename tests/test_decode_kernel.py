@@ -27,7 +27,7 @@ CASES = {
     "borders": (BORDERS, {"window": 512, "pages": 120}),
     "paper": ([2125, 0, 4097], {"variant": EIGHT_WARPS, "pages": 100}),
     "three queries": ([2, 1090], {"q_len": 3, "H": 8, "Hkv": 2}),  # G = 4
-    "one head": ([1100], {"H": 2, "Hkv": 2}),
+    "one head": ([1100], {"H": 2, "Hkv": 2, "D": 96}),
     "wide": ([1300], {"D": 192, "variant": Variant(4, 8, 2, 128), "scale": 192**-0.5}),
     "narrow": ([1300], {"D": 32, "Dv": 64, "H": 6, "Hkv": 1}),
     "long blocks": ([3001], {"stride": 8, "block": 128, "n": 8}),
@@ -185,7 +185,19 @@ def fewer_bytes(lane, work, expected=decode_exchange.expected_bytes):
     return [first - 8, *others]
 
 
+def refilled_at_once(self, turn, chosen):
+    """`Queue.refill`, not waiting for the lanes that still read the stage."""
+    end = self.total if chosen else self.limit
+    self.lane.m.when(turn < end, lambda: self._copy(turn, chosen))
+    self.lane.m.end_copies()
+
+
 MUTANTS = {
+    "a strip is copied over while it is read": (
+        decode_streams.Queue,
+        "refill",
+        refilled_at_once,
+    ),
     "a strip is read before it came": (
         ClusterWarps,
         "wait_for_copies",
