@@ -36,9 +36,9 @@ def kernels_of(preset: str) -> list[Kernel]:
     settings = configs.overlay(configs.load("base"), configs.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     found: dict[Kernel, None] = {}
-    # A forward pass is the same whether the branches share their tokens.
-    calls = {"gradients": False}, {"gradients": True}, {"gradients": True, "shared": True}
-    for length, call in itertools.product(LENGTHS, calls):
+    # Whether the branches share their tokens matters to one kernel, of gradients of any length.
+    calls = [(*call, True) for call in itertools.product(LENGTHS, (False, True))]
+    for length, gradients, shared in [*calls, (LENGTHS[0], True, False)]:
         kernels = kernel_list.kernels_of(
             length=length,
             heads=model["n_heads"],
@@ -47,8 +47,9 @@ def kernels_of(preset: str) -> list[Kernel]:
             value_width=model["d_v"],
             dtype=DTYPES[settings["runtime"]["precision"]],
             config=config,
+            gradients=gradients,
             compresses=True,
-            **call,
+            shared=shared,
         )
         found |= dict.fromkeys(x.for_any_length() for x in kernels)
     return list(found)

@@ -5,7 +5,6 @@ A kernel serves every length, so what is prepared once for a layer (heads, width
 prepares itself; `prepare` does it ahead.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -182,9 +181,11 @@ def prepare(
     sizes = heads, kv_heads, *widths, dtype, config, scale
     index = device.index or 0
     wanted: dict[Kernel, None] = {}
-    forms = [GIVEN] if packed else [SHARED, APART]
-    for length, form in itertools.product(lengths, forms):
-        for each in {False, gradients}:
-            layer = Layer(*sizes, each, packed, form)
-            wanted |= dict.fromkeys(kernels_of(layer, 1, length, length, index))
+    lengths, form = list(lengths), GIVEN if packed else SHARED
+    calls = [(length, each, form) for length in lengths for each in {False, gradients}]
+    if gradients and not packed:  # one kernel more, of any length
+        calls += [(length, True, APART) for length in lengths[:1]]
+    for length, each, form in calls:
+        layer = Layer(*sizes, each, packed, form)
+        wanted |= dict.fromkeys(kernels_of(layer, 1, length, length, index))
     return launch.prepare(list(wanted), device, jobs)

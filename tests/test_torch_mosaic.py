@@ -117,6 +117,19 @@ def test_means_are_part_of_attention(shared, monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
+def test_tokens_that_are_only_compressed_may_lie_anyhow():
+    """In place they cannot be read: a copy of them is, as elsewhere they are copied anyway."""
+    query, key, value, gates = (x.detach() for x in inputs(*SIZES))
+    strided = torch.cat([key, key], dim=-1)[..., : key.shape[-1]]
+    assert not strided.is_contiguous()
+    one, other = (
+        nsa_torch.attention(query, Branches(x, key, key), value, gates, config=FEW)
+        for x in (strided, key.clone())
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_branch_left_out_is_caught(monkeypatch):
     gradients = mosaic_compress.gradients
     monkeypatch.setattr(
