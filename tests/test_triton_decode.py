@@ -20,7 +20,6 @@ from nsa_jax import triton_decode as steps
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
 from nsa_jax.triton_ops import compiled_for
-from nsa_jax.types import Branches
 from nsa_torch import paged, paged_attend
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -76,7 +75,6 @@ class Call:
         starts = tensor(bounds(rows.lengths))
         nsa_torch.append(cache, key, value, table, lengths, cu_seqlens_q=starts)
         query, gates = (self.last(x, as_tensor) for x in ("query", "gates"))
-        gates = Branches(*gates.unbind(-1))
         return paged_attend.Inputs(query, gates, cache, table, lengths, None, None)
 
     def last(self, name, as_tensor):
@@ -360,7 +358,7 @@ def test_jax_lowers_a_decode_step():
     sizes, lengths = Sizes(16, 1, 32, 32), jax.ShapeDtypeStruct((2,), jnp.int32)
     cache = nsa_jax.PagedCache(8, 1, 32, 32, config=sizes.config)
     query = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
-    gates = Branches(*[jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)] * 3)
+    gates = jax.ShapeDtypeStruct((2, 16, 3), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
     def step(*arrays):

@@ -100,6 +100,11 @@ class ClusterWarps(Warps):
     def fetch_words(self, address):
         return self._fetched(address, 4)
 
+    def fetch_half(self, address, dtype):
+        both = self._fetched(address - address % 4, 1)[0].view(np.uint32)
+        half = np.where(address % 4 > 0, both >> 16, both).astype(np.uint16)
+        return half.view(ml_dtype(dtype)).astype(np.float32)
+
     def put(self, address, x, only):
         self._put(address, [x], only)
 

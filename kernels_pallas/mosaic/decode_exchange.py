@@ -114,17 +114,22 @@ def _add(a: Any, b: Any) -> Any:
 
 def tell(lane: Lane, kind: int, state: list[Words]) -> None:
     """Pushes this warp's maximum and sum of each row to all CTAs."""
-    m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
-    own = kind * spec.cluster_warps * STAT_BYTES
+    m, cluster, stats = lane.m, lane.spec.variant.cluster, _stats(lane, kind)
     for r, (top, total) in enumerate(state):
         most = _over_pairs(lane, top, m.larger)
         total = _over_pairs(lane, total * m.exp2(top - m.larger(most, FLOOR)), _add)
-        place = lane.place("stats") + lane.number * STAT_BYTES
-        place = place + _stat(lane, lane.number & 3, r) + own
+        place = stats + lane.number * STAT_BYTES + _stat(lane, lane.number & 3, r)
         for first in range(0, cluster, 4):
             cta = lane.pair + first
             to, only = m.smaller(cta, cluster - 1), cta < cluster
             m.push(lane.barrier(kind), place, [most, total], to, only)
+
+
+def _stats(lane: Lane, kind: int) -> Any:
+    """Where the statistics of an exchange lie."""
+    if kind == SELECTED:
+        return lane.place("selected_stats")
+    return lane.place("stats") + kind * lane.spec.cluster_warps * STAT_BYTES
 
 
 def _stat(lane: Lane, warp: Any, r: int) -> Any:
@@ -139,11 +144,10 @@ def told(lane: Lane, kind: int) -> list[Words]:
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
-        place = lane.place("stats") + lane.pair * STAT_BYTES + _stat(lane, lane.pair, r)
+        place = _stats(lane, kind) + lane.pair * STAT_BYTES + _stat(lane, lane.pair, r)
 
         def read(i, place=place):
-            at = kind * spec.cluster_warps * STAT_BYTES + 4 * STAT_BYTES * i
-            return [m.real(x) for x in m.read_words(place, 2, at)]
+            return [m.real(x) for x in m.read_words(place, 2, 4 * STAT_BYTES * i)]
 
         again = [read(i) for i in range(count)] if count <= KEPT_STATS else None
         top = m.word(NOTHING)
