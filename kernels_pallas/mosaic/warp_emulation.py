@@ -84,11 +84,11 @@ class Warps:
         return x.astype(np.float32)
 
     def pack(self, low, high, dtype):
-        pair = np.stack([self.word(low), self.word(high)], -1).astype(_ml_dtype(dtype))
+        pair = np.stack([self.word(low), self.word(high)], -1).astype(ml_dtype(dtype))
         return pair.view(np.int32)[..., 0]
 
     def unpack(self, x, dtype):
-        pair = np.ascontiguousarray(self.word(x))[..., None].view(_ml_dtype(dtype))
+        pair = np.ascontiguousarray(self.word(x))[..., None].view(ml_dtype(dtype))
         return [pair[..., half].astype(np.float32) for half in range(2)]
 
     def integer(self, x: float) -> int:
@@ -218,7 +218,7 @@ class Warps:
         return [self._where_active(x, y) for x, y in zip(new, old, strict=True)]
 
 
-def _ml_dtype(name: str) -> np.dtype:
+def ml_dtype(name: str) -> np.dtype:
     """The NumPy type of 16 bits with this name."""
     return np.dtype(getattr(ml_dtypes, name, name))
 
