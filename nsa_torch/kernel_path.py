@@ -98,7 +98,7 @@ class KernelPath:
 
     def _forward(self, form, *arguments, keep=False):
         """`keep`: return the means too."""
-        inputs, given, layout = self._arguments(form, arguments, gradients=keep)
+        inputs, given, layout = self._arguments(form, arguments, gradients=False)
         inputs, means = self._compressed(form, inputs, layout)
         inputs = inputs._replace(value=layout.seen(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
