@@ -5,6 +5,7 @@ A kernel serves every length, so what is prepared once for a layer (heads, width
 prepares itself; `prepare` does it ahead.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -102,11 +103,13 @@ def kernels_of(
     return list(ops.kernels)
 
 
-_prepared: set[tuple] = set()
+_prepared: set[tuple] = set()  # layers on a GPU
 
 
 def before_call(inputs: Inputs, place: Sequence, form: Form, *, gradients: bool) -> None:
-    """Compiles and loads what a call needs, where a call like it was not there before.
+    """Compiles and loads what a layer needs, at its first call. Other lengths may need others of
+    its kernels: each is loaded when it is launched; where one was never built, all are that the
+    call needs.
 
     Args:
       inputs: of the call.
@@ -131,14 +134,12 @@ def before_call(inputs: Inputs, place: Sequence, form: Form, *, gradients: bool)
         cu_seqlens is not None,
         form,
     )
-    # Which kernels run depends on lengths too, but only on how long they are about.
-    about = layer, query.device, length.bit_length(), key.shape[1].bit_length()
-    if about in _prepared or torch.cuda.is_current_stream_capturing():
-        return
-    launch.prepare(
-        kernels_of(layer, batch, length, key.shape[1], query.get_device()), query.device
-    )
-    _prepared.add(about)
+    sizes = layer, batch, length, key.shape[1], query.get_device()
+    if (layer, query.device) in _prepared:
+        launch.announce(functools.partial(kernels_of, *sizes))
+    elif not torch.cuda.is_current_stream_capturing():
+        launch.prepare(kernels_of(*sizes), query.device)
+        _prepared.add((layer, query.device))
 
 
 def prepare(
