@@ -195,8 +195,8 @@ class KernelPath:
         backward = Replayed(self._backward_from_residuals)
         operators.differentiate(saving, INPUTS, NUM_INPUTS, self._residuals, backward)
 
-    def _operator(self, name):
-        return getattr(torch.ops.nsa, f"{self.prefix}{name}")
+    def _call(self, name, *arguments):
+        return operators.call(f"{self.prefix}{name}", *arguments)
 
     # The functions that `dispatch.py` names.
 
@@ -214,8 +214,8 @@ class KernelPath:
     ):
         """`functional.compressed_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("compressed_attention")
-        out, lse = operator(query, compressed_key, compressed_value, *place)
+        tensors = query, compressed_key, compressed_value
+        out, lse = self._call("compressed_attention", *tensors, *place)
         return out, lse.detach()
 
     def select_blocks(
@@ -223,8 +223,8 @@ class KernelPath:
     ):
         """`functional.select_blocks`; the normalisation is a pass of its own here."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("select_blocks")
-        return operator(query.detach(), compressed_key.detach(), *place)
+        pair = query.detach(), compressed_key.detach()
+        return self._call("select_blocks", *pair, *place)
 
     def selected_attention(
         self,
@@ -241,8 +241,7 @@ class KernelPath:
     ):
         """`functional.selected_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("selected_attention")
-        out, lse = operator(query, key, value, block_indices, *place)
+        out, lse = self._call("selected_attention", query, key, value, block_indices, *place)
         return out, lse.detach()
 
     def sliding_attention(
@@ -250,7 +249,7 @@ class KernelPath:
     ):
         """`functional.sliding_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        out, lse = self._operator("sliding_attention")(query, key, value, *place)
+        out, lse = self._call("sliding_attention", query, key, value, *place)
         return out, lse.detach()
 
     def attention(
@@ -287,7 +286,7 @@ class KernelPath:
         name = "attention"
         if operators.requires_grad(*inputs):
             name = "attention_recomputing" if recompute else "attention_saving"
-        return self._operator(name)(*inputs, block_indices, clean, *place)[0]
+        return self._call(name, *inputs, block_indices, clean, *place)[0]
 
 
 def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):

@@ -2,15 +2,21 @@
 is, and a gradient is an operator of its own.
 
 An operator takes its tensors, then `PLACE`; a backward one the gradient first.
+
+torch's dispatcher needs longer for such a call than a launch takes. Where it would do nothing
+but find the function (`replay.plain`), `call` does without it.
 """
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa_jax.config import NSAConfig
+from nsa_torch import replay
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -19,6 +25,31 @@ THREE = "Tensor query, Tensor key, Tensor value"
 CHOSEN = f"{THREE}, Tensor block_indices"
 
 config_of = functools.cache(NSAConfig)
+
+# By name, the functions of the operators, and what gives them their gradients.
+_functions: dict[str, Callable[..., Any]] = {}
+_differentiable: dict[str, Callable[..., Any]] = {}
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """What `torch.ops.nsa.<name>` returns."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.nsa, name)(*arguments)
+    if replay.recording() and not requires_grad(*_tensors(arguments)):
+        return _functions[name](*arguments)  # its steps are noted, not the operator
+    if _direct(arguments):
+        return (_differentiable.get(name) or _functions[name])(*arguments)
+    return getattr(torch.ops.nsa, name)(*arguments)
+
+
+def _direct(arguments: Sequence[Any]) -> bool:
+    """Whether the dispatcher would do nothing but call the function."""
+    device = next(x for x in arguments if isinstance(x, Tensor)).device
+    return device.type in DEVICES and replay.plain(arguments)
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    return [x for x in arguments if isinstance(x, Tensor)]
 
 
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
@@ -51,6 +82,7 @@ def define(name, tensors, results, function, shapes) -> None:
     torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
     torch.library.impl(f"nsa::{name}", DEVICES, function)
     torch.library.register_fake(f"nsa::{name}", shapes)
+    _functions[name] = function
 
 
 def differentiate(name, tensors, floats, kept, backward) -> None:
@@ -69,15 +101,14 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
     # and one of torch.library.custom_op would keep autograd from working inside.
     schema = f"Tensor grad, {kept}, {tensors}"
     define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    operator, backward_operator = (
-        getattr(torch.ops.nsa, x) for x in (name, f"{name}_backward")
-    )
+    operator, function = getattr(torch.ops.nsa, name), _functions[name]
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
+            run = function if _direct(inputs) else operator
             with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
+                output = run(*inputs)
             arguments = *output[first:], *inputs
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
             ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
@@ -90,8 +121,9 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
-            return *backward_operator(grad, *arguments), *nothing
+            return *call(f"{name}_backward", grad, *arguments), *nothing
 
     # Not torch.library.register_autograd, which at each call lists all arguments of the schema
     # once for each of them.
     torch.library.impl(f"nsa::{name}", "Autograd", Differentiable.apply)
+    _differentiable[name] = Differentiable.apply

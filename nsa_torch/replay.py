@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -160,12 +161,35 @@ def _place(x: Tensor) -> tuple[int, int, int]:
     return x.get_device(), x.untyped_storage().data_ptr(), x.data_ptr()
 
 
-class Alike:
-    """Calls with one signature: the second is recorded, from the third on a list is run."""
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
 
-    def __init__(self):
+
+def plain(tensors: Iterable[Any]) -> bool:
+    """Whether torch does what it is asked with these tensors (others than tensors do not count),
+    and nothing else: they have no class of their own, nothing is traced, compiled or transformed,
+    and no mode sees it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all(type(x) in TENSORS for x in tensors if isinstance(x, Tensor))
+    )
+
+
+class Alike:
+    """Calls with one signature: the second is recorded, from the third on a list is run.
+
+    Args:
+      seen: whether there was a first one.
+    """
+
+    def __init__(self, seen: bool = False):
         self.program: Program | None = None
-        self._seen = self._unknown = False
+        self._seen, self._unknown = seen, False
         self._as_returned: Callable[[list[Tensor]], Any] = list  # or a tuple
 
     def __call__(self, tensors: Sequence[Tensor], function: Callable[[], Any]) -> Any:
