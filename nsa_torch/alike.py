@@ -17,7 +17,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from nsa_torch import replay
 from nsa_torch.dispatch import Chosen
-from nsa_torch.replay import TENSORS, Alike, Latest
+from nsa_torch.replay import TENSORS, Alike, Latest, Pair
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps follow from signatures
 NAMES = frozenset({type(None), str, Branches})
@@ -28,7 +28,7 @@ class Decided(NamedTuple):
     """Of calls alike."""
 
     chosen: Chosen
-    replayed: Alike  # where no gradient is wanted
+    replayed: Alike | Pair  # the second where a gradient is wanted
 
 
 DECIDED: Latest[Decided] = Latest()

@@ -113,7 +113,8 @@ def attention(
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
     out = _run(query, key, value, gates, chosen=chosen, **options)
     if call is not None and chosen.attention in alike.KERNELS:
-        alike.DECIDED.keep(call.value, alike.Decided(chosen, replay.Alike(seen=True)))
+        replayed = replay.Pair() if call.gradient else replay.Alike(seen=True)
+        alike.DECIDED.keep(call.value, alike.Decided(chosen, replayed))
     return out
 
 
@@ -134,6 +135,7 @@ def _again(
                 block_indices=block_indices,
                 cu_seqlens=cu_seqlens,
                 chosen=decided.chosen,
+                pair=decided.replayed if call.gradient else None,
                 **options,
             )
         ]
@@ -182,8 +184,9 @@ def _run(
     scale,
     recompute,
     chosen,
+    pair=None,
 ):
-    """`attention` as `chosen`."""
+    """`attention` as `chosen`; `pair`: of calls like this one, on kernels."""
     packed = {"config": config, "cu_seqlens": cu_seqlens}
     with as_given(query):
         fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
@@ -192,7 +195,7 @@ def _run(
             compressed = phi(key.compressed, **packed), phi(value.compressed, **packed)
         lengths = packed | {"kv_len": key.selected.shape[1], "scale": scale}
         tensors = query, key, value, gates, compressed, block_indices
-        return attend(*tensors, chosen, lengths, recompute=recompute)
+        return attend(*tensors, chosen, lengths, recompute=recompute, pair=pair)
 
 
 def attend(
@@ -206,6 +209,7 @@ def attend(
     lengths,
     clean=False,
     recompute=False,
+    pair=None,
 ):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
@@ -217,8 +221,8 @@ def attend(
     with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
-            whole = chosen.load("attention")
-            return whole(*tensors, **lengths, clean=clean, recompute=recompute)
+            whole, known = chosen.load("attention"), {"pair": pair} if pair else {}
+            return whole(*tensors, **lengths, clean=clean, recompute=recompute, **known)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
         tensors = query, key, value, gates, compressed, block_indices, chosen, lengths

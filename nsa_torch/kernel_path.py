@@ -22,7 +22,7 @@ from nsa_jax.gradients import RowResiduals
 from nsa_jax.types import Branches
 from nsa_torch import operators
 from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.replay import Replayed
+from nsa_torch.replay import Pair, Replayed
 
 NUM_INPUTS = 10  # tensors of `Inputs`
 INPUTS = (
@@ -188,15 +188,16 @@ class KernelPath:
         operators.define(name, INPUTS, results, forward, _forward_shapes)
         again = f"{name}_recomputing"
         operators.define(again, INPUTS, results, forward, _forward_shapes)
-        operators.differentiate(again, INPUTS, NUM_INPUTS, selection, Replayed(self._backward))
+        backward = Replayed(self._backward)
+        operators.differentiate(again, INPUTS, NUM_INPUTS, selection, backward, 1)
         saving, results = f"{name}_saving", f"(Tensor out, {self._residuals})"
         forward, shapes = Replayed(self._forward_with_residuals), self._residual_shapes
         operators.define(saving, INPUTS, results, forward, shapes)
         backward = Replayed(self._backward_from_residuals)
-        operators.differentiate(saving, INPUTS, NUM_INPUTS, self._residuals, backward)
+        operators.differentiate(saving, INPUTS, NUM_INPUTS, self._residuals, backward, 1)
 
-    def _call(self, name, *arguments):
-        return operators.call(f"{self.prefix}{name}", *arguments)
+    def _call(self, name, *arguments, pair=None):
+        return operators.call(f"{self.prefix}{name}", *arguments, pair=pair)
 
     # The functions that `dispatch.py` names.
 
@@ -267,6 +268,7 @@ class KernelPath:
         scale: float | None = None,
         clean: bool = False,
         recompute: bool = False,
+        pair: Pair | None = None,
     ) -> Tensor:
         """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
         kernel of its own adds the branches.
@@ -277,6 +279,7 @@ class KernelPath:
           clean: whether keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
+          pair: of calls like this one, whose gradients are wanted.
         """
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
         key, value = (
@@ -286,7 +289,7 @@ class KernelPath:
         name = "attention"
         if operators.requires_grad(*inputs):
             name = "attention_recomputing" if recompute else "attention_saving"
-        return self._call(name, *inputs, block_indices, clean, *place)[0]
+        return self._call(name, *inputs, block_indices, clean, *place, pair=pair)[0]
 
 
 def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):

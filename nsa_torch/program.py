@@ -126,8 +126,8 @@ class Program:
         made = {number: x for step in steps for number, x in _made(step).items()}
         self.results, shapes = _made_as_returned(steps, results, made)
         made |= shapes
-        self.recorded, tensors = _needed(steps, self.results)
-        roots = _roots([x for x in steps if x not in self.recorded])
+        self.recorded, dropped, tensors = _needed(steps, self.results)
+        roots = _roots(dropped)
         seen = [[roots.get(x, x) for x in step.seen] for step in self.recorded]
         last = {number: i for i, numbers in enumerate(seen) for number in numbers}
         places, self.bytes = _placed(self.recorded, last, made.keys() - tensors, made)
@@ -186,13 +186,14 @@ class _BoundLaunch:
 class _BoundCall:
     """`Call` with what is left to fill in."""
 
-    __slots__ = ("args", "at", "drops", "function", "options", "results")
+    __slots__ = ("args", "at", "drops", "function", "options", "result", "results")
 
     def __init__(self, call: Call, drops):
         # An overload's own call is nothing but this one.
         self.function = getattr(call.function, "_op", call.function)
         self.args, self.options = call.args, call.options
         self.results, self.drops = call.results, drops
+        self.result = call.results[0] if len(call.results) == 1 else None
         flat = all(not _slots(x) for x in call.args if not isinstance(x, Slot))
         self.at = None
         if flat and not _slots(call.options):
@@ -206,12 +207,19 @@ class _BoundCall:
             for i, number in self.at:
                 args[i] = tensors[number]
         found = self.function(*args, **options)
+        if self.result is not None and isinstance(found, Tensor):
+            tensors[self.result] = found
+            addresses[self.result] = found.data_ptr()
+        else:
+            self._keep(found, tensors, addresses)
+        for number in self.drops:
+            tensors[number] = None
+
+    def _keep(self, found, tensors, addresses):
         for number, x in zip(self.results, listed(found), strict=True):
             if number is not None:
                 tensors[number] = x
                 addresses[number] = x.data_ptr()
-        for number in self.drops:
-            tensors[number] = None
 
 
 def _bound(step: Step, numbers, drops, places, made, device):
@@ -243,25 +251,28 @@ def _made_as_returned(
         if array is None or root not in made or root in final:
             continue
         others = [*final[:i], *final[i + 1 :]]
-        _, tensors = _needed(steps, others)
+        *_, tensors = _needed(steps, others)
         if array.dtype == made[root].dtype and array.bytes == made[root].bytes:
             if number not in others and root not in tensors:
                 final[i], shapes[root] = root, array
     return final, shapes
 
 
-def _needed(steps: Sequence[Step], results: Sequence[int]) -> tuple[list[Step], set[int]]:
-    """The steps without looks at tensors that only launches read, and which numbers must be
-    tensors.
+def _needed(
+    steps: Sequence[Step], results: Sequence[int]
+) -> tuple[list[Step], list[Call], set[int]]:
+    """The steps without looks at tensors that only launches read, these looks, and which numbers
+    must be tensors.
     """
-    kept, tensors = [], set(results)
+    kept, dropped, tensors = [], [], set(results)
     for step in reversed(steps):
         if isinstance(step, Call):
             if step.looks and tensors.isdisjoint(step.results):
+                dropped.append(step)
                 continue
             tensors.update(step.seen)
         kept.append(step)
-    return kept[::-1], tensors
+    return kept[::-1], dropped[::-1], tensors
 
 
 def _roots(calls: Iterable[Call]) -> dict[int, int]:

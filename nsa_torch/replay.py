@@ -237,6 +237,18 @@ class Latest[Value]:
             self._values.clear()
 
 
+class Pair:
+    """Calls alike of an operator, and those of its gradient by the signature of what comes in."""
+
+    def __init__(self):
+        self.forward = Alike(seen=True)
+        self._backward: Latest[Alike] = Latest()
+
+    def backward(self, grad: Tensor) -> Alike:
+        key = signature([grad])
+        return self._backward.get(key) or self._backward.keep(key, Alike(seen=True))
+
+
 class Replayed:
     """A function of an operator's arguments whose calls alike are run from a list.
 
@@ -256,6 +268,11 @@ class Replayed:
             return self.function(*arguments)
         key = signature(arguments)
         alike = self._known.get(key) or self._known.keep(key, Alike())
+        return alike(tensors, lambda: self.function(*arguments))
+
+    def again(self, alike: Alike, *arguments: Any) -> Any:
+        """A call with arguments that are known to have the signature of `alike`."""
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
         return alike(tensors, lambda: self.function(*arguments))
 
     def clear(self) -> None:

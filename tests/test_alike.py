@@ -161,6 +161,39 @@ def test_gradients_of_calls_alike(name, recompute, checked, monkeypatch):
 GIVEN = "query", "key", "value", "gates"
 
 
+def elsewhere(x):
+    """The same numbers, between others."""
+    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
+
+
+def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
+    """As of another device; the list of the gradient is for tensors that lie as they did."""
+    for i in range(5):
+        arguments = good()
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        out = decided_anew(monkeypatch, arguments)
+        want = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        moved = elsewhere if i == 3 else torch.clone if i == 4 else lambda x: x
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
+            out = nsa_torch.attention(**arguments)
+            got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        (known,) = alike.DECIDED._values.values()
+        lists = [x.program for x in known.replayed._backward._values.values()]
+        assert len(lists) == (i > 0) and None not in lists
+
+
+def test_gradients_of_other_shapes_are_not_alike(monkeypatch):
+    """That of an expanded number has no memory of its own."""
+    for i in range(6):
+        arguments = good()
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        outs = decided_anew(monkeypatch, arguments), nsa_torch.attention(**arguments)
+        make = torch.ones_like if i % 2 else lambda x: x.new_ones(1).expand_as(x)
+        want, got = (torch.autograd.grad(out, leaves, make(out)) for out in outs)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 def shifted(x, elements):
     """`x` at another place of its memory."""
     memory = x.new_zeros(x.numel() + elements)
