@@ -10,14 +10,13 @@ from kernels_pallas.specs.decode import Decode, decode, with_variant
 from kernels_pallas.specs.decode import why_not as decode_why_not
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.types import Branches
 from nsa_jax.validate import dtype_name
 
 
 def attention(
     ops: ArrayOps,
     query,
-    gates: Branches,
+    gates,
     cache: PagedArrays,
     page_table,
     lengths,
@@ -44,13 +43,14 @@ def attention(
         pool=cache.num_pages,
         table_pages=pages,
         scale=float(width**-0.5 if scale is None else scale),
+        gate_dtype=dtype_name(gates),
     )
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
     out, indices = ops.run(
         decode(spec),
         query,
-        *map(ops.to_float32, gates),
+        gates,
         *(page_table, lengths),
         *compressed,
         *selected,
@@ -73,7 +73,9 @@ def why_not(problem: Any) -> str | None:
     return decode_why_not(_described(**sizes, pool=pages, table_pages=pages, scale=1.0))
 
 
-def _described(*, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale) -> Decode:
+def _described(
+    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype="float32"
+) -> Decode:
     return with_variant(
         Decode(
             B=B,
@@ -93,7 +95,7 @@ def _described(*, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale) 
             table_pages=table_pages,
             dtype=dtype,
             scale=scale,
-            separate_gates=True,
+            gate_dtype=gate_dtype,
             interpret=interpret.get(),
         )
     )

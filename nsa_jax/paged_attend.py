@@ -72,7 +72,8 @@ def explain(
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
-    gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    gates = paged_dispatch.joined_gates(OPS, gates)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 
@@ -125,7 +126,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
     padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
     there = padded.there[..., None]
-    gates = Branches(*(jnp.where(there, x[padded.token], 0) for x in inputs.gates))
+    gates = jnp.where(there[..., None], inputs.gates[padded.token], 0)
+    gates = Branches(*(gates[..., c] for c in range(3)))
     queries = jnp.where(there[..., None], query[padded.token], 0)
 
     raw = _side_by_side(table, config.select_block, 0, cache.num_pages)

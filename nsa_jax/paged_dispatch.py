@@ -9,9 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import kernels_pallas
+from kernels_pallas.specs.decode import GATE_DTYPES
 from nsa_jax import mosaic_decode
+from nsa_jax.array_ops import ArrayOps
 from nsa_jax.dispatch import Choice, Implementation, Problem, Registry
 from nsa_jax.types import Branches
+from nsa_jax.validate import dtype_name
 
 DECODE = "decode"  # the step
 GATHERED = "gathered"
@@ -19,10 +22,10 @@ GATHERED = "gathered"
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of `paged_attention`, checked; `gates`: `Branches` of `[N, H]`."""
+    """The arguments of `paged_attention`, checked; `gates` `[N, H, 3]` of at most 32 bits."""
 
     query: Any
-    gates: Branches
+    gates: Any
     cache: Any  # the framework's `PagedCache`
     page_table: Any
     lengths: Any
@@ -39,6 +42,15 @@ class Inputs:
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
         return problem._replace(B=rows, T=length, S=self.capacity, packed=not same, cached=True)
+
+
+def joined_gates(ops: ArrayOps, gates):
+    """`[N, H, 3]` of gates that may be `Branches` of `[N, H]`, in a dtype that kernels read."""
+    if isinstance(gates, Branches):
+        if len({x.dtype for x in gates}) > 1:
+            gates = Branches(*map(ops.to_float32, gates))
+        gates = ops.xp.stack(list(gates), -1)
+    return ops.contiguous(gates) if dtype_name(gates) in GATE_DTYPES else ops.to_float32(gates)
 
 
 def registry(

@@ -4,14 +4,13 @@ from kernels_pallas.triton.decode_descriptions import Decode
 from kernels_pallas.triton.descriptions import Problem
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.types import Branches
 from nsa_jax.validate import dtype_name
 
 
 def attention(
     ops: ArrayOps,
     query,
-    gates: Branches,
+    gates,
     cache: PagedArrays,
     page_table,
     lengths,
@@ -40,6 +39,5 @@ def attention(
     compressed = cache.compressed_key, cache.compressed_value
     found = ops.run(decode.partials(pool), query, *compressed, *cache.sliding, *at)
     selected = cache.selected_key, cache.selected_value
-    gates = Branches(*map(ops.to_float32, gates))
-    out, indices, *_ = ops.run(decode.finish(pool), query, *selected, *at, *gates, *found)
+    out, indices, *_ = ops.run(decode.finish(pool), query, *selected, *at, gates, *found)
     return out, indices

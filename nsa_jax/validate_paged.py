@@ -89,8 +89,8 @@ def new_tokens(
     return count
 
 
-def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> Branches:
-    """`query` `[N, H, D]`; the gates as `Branches` of `[N, H]`."""
+def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> None:
+    """`query` `[N, H, D]`; gates `[N, H, 3]`, or `Branches` of `[N, H]`."""
     array("query", query, 3)
     validate.sizes(tokens=query.shape[0], heads=query.shape[1])
     shape("query", query, (*query.shape[:2], cache.selected_key.shape[3]))
@@ -111,10 +111,9 @@ def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> B
         for name, gate in gates._asdict().items():
             array(f"gates.{name}", gate, 2)
             shape(f"gates.{name}", gate, expected)
-        return gates
+        return
     array("gates", gates, 3)
     shape("gates", gates, (*expected, 3))
-    return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
 
 
 def same_config(cache: PagedArrays, config: NSAConfig | None) -> NSAConfig:

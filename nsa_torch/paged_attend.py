@@ -59,7 +59,7 @@ def paged_attention(
     """
     validate_paged.same_config(cache, config)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
-    if requires_grad(query, *inputs.gates, *cache.tensors().values()):
+    if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
     choice, name = _choose(inputs, implementation)
     return choice.load()(inputs, max_seqlen_q, name)
@@ -82,8 +82,9 @@ def explain(
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
-    gates = validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
+    gates = paged_dispatch.joined_gates(OPS, gates)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 
@@ -145,7 +146,8 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
     padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
     there = padded.there[..., None]
-    gates = Branches(*(torch.where(there, x[padded.token], 0) for x in inputs.gates))
+    gates = torch.where(there[..., None], inputs.gates[padded.token], 0)
+    gates = Branches(*gates.unbind(-1))
     queries = torch.where(there[..., None], query[padded.token], 0)
 
     raw = _side_by_side(table, config.select_block, 0, cache.num_pages)

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from interop import launch
 
-BYTES = 256 * 2**20  # kept at most, of all devices
+BYTES = 48 * 2**20  # kept at most, of all devices, besides what the last calls used
+RECENT = 32  # uses of tensors: more than a call has, forward and backward
 
 
 class Shared:
-    """Tensors by key, the least recently used ones dropped first.
+    """Tensors by key, the least recently used ones dropped first. What was among the last
+    `recent` uses stays: the calls that run now need it, however large it is.
 
     Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
     graph, which outlives any cache, makes its own, once for all calls that it captures.
     """
 
-    def __init__(self, limit: int = BYTES):
-        self.limit, self.size = limit, 0
+    def __init__(self, limit: int = BYTES, recent: int = RECENT):
+        self.limit, self.recent = limit, recent
+        self.size, self.uses = 0, 0
         self._kept = collections.OrderedDict()
         self._captured, self._capture = {}, 0
         self._lock = threading.Lock()
@@ -33,9 +36,9 @@ class Shared:
         with self._lock:
             if capture != self._capture:
                 self._captured, self._capture = {}, capture
-            found = (self._captured if capture else self._kept).get(key)
+            found = self._captured.get(key) if capture else self._kept.get(key, (0, None))[1]
             if found is not None and not capture:
-                self._kept.move_to_end(key)
+                self._use(key, found)
         if found is None:
             found = _made(device, make)
             self._keep(key, found, capture)
@@ -54,11 +57,20 @@ class Shared:
                     self._captured[key] = found
                 return
             if key not in self._kept:
-                self._kept[key] = found
                 self.size += _bytes(found[0])
+            self._use(key, found)
             while self.size > self.limit:
-                _, (dropped, *_) = self._kept.popitem(last=False)
-                self.size -= _bytes(dropped)
+                oldest = next(iter(self._kept))
+                used, (tensors, *_) = self._kept[oldest]
+                if used > self.uses - self.recent:
+                    break
+                del self._kept[oldest]
+                self.size -= _bytes(tensors)
+
+    def _use(self, key, found):
+        self.uses += 1
+        self._kept[key] = self.uses, found
+        self._kept.move_to_end(key)
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -85,12 +85,8 @@ def problem(spec: Decode, lengths, seed=0, zero_query=False) -> Problem:
         arrays[f"{branch}_key"], arrays[f"{branch}_value"] = pages
     query = normal(spec.tokens, spec.H, spec.D) * dtype.type(0 if zero_query else 1.5)
     gates = rng.random((spec.tokens, spec.H, 3), np.float32)
-    named = {"query": query}
-    if spec.separate_gates:
-        for c, branch in enumerate(("compressed", "selected", "sliding")):
-            named[f"gate_{branch}"] = np.ascontiguousarray(gates[..., c])
-    else:
-        named["gates"] = gates
+    gates = gates.astype(np.dtype(getattr(ml_dtypes, spec.gate_dtype, spec.gate_dtype)))
+    named = {"query": query, "gates": gates}
     named |= {"page_table": table, "lengths": np.array(lengths, np.int32)}
     return Problem(spec, list(lengths), named | arrays, rows)
 
@@ -163,13 +159,5 @@ def one_token(made: Problem, b: int, i: int, g: int, chosen=None, rounded=exact)
         attend(query, sk[keys], sv[keys], spec.scale, rounded)[0],
         attend(query, wk[first:seen], wv[first:seen], spec.scale, rounded)[0],
     ]
-    gates = gates_of(made)[token, heads].astype(np.float64)
+    gates = made.arrays["gates"][token, heads].astype(np.float64)
     return sum(gates[:, c, None] * out for c, out in enumerate(outs)), score, blocks
-
-
-def gates_of(made: Problem):
-    """`[tokens, H, 3]`."""
-    if not made.spec.separate_gates:
-        return made.arrays["gates"]
-    branches = "compressed", "selected", "sliding"
-    return np.stack([made.arrays[f"gate_{branch}"] for branch in branches], -1)

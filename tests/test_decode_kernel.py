@@ -8,7 +8,12 @@ import pytest
 
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
-from kernels_pallas.mosaic import decode_exchange, decode_lane, decode_streams
+from kernels_pallas.mosaic import (
+    decode_exchange,
+    decode_lane,
+    decode_streams,
+    decode_topn,
+)
 from kernels_pallas.mosaic.capability import interpreted
 from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
 from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
@@ -16,7 +21,6 @@ from nsa_jax import mosaic_decode
 from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.types import Branches
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
 
@@ -27,7 +31,7 @@ CASES = {
     "borders": (BORDERS, {"window": 512, "pages": 120}),
     "paper": ([2125, 0, 4097], {"variant": EIGHT_WARPS, "pages": 100}),
     "three queries": ([2, 1090], {"q_len": 3, "H": 8, "Hkv": 2}),  # G = 4
-    "one head": ([1100], {"H": 2, "Hkv": 2}),
+    "one head": ([1100], {"H": 2, "Hkv": 2, "D": 96}),
     "wide": ([1300], {"D": 192, "variant": Variant(4, 8, 2, 128), "scale": 192**-0.5}),
     "narrow": ([1300], {"D": 32, "Dv": 64, "H": 6, "Hkv": 1}),
     "long blocks": ([3001], {"stride": 8, "block": 128, "n": 8}),
@@ -37,7 +41,7 @@ CASES = {
         [1450],
         {"compress_block": 16, "stride": 4, "n": 6, "num_initial": 0, "num_local": 1},
     ),
-    "all forced": ([1000], {"n": 3, "separate_gates": True}),
+    "all forced": ([1000], {"n": 3, "gate_dtype": "float16"}),
     "cluster of 16": ([5000], {"variant": Variant(16, 8, 4, 128)}),
 }
 
@@ -135,16 +139,16 @@ def test_a_length_beyond_the_table_is_that_of_the_table():
 def test_the_step_runs_on_a_paged_cache():
     """As the steps call it, one array of keys and values for the selected and sliding branch."""
     lengths, config = [652, 65], NSAConfig(num_selected=6, window=130)
-    wide = {"n": 6, "window": 130, "variant": EIGHT_WARPS, "separate_gates": True}
+    wide = {"n": 6, "window": 130, "variant": EIGHT_WARPS, "gate_dtype": "bfloat16"}
     made = oracle.problem(dataclasses.replace(PAPER, B=2, **wide), lengths)
     for name in ("key", "value"):
         made.arrays[f"sliding_{name}"] = made.arrays[f"selected_{name}"]
-    query, *gates = list(made.arrays.values())[:4]
+    query, gates = made.arrays["query"], made.arrays["gates"]
     names = "selected_key", "selected_value", "compressed_key", "compressed_value"
     cache = PagedArrays(config, *(made.arrays[name] for name in names))
     rest = made.arrays["page_table"], made.arrays["lengths"], None
     with interpreted(True):
-        found = mosaic_decode.attention(JAX_OPS, query, Branches(*gates), cache, *rest)
+        found = mosaic_decode.attention(JAX_OPS, query, gates, cache, *rest)
     for x, y in zip(found, run(made.spec, made), strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
 
@@ -185,7 +189,19 @@ def fewer_bytes(lane, work, expected=decode_exchange.expected_bytes):
     return [first - 8, *others]
 
 
+def refilled_at_once(self, turn, chosen):
+    """`Queue.refill`, not waiting for the lanes that still read the stage."""
+    end = self.total if chosen else self.limit
+    self.lane.m.when(turn < end, lambda: self._copy(turn, chosen))
+    self.lane.m.end_copies()
+
+
 MUTANTS = {
+    "a strip is copied over while it is read": (
+        decode_streams.Queue,
+        "refill",
+        refilled_at_once,
+    ),
     "a strip is read before it came": (
         ClusterWarps,
         "wait_for_copies",
@@ -203,9 +219,11 @@ MUTANTS = {
     "a selected block is not attended to": (body._Step, "choose", without_a_block),
     "nothing counts for the block before": (ClusterWarps, "read", without_following),
     "ties go to the higher block": (
-        ClusterWarps,
-        "smallest",
-        lambda self, x: self.word(np.where(x < 2**31 - 1, x, -1).max(-1, keepdims=True)),
+        decode_topn,
+        "_before",
+        lambda m, score, block, other_score, other: (
+            (score > other_score) | (m.same(score, other_score) & (block > other))
+        ),
     ),
     "a barrier expects too few bytes": (decode_exchange, "expected_bytes", fewer_bytes),
     "warps do not meet": (ClusterWarps, "sync_cta", lambda self: None),
@@ -258,11 +276,14 @@ def test_what_the_kernel_cannot_do(change, words):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({}, Variant(4, 8, 4, 128)),
-        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(4, 8, 4, 1024)),
-        ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(4, 4, 2, 512)),
+        ({}, Variant(8, 4, 2, 128)),
+        ({"B": 8, "Hkv": 4, "H": 64}, Variant(4, 4, 2, 128)),
+        ({"B": 32, "Hkv": 4, "H": 64}, Variant(2, 4, 2, 128)),
+        ({"B": 7, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
+        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(2, 8, 2, 1024)),
+        ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 2, 512)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
-        ({"D": 192, "table_pages": 200}, Variant(4, 8, 2, 512)),
+        ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),
     ],
 )
 def test_the_variant_follows_batch_and_table(change, wanted):

@@ -31,19 +31,21 @@ def test_made_once_for_a_key():
 
 
 def test_the_least_recently_used_are_dropped():
-    shared, (make, calls) = Shared(limit=2 * 8), counted([1, 2])
+    shared, (make, calls) = Shared(limit=2 * 8, recent=1), counted([1, 2])
     for key in "abacab":  # c drops b, which is then made again
         shared.get(key, CPU, make)
     assert len(calls) == 4
     assert shared.size == 16
 
 
-def test_what_is_larger_than_the_limit_is_not_kept():
-    shared, (make, calls) = Shared(limit=4), counted([1, 2])
-    for _ in range(2):
-        assert shared.get("a", CPU, make)[0].tolist() == [1, 2]
-    assert len(calls) == 2
-    assert shared.size == 0
+def test_what_the_last_calls_used_stays_however_large():
+    shared, (make, calls) = Shared(limit=4, recent=2), counted([1, 2])
+    for key in "abab":
+        assert shared.get(key, CPU, make)[0].tolist() == [1, 2]
+    assert len(calls) == 2 and shared.size == 16
+    for key in "ccca":  # b, then a is dropped
+        shared.get(key, CPU, make)
+    assert len(calls) == 4 and shared.size == 16
 
 
 def test_they_can_be_read_by_kernels_and_in_any_mode():

@@ -109,6 +109,11 @@ class ClusterWarps(Warps):
     def fetch_words(self, address):
         return self._fetched(address, 4)
 
+    def fetch_half(self, address, dtype):
+        both = self._fetched(address - address % 4, 1)[0].view(np.uint32)
+        half = np.where(address % 4 > 0, both >> 16, both).astype(np.uint16)
+        return half.view(ml_dtype(dtype)).astype(np.float32)
+
     def put(self, address, x, only):
         self._put(address, [x], only)
 
@@ -184,16 +189,24 @@ class ClusterWarps(Warps):
         """`barrier`: that the words are pushed under."""
         here = self._here(only)
         cta, index = (np.broadcast_to(x, self.shape) for x in (cta, index))
-        for marks in (x[cta, index] for x in (self.reader, self.writer)):
-            allowed = self._mine(marks) if barrier is None else marks == PUBLIC
-            if not allowed[here].all():
-                raise RuntimeError("written over before others were waited for")
+        self._check_free(cta, index, here, barrier)
         cta, index = cta[here], index[here]
         self.memory[cta, index] = self.word(x)[here].view(np.int32)
         self.writer[cta, index] = self.thread[here] if barrier is None else -1 - barrier
 
+    def _check_free(self, cta, index, here, barrier=None):
+        for marks in (x[cta, index] for x in (self.reader, self.writer)):
+            allowed = self._mine(marks) if barrier is None else marks == PUBLIC
+            if not allowed[here].all():
+                raise RuntimeError("written over before others were waited for")
+
     def copy(self, to, address, to_offset, offset):
         words = self._fetched(address + offset, 4)
+        for i in range(4):  # it may arrive at once
+            places = self._shared(to, to_offset + 4 * i)
+            self._check_free(
+                *(np.broadcast_to(x, self.shape) for x in places), self._here(True)
+            )
         entry = [self._here(True).copy(), self.ended.copy(), self.word(to) + to_offset, words]
         self._arrive(*entry) if not self.late else self.copies.append(entry)
 

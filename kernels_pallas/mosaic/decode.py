@@ -109,17 +109,18 @@ class DecodeStep:
     def _gates(self, lane: Lane, arrays: Any, token: Any, kv_head: Any) -> list[Words]:
         """Of each branch, of the lane's two rows."""
         m, spec = lane.m, self.spec
-        head = 4 if spec.separate_gates else 12
-        if spec.separate_gates:
-            each = arrays.gate_compressed, arrays.gate_selected, arrays.gate_sliding
-        else:
-            each = (arrays.gates,) * 3
-        found = []
-        for branch, array in enumerate(each):
-            start = 0 if spec.separate_gates else branch
-            token_at = (token, spec.H * head), (kv_head, spec.G * head), (m.word(start), 4)
-            places = [m.element(array, *token_at, (row, head)) for row in lane.rows()]
-            found.append([m.real(m.fetch(place)) for place in places])
+        whole = spec.gate_dtype == "float32"
+        size, found = 4 if whole else 2, []
+        head = 3 * size
+        for branch in range(3):
+            token_at = (token, spec.H * head), (kv_head, spec.G * head), (m.word(branch), size)
+            places = [m.element(arrays.gates, *token_at, (row, head)) for row in lane.rows()]
+            found.append(
+                [
+                    m.real(m.fetch(place)) if whole else m.fetch_half(place, spec.gate_dtype)
+                    for place in places
+                ]
+            )
         return found
 
     def _put(

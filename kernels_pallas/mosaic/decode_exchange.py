@@ -114,16 +114,29 @@ def _add(a: Any, b: Any) -> Any:
 
 def tell(lane: Lane, kind: int, state: list[Words]) -> None:
     """Pushes this warp's maximum and sum of each row to all CTAs."""
-    m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
-    own = kind * spec.cluster_warps * STAT_BYTES
+    m, cluster, stats = lane.m, lane.spec.variant.cluster, _stats(lane, kind)
     for r, (top, total) in enumerate(state):
         most = _over_pairs(lane, top, m.larger)
         total = _over_pairs(lane, total * m.exp2(top - m.larger(most, FLOOR)), _add)
-        place = lane.place("stats") + lane.number * STAT_BYTES + (lane.row * 8 + (64 * r + own))
+        place = stats + lane.number * STAT_BYTES + _stat(lane, lane.number & 3, r)
         for first in range(0, cluster, 4):
             cta = lane.pair + first
             to, only = m.smaller(cta, cluster - 1), cta < cluster
             m.push(lane.barrier(kind), place, [most, total], to, only)
+
+
+def _stats(lane: Lane, kind: int) -> Any:
+    """Where the statistics of an exchange lie."""
+    if kind == SELECTED:
+        return lane.place("selected_stats")
+    return lane.place("stats") + kind * lane.spec.cluster_warps * STAT_BYTES
+
+
+def _stat(lane: Lane, warp: Any, r: int) -> Any:
+    """Where a warp's statistics of the lane's row `r` lie among its 16; `warp`: its number, of
+    four. The rows of four warps are exchanged so that 16 lanes read from all banks.
+    """
+    return ((lane.row + 8 * r) ^ (warp << 2)) << 3
 
 
 def told(lane: Lane, kind: int) -> list[Words]:
@@ -131,11 +144,10 @@ def told(lane: Lane, kind: int) -> list[Words]:
     m, spec, found = lane.m, lane.spec, []
     count = spec.cluster_warps // 4
     for r in range(2):
-        place = lane.place("stats") + lane.pair * STAT_BYTES + lane.row * 8
+        place = _stats(lane, kind) + lane.pair * STAT_BYTES + _stat(lane, lane.pair, r)
 
-        def read(i, place=place, r=r):
-            at = kind * spec.cluster_warps * STAT_BYTES + 64 * r + 4 * STAT_BYTES * i
-            return [m.real(x) for x in m.read_words(place, 2, at)]
+        def read(i, place=place):
+            return [m.real(x) for x in m.read_words(place, 2, 4 * STAT_BYTES * i)]
 
         again = [read(i) for i in range(count)] if count <= KEPT_STATS else None
         top = m.word(NOTHING)
@@ -216,23 +228,27 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     m, spec, cluster = lane.m, lane.spec, lane.spec.variant.cluster
     warps, width = spec.variant.warps, spec.Dv
     parts, floats = width // 64, HEADS * width
-    place = lane.place("ring") + lane.warp * spec.ring_bytes
-    place = place + lane.row * (4 * width) + lane.pair * 64
+    place = lane.place("ring") + lane.warp * spec.ring_bytes + lane.row * (4 * width)
+    # Of 4 floats: where they lie among the 4 of their lane, so that 8 lanes write to all banks.
+    turned = (lane.pair >> 1) | ((lane.row & 1) << 1)
+    places = [place + (((lane.pair * 4 + i) ^ turned) << 4) for i in range(4)]
     m.sync()  # lanes write where others have read
     for r in range(2):
         for part in range(parts):
             flat = [acc[8 * part + e][2 * r + column] for column in range(2) for e in range(8)]
-            for i in range(0, 16, 4):
-                offset = 4 * (8 * width * r + 64 * part + i)
-                m.write_words(place, flat[i : i + 4], offset)
+            for i in range(4):
+                offset = 4 * (8 * width * r + 64 * part)
+                m.write_words(places[i], flat[4 * i : 4 * i + 4], offset)
     m.sync_cta()
     slice_ = floats // cluster
     threads = warps * LANES
     for first in range(0, floats, 4 * threads):
         at = lane.thread * 4 + first
         total = [m.word(0.0)] * 4
+        row, pair = at // width, at // 16 % 4
+        chunk = (at >> 2) ^ ((pair >> 1) | ((row & 1) << 1))
         for warp in range(warps):
-            part = m.read_words(lane.place("ring") + at * 4, 4, warp * spec.ring_bytes)
+            part = m.read_words(lane.place("ring") + (chunk << 4), 4, warp * spec.ring_bytes)
             total = [x + m.real(y) for x, y in zip(total, part, strict=True)]
         to = lane.place("partial_out") + (lane.rank * slice_ + at % slice_) * 4
         m.push(lane.barrier(OUTPUT), to, total, at // slice_)

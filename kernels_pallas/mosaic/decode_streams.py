@@ -1,8 +1,13 @@
 """The keys and values of a warp in a decode step: its ring of strips, and products with them.
 
-A strip is 16 rows of K or of V. Each lane copies exactly the bytes that it reads, 16 at a time,
-in the order in which the products take them, so a ring is private to its warp: no barrier, no
-swizzle, no bank conflict.
+A strip is 16 rows of K or of V. A warp copies it 16 bytes a lane and reads it with other lanes
+than copied it: a ring is private to its warp, whose lanes meet before they read a strip and
+before they copy over it. It lies in parts of 64 columns, `[16 rows, 128 bytes]`, and at the end
+perhaps one of 32 columns, `[16 rows, 64 bytes]`.
+
+    copy   8 lanes have the 128 bytes of a row's part: one line of memory, all banks
+    read   8 lanes have 2 rows of K, or 4 of V; the chunks of 16 bytes of a row are exchanged
+           (`Queue.swizzle`) so that these lie in all banks too
 
     S = Q K^T   the order of d in a sum is free: a lane's 8 neighbours of a K row serve two
                 products, with Q loaded in the same order
@@ -19,10 +24,12 @@ The ring is one queue of turns over all branches, and of what comes next there a
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
-from kernels_pallas.specs.decode import PIECE, STRIP
+from kernels_pallas.specs.decode import STRIP
 
 CHUNK = 32  # columns of a K row that four lanes read, 8 each
-HALF = 64  # columns of V whose tiles a lane reads at a time: 8
+PART = 64  # columns that lie together, and of V those whose tiles a lane reads at a time: 8
+ROW_BYTES = 2 * PART  # of a part
+PART_BYTES = STRIP * ROW_BYTES
 
 
 class Queue:
@@ -41,7 +48,8 @@ class Queue:
         self.near = work.mine + spec.sliding_strips
         self.limit = self.near * 2
         self.total = self.limit + 2 * spec.selected_strips
-        self.ring = lane.place("ring") + lane.warp * spec.ring_bytes + lane.lane * 16
+        self.ring = lane.place("ring") + lane.warp * spec.ring_bytes
+        self.read_keys_at, self.read_values_at = self._readers()
         self.selected_start = lambda i: m.word(-1)  # until the blocks are known
 
         def heads(name: str, width: int) -> Words:
@@ -58,12 +66,22 @@ class Queue:
     def take(self, turn: Any) -> Any:
         """The stage of a turn, whose strip has arrived."""
         self.lane.m.wait_for_copies(self.lane.spec.variant.stages - 1)
+        self.lane.m.sync()
         return self._stage(turn)
+
+    def _readers(self) -> tuple[list[Any], Any]:
+        """Where in a part the lane reads first: of K in either half of the columns, and of V."""
+        lane = self.lane
+        key = lane.row * ROW_BYTES + lane.pair * 16
+        odd = (lane.row & 1) << 6
+        value = lane.pair * (2 * ROW_BYTES) + ((lane.row << 4) ^ (lane.pair << 5))
+        return [key + odd, key + (64 - odd)], value
 
     def refill(self, turn: Any, chosen: bool) -> None:
         """Asks for the strip of `turn`, if there is one; `chosen`: the blocks are known."""
         m = self.lane.m
         end = self.total if chosen else self.limit
+        m.sync()  # what it is copied over has been read
         m.when(turn < end, lambda: self._copy(turn, chosen))
         m.end_copies()
 
@@ -83,6 +101,7 @@ class Queue:
             m.when(left_out, lambda: self._copy(turn, True))
             m.end_copies()
 
+        m.sync()
         self._refill_stages(late)
 
     def _refill_stages(self, body) -> None:
@@ -126,11 +145,18 @@ class Queue:
     def logits(self, turn: Any, query: list[Words]) -> list[Words]:
         """Q K^T of a strip: two tiles of `[16 heads, 8 keys]`."""
         m, spec = self.lane.m, self.lane.spec
-        stage, chunks, tiles = self.take(turn), spec.D // CHUNK, []
+        stage, tiles = self.take(turn), []
+        halves = [stage + at for at in self.read_keys_at]
+        rest = stage + (self.lane.row * (ROW_BYTES // 2) + self.lane.pair * 16)
         for tile in range(2):
             acc = [m.word(0.0)] * 4
-            for chunk in range(chunks):
-                k = m.read_words(stage, 4, (tile * chunks + chunk) * PIECE)
+            for chunk in range(spec.D // CHUNK):
+                part, half = divmod(chunk, 2)
+                start = part * PART_BYTES
+                if start + PART_BYTES <= 2 * STRIP * spec.D:
+                    k = m.read_words(halves[half], 4, start + 8 * ROW_BYTES * tile)
+                else:
+                    k = m.read_words(rest, 4, start + 4 * ROW_BYTES * tile)
                 acc = m.multiply(acc, query[2 * chunk], k[:2], spec.dtype)
                 acc = m.multiply(acc, query[2 * chunk + 1], k[2:], spec.dtype)
             tiles.append(acc)
@@ -139,9 +165,10 @@ class Queue:
     def add(self, acc: list[Words], turn: Any, p: Words) -> list[Words]:
         """`acc + P V` of a strip, P `[16 heads, 16 keys]`."""
         m, spec = self.lane.m, self.lane.spec
-        stage, parts, acc = self.take(turn), spec.Dv // HALF, list(acc)
-        for part in range(parts):
-            v = [m.read_words(stage, 4, (i * parts + part) * PIECE) for i in range(4)]
+        stage, acc = self.take(turn) + self.read_values_at, list(acc)
+        for part in range(spec.Dv // PART):
+            start = part * PART_BYTES
+            v = [m.read_words(stage, 4, start + key * ROW_BYTES) for key in (0, 1, 8, 9)]
             for e in range(8):
                 pairs = [m.halves(v[i][e // 2], v[i + 1][e // 2], e % 2) for i in (0, 2)]
                 tile = part * 8 + e
@@ -181,22 +208,36 @@ class _Rows:
         return m.beyond(pages, page, self.page_rows * (2 * width), inside)
 
     def copy_keys(self, to: Any, pages: Any) -> None:
-        """A lane's 8 columns of each chunk, of keys `row` and `row + 8`."""
-        lane, width = self.lane, self.lane.spec.D
-        chunks = width // CHUNK
-        for tile in range(2):
-            at = self._address(pages, lane.row + 8 * tile, width, lane.pair * 16)
-            for chunk in range(chunks):
-                self.m.copy(to, at, (tile * chunks + chunk) * PIECE, 2 * CHUNK * chunk)
+        """The lowest bit of a row's number exchanges the halves of its parts."""
+        odd = ((self.lane.lane >> 3) & 1) << 2
+        self._copy(to, pages, self.lane.spec.D, [(self.lane.lane & 7) ^ odd] * 2)
 
     def copy_values(self, to: Any, pages: Any) -> None:
-        """A lane's 8 columns of each part, of keys 2 pair, + 1, + 8 and + 9."""
-        lane, width = self.lane, self.lane.spec.Dv
-        parts = width // HALF
-        for i, key in enumerate((0, 1, 8, 9)):
-            at = self._address(pages, lane.pair * 2 + key, width, lane.row * 16)
+        """Bits 1 and 2 of a row's number exchange the chunks of its parts."""
+        lane = self.lane.lane
+        even = (lane & 7) ^ ((lane >> 3) & 2)
+        self._copy(to, pages, self.lane.spec.Dv, [even, even ^ 4])
+
+    def _copy(self, to: Any, pages: Any, width: int, chunks: Words) -> None:
+        """8 lanes a row's part; `chunks`: the place of the lane's, in rows 0 to 3 of 8 and 4 to 7.
+
+        All addresses come first, so that their reads of the table are under way together.
+        """
+        m, lane, parts = self.m, self.lane.lane, width // PART
+        row, source = lane >> 3, (lane & 7) * 16
+        groups = range(0, STRIP, 4) if parts else ()
+        places = [self._address(pages, row + first, width, source) for first in groups]
+        tail = range(0, STRIP if width % PART else 0, 8)
+        half_row, half_source = lane >> 2, (lane & 3) * 16 + parts * ROW_BYTES
+        ends = [self._address(pages, half_row + first, width, half_source) for first in tail]
+        into = [to + row * ROW_BYTES + (chunk << 4) for chunk in chunks]
+        for i, at in enumerate(places):
             for part in range(parts):
-                self.m.copy(to, at, (i * parts + part) * PIECE, 2 * HALF * part)
+                offset = part * PART_BYTES + 4 * ROW_BYTES * i
+                m.copy(into[i % 2], at, offset, part * ROW_BYTES)
+        last = to + lane * 16
+        for i, at in enumerate(ends):
+            m.copy(last, at, parts * PART_BYTES + 4 * ROW_BYTES * i, 0)
 
 
 def query_fragments(lane: Lane, query: Any, token: Any, kv_head: Any) -> list[Words]:

@@ -72,6 +72,9 @@ class Word:
     def __or__(self, other: Number) -> "Word":
         return _apply(arith.ori, self, other)
 
+    def __xor__(self, other: Number) -> "Word":
+        return _apply(arith.xori, self, other)
+
     def __lt__(self, other: Number) -> "Word":
         return _compare("slt", self, other)
 

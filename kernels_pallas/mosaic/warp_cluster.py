@@ -126,6 +126,16 @@ def fetch_words(address: Word) -> list[Word]:
     return _several(text, address, types=_i32(4), has_side_effects=True)
 
 
+def fetch_half(address: Word, dtype: str) -> Word:
+    """A number of 16 bits of global memory, which the kernel never writes, as float32."""
+    load = f"ld.global.nc.b16 h, [$1]; cvt.f32.{TYPES[dtype]} $0, h;"
+    return Word(
+        utils.inline_ptx(
+            f"{{ .reg .b16 h; {load} }}", address.value, result_types=ir.F32Type.get()
+        )
+    )
+
+
 def put_words(address: Word, words: Sequence[Word], only: Word) -> None:
     """Puts 2 neighbours in global memory, where `only` holds."""
     _only(f"st.global.v2.b32 [$0], {_listed(1, 2)};", address, *words, only=only)

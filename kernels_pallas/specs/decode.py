@@ -21,9 +21,9 @@ PIECE = 512  # bytes that the lanes of a warp copy together, 16 each
 TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 BARRIERS = 8  # the last words of shared memory; four are used
-EXCHANGES = 3  # of maximum and sum, one a branch
-RESERVED = 1024  # of shared memory, for Mosaic
+RESERVED = 896  # of shared memory, for Mosaic, which rounds up to 1024
 WIDEST_KEY, WIDEST_VALUE = 192, 128
+GATE_DTYPES = "float32", "bfloat16", "float16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +43,26 @@ class Variant:
     capacity: int
 
 
-# What is compiled, by capacity and then by preference: all of an SM for one CTA, or half.
-WHOLE_SM = (
-    Variant(4, 8, 4, 128),
-    Variant(4, 8, 2, 128),
-    Variant(4, 8, 4, 512),
-    Variant(4, 8, 2, 512),
-    Variant(4, 8, 4, 1024),
-    Variant(4, 8, 2, 1024),
-    Variant(8, 8, 2, 2560),
-)
-HALF_SM = (Variant(2, 4, 2, 128), Variant(4, 4, 2, 512), Variant(8, 4, 2, 1024))
-SMS = 132  # of an H100
+# What is compiled, and how many of its clusters an H100 runs at once: measured for 4 CTAs that
+# take an SM each (30), derived for others from parts of the chip of 14 to 18 SMs. The first ones
+# take the least time alone, the last ones of a capacity serve the most clusters.
+RESIDENT = {
+    Variant(8, 4, 2, 128): 28,
+    Variant(4, 4, 2, 128): 60,
+    Variant(2, 4, 2, 128): 132,
+    Variant(4, 8, 2, 128): 30,  # where D is so wide that half an SM is not enough
+    Variant(8, 4, 2, 512): 28,
+    Variant(4, 4, 2, 512): 60,
+    Variant(2, 8, 2, 512): 66,
+    Variant(4, 8, 2, 512): 30,
+    Variant(8, 4, 2, 1024): 28,
+    Variant(4, 8, 4, 1024): 30,
+    Variant(2, 8, 2, 1024): 66,
+    Variant(4, 8, 2, 1024): 30,
+    Variant(8, 8, 2, 2560): 14,
+}
+MOST_WHOLE = {2: 66, 4: 30, 8: 14}  # with an SM for each CTA, by CTAs of a cluster
+HALF_SM = SMEM_BYTES // 2 - 1024  # of shared memory, where two CTAs share an SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Decode:
       q_len: tokens of a row, the last of which is the row's newest.
       pages: of the pool.
       table_pages: columns of the page table.
-      separate_gates: three arrays `[tokens, H]`, else one `[tokens, H, 3]`.
+      gate_dtype: float32 or one of 16 bits.
       variant: cluster, warps, stages and capacity.
     """
 
@@ -86,8 +94,8 @@ class Decode:
     table_pages: int
     dtype: str
     scale: float
-    variant: Variant = WHOLE_SM[0]
-    separate_gates: bool = False
+    variant: Variant = Variant(4, 8, 2, 128)
+    gate_dtype: str = "float32"
     interpret: bool | object = False
     any_length: bool = False
 
@@ -165,8 +173,9 @@ class Decode:
     def offsets(self) -> dict[str, int]:
         """Where each part of shared memory begins, and where all end.
 
-        `partial_out` lies over the statistics of the first two exchanges where these are large
-        enough: every warp of the cluster has read them before the third ends.
+        What warps find lies over the statistics of the compressed branch, which the warps of the
+        CTA have read before. `partial_out` lies over these, those of the sliding branch and the
+        scores: every warp of the cluster has read them before the third exchange ends.
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
@@ -176,18 +185,18 @@ class Decode:
             "ring": warps * self.ring_bytes,
             "logits": warps * self.kept_strips * TILE_BYTES,
             "table": 4 * capacity,
-            "stats": EXCHANGES * stats,
+            "selected_stats": stats,
+            "stats": 2 * stats,
             "scores": 8 * max(scored, capacity + 1),
-            "found": 8 * warps * self.found_slots,
         }
-        if 2 * stats < partial_out:
-            sizes["partial_out"] = partial_out
-        sizes["barriers"] = 8 * BARRIERS
         at, found = 0, {}
         for name, size in sizes.items():
             found[name] = at
             at += cdiv(size, 64) * 64
-        return {"partial_out": found["stats"]} | found | {"end": at}
+        found["partial_out"] = found["found"] = found["stats"]
+        found["winners"] = found["found"] + 8 * warps * self.found_slots
+        found["barriers"] = max(at, found["stats"] + partial_out)
+        return found | {"end": found["barriers"] + 8 * BARRIERS}
 
 
 def why_not(spec: Decode) -> str | None:
@@ -204,6 +213,7 @@ def why_not(spec: Decode) -> str | None:
         "warps": (spec.variant.warps, (4, 8), "4 or 8"),
         "stages": (spec.variant.stages, (2, 4, 8), "2, 4 or 8"),
         "dtype": (spec.dtype, ("bfloat16", "float16"), "bfloat16 or float16"),
+        "gates": (spec.gate_dtype, GATE_DTYPES, ", ".join(GATE_DTYPES)),
     }
     for name, (value, allowed, words) in limits.items():
         if value not in allowed:
@@ -227,8 +237,7 @@ def decode(spec: Decode) -> Kernel:
 
     - `query` `[tokens, H, D]`: token `t` of row `b`, at `q_len * b + t`, stands at position
       `length - q_len + t`.
-    - `gates` float32 `[tokens, H, 3]`, or `gate_compressed`, `gate_selected` and
-      `gate_sliding` `[tokens, H]`.
+    - `gates` `[tokens, H, 3]`, of the compressed, the selected and the sliding branch.
     - `page_table` int32 `[B, table_pages]`: entries past a row's pages may be anything.
     - `lengths` int32 `[B]`: 0 is padding.
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
@@ -245,10 +254,6 @@ def decode(spec: Decode) -> Kernel:
     if reason := why_not(spec):
         raise NotImplementedError(reason)
     heads = spec.tokens, spec.H
-    gates = {"gates": Array((*heads, 3), "float32")}
-    if spec.separate_gates:
-        names = "gate_compressed", "gate_selected", "gate_sliding"
-        gates = dict.fromkeys(names, Array(heads, "float32"))
     pages = {}
     for branch, rows in (
         ("compressed", spec.per_page),
@@ -264,7 +269,7 @@ def decode(spec: Decode) -> Kernel:
         "kernels_pallas.mosaic.decode:decode",
         {
             "query": Array((*heads, spec.D), spec.dtype),
-            **gates,
+            "gates": Array((*heads, 3), spec.gate_dtype),
             "page_table": Array((spec.B, spec.table_pages), "int32"),
             "lengths": Array((spec.B,), "int32"),
             **pages,
@@ -283,14 +288,17 @@ def decode(spec: Decode) -> Kernel:
 def with_variant(spec: Decode) -> Decode:
     """`spec` with the variant for its batch and its page table.
 
-    A CTA that has an SM to itself draws more of the bandwidth, as long as there is an SM for
-    each; by these counts alone, not yet measured. Where none has the capacity or fits, that
-    of the most pages, of which `why_not` says why.
+    Of the least capacity that is enough: where clusters wait for others, they take that much
+    longer, so the fewest rounds of them, and of these the first. Where none fits, that of the
+    most pages, of which `why_not` says why.
     """
-    whole, half = (
-        [x for x in (dataclasses.replace(spec, variant=y) for y in each) if not why_not(x)]
-        for each in (WHOLE_SM, HALF_SM)
-    )
-    ctas = spec.tokens * spec.Hkv * whole[0].variant.cluster if whole else 0
-    candidates = half + whole if ctas > SMS else whole + half
-    return (candidates or [dataclasses.replace(spec, variant=WHOLE_SM[-1])])[0]
+    clusters, found = spec.tokens * spec.Hkv, []
+    for variant, resident in RESIDENT.items():
+        each = dataclasses.replace(spec, variant=variant)
+        if resident > MOST_WHOLE[variant.cluster] and each.offsets["end"] > HALF_SM:
+            resident //= 2
+        if not why_not(each):
+            found.append((variant.capacity, cdiv(clusters, resident), each))
+    if not found:
+        return dataclasses.replace(spec, variant=list(RESIDENT)[-1])
+    return min(found, key=lambda x: x[:2])[-1]

@@ -331,6 +331,11 @@ def _best_blocks(
     return tl.sort(tl.where(best >= 0, found, HIGHEST))
 
 
+@triton.jit
+def _gate(gates, row, mask, BRANCH: tl.constexpr):
+    return tl.load(gates + row * 3 + BRANCH, mask=mask, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M", "P", "splits", "windows", "candidates", "scale"])
 def finish(
     query,
@@ -338,9 +343,7 @@ def finish(
     selected_value,
     page_table,
     lengths,
-    compressed_gate,
-    selected_gate,
-    sliding_gate,
+    gates,
     logits,
     maxima,
     sums,
@@ -386,7 +389,7 @@ def finish(
 
     Args:
       query .. lengths: as of `partials`, with the pages of the selected branch.
-      compressed_gate, selected_gate, sliding_gate: float32 `[B * QUERIES, H]`.
+      gates: `[B * QUERIES, H, 3]`, of the compressed, the selected and the sliding branch.
       logits .. counters: of `partials`; of its counters each counts the parts that have ended.
       out: `[B * QUERIES, H, VALUE_WIDTH]`; indices: int32 `[B * QUERIES, HEADS, N]`.
       part_maxima, part_sums: float32 `[B * HEADS * QUERIES * PARTS, GROUP_ROWS]`.
@@ -467,14 +470,14 @@ def finish(
         most, total, acc = softmax_step(logit, values, most, total, acc, PRECISION)
 
     added = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
-    gate = tl.load(compressed_gate + row, mask=here, other=0.0)
+    gate = _gate(gates, row, here, 0)
     for split in range(part, compressed_end, PARTS):
         theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
         share = gate * tl.exp2(theirs - compressed_lse)
         added += share[:, None] * load_rows(
             outputs, at + split, here, VALUE_WIDTH, VALUE_COLUMNS
         )
-    gate = tl.load(sliding_gate + row, mask=here, other=0.0)
+    gate = _gate(gates, row, here, 2)
     for split in range(splits + part, window_end, PARTS):
         theirs = tl.load(maxima + at + split, mask=here, other=float("-inf"))
         share = gate * tl.exp2(theirs - sliding_lse)
@@ -492,7 +495,7 @@ def finish(
     ended = tl.atomic_add(counters + item, 1, sem="acq_rel")
     if ended == PARTS - 1:
         _merge_parts(
-            selected_gate,
+            gates,
             out,
             part_maxima,
             part_sums,
@@ -511,7 +514,7 @@ def finish(
 
 @triton.jit
 def _merge_parts(
-    selected_gate,
+    gates,
     out,
     part_maxima,
     part_sums,
@@ -548,7 +551,7 @@ def _merge_parts(
             part_outputs + place, mask=mask, other=0.0, cache_modifier=".cg"
         )
         added += tl.load(part_added + place, mask=mask, other=0.0, cache_modifier=".cg")
-    gate = tl.load(selected_gate + row, mask=real, other=0.0)
+    gate = _gate(gates, row, real, 1)
     empty = total == 0.0
     acc = acc * (gate / tl.where(empty, 1.0, total))[:, None]
     acc = added + tl.where(empty[:, None], 0.0, acc)

@@ -112,7 +112,7 @@ class Decode:
         )
 
     def finish(self, pool: int) -> TritonKernel:
-        """Arrays: query, selected key and value, page_table, lengths, the gates, then the results
+        """Arrays: query, selected key and value, page_table, lengths, gates, then the results
         of `partials`; results: out, indices, and what its programs hand to each other.
         """
         p, config = self.problem, self.config

@@ -17,6 +17,7 @@ from kernels_pallas.triton.tiling import (
     Tiling,
     candidates,
     choose,
+    largest,
     measured,
     most,
     power,
@@ -34,6 +35,11 @@ PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
 def cdiv(a: int, b: int) -> int:
     """`a / b`, rounded up."""
     return -(-a // b)
+
+
+def _within(largest: tuple[int, int], rows: int | None, keys: int | None) -> tuple[int, int]:
+    """Rows and keys of a tile at most; a bound of the rows holds alone."""
+    return largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +87,13 @@ class Problem:
         self, kernel: str, rows: int | None = None, keys: int | None = None
     ) -> tuple[int, int]:
         """Rows and keys of the largest tiles of a kernel; `rows` and `keys` at most."""
-        largest = most(kernel, self.capability, self.D, self.Dv)
-        return largest[0] if rows is None else rows, min(largest[1], keys or largest[1])
+        return _within(most(kernel, self.capability, self.D, self.Dv), rows, keys)
+
+    def measured_limits(
+        self, kernel: str, rows: int | None = None, keys: int | None = None
+    ) -> tuple[int, int]:
+        """`limits` of tiles that are measured, or were."""
+        return _within(largest(kernel, self.capability, self.D, self.Dv), rows, keys)
 
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
         """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile."""
@@ -94,6 +105,7 @@ class Problem:
                 f"triton: no tiles of {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
                 f"memory of compute capability {self.capability}"
             )
+        limits = self.measured_limits(kernel, rows, keys)
         return measured(kernel, found, self.tiles.get(kernel, {}), limits, *where)
 
     def candidates(
@@ -101,7 +113,7 @@ class Problem:
     ) -> list[Tiling]:
         """What `tiling` could be, to be measured."""
         where = self.D, self.Dv, self.itemsize, self.capability
-        return candidates(kernel, self.limits(kernel, rows, keys), *where)
+        return candidates(kernel, self.measured_limits(kernel, rows, keys), *where)
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -54,6 +54,13 @@ def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int
     raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
 
 
+def largest(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
+    """Rows and keys of the largest tiles that are worth measuring."""
+    if capability[0] in WIDE and max(D, Dv) <= 128:
+        return 128, 128
+    return most(kernel, capability, D, Dv)
+
+
 def smem_of(capability: tuple[int, int]) -> int:
     """What a program can have, in bytes."""
     return SMEM.get(capability, SMEM_LEAST)
@@ -86,7 +93,21 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
 
 
+def sums(kernel: str, tiling: Tiling, D: int, Dv: int) -> int:
+    """float32 numbers that a program holds at once: its sums, and a tile of each product."""
+    width, value_width = power(D), power(Dv)
+    tile = tiling.rows * tiling.keys
+    if kernel == "forward":
+        return tiling.rows * value_width + tile
+    if kernel == "dq":
+        return tiling.rows * width + 2 * tile
+    if kernel == "dkv":
+        return tiling.keys * (width + value_width) + 2 * tile
+    return tile
+
+
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)  # that are measured
+SUMS = 208  # of a thread, which has 255 registers
 
 
 def fits(
@@ -130,12 +151,19 @@ def candidates(
     itemsize: int,
     capability: tuple[int, int],
 ) -> list[Tiling]:
-    """Tiles worth measuring: `limits`, their halves and quarters, that fit (`fits`)."""
+    """Tiles worth measuring: `limits`, their halves and quarters, that fit (`fits`) and leave a
+    thread registers for more than its sums.
+    """
     if itemsize == 4:
         limits = min(limits[0], FLOAT32), min(limits[1], FLOAT32)
     rows, keys = ([most, most // 2, most // 4] for most in limits)
     found = itertools.starmap(Tiling, itertools.product(rows, keys, WARPS, STAGES))
-    return [x for x in found if fits(kernel, x, limits, D, Dv, itemsize, capability)]
+    return [
+        x
+        for x in found
+        if fits(kernel, x, limits, D, Dv, itemsize, capability)
+        and sums(kernel, x, D, Dv) <= SUMS * 32 * x.warps
+    ]
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:
@@ -155,28 +183,37 @@ def choose(
 ) -> Tiling | None:
     """The largest tiles up to these that fit, or None.
 
+    Where operands lie in shared memory, as many stages as leave room for two programs on a
+    multiprocessor, or three of 16 rows: an H100 runs them up to twice as fast as one of more.
+
     Args:
       kernel: forward, dq or dkv.
       rows, keys: at most; powers of two.
     """
-    limit = smem_of(capability)
     most_rows, most_keys = rows, keys
     if itemsize == 4:
         most_rows, most_keys = min(rows, FLOAT32), min(keys, FLOAT32)
     width, value_width = power(D), power(Dv)
+    wide = capability[0] in WIDE and itemsize == 2
     while True:
-        for stages in (3, 2, 1):
-            if kernel == "dkv":
-                sums = most_keys * (width + value_width)
-            else:
-                sums = most_rows * (value_width if kernel == "forward" else width)
-                sums += most_rows * value_width if kernel == "dq" else 0
-            warps = _warps(sums, 128 if kernel == "dkv" else 64)
-            tiling = Tiling(most_rows, most_keys, warps, stages)
+        if kernel == "dkv":
+            held = most_keys * (width + value_width)
+        else:
+            held = most_rows * (value_width if kernel == "forward" else width)
+            held += most_rows * value_width if kernel == "dq" else 0
+        few = most_rows == LEAST and kernel != "dkv"
+        alone = Tiling(most_rows, most_keys, _warps(held, 128 if kernel == "dkv" else 64), 0)
+        beside = alone._replace(warps=2 if few else _warps(held, 128))
+        together = 3 if few else 2
+        choices = [(beside, together)] if wide and beside.warps <= 4 else []
+        for tiling, programs in [*choices, (alone, 1)]:
+            limit = smem_of(capability) // programs
             # One stage hides no latency: smaller tiles come first.
-            small = most_keys == LEAST or most_rows == LEAST
-            if needed(kernel, tiling, D, Dv, itemsize) <= limit and (stages > 1 or small):
-                return tiling
+            small = programs == 1 and LEAST in (most_rows, most_keys)
+            for stages in (3, 2, 1) if small else (3, 2):
+                tiling = tiling._replace(stages=stages)
+                if needed(kernel, tiling, D, Dv, itemsize) <= limit:
+                    return tiling
         # What is streamed shrinks first.
         streams_rows = kernel == "dkv"
         streamed, held = (most_rows, most_keys) if streams_rows else (most_keys, most_rows)
@@ -200,10 +237,9 @@ def scores_tiling(
         rows = max(min(rows, 32), group)
     while rows >= max(group, LEAST):
         for keys, stages in ((64, 3), (64, 2), (32, 2), (32, 1), (LEAST, 1)):
-            sums = rows * keys
             if itemsize == 4 and keys > 32:
                 continue
-            tiling = Tiling(rows, keys, _warps(sums), stages)
+            tiling = Tiling(rows, keys, _warps(rows * keys), stages)
             if needed("scores", tiling, D, D, itemsize) <= smem_of(capability):
                 return tiling
         rows //= 2
