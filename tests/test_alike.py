@@ -302,7 +302,7 @@ def test_a_mode_sees_the_operator(checked):
     checked.clear()
     with Watching() as watching:
         nsa_torch.attention(**arguments)
-    assert "nsa.attention.default" in watching.seen and checked
+    assert any("nsa.attention" in name for name in watching.seen) and checked
 
 
 def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
