@@ -228,11 +228,7 @@ def select_blocks(
         arrays = candidates()
     else:
         arrays = ops.cached(layout, ("candidates", spec), candidates)
-    (chosen,) = ops.run(scores.best_blocks(spec), query, key, lse, *arrays)
-    chosen = chosen.reshape(batch, kv_heads, spec.tiles, *chosen.shape[1:])
-    chosen = ops.xp.moveaxis(chosen[..., : spec.tile.tokens], (1, 3), (3, 4))
-    chosen = chosen.reshape(batch, spec.tiles * spec.tile.tokens, kv_heads, -1)
-    return ops.contiguous(chosen[:, :length])
+    return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
 
 
 def _candidates(ops, spec, first, last, base, layout, config):

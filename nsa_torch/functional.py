@@ -21,6 +21,7 @@ what a named implementation cannot do raises `NotImplementedError`.
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.dispatch import Plan
 from nsa_jax.types import Branches
-from nsa_torch import checks
+from nsa_torch import alike, checks, replay
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
@@ -82,26 +83,26 @@ def attention(
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
     """
+    options: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
+    call = None
+    if context_mesh is None and not torch.compiler.is_compiling():
+        tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
+        call = alike.key_of(tensors, **options, implementation=implementation)
+        if call is not None and (decided := alike.DECIDED.get(call.value)) is not None:
+            return _again(call, decided, *tensors, **options)
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    options |= {
+        "compressed": compressed,
+        "block_indices": block_indices,
+        "cu_seqlens": cu_seqlens,
+    }
     if context_mesh is not None:
         from nsa_torch import context
 
-        return context.attention(
-            query,
-            key,
-            value,
-            gates,
-            config=config,
-            compressed=compressed,
-            block_indices=block_indices,
-            cu_seqlens=cu_seqlens,
-            scale=scale,
-            recompute=recompute,
-            implementation=implementation,
-            context_mesh=context_mesh,
-            context_layout=context_layout,
-        )
+        ranks = {"context_mesh": context_mesh, "context_layout": context_layout}
+        options |= {"implementation": implementation} | ranks
+        return context.attention(query, key, value, gates, **options)
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
         checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
@@ -109,22 +110,68 @@ def attention(
         checks.compressed(query, *compressed, config, key.selected.shape[1])
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
-    return after_checks(
-        query,
-        key,
-        value,
-        gates,
-        config=config,
-        compressed=compressed,
-        block_indices=block_indices,
-        cu_seqlens=cu_seqlens,
-        scale=scale,
-        recompute=recompute,
-        implementation=implementation,
-    )
+    chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
+    out = _run(query, key, value, gates, chosen=chosen, **options)
+    if call is not None and chosen.attention in alike.KERNELS:
+        replayed = replay.Pair() if call.gradient else replay.Alike(seen=True)
+        alike.DECIDED.keep(call.value, alike.Decided(chosen, replayed))
+    return out
+
+
+def _again(
+    call, decided, query, key, value, gates, compressed, block_indices, cu_seqlens, **options
+):
+    """A call like one that was `decided`."""
+
+    def run():
+        each = Branches(*gates.unbind(-1)) if isinstance(gates, Tensor) else gates
+        return [
+            _run(
+                query,
+                Branches.each(key),
+                Branches.each(value),
+                each,
+                compressed=compressed,
+                block_indices=block_indices,
+                cu_seqlens=cu_seqlens,
+                chosen=decided.chosen,
+                pair=decided.replayed if call.gradient else None,
+                **options,
+            )
+        ]
+
+    if call.gradient:
+        return run()[0]
+    with as_given(query):
+        return decided.replayed(call.tensors, run)[0]
 
 
 def after_checks(
+    query,
+    key,
+    value,
+    gates,
+    *,
+    config,
+    compressed,
+    cu_seqlens,
+    implementation,
+    **options,
+):
+    """`attention` of arguments that are known to fit; of a packed row the queries may be the last
+    `T` of the first `S` tokens.
+    """
+    packed = {"config": config, "cu_seqlens": cu_seqlens, "compressed": compressed}
+    chosen = _choose(query, key, value, gates, **packed, implementation=implementation)
+    return _run(query, key, value, gates, chosen=chosen, **packed, **options)
+
+
+def _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation):
+    problem = _problem(query, key, value, config, cu_seqlens, compressed)
+    return choose(description(*problem, gates), implementation)
+
+
+def _run(
     query,
     key,
     value,
@@ -136,23 +183,19 @@ def after_checks(
     cu_seqlens,
     scale,
     recompute,
-    implementation,
+    chosen,
+    pair=None,
 ):
-    """`attention` of arguments that are known to fit; of a packed row the queries may be the last
-    `T` of the first `S` tokens.
-    """
-    kv_len = key.selected.shape[1]
-    problem = _problem(query, key, value, config, cu_seqlens, compressed)
-    chosen = choose(description(*problem, gates), implementation)
+    """`attention` as `chosen`; `pair`: of calls like this one, on kernels."""
     packed = {"config": config, "cu_seqlens": cu_seqlens}
     with as_given(query):
         fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
         if compressed is None and not (fused and chosen.compresses):
             phi = debug.watch(TORCH, "compress", "torch", compress_windows)
             compressed = phi(key.compressed, **packed), phi(value.compressed, **packed)
-        lengths = packed | {"kv_len": kv_len, "scale": scale}
+        lengths = packed | {"kv_len": key.selected.shape[1], "scale": scale}
         tensors = query, key, value, gates, compressed, block_indices
-        return attend(*tensors, chosen, lengths, recompute=recompute)
+        return attend(*tensors, chosen, lengths, recompute=recompute, pair=pair)
 
 
 def attend(
@@ -166,6 +209,7 @@ def attend(
     lengths,
     clean=False,
     recompute=False,
+    pair=None,
 ):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
@@ -177,8 +221,8 @@ def attend(
     with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
-            whole = chosen.load("attention")
-            return whole(*tensors, **lengths, clean=clean, recompute=recompute)
+            whole, known = chosen.load("attention"), {"pair": pair} if pair else {}
+            return whole(*tensors, **lengths, clean=clean, recompute=recompute, **known)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
         tensors = query, key, value, gates, compressed, block_indices, chosen, lengths

@@ -23,7 +23,7 @@ from nsa_jax.types import Branches
 from nsa_torch import operators
 from nsa_torch.call_forms import APART, GIVEN, SHARED, form_of, mean_shapes
 from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.replay import Replayed
+from nsa_torch.replay import Pair, Replayed
 
 BRANCHES = (
     ("compressed", operators.THREE, KernelLayout.seen_compressed),
@@ -227,7 +227,7 @@ class KernelPath:
         again = f"{name}_recomputing"
         operators.define(again, schema, f"(Tensor out, {kept})", forward, shapes)
         backward = Replayed(of(self._backward))
-        operators.differentiate(again, schema, floats, kept, backward)
+        operators.differentiate(again, schema, floats, kept, backward, 1)
 
         kept = _tensors("selection", *form.means, *self._residuals)
         forward = Replayed(of(self._forward_with_residuals))
@@ -235,10 +235,10 @@ class KernelPath:
         saving = f"{name}_saving"
         operators.define(saving, schema, f"(Tensor out, {kept})", forward, shapes)
         backward = Replayed(of(self._backward_from_residuals))
-        operators.differentiate(saving, schema, floats, kept, backward)
+        operators.differentiate(saving, schema, floats, kept, backward, 1)
 
-    def _operator(self, name):
-        return getattr(torch.ops.nsa, f"{self.prefix}{name}")
+    def _call(self, name, *arguments, pair=None):
+        return operators.call(f"{self.prefix}{name}", *arguments, pair=pair)
 
     # The functions that `dispatch.py` names.
 
@@ -256,8 +256,8 @@ class KernelPath:
     ):
         """`functional.compressed_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("compressed_attention")
-        out, lse = operator(query, compressed_key, compressed_value, *place)
+        tensors = query, compressed_key, compressed_value
+        out, lse = self._call("compressed_attention", *tensors, *place)
         return out, lse.detach()
 
     def select_blocks(
@@ -265,8 +265,8 @@ class KernelPath:
     ):
         """`functional.select_blocks`; the normalisation is a pass of its own here."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("select_blocks")
-        return operator(query.detach(), compressed_key.detach(), *place)
+        pair = query.detach(), compressed_key.detach()
+        return self._call("select_blocks", *pair, *place)
 
     def selected_attention(
         self,
@@ -283,8 +283,7 @@ class KernelPath:
     ):
         """`functional.selected_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        operator = self._operator("selected_attention")
-        out, lse = operator(query, key, value, block_indices, *place)
+        out, lse = self._call("selected_attention", query, key, value, block_indices, *place)
         return out, lse.detach()
 
     def sliding_attention(
@@ -292,7 +291,7 @@ class KernelPath:
     ):
         """`functional.sliding_attention`."""
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        out, lse = self._operator("sliding_attention")(query, key, value, *place)
+        out, lse = self._call("sliding_attention", query, key, value, *place)
         return out, lse.detach()
 
     def attention(
@@ -310,6 +309,7 @@ class KernelPath:
         scale: float | None = None,
         clean: bool = False,
         recompute: bool = False,
+        pair: Pair | None = None,
     ) -> Tensor:
         """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
         kernel of its own adds the branches.
@@ -320,6 +320,7 @@ class KernelPath:
           clean: whether keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
+          pair: of calls like this one, whose gradients are wanted.
         """
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
         form, tokens = form_of(key, value, compressed)
@@ -327,7 +328,7 @@ class KernelPath:
         name = form.name
         if operators.requires_grad(*inputs):
             name += "_recomputing" if recompute else "_saving"
-        return self._operator(name)(*inputs, block_indices, clean, *place)[0]
+        return self._call(name, *inputs, block_indices, clean, *place, pair=pair)[0]
 
 
 def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):

@@ -2,15 +2,21 @@
 is, and a gradient is an operator of its own.
 
 An operator takes its tensors, then `PLACE`; a backward one the gradient first.
+
+torch's dispatcher needs longer for such a call than a launch takes. Where it would do nothing
+but find the function (`replay.plain`), `call` does without it.
 """
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa_jax.config import NSAConfig
+from nsa_torch import replay
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -19,6 +25,43 @@ THREE = "Tensor query, Tensor key, Tensor value"
 CHOSEN = f"{THREE}, Tensor block_indices"
 
 config_of = functools.cache(NSAConfig)
+
+# By name, the functions of the operators, and what gives them their gradients.
+_functions: dict[str, Any] = {}
+_differentiable: dict[str, Callable[..., Any]] = {}
+
+
+def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
+    """What `torch.ops.nsa.<name>` returns; where it has a gradient, perhaps without what is kept
+    for it.
+
+    Args:
+      pair: what is known of calls with these arguments' signature, all of them plain.
+    """
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.nsa, name)(*arguments)
+    if replay.recording() and not requires_grad(*_tensors(arguments)):
+        return _functions[name](*arguments)  # its steps are noted, not the operator
+    if pair or _direct(arguments):
+        differentiable = _differentiable.get(name)
+        return (
+            differentiable(pair, *arguments) if differentiable else _functions[name](*arguments)
+        )
+    return getattr(torch.ops.nsa, name)(*arguments)
+
+
+def _direct(arguments: Sequence[Any]) -> bool:
+    """Whether the dispatcher would do nothing but call the function."""
+    device = next(x for x in arguments if isinstance(x, Tensor)).device
+    return device.type in DEVICES and replay.plain(arguments)
+
+
+def _addresses(arguments: Iterable[Any]) -> list[int]:
+    return [x.data_ptr() for x in arguments if isinstance(x, Tensor)]
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    return [x for x in arguments if isinstance(x, Tensor)]
 
 
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
@@ -43,7 +86,7 @@ def branch_shapes(query, key, value, *rest):
 def define_branch(name, tensors, function, kept, backward) -> None:
     """Registers `nsa::name`, a branch, with the gradients of query, key and value."""
     define(name, tensors, "(Tensor out, Tensor lse)", function, branch_shapes)
-    differentiate(name, tensors, 3, kept, backward)
+    differentiate(name, tensors, 3, kept, backward, 2)
 
 
 def define(name, tensors, results, function, shapes) -> None:
@@ -51,10 +94,12 @@ def define(name, tensors, results, function, shapes) -> None:
     torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
     torch.library.impl(f"nsa::{name}", DEVICES, function)
     torch.library.register_fake(f"nsa::{name}", shapes)
+    _functions[name] = function
 
 
-def differentiate(name, tensors, floats, kept, backward) -> None:
-    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`.
+def differentiate(name, tensors, floats, kept, backward, returned) -> None:
+    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`. The first
+    `returned` outputs are what a caller wants, the others are there for the gradients.
 
     `backward` takes the gradient of the first output, the other outputs (`kept`: as the schema
     has them, the first output before them if `Tensor out` is among them), then the inputs.
@@ -69,20 +114,20 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
     # and one of torch.library.custom_op would keep autograd from working inside.
     schema = f"Tensor grad, {kept}, {tensors}"
     define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    operator, backward_operator = (
-        getattr(torch.ops.nsa, x) for x in (name, f"{name}_backward")
-    )
+    operator, function = getattr(torch.ops.nsa, name), _functions[name]
+    gradient = _functions[f"{name}_backward"]
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *inputs):
+        def forward(ctx, run, results, pair, *inputs):
             with torch._C._AutoDispatchBelowAutograd():
-                output = operator(*inputs)
+                output = run(*inputs)
             arguments = *output[first:], *inputs
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
             ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+            ctx.pair, ctx.addresses = pair, _addresses(arguments) if pair else None
             ctx.set_materialize_grads(False)
-            return output
+            return output[:results]
 
         @staticmethod
         @once_differentiable
@@ -90,8 +135,21 @@ def differentiate(name, tensors, floats, kept, backward) -> None:
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
-            return *backward_operator(grad, *arguments), *nothing
+            # What was saved may come back as other tensors: from another device, say.
+            if ctx.pair and replay.plain([grad]) and _addresses(arguments) == ctx.addresses:
+                found = gradient.again(ctx.pair.backward(grad), grad, *arguments)
+            else:
+                found = call(f"{name}_backward", grad, *arguments)
+            return None, None, None, *found, *nothing
+
+    def dispatched(*inputs):
+        return Differentiable.apply(operator, None, None, *inputs)
+
+    def direct(pair, *inputs):
+        run = functools.partial(function.again, pair.forward) if pair else function
+        return Differentiable.apply(run, returned, pair, *inputs)
 
     # Not torch.library.register_autograd, which at each call lists all arguments of the schema
     # once for each of them.
-    torch.library.impl(f"nsa::{name}", "Autograd", Differentiable.apply)
+    torch.library.impl(f"nsa::{name}", "Autograd", dispatched)
+    _differentiable[name] = direct

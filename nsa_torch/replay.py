@@ -17,22 +17,21 @@ import collections
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interop import launch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
-from nsa_torch.shared import SHARED
+from nsa_torch.program import Array, Call, Constants, Launch, Program, Slot, Step, listed
 
 DEVICE_TYPES = ("cuda",)  # where calls are run from a list
 PROGRAMS = 256  # kept at most, the least recently used ones dropped first
-# Results of kernels that only kernels read lie in one allocation up to this size; larger ones
-# are given back as soon as they have been read.
-WORKSPACE_BYTES = 32 * 2**20
 
 _local = threading.local()
 
@@ -40,151 +39,6 @@ _local = threading.local()
 def recording() -> "Recording | None":
     """What records this thread's calls now."""
     return getattr(_local, "recording", None)
-
-
-class Slot(NamedTuple):
-    """A tensor of a program by its number."""
-
-    number: int
-
-
-class Launch:
-    """One launch of a kernel; `arguments`: numbers of its inputs and outputs."""
-
-    def __init__(self, kernel: Kernel, arguments: Sequence[int], made: Sequence[int]):
-        self.kernel, self.arguments, self.made = kernel, tuple(arguments), tuple(made)
-        outputs = dict(zip(arguments[len(kernel.inputs) :], kernel.outputs, strict=True))
-        self.shapes = {
-            number: (outputs[number].shape, getattr(torch, outputs[number].dtype))
-            for number in made
-        }
-        self.allocated: list[tuple[int, tuple[int, ...], torch.dtype]] = []
-        self.placed: list[tuple[int, int]] = []  # number, offset in the workspace
-
-    def bind(self, device: torch.device) -> None:
-        self.device = device
-        self.start = launch.launcher(self.kernel, device)
-
-    def __call__(self, slots: list[Any], stream: int, workspace: int) -> None:
-        for number, shape, dtype in self.allocated:
-            slots[number] = torch.empty(shape, dtype=dtype, device=self.device)
-        for number, offset in self.placed:
-            slots[number] = workspace + offset
-        found = [slots[i] for i in self.arguments]
-        self.start(stream, [x if type(x) is int else x.data_ptr() for x in found])
-
-
-class Call:
-    """One call of an operator of torch, or of any function of tensors."""
-
-    def __init__(self, function, args, options, results: Sequence[int | None]):
-        self.function, self.args, self.options, self.results = function, args, options, results
-        tensors = _slots((args, options))
-        self.reads = tuple(tensors)
-        flat = all(not _slots(x) for x in args if not isinstance(x, Slot))
-        self.flat = flat and not _slots(options)
-        self.at = [(i, x.number) for i, x in enumerate(args) if isinstance(x, Slot)]
-
-    def __call__(self, slots: list[Any], stream: int, workspace: int) -> None:
-        if self.flat:
-            args, options = list(self.args), self.options
-            for i, number in self.at:
-                args[i] = slots[number]
-        else:
-            args, options = _filled((self.args, self.options), slots)
-        found = self.function(*args, **options)
-        for number, x in zip(self.results, _results(found), strict=True):
-            if number is not None:
-                slots[number] = x
-
-
-class Constants(NamedTuple):
-    """Tensors that follow from sizes alone, and how to come by them."""
-
-    get: Callable[[], Iterable[Tensor]]
-    results: Sequence[int]
-
-
-type Step = Launch | Call
-
-
-class Program:
-    """The steps of a call in order, and which tensors they leave.
-
-    Args:
-      count: tensors of the call, numbers `0 .. count - 1`.
-      slots: numbers there are.
-      constants: what no step makes. They are asked for at each call: they may have been dropped,
-        and a stream or a CUDA graph that did not make them has to be told.
-      results: numbers of what it returns.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        count: int,
-        slots: int,
-        constants: Sequence[Constants],
-        steps: Sequence[Step],
-        results: Sequence[int],
-    ):
-        self.device, self.constants, self.results = device, constants, results
-        self.known = [number for each in constants for number in each.results]
-        self.blank = [None] * (slots - count)
-        self.bytes = self._place(steps)
-        # Not the program: what is shared outlives it.
-        self.key = object()
-        last = {number: i for i, step in enumerate(steps) for number in _read(step)}
-        drops = collections.defaultdict(list)
-        for number, i in last.items():
-            if number >= count and number not in self.results:
-                drops[i].append(number)
-        self.steps = [(step, tuple(drops[i])) for i, step in enumerate(steps)]
-        for step in steps:
-            if isinstance(step, Launch):
-                step.bind(device)
-
-    def _place(self, steps: Sequence[Step]) -> int:
-        """Says of each result of a kernel where it will lie; the size of the workspace."""
-        tensors = set(self.results)  # what must be one of torch's
-        for step in steps:
-            if isinstance(step, Call):
-                tensors |= {*step.reads, *step.results}
-        launches = [step for step in steps if isinstance(step, Launch)]
-        offset, places = 0, {}
-        for step in launches:
-            for number, (shape, dtype) in step.shapes.items():
-                if number not in tensors:
-                    places[number] = offset
-                    size = torch.Size(shape).numel() * dtype.itemsize
-                    offset += -(-size // launch.ALIGNMENT) * launch.ALIGNMENT
-        if offset > WORKSPACE_BYTES:
-            places, offset = {}, 0
-        for step in launches:
-            step.placed = [(x, places[x]) for x in step.made if x in places]
-            step.allocated = [(x, *step.shapes[x]) for x in step.made if x not in places]
-        return offset
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The results for the tensors of a call with the same signature."""
-        slots: list[Any] = [*tensors, *self.blank]
-        if self.known:
-            found = SHARED.get(self.key, self.device, self._constants)
-            for number, x in zip(self.known, found, strict=True):
-                slots[number] = x
-        stream = launch.current_stream(self.device)
-        kept, workspace = None, 0
-        if self.bytes:
-            kept = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-            workspace = kept.data_ptr()
-        for step, drops in self.steps:
-            step(slots, stream, workspace)
-            for number in drops:
-                slots[number] = None
-        return [slots[number] for number in self.results]
-
-    def _constants(self) -> list[Tensor]:
-        return [x for each in self.constants for x in each.get()]
 
 
 class Unknown(Exception):
@@ -219,11 +73,11 @@ class Recording(TorchDispatchMode):
         options = options or {}
         found = function(*args, **options)
         if not self.paused:
+            given = [x for x in _pytree.tree_leaves((args, options)) if isinstance(x, Tensor)]
             args, options = self._numbered(args), self._numbered(options)
-            results = [
-                self._number(x) if isinstance(x, Tensor) else None for x in _results(found)
-            ]
-            self.steps.append(Call(function, args, options, results))
+            # What is written to is more than a look at it.
+            given = [] if function._schema.is_mutable else given
+            self.steps.append(self._call(function, args, options, given, listed(found)))
         return found
 
     def launched(self, kernel: Kernel, tensors, run: Callable[[], Sequence[Tensor]]):
@@ -233,8 +87,12 @@ class Recording(TorchDispatchMode):
         results = self._apart(run)
         inputs = [self._known(x) for x in tensors]
         outputs = [self._number(x) for x in results]
-        made = [x for x in outputs if x not in inputs]
-        self.steps.append(Launch(kernel, [*inputs, *outputs], made))
+        made = {
+            number: Array(x.shape, getattr(torch, x.dtype))
+            for number, x in zip(outputs, kernel.outputs, strict=True)
+            if number not in inputs
+        }
+        self.steps.append(Launch(kernel, (*inputs, *outputs), made))
         return results
 
     def called(self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]):
@@ -243,7 +101,7 @@ class Recording(TorchDispatchMode):
             return function(*tensors)
         results = self._apart(functools.partial(function, *tensors))
         given = [Slot(self._known(x)) for x in tensors]
-        self.steps.append(Call(function, given, {}, [self._number(x) for x in results]))
+        self.steps.append(self._call(function, given, {}, [], results))
         return results
 
     def constants(self, get: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
@@ -254,11 +112,20 @@ class Recording(TorchDispatchMode):
         self.asked.append(Constants(get, [self._number(x) for x in found]))
         return found
 
-    def program(self, device: torch.device, results: Sequence[Tensor]) -> Program:
+    def program(self, device: torch.device, results: Iterable[Tensor]) -> Program:
         """What was recorded, up to these results."""
         numbers = [self._known(x) for x in results]
         sizes = self.count, len(self.kept)
         return Program(device, *sizes, self.asked, self.steps, numbers)
+
+    def _call(self, function, args, options, given, found):
+        """`given`: tensors that results may be no more than another look at."""
+        results = [self._number(x) if isinstance(x, Tensor) else None for x in found]
+        places = {_place(x): self._known(x) for x in reversed(given)}
+        tensors = {n: x for n, x in zip(results, found, strict=True) if n is not None}
+        starts = {n: places[_place(x)] for n, x in tensors.items() if _place(x) in places}
+        arrays = {n: Array(x.shape, x.dtype) for n, x in tensors.items() if x.is_contiguous()}
+        return Call(function, args, options, results, starts, arrays)
 
     def _apart(self, function):
         self.paused = True
@@ -289,34 +156,97 @@ class Recording(TorchDispatchMode):
         return x
 
 
-def _filled(x: Any, slots: Sequence[Any]) -> Any:
-    """`x` with tensors in place of slots."""
-    if isinstance(x, Slot):
-        return slots[x.number]
-    if isinstance(x, list | tuple):
-        return type(x)(_filled(each, slots) for each in x)
-    if isinstance(x, dict):
-        return {name: _filled(each, slots) for name, each in x.items()}
-    return x
+def _place(x: Tensor) -> tuple[int, int, int]:
+    """Of two tensors that start at the same byte of the same memory it is the same."""
+    return x.get_device(), x.untyped_storage().data_ptr(), x.data_ptr()
 
 
-def _slots(x: Any) -> list[int]:
-    if isinstance(x, Slot):
-        return [x.number]
-    if isinstance(x, dict):
-        x = [*x.values()]
-    return [n for each in x for n in _slots(each)] if isinstance(x, list | tuple) else []
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
 
 
-def _results(x: Any) -> list[Any]:
-    return list(x) if isinstance(x, list | tuple) else [x]
+def plain(tensors: Iterable[Any]) -> bool:
+    """Whether torch does what it is asked with these tensors (others than tensors do not count),
+    and nothing else: they have no class of their own, nothing is traced, compiled or transformed,
+    and no mode sees it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all(type(x) in TENSORS for x in tensors if isinstance(x, Tensor))
+    )
 
 
-def _read(step: Step) -> Sequence[int]:
-    """The numbers that a step has to do with, so that none is dropped before its last use."""
-    if isinstance(step, Launch):
-        return step.arguments
-    return [*step.reads, *(x for x in step.results if x is not None)]
+class Alike:
+    """Calls with one signature: the second is recorded, from the third on a list is run.
+
+    Args:
+      seen: whether there was a first one.
+    """
+
+    def __init__(self, seen: bool = False):
+        self.program: Program | None = None
+        self._seen, self._unknown = seen, False
+        self._as_returned: Callable[[list[Tensor]], Any] = list  # or a tuple
+
+    def __call__(self, tensors: Sequence[Tensor], function: Callable[[], Any]) -> Any:
+        """What `function()` returns, a list or tuple of tensors; `tensors`: all that it reads."""
+        if self.program is not None:
+            return self._as_returned(self.program(tensors))
+        if self._unknown or not self._seen:
+            self._seen = True
+            return function()
+        found = Recording(tensors)
+        try:
+            with found:
+                results = function()
+            self._as_returned = type(results)
+            self.program = found.program(tensors[0].device, results)
+        except Unknown:
+            self._unknown = True
+            return function()
+        return results
+
+
+class Latest[Value]:
+    """Values by key, the least recently used ones dropped first."""
+
+    def __init__(self):
+        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Value | None:
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        with self._lock:
+            self._values[key] = value
+            while len(self._values) > PROGRAMS:
+                self._values.popitem(last=False)
+        return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()
+
+
+class Pair:
+    """Calls alike of an operator, and those of its gradient by the signature of what comes in."""
+
+    def __init__(self):
+        self.forward = Alike(seen=True)
+        self._backward: Latest[Alike] = Latest()
+
+    def backward(self, grad: Tensor) -> Alike:
+        key = signature([grad])
+        return self._backward.get(key) or self._backward.keep(key, Alike(seen=True))
 
 
 class Replayed:
@@ -329,63 +259,40 @@ class Replayed:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._as_returned: Callable[[list[Tensor]], Any] = list  # or a tuple
         self.__name__ = getattr(function, "__name__", "replayed")
-        # None: seen once. False: cannot be run from a list.
-        self._programs: collections.OrderedDict[Hashable, Program | bool | None]
-        self._programs = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self._known: Latest[Alike] = Latest()
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        device = tensors[0].device
-        if device.type not in DEVICE_TYPES or recording():
+        if tensors[0].device.type not in DEVICE_TYPES or recording():
             return self.function(*arguments)
         key = signature(arguments)
-        with self._lock:
-            known = key in self._programs
-            program = self._programs.get(key)
-            if known:
-                self._programs.move_to_end(key)
-        if isinstance(program, Program):
-            return self._as_returned(program(tensors))
-        if not known:
-            self._keep(key, None)
-        if not known or program is False:
-            return self.function(*arguments)
-        found = Recording(tensors)
-        try:
-            with found:
-                results = self.function(*arguments)
-            self._as_returned = type(results)
-            self._keep(key, found.program(device, results))
-        except Unknown:
-            self._keep(key, False)
-            return self.function(*arguments)
-        return results
+        alike = self._known.get(key) or self._known.keep(key, Alike())
+        return alike(tensors, lambda: self.function(*arguments))
 
-    def _keep(self, key: Hashable, program: Program | bool | None) -> None:
-        with self._lock:
-            self._programs[key] = program
-            while len(self._programs) > PROGRAMS:
-                self._programs.popitem(last=False)
+    def again(self, alike: Alike, *arguments: Any) -> Any:
+        """A call with arguments that are known to have the signature of `alike`."""
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        return alike(tensors, lambda: self.function(*arguments))
 
     def clear(self) -> None:
         """Forgets all calls."""
-        with self._lock:
-            self._programs.clear()
+        self._known.clear()
 
 
-def signature(arguments: Sequence[Any]) -> Hashable:
-    """What decides all that is done with `arguments` on a device."""
+def signature(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
+    """What decides all that is done with `arguments` on a device, but for whether autograd
+    records it.
+    """
     parts: list[Any] = [capability.interpret.get() is not False]
     seen: dict[int, int] = {}
     for i, x in enumerate(arguments):
-        if isinstance(x, Tensor):
-            aligned = x.data_ptr() % launch.ALIGNMENT == 0
-            laid_out = None if x.is_contiguous() else x.stride()
-            first = seen.setdefault(id(x), i)
-            parts.append((x.shape, laid_out, x.dtype, x.get_device(), aligned, first))
-        else:
+        if not isinstance(x, Tensor):
             parts.append(tuple(x) if isinstance(x, list) else x)
+        elif (first := seen.setdefault(id(x), i)) != i:
+            parts.append(first)
+        else:
+            strides = None if x.is_contiguous() else x.stride()
+            start = x.data_ptr() % launch.ALIGNMENT
+            parts.append((x.shape, strides, x.dtype, x.get_device(), start))
     return tuple(parts)

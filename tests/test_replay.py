@@ -3,11 +3,15 @@
 With kernels in the list: `test_torch_mosaic.py` in the interpreter, `test_any_length.py` on a GPU.
 """
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
 from interop import launch
-from nsa_torch import replay
+from kernels_pallas.kernel import Array
+from nsa_torch import program, replay
 from nsa_torch.replay import Replayed
 from nsa_torch.shared import SHARED
 
@@ -150,3 +154,104 @@ def test_other_devices_are_called_as_they_are(monkeypatch):
     for _ in range(4):
         function(torch.zeros(1))
     assert len(calls) == 4
+
+
+# Kernels in the list: any function of arrays may be one
+
+
+class Doubling:
+    """A kernel in the words of `kernels_pallas.kernel`: `y = 2 x`, or `x + x` of two."""
+
+    name = "doubling"
+
+    def __init__(self, *shapes, outputs):
+        self.inputs = [Array(shape, "float32") for shape in shapes]
+        self.outputs = [Array(shape, "float32") for shape in outputs]
+
+    def __call__(self, *arrays):
+        return [sum(x.reshape(-1) for x in arrays) * (i + 1) for i in range(len(self.outputs))]
+
+    def launched(self, *tensors):
+        """As `TorchOps.run`."""
+        make = lambda: [
+            x.reshape(y.shape) for x, y in zip(self(*tensors), self.outputs, strict=True)
+        ]
+        noted = replay.recording()
+        return noted.launched(self, tensors, make) if noted else make()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What was launched by addresses: names and where the outputs were."""
+    found = []
+
+    def launcher(kernel, device):
+        def start(stream, addresses):
+            arrays = [
+                np.ctypeslib.as_array((ctypes.c_float * x.size).from_address(address))
+                for x, address in zip((*kernel.inputs, *kernel.outputs), addresses, strict=True)
+            ]
+            count = len(kernel.inputs)
+            for place, x in zip(arrays[count:], kernel(*arrays[:count]), strict=True):
+                place[:] = x
+            found.append(addresses[count:])
+
+        return start
+
+    monkeypatch.setattr(launch, "launcher", launcher)
+    return found
+
+
+def chain(x):
+    """Kernels one after another, looks at what they make between them."""
+    size = x.numel()
+    one = Doubling((size,), outputs=[(size,), (1, size)])
+    two = Doubling((size,), (size,), outputs=[(size,)])
+    a, b = one.launched(x)
+    (c,) = two.launched(a.view(x.shape), b.reshape(-1).view(2, -1))
+    (d,) = two.launched(c.view(2, -1), a)
+    (e,) = two.launched(d.detach(), c)
+    (f,) = two.launched(e, x)
+    found = [f.view(x.shape)]
+    return found if size < 100 else [*found, f.sum() + e[1:3].sum()]
+
+
+@pytest.mark.parametrize("workspace", [2**20, 2**9, 0])
+@pytest.mark.parametrize("shape", [(2, 32), (2, 64)], ids=["alone", "beside a sum"])
+def test_kernels_write_where_others_read(workspace, shape, launches, monkeypatch):
+    monkeypatch.setattr(program, "WORKSPACE_BYTES", workspace)
+    function = Replayed(chain)
+    for i in range(4):
+        x = torch.randn(*shape)
+        want, got = chain(x), function(x)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        assert got[0]._is_view() == (i < 2 or len(got) == 2)
+        assert len(launches) == max(i - 1, 0) * 5
+    (known,) = function._known._values.values()
+    calls = [x.function for x in known.program.recorded if not hasattr(x, "kernel")]
+    if len(got) == 1:
+        assert not calls  # looks cost nothing
+        size = x.numel() * 4
+        assert known.program.bytes == {2**20: 3 * size, 2**9: 2 * size, 0: 0}[workspace]
+
+
+def test_memory_is_used_again_only_after_its_last_reader():
+    arrays = {i: program.Array((4,), torch.float32) for i in range(1, 5)}
+    kernel = Doubling(outputs=[])
+    numbers = (0, 1), (1, 2), (2, 3), (1, 4)
+    steps = [program.Launch(kernel, x, {x[1]: arrays[x[1]]}) for x in numbers]
+    last = {0: 0, 1: 3, 2: 2, 3: 2, 4: 3}
+    places, size = program._placed(steps, last, arrays, arrays)
+    assert places == {1: 0, 2: 16, 3: 32, 4: 16} and size == 48
+
+
+def test_a_look_that_is_written_to_is_kept():
+    def function(x):
+        y = x * 2
+        y.view(-1)[:2].copy_(x.view(-1)[2:4])
+        return [y.view(-1)]
+
+    listed = Replayed(function)
+    for _ in range(4):
+        x = torch.randn(2, 3)
+        assert torch.equal(listed(x)[0], function(x)[0])

@@ -76,6 +76,7 @@ def selected(spec, scores, own):
 
 def check(monkeypatch, change, seed=0):
     spec = dataclasses.replace(SPEC, **change)
+    spec = dataclasses.replace(spec, H=2 * spec.H, Hkv=2)
     topk, heads, chunk = WarpTopK(spec), spec.tiling.heads, spec.tiling.chunk
     assert spec.chunks > 1 or not spec.held < spec.candidates
     score_rows = spec.tiling.score_rows
@@ -90,9 +91,13 @@ def check(monkeypatch, change, seed=0):
         (rng.integers(0, 3, (64, 64 * steps)) / 8).astype(np.float32) for _ in range(2)
     )
     own = rng.integers(0, spec.candidates, score_rows).astype(np.int32)
-    own[-4:] = -1, 0, min(4, spec.candidates - 1), spec.candidates - 1
+    own[-5:-1] = -1, 0, min(4, spec.candidates - 1), spec.candidates - 1
     base = np.full(score_rows, BASE, np.int32)
-    out = np.full((spec.n, score_rows), -99, np.int32)
+    # The second tile of the second row, for the second head; the last of the tokens is none.
+    tokens, first = 64 // heads, spec.tile.tokens + WG * (64 // heads)
+    length = first + tokens - 1
+    out = np.full((2, length, 2, spec.n), -99, np.int32)
+    numbers = [lanes(x) for x in (WG, 1, 1, 1, length)]
     for machine.number_of_warp in range(4):
         rows = slice(16 * machine.number_of_warp, 16 * machine.number_of_warp + 16)
         for k in range(spec.chunks):
@@ -103,15 +108,15 @@ def check(monkeypatch, change, seed=0):
                 topk.add(0, lanes(WG), lanes(64 * step - k * chunk), *sums)
             if spec.free:
                 topk.extract(0, places, own, base, lanes(WG), lanes(k), lanes(BASE))
-        topk.write(places, own, out, lanes(WG))
-    tokens = 64 // heads
+        topk.write(places, own, out, *numbers)
     own_part, next_part = (x.reshape(tokens, heads, -1).sum(1) for x in (own_part, next_part))
     scores = own_part
     scores[:, 1:] += next_part[:, :-1]
-    for token in range(tokens):
-        number = WG * tokens + token
-        wanted = selected(spec, scores[token], own[number])
-        np.testing.assert_array_equal(out[:, number], wanted)
+    wanted = np.full_like(out, -99)
+    for token in range(tokens - 1):
+        mine = own[WG * tokens + token]
+        wanted[1, first + token, 1] = selected(spec, scores[token], mine)
+    np.testing.assert_array_equal(out, wanted)
 
 
 @pytest.mark.parametrize("change", SPECS.values(), ids=SPECS)

@@ -17,7 +17,16 @@ import nsa_torch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
 from nsa_jax import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
-from nsa_torch import Branches, NSAConfig, dispatch, geometry, mosaic, replay, torch_ops
+from nsa_torch import (
+    Branches,
+    NSAConfig,
+    dispatch,
+    geometry,
+    mosaic,
+    program,
+    replay,
+    torch_ops,
+)
 from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
@@ -363,7 +372,7 @@ def test_calls_alike_run_from_a_list(form, workspace, monkeypatch):
     monkeypatch.setattr(interop.launch, "launcher", launcher)
     monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
-    monkeypatch.setattr(replay, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(program, "WORKSPACE_BYTES", workspace)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
     packed = form is GIVEN
     where = {"cu_seqlens": torch.tensor([0, 1, 15])} if packed else {}

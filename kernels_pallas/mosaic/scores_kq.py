@@ -19,12 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import vector
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROWS
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.scores_common import NO_BLOCK, lse_log2_of_rows, walk_chunk
+from kernels_pallas.mosaic.warp import Word
 from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
 # One row of 128 * k columns a warp, four neighbours a lane.
@@ -267,7 +269,6 @@ def best_blocks(kernel: Kernel):
 
         def finish(four):
             """Adds the forced blocks of four score rows, sorts and writes them out."""
-            out = lax.axis_index("bg") * tiles + tile_index
             own_block = values_of_rows(refs.own_block.at[mine, four])
             chosen = [values_of_rows(refs.chosen_s.at[i, four]) for i in range(free)]
             for block in range(spec.num_initial):
@@ -278,9 +279,8 @@ def best_blocks(kernel: Kernel):
             for low, high in _batcher(len(chosen)):
                 x, y = chosen[low], chosen[high]
                 chosen[low], chosen[high] = jnp.minimum(x, y), jnp.maximum(x, y)
-            for i, index in enumerate(chosen):
-                index = jnp.where(index == NO_BLOCK, -1, index)
-                refs.selection.at[out, i, four][...] = index
+            chosen = [jnp.where(index == NO_BLOCK, -1, index) for index in chosen]
+            _write(spec, chosen, refs.selection, b, tile_index, four.start, g, refs.sizes.T)
 
         if several_chunks:
             refs.value_s[...] = jnp.full((score_rows, winners), -1.0, jnp.float32)
@@ -314,6 +314,33 @@ def best_blocks(kernel: Kernel):
         grid_names=("bg", "tile"),
         interpret=spec.interpret,
     )
+
+
+def _write(spec: Scores, chosen, selection, b, tile, first: int, g, length):
+    """Puts the blocks of four tokens, a warp each, from the tile's token `first` on: `chosen`,
+    `n` arrays `[4]`, into `selection` `[B, T, Hkv, n]`; `length` is T.
+    """
+    tokens = min(KQ_WARPS, spec.tile.tokens - first)
+    token = tile * spec.tile.tokens + first
+    if spec.interpret:
+        for i in range(tokens):
+
+            @pl.when(token + i < length)
+            def _(i=i):
+                selection.at[b, token + i, g][...] = jnp.stack([x[i] for x in chosen])
+
+        return
+
+    def put(selection, b, token, g, length, *chosen):
+        number, n = warp.warp(), spec.n
+        token = token + number
+        only = warp.same(warp.lane(), 0) & (number < tokens) & (token < length)
+        address = (b * length + token, 4 * n * spec.Hkv), (g, 4 * n)
+        for i, x in enumerate(chosen):
+            block = Word(vector.extract(x.registers.flat[0], [], [0]))
+            warp.put(warp.element(selection, *address, (i, 4)), block, only)
+
+    warp.each(put, [selection], [b, token, g, length], chosen, ROW_PER_WARP.reduce(1))
 
 
 def _batcher(n: int):

@@ -185,8 +185,8 @@ def best_blocks(kernel: Kernel):
             lax.fori_loop(0, jnp.maximum(chunks, 1), take, jnp.int32(0))
         else:
             take(jnp.int32(0), jnp.int32(0))
-        selection = refs.selection.at[lax.axis_index("bg") * tiles + tile_index]
-        _each_warp(topk.write, [refs.winners_s, own_block, selection], [wg])
+        arrays = [refs.winners_s, own_block, refs.selection]
+        _each_warp(topk.write, arrays, [wg, b, tile_index, g, refs.sizes.T])
 
     score_rows = spec.tiling.score_rows
     return build_kernel(

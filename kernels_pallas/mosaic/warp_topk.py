@@ -211,11 +211,11 @@ class WarpTopK:
         top, at = warp.where(owner, next_top, top), warp.where(owner, next_at, at)
         return [top, at, indices, values]
 
-    def write(self, winners, own_block, selection, wg) -> None:
+    def write(self, winners, own_block, selection, wg, b, tile, g, length) -> None:
         """Adds the forced blocks to the winners and writes them, ascending.
 
         They are distinct: the place of a block is the number of smaller ones. `selection`:
-        `[n, score_rows]`.
+        `[B, T, Hkv, n]`; `length` is T.
         """
         spec, lane = self.spec, warp.lane()
         n, free, initial = spec.n, spec.free, spec.num_initial
@@ -244,13 +244,15 @@ class WarpTopK:
                     rank + warp.number(other < block)
                     for rank, block in zip(ranks, blocks, strict=True)
                 ]
-            step = 4 * spec.tiling.score_rows
+            token = tile * spec.tile.tokens + number
+            exists = token < length
+            row = (b * length + token, 4 * n * spec.Hkv), (g, 4 * n)
             for t, (rank, block) in enumerate(zip(ranks, blocks, strict=True)):
                 place = lane + LANES * t
-                here = warp.element(selection, (rank, step), (number, 4))
-                warp.put(here, block, only=block < NO_BLOCK)
-                empty = (place >= filled) & (place < n)
-                warp.put(warp.element(selection, (place, step), (number, 4)), -1, only=empty)
+                here = warp.element(selection, *row, (rank, 4))
+                warp.put(here, block, only=exists & (block < NO_BLOCK))
+                empty = exists & (place >= filled) & (place < n)
+                warp.put(warp.element(selection, *row, (place, 4)), -1, only=empty)
 
 
 def _sums_of_heads(pairs, lane, sharing: int):

@@ -161,7 +161,7 @@ def best_blocks(spec: Scores) -> Kernel:
       span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
         the last candidate.
 
-    Output: int32 `[B * Hkv * tiles, n, score_rows]`, ascending, -1 in empty places.
+    Output: int32 `[B, T, Hkv, n]`, ascending, -1 in empty places.
     """
     tiles, ints = spec.B * spec.tiles, functools.partial(Array, dtype="int32")
     by_row, by_token = (tiles, spec.tiling.rows), (tiles, spec.tiling.score_rows)
@@ -180,7 +180,7 @@ def best_blocks(spec: Scores) -> Kernel:
         spec,
         f"kernels_pallas.mosaic.scores_{'kq' if spec.swap_ab else 'qk'}:best_blocks",
         inputs,
-        {"selection": ints((spec.Hkv * tiles, spec.n, spec.tiling.score_rows))},
+        {"selection": ints((spec.B, spec.T, spec.Hkv, spec.n))},
         sizes={"T": spec.T, "tiles": spec.tiles},
         grid=(spec.B * spec.Hkv, spec.tiles),
         source="kernels_pallas.specs.scores:best_blocks",

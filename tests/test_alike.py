@@ -1,0 +1,422 @@
+"""Public calls alike decide once (`nsa_torch.alike`), and what decides is seen.
+
+Kernels are stand-ins here: each output is a number of the means of the inputs. What real ones
+give from the list of a public call: `test_any_length.py`, on a GPU.
+"""
+
+import ctypes
+import dataclasses
+import threading
+import warnings
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import interop.launch
+import nsa_torch
+from kernels_pallas.mosaic import capability
+from nsa_jax import debug, policy
+from nsa_torch import Branches, alike, checks, operators, replay, torch_ops
+from tests.inputs import SMALL
+from tests.torch_inputs import on_the_cpu
+
+
+def stand_in(kernel, *tensors, out=()):
+    """`interop.launch.launch` of a kernel that is none."""
+    mean = sum(x.double().mean() * (i + 1) for i, x in enumerate(tensors) if x.numel())
+    out = out or [None] * len(kernel.outputs)
+    found = []
+    for i, (x, array) in enumerate(zip(out, kernel.outputs, strict=True)):
+        dtype = getattr(torch, array.dtype)
+        x = torch.empty(array.shape, dtype=dtype) if x is None else x
+        value = mean.item() / (i + 2)
+        found.append(x.fill_(value if dtype.is_floating_point else int(abs(value)) % 3))
+    return tuple(found)
+
+
+def launcher(kernel, device):
+    """`interop.launch.launcher` of the same."""
+    arrays = *kernel.inputs, *kernel.outputs
+
+    def at(address, array):
+        dtype = getattr(torch, array.dtype)
+        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(array.shape)
+
+    def start(stream, addresses):
+        assert stream == 0
+        tensors = [at(*each) for each in zip(addresses, arrays, strict=True)]
+        count = len(kernel.inputs)
+        stand_in(kernel, *tensors[:count], out=tensors[count:])
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(torch_ops, "launch", stand_in)
+    monkeypatch.setattr(interop.launch, "launcher", launcher)
+    monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
+    for module in (interop.launch, torch_ops):
+        monkeypatch.setattr(module, "ALIGNMENT", 16)
+    monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
+    alike.DECIDED.clear()
+    with capability.interpreted(True), on_the_cpu(monkeypatch):
+        yield
+    alike.DECIDED.clear()
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """How often a call was checked."""
+    calls, tokens = [], checks.tokens
+    monkeypatch.setattr(checks, "tokens", lambda *a: calls.append(a) or tokens(*a))
+    return calls
+
+
+def good(**changes):
+    """Arguments of a call."""
+    make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16)
+    arguments = {
+        "query": make(1, 24, 4, 16),
+        "key": make(1, 24, 2, 16),
+        "value": make(1, 24, 2, 16),
+        "gates": make(1, 24, 4, 3),
+        "config": SMALL,
+        "implementation": "mosaic",
+    }
+    return arguments | changes
+
+
+def key_of(arguments):
+    names = "query", "key", "value", "gates", "compressed", "block_indices", "cu_seqlens"
+    given = [arguments.get(name) for name in names]
+    options = {"config": arguments["config"], "implementation": arguments["implementation"]}
+    rest = {"scale": None, "recompute": False}
+    rest |= {name: arguments[name] for name in rest if name in arguments}
+    return alike.key_of(given, **options, **rest)
+
+
+def decided_anew(monkeypatch, arguments):
+    with monkeypatch.context() as patch:
+        patch.setattr(replay, "DEVICE_TYPES", ())
+        return nsa_torch.attention(**arguments)
+
+
+VARIANTS = {
+    "plain": {},
+    "branches": {"gates": None},
+    "packed": {"cu_seqlens": torch.tensor([0, 5, 20])},
+    "compressed": {"compressed": (torch.ones(1, 5, 2, 16, dtype=torch.bfloat16),) * 2},
+    "indices": {"block_indices": torch.zeros(1, 24, 2, 4, dtype=torch.int32)},
+}
+
+
+def variant(name):
+    arguments = good(**VARIANTS[name])
+    if name == "branches":
+        each = lambda shape: Branches(*(torch.randn(shape).bfloat16() for _ in range(3)))
+        shapes = {"gates": (1, 24, 4), "key": (1, 24, 2, 16), "value": (1, 24, 2, 16)}
+        arguments |= {x: each(shape) for x, shape in shapes.items()}
+    return arguments
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_the_third_call_is_a_list(name, checked, monkeypatch):
+    for i in range(4):
+        arguments = variant(name)
+        want = decided_anew(monkeypatch, arguments)
+        checked.clear()
+        got = nsa_torch.attention(**arguments)
+        assert torch.equal(got, want) and got.abs().sum() > 0
+        assert bool(checked) == (i == 0)
+        (known,) = alike.DECIDED._values.values()
+        assert (known.replayed.program is not None) == (i > 0)
+    again = nsa_torch.attention(**arguments)
+    assert again.data_ptr() != got.data_ptr() and not again._is_view()
+
+
+@pytest.mark.parametrize("name", ["plain", "branches", "packed"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_calls_alike(name, recompute, checked, monkeypatch):
+    for i in range(4):
+        arguments = variant(name) | {"recompute": recompute}
+        flat = [[x] if isinstance(x, torch.Tensor) else x for x in map(arguments.get, GIVEN)]
+        leaves = [x.requires_grad_() for each in flat for x in each]
+        outs = [decided_anew(monkeypatch, arguments)]
+        checked.clear()
+        outs.append(nsa_torch.attention(**arguments))
+        assert bool(checked) == (i == 0)
+        want, got = (
+            torch.autograd.grad(out, leaves, torch.full_like(out, 0.5)) for out in outs
+        )
+        assert torch.equal(*outs)
+        assert all(
+            torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(want, got, strict=True)
+        )
+
+
+GIVEN = "query", "key", "value", "gates"
+
+
+def elsewhere(x):
+    """The same numbers, between others."""
+    return torch.stack([x, x * 3 + 1], dim=-1)[..., 0]
+
+
+def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
+    """As of another device; the list of the gradient is for tensors that lie as they did."""
+    for i in range(5):
+        arguments = good()
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        out = decided_anew(monkeypatch, arguments)
+        want = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        moved = elsewhere if i == 3 else torch.clone if i == 4 else lambda x: x
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
+            out = nsa_torch.attention(**arguments)
+            got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        (known,) = alike.DECIDED._values.values()
+        lists = [x.program for x in known.replayed._backward._values.values()]
+        assert len(lists) == (i > 0) and None not in lists
+
+
+def test_gradients_of_other_shapes_are_not_alike(monkeypatch):
+    """That of an expanded number has no memory of its own."""
+    for i in range(6):
+        arguments = good()
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        outs = decided_anew(monkeypatch, arguments), nsa_torch.attention(**arguments)
+        make = torch.ones_like if i % 2 else lambda x: x.new_ones(1).expand_as(x)
+        want, got = (torch.autograd.grad(out, leaves, make(out)) for out in outs)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def shifted(x, elements):
+    """`x` at another place of its memory."""
+    memory = x.new_zeros(x.numel() + elements)
+    memory[elements:] = x.flatten()
+    return memory[elements:].view(x.shape)
+
+
+SAME = torch.randn(1, 24, 2, 16).bfloat16()
+CHANGES = {
+    "shape": lambda a: a | {"query": a["query"][:, :20].clone(), "gates": a["gates"][:, :20]},
+    "strides": lambda a: a | {"key": a["key"].transpose(1, 2).contiguous().transpose(1, 2)},
+    "dtype": lambda a: a | {name: a[name].half() for name in ("query", "key", "value")},
+    "gates' dtype": lambda a: a | {"gates": a["gates"].float()},
+    "alignment": lambda a: a | {"value": shifted(a["value"], 4)},
+    "offset": lambda a: a | {"value": shifted(a["value"], 8)},  # 16 bytes: as aligned
+    "gradient": lambda a: a | {"value": a["value"].clone().requires_grad_()},
+    "one tensor": lambda a: a | {"key": SAME, "value": SAME},
+    "branches": lambda a: a | {"key": Branches(a["key"], SAME, a["key"])},
+    "branches of one": lambda a: a | {"key": Branches.each(a["key"])},
+    "compressed": lambda a: a | VARIANTS["compressed"],
+    "block_indices": lambda a: a | VARIANTS["indices"],
+    "cu_seqlens": lambda a: a | VARIANTS["packed"],
+    "config": lambda a: a | {"config": dataclasses.replace(SMALL, window=9)},
+    "scale": lambda a: a | {"scale": 0.5},
+    "recompute": lambda a: a | {"recompute": True},
+    "implementation": lambda a: a | {"implementation": "sdpa"},
+    "each implementation": lambda a: a | {"implementation": Branches.each("mosaic")},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_argument_counts(change):
+    one = good()
+    other = CHANGES[change](one)
+    assert key_of(one).value == key_of(one).value != key_of(other).value
+
+
+def test_which_tensors_belong_together_counts():
+    one = good()
+    a, b, c, d = (one["key"] + i for i in range(4))
+    keys = [
+        key_of(one | {"key": Branches(a, b, c), "value": d}),
+        key_of(one | {"key": a, "value": Branches(b, c, d)}),
+    ]
+    assert keys[0].value != keys[1].value
+
+
+def test_which_gradients_are_wanted_counts():
+    keys = set()
+    for name in ("query", "key", "value", "gates"):
+        arguments = good()
+        arguments[name].requires_grad_()
+        keys.add(key_of(arguments).value)
+        with torch.no_grad():
+            assert key_of(arguments).value == key_of(good()).value
+    assert len(keys) == 4
+
+
+def test_what_is_in_force_counts():
+    arguments = good()
+    keys = {key_of(arguments).value}
+    with capability.interpreted(False):
+        keys.add(key_of(arguments).value)
+    with policy.overridden(policy.Thresholds(sel_min_len=7), "a test"):
+        keys.add(key_of(arguments).value)
+    assert len(keys) == 3
+
+
+def test_bad_input_is_refused_after_a_good_call():
+    arguments = good()
+    for _ in range(3):
+        nsa_torch.attention(**arguments)
+    with pytest.raises(ValueError, match="T=24 and S=20"):
+        nsa_torch.attention(**arguments | {x: arguments[x][:, :20] for x in ("key", "value")})
+    with pytest.raises(ValueError, match="scale must be a positive number"):
+        nsa_torch.attention(**arguments | {"scale": -1.0})
+    with pytest.raises(ValueError, match=r"gates.* must be a torch tensor"):
+        nsa_torch.attention(**arguments | {"gates": arguments["gates"].float().numpy()})
+    with pytest.raises(NotImplementedError, match=r"needs key\.selected contiguous"):
+        nsa_torch.attention(**CHANGES["strides"](arguments))
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Renaming(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    pass
+
+
+def test_a_mode_sees_the_operator(checked):
+    arguments = good()
+    for _ in range(3):
+        nsa_torch.attention(**arguments)
+    checked.clear()
+    with Watching() as watching:
+        nsa_torch.attention(**arguments)
+    assert any("nsa.attention" in name for name in watching.seen) and checked
+
+
+def test_where_something_else_has_a_say_a_call_decides_anew(monkeypatch):
+    arguments = good()
+    assert key_of(arguments) is not None
+    with Renaming():
+        assert key_of(arguments) is None
+    with torch.device("cpu"):
+        assert key_of(arguments) is None
+    assert key_of(arguments | {"query": arguments["query"].as_subclass(Own)}) is None
+    assert key_of(arguments | {"query": Parameter(arguments["query"])}) is not None
+    for other in ({"config": None}, {"implementation": ["mosaic"]}, {"scale": SAME}):
+        assert key_of(arguments | other) is None
+    seen = []
+    watch = lambda x: seen.append(key_of(arguments | {"query": x})) or x.float().sum()
+    torch.func.grad(watch)(arguments["query"])
+    torch.func.vmap(watch)(arguments["query"])
+    with torch.autograd.forward_ad.dual_level():
+        watch(arguments["query"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        torch.jit.trace(watch, arguments["query"], check_trace=False)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        watch(fake.from_tensor(arguments["query"]))
+        watch(arguments["query"])
+    assert seen == [None] * 6
+    monkeypatch.setattr(debug, "on", True)
+    assert key_of(arguments) is None
+    monkeypatch.setattr(debug, "on", False)
+    assert key_of(arguments) is not None
+
+
+def test_compiled_code_holds_the_operator():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = lambda q, k, v, g: nsa_torch.attention(
+        q, k, v, g, config=SMALL, implementation="mosaic"
+    )
+    tensors = [good()[name] for name in GIVEN]
+    for _ in range(3):
+        call(*tensors)
+    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(*tensors), call(*tensors))
+    (graph,) = graphs
+    assert any("nsa.attention" in str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_autocast_changes_nothing(gradient, monkeypatch):
+    on = torch.is_autocast_enabled
+    monkeypatch.setattr(interop.launch, "current_stream", lambda device: int(on("cpu")))
+    for _ in range(4):
+        arguments = good()
+        arguments["query"].requires_grad_(gradient)
+        want = decided_anew(monkeypatch, arguments)
+        with torch.autocast("cpu", dtype=torch.float16):
+            got = nsa_torch.attention(**arguments)
+        assert torch.equal(got, want) and got.dtype == torch.bfloat16
+
+
+def test_events_are_told_after_calls_alike(monkeypatch):
+    arguments, told = good(), []
+    for _ in range(3):
+        nsa_torch.attention(**arguments)
+    monkeypatch.setattr(debug, "_tell", lambda package, event, *rest, **how: told.append(event))
+    debug.enable("routing", "shapes")
+    try:
+        nsa_torch.attention(**arguments)
+    finally:
+        debug.enable()
+    assert set(told) == {"routing", "shapes"}
+
+
+def test_threads_share_what_was_decided():
+    arguments, found = good(), []
+    with torch.no_grad():
+        want = nsa_torch.attention(**arguments)
+
+    def work():
+        with torch.no_grad(), capability.interpreted(True):
+            found.extend(nsa_torch.attention(**arguments) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60 and all(torch.equal(x, want) for x in found)
+
+
+def test_other_implementations_decide_at_every_call(checked):
+    arguments = good(implementation="sdpa")
+    for _ in range(3):
+        checked.clear()
+        nsa_torch.attention(**arguments)
+        assert checked
+    assert not alike.DECIDED._values
+
+
+def test_an_operator_is_called_without_the_dispatcher(monkeypatch):
+    """Where nothing else has a say; else torch finds its function."""
+    query = torch.randn(1, 24, 4, 16, dtype=torch.bfloat16)
+    key = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
+    place = operators.arguments(SMALL, 24, None, None)
+    calls = []
+    monkeypatch.setitem(operators._functions, "select_blocks", lambda *a: calls.append(a))
+    operators.call("select_blocks", query, key, *place)
+    assert len(calls) == 1
+    with Watching() as watching:
+        operators.call("select_blocks", query, key, *place)
+    assert len(calls) == 1 and "nsa.select_blocks.default" in watching.seen
+    operators.call("select_blocks", query.as_subclass(Own), key, *place)
+    assert len(calls) == 1
