@@ -258,13 +258,13 @@ def test_a_look_that_is_written_to_is_kept():
         assert torch.equal(listed(x)[0], function(x)[0])
 
 
-def casts(a, b, c):
-    """What a kernel reads of three tensors that are cast first."""
+def casts(a, b, c, returned=0):
+    """What a kernel reads of three tensors that are cast first, and some of the casts."""
     floats = [x.to(torch.float32, memory_format=torch.contiguous_format) for x in (c, a, b)]
     kernel = Doubling(*[(x.numel(),) for x in floats[:2]], outputs=[(a.numel(),)])
     (one,) = kernel.launched(*floats[:2])
     (other,) = kernel.launched(one, floats[2])
-    return [other]
+    return [other, *floats[:returned]]
 
 
 def parts(count=3, rows=8, columns=4):
@@ -292,10 +292,7 @@ def test_parts_of_one_tensor_are_cast_together(name, launches):
 
 
 def test_a_cast_that_torch_reads_is_a_tensor(launches):
-    def function(*tensors):
-        kept = tensors[1].to(torch.float32, memory_format=torch.contiguous_format)
-        return [kept.view(-1) + casts(*tensors)[0], kept]
-
+    function = lambda *tensors: casts(*tensors, returned=1)
     listed = Replayed(function)
     for _ in range(4):
         tensors = parts()
