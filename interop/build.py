@@ -8,6 +8,7 @@ No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
 """
 
 import argparse
+import itertools
 import logging
 import sys
 import time
@@ -35,19 +36,22 @@ def kernels_of(preset: str) -> list[Kernel]:
     settings = configs.overlay(configs.load("base"), configs.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     found: dict[Kernel, None] = {}
-    for length in LENGTHS:
-        for gradients in (False, True):
-            kernels = kernel_list.kernels_of(
-                length=length,
-                heads=model["n_heads"],
-                kv_heads=model["n_kv_groups"],
-                key_width=model["d_k"],
-                value_width=model["d_v"],
-                dtype=DTYPES[settings["runtime"]["precision"]],
-                config=config,
-                gradients=gradients,
-            )
-            found |= dict.fromkeys(x.for_any_length() for x in kernels)
+    # Whether the branches share their tokens matters to one kernel, of gradients of any length.
+    calls = [(*call, True) for call in itertools.product(LENGTHS, (False, True))]
+    for length, gradients, shared in [*calls, (LENGTHS[0], True, False)]:
+        kernels = kernel_list.kernels_of(
+            length=length,
+            heads=model["n_heads"],
+            kv_heads=model["n_kv_groups"],
+            key_width=model["d_k"],
+            value_width=model["d_v"],
+            dtype=DTYPES[settings["runtime"]["precision"]],
+            config=config,
+            gradients=gradients,
+            compresses=True,
+            shared=shared,
+        )
+        found |= dict.fromkeys(x.for_any_length() for x in kernels)
     return list(found)
 
 

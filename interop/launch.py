@@ -45,6 +45,7 @@ _loaded: dict[tuple[Kernel, int], tuple[Cubin, driver.Function]] = {}
 LAUNCHERS = DESCRIPTIONS  # kept at most; code that was loaded stays
 LOG = logging.getLogger("kernels_pallas.runtime")
 _lock = threading.RLock()
+_thread = threading.local()
 
 
 def launch(
@@ -244,6 +245,7 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
         missing = [x for x in kernels if (x, index) not in _loaded]
         if not missing:
             return
+        missing += [x for x in _wanted_soon(missing) if (x, index) not in _loaded]
         for kernel in missing:
             _check_may_load(kernel, index)
         if not _can_build() and None in map(_store().get, missing):
@@ -252,6 +254,23 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
             missing, _store().fetch(missing, jobs, build.terminal_progress()), strict=True
         ):
             _loaded[kernel, index] = built.cubin, driver.load(built.cubin, built.image, index)
+
+
+def announce(kernels: Callable[[], Sequence[Kernel]]) -> None:
+    """Says what this thread is about to launch: it is asked for, and built at once, where a launch
+    finds a kernel that has never been built.
+    """
+    _thread.announced = kernels
+
+
+def _wanted_soon(missing: Sequence[Kernel]) -> list[Kernel]:
+    """For any length, where one of `missing` has to be built."""
+    announced = getattr(_thread, "announced", None)
+    if announced is None or None not in map(_store().get, missing):
+        return []
+    _thread.announced = None
+    generic = dict.fromkeys(x.for_any_length() for x in announced() if x.source)
+    return [x for x in generic if x not in missing]
 
 
 @functools.cache

@@ -58,13 +58,14 @@ class Implementation:
     Attributes:
       target: `module:function`, imported when it is called.
       why_not: why it cannot run a problem, or None.
-      compresses: of the step `attention`: whether it makes compressed tokens that are None.
+      compresses: of the step `attention`: whether it makes compressed tokens that are None, the
+        means of a problem.
     """
 
     name: str
     target: str
     why_not: Callable[[Problem], str | None] = lambda problem: None
-    compresses: bool = False
+    compresses: Callable[[Problem], bool] = lambda problem: False
 
     def load(self) -> Callable:
         module, function = self.target.split(":")

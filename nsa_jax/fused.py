@@ -27,12 +27,15 @@ class Steps(NamedTuple):
         find it kept; without names it makes the lists again.
       narrowest: the fewest columns of values with which `forward.compressed` runs for keys of a
         width, where its log-sum-exp is all that is wanted.
+      compression: a module with the functions of `mosaic_compress`; None: compressed tokens are
+        made elsewhere.
     """
 
     forward: Any
     backward: Any
     lists: tuple[str, ...]
     narrowest: Callable[[int], int]
+    compression: Any = None
 
 
 class Inputs(NamedTuple):
@@ -47,6 +50,11 @@ class Inputs(NamedTuple):
     value: Branches
     gates: Branches  # [B, T, H]
 
+    def with_compressed(self, key, value) -> "Inputs":
+        """The same with this compressed key and value."""
+        key, value = self.key._replace(compressed=key), self.value._replace(compressed=value)
+        return self._replace(key=key, value=value)
+
 
 class Residuals(NamedTuple):
     """What the backward pass needs besides the inputs; None is computed again."""
@@ -60,6 +68,36 @@ class Residuals(NamedTuple):
     def recomputed(cls, block_indices) -> "Residuals":
         """Of `forward`: the selection alone."""
         return cls(block_indices, None, None, None)
+
+
+def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, config: NSAConfig) -> Inputs:
+    """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]` of one sequence a
+    row, with the means of their windows in place of these.
+    """
+    _, key, value, _ = inputs
+    means = steps.compression.means(ops, key.compressed, value.compressed, config)
+    return inputs.with_compressed(*means)
+
+
+def gradients_of_tokens(
+    steps: Steps, ops: ArrayOps, found: Inputs, length: int, config: NSAConfig, shared: bool
+) -> Inputs:
+    """The gradients `found` by `backward`, with those of tokens in place of their means'.
+
+    Args:
+      length: S.
+      shared: all branches look at the same tokens, whose gradient then is the compressed field;
+        the other fields are None.
+    """
+    _, key, value, _ = found
+    others = [*zip(key[1:], value[1:], strict=True)] if shared else []
+    means = key.compressed, value.compressed
+    merged = steps.compression.gradients(ops, means, others, length, config)
+    key, value = (
+        Branches(x, None, None) if shared else branches._replace(compressed=x)
+        for x, branches in zip(merged, (key, value), strict=True)
+    )
+    return found._replace(key=key, value=value)
 
 
 def forward(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.kernel import Kernel
-from nsa_jax import geometry, mosaic_attention
+from nsa_jax import fused, geometry, mosaic_attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JaxOps
 from nsa_jax.mosaic_attention import Inputs
@@ -37,6 +37,8 @@ def kernels_of(
     gradients: bool,
     packed: bool = False,
     batch: int = 1,
+    compresses: bool = False,
+    shared: bool = False,
 ) -> list[Kernel]:
     """The kernels of `attention` for `batch` sequences of `length` tokens.
 
@@ -46,22 +48,30 @@ def kernels_of(
       gradients: of a forward pass that keeps residuals and its backward pass, in place of a
         forward pass alone.
       packed: of rows with several sequences.
+      compresses: of compression by means too (torch), with the gradients of tokens.
+      shared: of tokens that all branches look at.
     """
     ops = Recording()
-    count = config.num_compressed(length)
+    count = length if compresses else config.num_compressed(length)
 
     def call(query, key, value, gates, segment_ids):
         layout = geometry.query_layout(
             batch, length, kv_len=length, segment_ids=segment_ids, config=config
         )
         inputs = Inputs(query, key, value, gates)
+        if compresses:
+            inputs = fused.with_means(mosaic_attention.STEPS, ops, inputs, config)
         rest, num_blocks = (layout, config, None), config.num_blocks(length)
         if not gradients:
             return mosaic_attention.forward(ops, inputs, None, *rest, num_blocks)
         out, residuals = mosaic_attention.forward_with_residuals(
             ops, inputs, None, *rest, num_blocks
         )
-        return mosaic_attention.backward(ops, inputs, residuals, out, *rest)
+        found = mosaic_attention.backward(ops, inputs, residuals, out, *rest)
+        if compresses:
+            steps, rest = mosaic_attention.STEPS, (length, config, shared)
+            found = fused.gradients_of_tokens(steps, ops, found, *rest)
+        return found
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -3,12 +3,18 @@
 import functools
 
 from kernels_pallas.specs.tile import slab_width
-from nsa_jax import fused, mosaic_backward, mosaic_forward
+from nsa_jax import fused, mosaic_backward, mosaic_compress, mosaic_forward
 from nsa_jax.fused import Inputs, Residuals, Steps
 
 __all__ = ["STEPS", "Inputs", "Residuals", "backward", "forward", "forward_with_residuals"]
 
-STEPS = Steps(mosaic_forward, mosaic_backward, ("starts", "members", "counts"), slab_width)
+STEPS = Steps(
+    mosaic_forward,
+    mosaic_backward,
+    lists=("starts", "members", "counts"),
+    narrowest=slab_width,
+    compression=mosaic_compress,
+)
 
 forward = functools.partial(fused.forward, STEPS)
 forward_with_residuals = functools.partial(fused.forward_with_residuals, STEPS)

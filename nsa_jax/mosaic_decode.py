@@ -1,7 +1,4 @@
-"""A decode step on the Mosaic kernel, for either framework: one launch.
-
-It has not run on a GPU yet, so automatic choice does not take it (`paged_dispatch`).
-"""
+"""A decode step on the Mosaic kernel, for either framework: one launch."""
 
 from typing import Any
 

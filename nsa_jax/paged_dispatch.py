@@ -13,10 +13,10 @@ from kernels_pallas.specs.decode import GATE_DTYPES
 from nsa_jax import mosaic_decode
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.dispatch import Choice, Implementation, Problem, Registry
+from nsa_jax.policy import DECODE
 from nsa_jax.types import Branches
 from nsa_jax.validate import dtype_name
 
-DECODE = "decode"  # the step
 GATHERED = "gathered"
 
 
@@ -69,8 +69,7 @@ def registry(
         for name in ("triton", "mosaic")
     )
     gathered = Implementation(GATHERED, f"{module}:{GATHERED}")
-    # Mosaic's kernel has not run on a GPU: behind what always can, so that it must be named.
-    return Registry(framework, {DECODE: (triton, gathered, mosaic)})
+    return Registry(framework, {DECODE: (mosaic, triton, gathered)})
 
 
 def why_not(name: str, problem: Problem) -> str | None:

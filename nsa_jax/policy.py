@@ -29,10 +29,12 @@ SCHEMA = 1
 FOLDER = configs.FOLDER / "devices"
 NEVER = "never"
 KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
+DECODE = "decode"  # a step over a paged cache
 STEPS = ("compressed", "scores", "selected", "sliding")
 # Automatic choice takes these only where the device's file has a threshold of the step that was
 # measured for them, by a commit of this library, or by default on these compute capabilities,
-# which no other kernel of ours is for. A rule of the device's file goes before.
+# which no other kernel of ours is for. A rule of the device's file goes before. A step over a
+# paged cache asks for no threshold: what stands behind gathers all pages.
 MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
 # Which kernels of which step a threshold keeps back. Triton's has the seed system's name.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -177,7 +179,8 @@ def why_not(implementation: str, problem: Any) -> str | None:
             f"not allowed on {device.name} since {rule.since}: {rule.reason} ({device.source})"
         )
     given, giver = in_force()
-    if implementation in MEASURED_ONLY and not _is_given(given, implementation, problem.branch):
+    asks = implementation in MEASURED_ONLY and problem.branch != DECODE
+    if asks and not _is_given(given, implementation, problem.branch):
         if not (
             _measured(device, implementation, problem) or _default(implementation, problem)
         ):

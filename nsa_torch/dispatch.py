@@ -108,9 +108,19 @@ def jax_attention_why_not(problem: Problem) -> str | None:
 
 TABLE = {step: _table(step) for step in FUNCTIONS if step != WHOLE}
 TABLE[WHOLE] = (
-    Implementation("mosaic", "nsa_torch.mosaic:attention", mosaic_why_not),
+    Implementation(
+        "mosaic",
+        "nsa_torch.mosaic:attention",
+        mosaic_why_not,
+        compresses=lambda problem: not problem.packed,
+    ),
     Implementation("triton", "nsa_torch.triton:attention", triton_why_not),
-    Implementation("jax", "nsa_torch.autograd:attention", jax_attention_why_not, True),
+    Implementation(
+        "jax",
+        "nsa_torch.autograd:attention",
+        jax_attention_why_not,
+        compresses=lambda problem: True,
+    ),
 )
 REGISTRY = Registry("torch", TABLE)
 
@@ -193,7 +203,7 @@ def _planned(implementation, step, problem) -> tuple[str | bool | None, ...]:
     if plan.attention is None:
         return *names, None, False
     whole = plan.attention.implementation
-    return *names, whole, _entry(WHOLE, whole).compresses
+    return *names, whole, _entry(WHOLE, whole).compresses(asked)
 
 
 def description(

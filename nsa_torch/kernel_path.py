@@ -17,20 +17,14 @@ from torch import Tensor
 from nsa_jax import fused
 from nsa_jax.array_ops import ArrayOps, zero_padding
 from nsa_jax.config import NSAConfig
-from nsa_jax.fused import Inputs, Residuals, Steps
+from nsa_jax.fused import Residuals, Steps
 from nsa_jax.gradients import RowResiduals
 from nsa_jax.types import Branches
 from nsa_torch import operators
+from nsa_torch.call_forms import APART, GIVEN, SHARED, form_of, mean_shapes
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.replay import Pair, Replayed
 
-NUM_INPUTS = 10  # tensors of `Inputs`
-INPUTS = (
-    "Tensor query, Tensor compressed_key, Tensor selected_key, Tensor sliding_key, "
-    "Tensor compressed_value, Tensor selected_value, Tensor sliding_value, "
-    "Tensor compressed_gate, Tensor selected_gate, Tensor sliding_gate, "
-    "Tensor? block_indices, bool clean"
-)
 BRANCHES = (
     ("compressed", operators.THREE, KernelLayout.seen_compressed),
     ("selected", operators.CHOSEN, KernelLayout.seen_tokens),
@@ -47,8 +41,8 @@ class KernelPath:
       ops: what they run with.
       masks: whether the kernels read nothing that no query may see, so that it need not be
         finite; else such keys, values and rows of padding are zeroed in copies.
-      before_call: called before all steps run, with the inputs, `operators.PLACE`'s values and
-        whether gradients will be wanted.
+      before_call: called before all steps run, with the inputs, `operators.PLACE`'s values, the
+        `Form`, and whether gradients will be wanted.
       list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
         slots of a selection and `select_block`.
     """
@@ -100,73 +94,101 @@ class KernelPath:
         return forward.select_blocks(self.ops, query, key, lse, *rest)
 
     # All steps. An operator returns `selection`: the block indices, or nothing where the caller
-    # gave them, because no output may be an input.
+    # gave them, because no output may be an input. What is kept of a compression comes next.
 
-    def _forward(self, *arguments):
-        inputs, given, layout = self._arguments(arguments, gradients=False)
+    def _forward(self, form, *arguments, keep=False):
+        """`keep`: return the means too."""
+        inputs, given, layout = self._arguments(form, arguments, gradients=False)
+        inputs, means = self._compressed(form, inputs, layout)
         inputs = inputs._replace(value=layout.seen(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
         out, indices = fused.forward(self.steps, self.ops, inputs, given, *rest)
-        return out, _selection(inputs.query, given, indices)
+        return out, _selection(inputs.query, given, indices), *(means if keep else ())
 
-    def _forward_with_residuals(self, *arguments):
+    def _forward_with_residuals(self, form, *arguments):
         """`_forward`, and what its gradients need: the branches one by one (`_residuals`)."""
-        inputs, given, layout = self._arguments(arguments, gradients=True)
+        inputs, given, layout = self._arguments(form, arguments, gradients=True)
+        inputs, means = self._compressed(form, inputs, layout)
         inputs = inputs._replace(value=layout.seen(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
         out, (indices, lists, outputs, lses) = fused.forward_with_residuals(
             self.steps, self.ops, inputs, given, *rest
         )
         contiguous = (x.contiguous() for x in (*lses, *(lists or ())))
-        return out, _selection(inputs.query, given, indices), *outputs, *contiguous
+        return out, _selection(inputs.query, given, indices), *means, *outputs, *contiguous
 
-    def _backward(self, do, selection, *arguments):
+    def _backward(self, form, do, selection, *tensors):
         """The branches are computed again."""
-        given = arguments[NUM_INPUTS]
+        means, arguments = _split(tensors, len(form.means))
+        given = arguments[form.count]
         residuals = Residuals.recomputed(selection if given is None else given)
-        return self._gradients(do, residuals, arguments)
+        return self._gradients(form, do, residuals, means, arguments)
 
-    def _backward_from_residuals(self, do, selection, *tensors):
-        count = 6 + len(self.steps.lists)
-        branches, lists, arguments = tensors[:6], tensors[6:count], tensors[count:]
-        given = arguments[NUM_INPUTS]
+    def _backward_from_residuals(self, form, do, selection, *tensors):
+        means, tensors = _split(tensors, len(form.means))
+        branches, tensors = _split(tensors, 6)
+        lists, arguments = _split(tensors, len(self.steps.lists))
+        given = arguments[form.count]
         indices = selection if given is None else given
         outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
-        return self._gradients(do, Residuals(indices, lists or None, outputs, lses), arguments)
+        residuals = Residuals(indices, lists or None, outputs, lses)
+        return self._gradients(form, do, residuals, means, arguments)
 
-    def _gradients(self, do, residuals, arguments):
-        inputs, _, layout = self._arguments(arguments, gradients=True)
+    def _gradients(self, form, do, residuals, means, arguments):
+        inputs, _, layout = self._arguments(form, arguments, gradients=True)
+        length = inputs.key.compressed.shape[1]
+        if form.compresses:
+            inputs = inputs.with_compressed(*means)
         inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
         found = fused.backward(self.steps, self.ops, inputs, residuals, do, *layout.rest)
+        if form.compresses:
+            found = fused.gradients_of_tokens(
+                self.steps, self.ops, found, length, layout.config, form.shared
+            )
         gates = zip(found.gates, inputs.gates, strict=True)
-        gates = (x.to(gate.dtype, copy=True) for x, gate in gates)
-        return [found.query, *found.key, *found.value, *gates]
+        gates = Branches(*(x.to(gate.dtype, copy=True) for x, gate in gates))
+        return form.gradients(found._replace(gates=gates))
 
-    def _arguments(self, arguments, gradients):
-        """`Inputs`, the block indices or None, and the layout, from those of `nsa::attention`."""
-        clean, *place = arguments[NUM_INPUTS + 1 :]
-        inputs = _inputs(arguments)
-        self.before_call(inputs, place, gradients=gradients)
-        layout = self._layout(inputs.query, place, clean)
-        return inputs, arguments[NUM_INPUTS], layout
+    def _compressed(self, form, inputs, layout):
+        """`inputs` with compressed tokens, and those that were made."""
+        if not form.compresses:
+            return inputs, ()
+        inputs = fused.with_means(self.steps, self.ops, inputs, layout.config)
+        return inputs, (inputs.key.compressed, inputs.value.compressed)
 
-    def _residual_shapes(self, *arguments):
-        query, key, value, _ = _inputs(arguments)
-        given, _, *place = arguments[NUM_INPUTS:]
-        out, selection = _forward_shapes(*arguments)
+    def _arguments(self, form, arguments, gradients):
+        """`Inputs`, the block indices or None, and the layout, from those of an operator."""
+        given, clean, *place = arguments[form.count :]
+        inputs = form.inputs(arguments)
+        self.before_call(inputs, place, form, gradients=gradients)
+        return inputs, given, self._layout(inputs.query, place, clean)
+
+    def _shapes(self, form, *arguments, keep=False):
+        """Of the results of `_forward`."""
+        query, key, value, _ = form.inputs(arguments)
+        given, _, *place = arguments[form.count :]
+        out, _ = operators.branch_shapes(query, key.selected, value.selected)
+        indices = _select_shapes(query, key.selected, *place) if given is None else None
+        means = mean_shapes(key, value, place) if keep and form.compresses else ()
+        return out, _selection(query, given, indices), *means
+
+    def _residual_shapes(self, form, *arguments):
+        query, key, value, _ = form.inputs(arguments)
+        given, _, *place = arguments[form.count :]
+        out, selection, *means = self._shapes(form, *arguments, keep=True)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         n = (selection if given is None else given).shape[-1]
         block = place[3][operators.FIELDS.index("select_block")]
         shapes = self.list_shapes(query, key.selected, value.selected, n, block)
         lists = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
-        return out, selection, *(x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3), *lists
+        branches = (x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3)
+        return out, selection, *means, *branches, *lists
 
     @property
-    def _residuals(self) -> str:
-        """What `attention` keeps, in the words of a schema."""
-        branches = (f"Tensor {name}_{x}" for x in ("out", "lse") for name in Branches._fields)
-        lists = (f"Tensor {name}" for name in self.steps.lists)
-        return ", ".join(["Tensor selection", *branches, *lists])
+    def _residuals(self) -> list[str]:
+        """What an operator keeps besides the selection and the means."""
+        branches = (f"{name}_{x}" for x in ("out", "lse") for name in Branches._fields)
+        return [*branches, *self.steps.lists]
 
     def _define(self):
         for branch, tensors, seen in BRANCHES:
@@ -182,19 +204,38 @@ class KernelPath:
         pair, name = "Tensor query, Tensor compressed_key", f"{self.prefix}select_blocks"
         operators.define(name, pair, "Tensor", self._select, _select_shapes)
 
-        selection, name = "Tensor selection", f"{self.prefix}attention"
-        results = f"(Tensor out, {selection})"
-        forward = Replayed(self._forward)
-        operators.define(name, INPUTS, results, forward, _forward_shapes)
+        for form in (GIVEN, APART, SHARED) if self.steps.compression else (GIVEN,):
+            self._define_whole(form)
+
+    def _define_whole(self, form):
+        """Operators of all steps: without gradients, with those of residuals, or of branches that
+        are computed again.
+        """
+
+        def of(function, **options):
+            found = functools.partial(function, form, **options)
+            return functools.update_wrapper(found, function)
+
+        name, schema, floats = f"{self.prefix}{form.name}", form.schema, form.count
+        kept = _tensors("selection")
+        forward, shapes = Replayed(of(self._forward)), of(self._shapes)
+        operators.define(name, schema, f"(Tensor out, {kept})", forward, shapes)
+
+        kept = _tensors("selection", *form.means)
+        forward = Replayed(of(self._forward, keep=True))
+        shapes = of(self._shapes, keep=True)
         again = f"{name}_recomputing"
-        operators.define(again, INPUTS, results, forward, _forward_shapes)
-        backward = Replayed(self._backward)
-        operators.differentiate(again, INPUTS, NUM_INPUTS, selection, backward, 1)
-        saving, results = f"{name}_saving", f"(Tensor out, {self._residuals})"
-        forward, shapes = Replayed(self._forward_with_residuals), self._residual_shapes
-        operators.define(saving, INPUTS, results, forward, shapes)
-        backward = Replayed(self._backward_from_residuals)
-        operators.differentiate(saving, INPUTS, NUM_INPUTS, self._residuals, backward, 1)
+        operators.define(again, schema, f"(Tensor out, {kept})", forward, shapes)
+        backward = Replayed(of(self._backward))
+        operators.differentiate(again, schema, floats, kept, backward, 1)
+
+        kept = _tensors("selection", *form.means, *self._residuals)
+        forward = Replayed(of(self._forward_with_residuals))
+        shapes = of(self._residual_shapes)
+        saving = f"{name}_saving"
+        operators.define(saving, schema, f"(Tensor out, {kept})", forward, shapes)
+        backward = Replayed(of(self._backward_from_residuals))
+        operators.differentiate(saving, schema, floats, kept, backward, 1)
 
     def _call(self, name, *arguments, pair=None):
         return operators.call(f"{self.prefix}{name}", *arguments, pair=pair)
@@ -259,7 +300,7 @@ class KernelPath:
         key: Branches,
         value: Branches,
         gates: Branches[Tensor],
-        compressed: tuple[Tensor, Tensor],
+        compressed: tuple[Tensor, Tensor] | None,
         block_indices: Tensor | None,
         *,
         config: NSAConfig,
@@ -274,21 +315,19 @@ class KernelPath:
         kernel of its own adds the branches.
 
         Args:
-          key, value: the compressed field is not read.
-          compressed: `(k_cmp, v_cmp)`.
+          key, value: the compressed field is not read where `compressed` is given.
+          compressed: `(k_cmp, v_cmp)`; None, of one sequence a row: the means.
           clean: whether keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
           pair: of calls like this one, whose gradients are wanted.
         """
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        key, value = (
-            Branches(c, *x[1:]) for c, x in zip(compressed, (key, value), strict=True)
-        )
-        inputs = query, *key, *value, *gates
-        name = "attention"
+        form, tokens = form_of(key, value, compressed)
+        inputs = query, *tokens, *gates
+        name = form.name
         if operators.requires_grad(*inputs):
-            name = "attention_recomputing" if recompute else "attention_saving"
+            name += "_recomputing" if recompute else "_saving"
         return self._call(name, *inputs, block_indices, clean, *place, pair=pair)[0]
 
 
@@ -297,17 +336,13 @@ def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
     return query.new_empty(shape, dtype=torch.int32)
 
 
-def _forward_shapes(*arguments):
-    query, key, value, _ = _inputs(arguments)
-    given, _, *place = arguments[NUM_INPUTS:]
-    out, _ = operators.branch_shapes(query, key.selected, value.selected)
-    indices = _select_shapes(query, key.selected, *place) if given is None else None
-    return out, _selection(query, given, indices)
+def _split(tensors, count):
+    return tensors[:count], tensors[count:]
 
 
-def _inputs(arguments):
-    query, *branches = arguments[:NUM_INPUTS]
-    return Inputs(query, *(Branches(*branches[i : i + 3]) for i in (0, 3, 6)))
+def _tensors(*names):
+    """In the words of a schema."""
+    return ", ".join(f"Tensor {name}" for name in names)
 
 
 def _selection(query, given, indices):

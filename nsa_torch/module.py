@@ -314,10 +314,12 @@ class NSAAttention(nn.Module):
         query, key, value, gates = self.project(x, position)
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks
-        compressed = (
-            compress(key.compressed, key_params, **packed),
-            compress(value.compressed, value_params, **packed),
-        )
+        compressed = None  # the means, which `attention` makes
+        if key_params is not None:
+            compressed = (
+                compress(key.compressed, key_params, **packed),
+                compress(value.compressed, value_params, **packed),
+            )
         out = functional.attention(
             query,
             key,

@@ -86,8 +86,9 @@ def capability_of(index: int | None) -> tuple[int, int]:
 def readable(x):
     """`x`, or a copy where kernels cannot read it in place.
 
-    Only bounds, gates, block indices and what torch.compile laid out are ever copied:
-    `dispatch.choose` refuses other such tensors of the caller.
+    Only bounds, gates, block indices, tokens that are compressed and nothing else, and what
+    torch.compile laid out are ever copied: `dispatch.choose` refuses other such tensors of the
+    caller.
     """
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
         return x

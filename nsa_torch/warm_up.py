@@ -5,6 +5,7 @@ A kernel serves every length, so what is prepared once for a layer (heads, width
 prepares itself; `prepare` does it ahead.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -14,17 +15,22 @@ from interop import launch
 from interop.build import LENGTHS
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
-from nsa_jax import mosaic_attention
+from nsa_jax import fused, mosaic_attention
 from nsa_jax.config import NSAConfig
 from nsa_jax.mosaic_attention import Inputs
 from nsa_jax.types import Branches
 from nsa_torch import operators
+from nsa_torch.call_forms import APART, GIVEN, SHARED, Form
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.torch_ops import TorchOps, device_name
 
 
 class Layer(NamedTuple):
-    """What kernels depend on besides lengths."""
+    """What kernels depend on besides lengths.
+
+    Attributes:
+      form: what the operator of a call takes.
+    """
 
     heads: int
     kv_heads: int
@@ -35,6 +41,7 @@ class Layer(NamedTuple):
     scale: float | None
     gradients: bool
     packed: bool
+    form: Form = GIVEN
 
 
 class Recording(TorchOps):
@@ -68,9 +75,10 @@ def kernels_of(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     query = tensor(batch, length, layer.heads, layer.key_width)
+    compressed = keys if layer.form.compresses else layer.config.num_compressed(keys)
     key, value = (
         Branches(
-            tensor(batch, layer.config.num_compressed(keys), layer.kv_heads, width),
+            tensor(batch, compressed, layer.kv_heads, width),
             *[tensor(batch, keys, layer.kv_heads, width)] * 2,
         )
         for width in (layer.key_width, layer.value_width)
@@ -80,24 +88,33 @@ def kernels_of(
     cu_seqlens = tensor(2, dtype=torch.int32) if layer.packed else None
     place = operators.arguments(layer.config, keys, cu_seqlens, layer.scale)
     layout = KernelLayout(query, *place)
+    if layer.form.compresses:
+        inputs = fused.with_means(mosaic_attention.STEPS, ops, inputs, layer.config)
+        key = inputs.key
     arguments = *layout.rest, layout.num_blocks(key.compressed)
     if not layer.gradients:
         mosaic_attention.forward(ops, inputs, None, *arguments)
         return list(ops.kernels)
     out, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *arguments)
-    mosaic_attention.backward(ops, inputs, residuals, out, *layout.rest)
+    found = mosaic_attention.backward(ops, inputs, residuals, out, *layout.rest)
+    if layer.form.compresses:
+        rest = keys, layer.config, layer.form.shared
+        fused.gradients_of_tokens(mosaic_attention.STEPS, ops, found, *rest)
     return list(ops.kernels)
 
 
-_prepared: set[tuple] = set()
+_prepared: set[tuple] = set()  # layers on a GPU
 
 
-def before_call(inputs: Inputs, place: Sequence, *, gradients: bool) -> None:
-    """Compiles and loads what a call needs, where a call like it was not there before.
+def before_call(inputs: Inputs, place: Sequence, form: Form, *, gradients: bool) -> None:
+    """Compiles and loads what a layer needs, at its first call. Other lengths may need others of
+    its kernels: each is loaded when it is launched; where one was never built, all are that the
+    call needs.
 
     Args:
       inputs: of the call.
       place: its `operators.PLACE`.
+      form: of its operator.
       gradients: whether a backward pass will follow.
     """
     query, key = inputs.query, inputs.key.selected
@@ -115,15 +132,14 @@ def before_call(inputs: Inputs, place: Sequence, *, gradients: bool) -> None:
         scale,
         gradients,
         cu_seqlens is not None,
+        form,
     )
-    # Which kernels run depends on lengths too, but only on how long they are about.
-    about = layer, query.device, length.bit_length(), key.shape[1].bit_length()
-    if about in _prepared or torch.cuda.is_current_stream_capturing():
-        return
-    launch.prepare(
-        kernels_of(layer, batch, length, key.shape[1], query.get_device()), query.device
-    )
-    _prepared.add(about)
+    sizes = layer, batch, length, key.shape[1], query.get_device()
+    if (layer, query.device) in _prepared:
+        launch.announce(functools.partial(kernels_of, *sizes))
+    elif not torch.cuda.is_current_stream_capturing():
+        launch.prepare(kernels_of(*sizes), query.device)
+        _prepared.add((layer, query.device))
 
 
 def prepare(
@@ -147,7 +163,8 @@ def prepare(
       heads, kv_heads: query heads, and those of keys and values.
       key_width, value_width: columns of a head; by default those of a value are those of a key.
       gradients: those of the backward pass too.
-      packed: for batches with `cu_seqlens`.
+      packed: for batches with `cu_seqlens`; else for compression by means too, of tokens that
+        the branches share and of tokens of their own.
       lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
         long sequences.
       jobs: processes that build what is not on disk; by default one a core.
@@ -165,8 +182,11 @@ def prepare(
     sizes = heads, kv_heads, *widths, dtype, config, scale
     index = device.index or 0
     wanted: dict[Kernel, None] = {}
-    for length in lengths:
-        for each in {False, gradients}:
-            layer = Layer(*sizes, each, packed)
-            wanted |= dict.fromkeys(kernels_of(layer, 1, length, length, index))
+    lengths, form = list(lengths), GIVEN if packed else SHARED
+    calls = [(length, each, form) for length in lengths for each in {False, gradients}]
+    if gradients and not packed:  # one kernel more, of any length
+        calls += [(length, True, APART) for length in lengths[:1]]
+    for length, each, form in calls:
+        layer = Layer(*sizes, each, packed, form)
+        wanted |= dict.fromkeys(kernels_of(layer, 1, length, length, index))
     return launch.prepare(list(wanted), device, jobs)

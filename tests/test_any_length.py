@@ -10,7 +10,7 @@ from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
 from nsa_jax import kernel_list
 from nsa_jax.config import NSAConfig
-from nsa_torch import replay, warm_up
+from nsa_torch import call_forms, replay, warm_up
 from tests.test_block_query_lists import needs_gpu
 
 LAYERS = {
@@ -20,14 +20,19 @@ LAYERS = {
     "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
     "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
 }
+FORMS = {"packed": call_forms.GIVEN, "wide": call_forms.APART}  # of the others: SHARED
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 
 
 def kernels_of(name, length, gradients, batch=1):
-    layer = {"packed": False} | LAYERS[name]
     layer = warm_up.Layer(
-        **layer, dtype=torch.bfloat16, config=NSAConfig(), scale=None, gradients=gradients
+        **{"packed": False} | LAYERS[name],
+        dtype=torch.bfloat16,
+        config=NSAConfig(),
+        scale=None,
+        gradients=gradients,
+        form=FORMS.get(name, call_forms.SHARED),
     )
     return warm_up.kernels_of(layer, batch, length, length, None)
 
@@ -39,9 +44,17 @@ def generic(kernels):
 @by_pass
 @by_layer
 def test_both_frameworks_run_the_same_kernels(name, gradients):
+    form = FORMS.get(name, call_forms.SHARED)
     found = kernel_list.kernels_of(
-        **LAYERS[name], length=9000, dtype="bfloat16", config=NSAConfig(), gradients=gradients
+        **LAYERS[name],
+        length=9000,
+        dtype="bfloat16",
+        config=NSAConfig(),
+        gradients=gradients,
+        compresses=form.compresses,
+        shared=form.shared,
     )
+    assert ("compress_means" in {x.name for x in found}) == form.compresses
     assert found == kernels_of(name, 9000, gradients)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import lowering
 from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
+from kernels_pallas.specs.combine import Combine, gated_sum
 from tests import cross_compile
 
 N = 4096
@@ -162,6 +164,35 @@ def test_the_plugin_is_asked_for(monkeypatch):
     monkeypatch.setattr(lowering, "PLUGINS", ("jax_plugins.none",))
     with pytest.raises(RuntimeError, match=r"plugin is missing: pip install 'jax\[cuda13\]'"):
         lowering.plugin_compiler.__wrapped__()
+
+
+def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
+    specs = (Combine(64, 64, branches, "bfloat16") for branches in (1, 2, 3))
+    first, second, third = (gated_sum(spec) for spec in specs)
+    generic = [x.for_any_length() for x in (first, second, third)]
+    on_disk, fetched = {generic[2]}, []
+
+    class Store:
+        get = staticmethod(lambda kernel: kernel if kernel in on_disk else None)
+
+        def fetch(self, kernels, jobs, progress):
+            fetched.append(list(kernels))
+            on_disk.update(kernels)
+            return [SimpleNamespace(cubin=None, image=None) for _ in kernels]
+
+    monkeypatch.setattr(module, "_store", Store)
+    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_can_build", lambda: True)
+    monkeypatch.setattr(module, "_check_may_load", lambda kernel, index: None)
+    monkeypatch.setattr(module.driver, "load", lambda *_: None)
+    asked = []
+    module.announce(lambda: asked.append(1) or [first, second, third])
+    module._load_generic([generic[2]], 0)  # on disk: nothing else is asked for
+    assert fetched == [[generic[2]]] and not asked
+    module._load_generic([generic[0]], 0)
+    assert fetched[1] == generic[:2] and asked == [1]
+    module._load_generic([generic[1]], 0)
+    assert len(fetched) == 2
 
 
 # Lowering

@@ -16,7 +16,7 @@ import interop.launch
 import nsa_torch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
-from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
+from nsa_jax import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,
@@ -27,6 +27,7 @@ from nsa_torch import (
     replay,
     torch_ops,
 )
+from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case
 from tests.torch_inputs import (
@@ -41,7 +42,14 @@ from tests.torch_inputs import (
 )
 
 OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
-WHOLE = ("attention", "attention_saving", "attention_recomputing")
+WHOLE = (
+    "attention",
+    "attention_saving",
+    "attention_recomputing",
+    "attention_compressing_shared",
+    "attention_compressing_shared_saving",
+    "attention_compressing_recomputing",
+)
 
 
 @functools.cache
@@ -89,6 +97,7 @@ SEGMENTS = (1, 14, 0, 1, 17, 6, 0, -6)
 PACKED = Case(45, 45, B=1, H=6, Hkv=2, segments=SEGMENTS, dtype="bfloat16")
 # Sizes of `inputs`, with `FEW`; several tests have them, so that kernels are compiled once.
 SIZES = 5, 21, 2, 1, 16, 16
+TOKENS = Case(*SIZES, B=1, config=FEW, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("case", [LATE, PACKED], ids=str)
@@ -102,6 +111,43 @@ def test_every_step(case):
 @pytest.mark.usefixtures("interpreted")
 def test_attention():
     check_whole(PACKED, "mosaic")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.usefixtures("interpreted")
+def test_means_are_part_of_attention(shared, monkeypatch):
+    """Each branch has tokens of its own, or all have the same."""
+    names = []
+    monkeypatch.setattr(
+        torch_ops, "launch", lambda k, *x, **o: names.append(k.name) or launch(k, *x, **o)
+    )
+    check_whole(TOKENS, "mosaic", shared=shared)
+    assert names[0] == "compress_means" and names[-1] == "merge_key_gradients"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_tokens_that_are_only_compressed_may_lie_anyhow():
+    """In place they cannot be read: a copy of them is, as elsewhere they are copied anyway."""
+    query, key, value, gates = (x.detach() for x in inputs(*SIZES))
+    strided = torch.cat([key, key], dim=-1)[..., : key.shape[-1]]
+    assert not strided.is_contiguous()
+    one, other = (
+        nsa_torch.attention(query, Branches(x, key, key), value, gates, config=FEW)
+        for x in (strided, key.clone())
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_branch_left_out_is_caught(monkeypatch):
+    gradients = mosaic_compress.gradients
+    monkeypatch.setattr(
+        mosaic_compress,
+        "gradients",
+        lambda ops, means, others, *rest: gradients(ops, means, others[1:], *rest),
+    )
+    with pytest.raises(AssertionError, match=r"dkey\.shared"):
+        check_whole(TOKENS, "mosaic", shared=True)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -245,14 +291,19 @@ def operators(device):
     lengths = torch.tensor([20], device=device)
     # The one without gradients is never called where they are wanted.
     whole = query, pair[0], key, key, pair[1], value, value, *gates
+    rest = None, False, *place
+    shared, apart = (query, key, value, *gates, *rest), (query, *[key] * 3, *[value] * 3)
     return {
+        "attention_compressing_shared": (*map(torch.Tensor.detach, shared[:6]), *rest),
+        "attention_compressing_shared_saving": shared,
+        "attention_compressing_recomputing": (*apart, *gates, *rest),
         "compressed_attention": (query, *pair, *place),
         "select_blocks": (query.detach(), pair[0].detach(), *place),
         "selected_attention": (query, key, value, indices, 21, lengths, *place[2:]),
         "sliding_attention": (*packed, *arguments(FEW, 21, bounds, 0.5)),
-        "attention": (*map(torch.Tensor.detach, whole), None, False, *place),
-        "attention_saving": (*whole, None, False, *place),
-        "attention_recomputing": (*whole, None, False, *place),
+        "attention": (*map(torch.Tensor.detach, whole), *rest),
+        "attention_saving": (*whole, *rest),
+        "attention_recomputing": (*whole, *rest),
     }
 
 
@@ -311,18 +362,19 @@ def launcher(kernel, device):
 
 
 @pytest.mark.parametrize(
-    ("packed", "workspace"),
-    [(False, 2**20), (False, 0), (True, 2**20)],
+    ("form", "workspace"),
+    [(SHARED, 2**20), (APART, 0), (GIVEN, 2**20)],
     ids=["one allocation", "one each", "packed"],
 )
 @pytest.mark.usefixtures("interpreted")
-def test_calls_alike_run_from_a_list(packed, workspace, monkeypatch):
+def test_calls_alike_run_from_a_list(form, workspace, monkeypatch):
     """The same bits forward and backward, from other inputs than those that were recorded."""
     monkeypatch.setattr(interop.launch, "launcher", launcher)
     monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
     monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
+    packed = form is GIVEN
     where = {"cu_seqlens": torch.tensor([0, 1, 15])} if packed else {}
     sizes = (21, *SIZES[1:]) if packed else SIZES
     function = [*inputs(*sizes)], FEW, where
@@ -332,7 +384,12 @@ def test_calls_alike_run_from_a_list(packed, workspace, monkeypatch):
         pair = [nsa_torch.compress(x, config=config, **where) for x in (key, value)]
         gates = [x.contiguous() for x in gates.unbind(-1)]
         place = arguments(config, key.shape[1], where.get("cu_seqlens"), None)
-        given = query, pair[0], key, key, pair[1], value, value, *gates, None, False, *place
+        tokens = {
+            SHARED: (key, value),
+            APART: (key, key.clone(), key, value, value, value.clone()),
+            GIVEN: (pair[0], key, key, pair[1], value, value),
+        }
+        given = query, *tokens[form], *gates, None, False, *place
         out, *residuals = forward(*given)
         return (
             out,
@@ -340,7 +397,9 @@ def test_calls_alike_run_from_a_list(packed, workspace, monkeypatch):
             *backward(query.mul(2)[..., : value.shape[-1]], *residuals, *given),
         )
 
-    steps = mosaic.PATH._forward_with_residuals, mosaic.PATH._backward_from_residuals
+    path = mosaic.PATH
+    steps = path._forward_with_residuals, path._backward_from_residuals
+    steps = [functools.partial(step, form) for step in steps]
     counts = [0, 0]
 
     def counted(i):

@@ -369,7 +369,9 @@ def test_a_measurement_overturns_the_default(monkeypatch):
 @EVERYWHERE
 @pytest.mark.parametrize("kind", ["forward", "dq", "dkv"])
 def test_tiles_fit_every_architecture(kind):
-    """The model never gives more than there is, and gives less where there is less."""
+    """The model never gives more than there is, and gives less where there is less, but where
+    several programs share it.
+    """
     for width in (32, 48, 64, 128, 192, 256):
         for itemsize in (2, 4):
             sizes = []
@@ -377,7 +379,9 @@ def test_tiles_fit_every_architecture(kind):
                 tiling = tilings.choose(kind, 128, 64, width, width, itemsize, found)
                 needed = tilings.needed(kind, tiling, width, width, itemsize)
                 assert needed <= tilings.smem_of(found)
-                sizes.append((tilings.smem_of(found), needed))
+                together = needed <= tilings.smem_of(found) // 2 and tiling.stages > 1
+                if found[0] not in tilings.WIDE or not together:
+                    sizes.append((tilings.smem_of(found), needed))
             assert [x for _, x in sorted(sizes)] == sorted(x for _, x in sizes)
 
 

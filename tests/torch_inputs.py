@@ -245,12 +245,16 @@ def check_selection(case, implementation, device="cpu"):
 
 
 @functools.lru_cache
-def expected_whole(case):
-    """`attention` and its gradients by `query, keys, values, gates`, exact and rough."""
+def expected_whole(case, shared=False):
+    """`attention` and its gradients by `query, keys, values, gates`, exact and rough; `shared`:
+    all branches have the same keys and values, whose gradient is the sum.
+    """
     p = problem(case)
     normal = np.random.default_rng(2).normal
     keys = Branches(*(jnp.asarray(normal(size=p.key.shape), case.dtype) for _ in range(3)))
     values = Branches(*(jnp.asarray(normal(size=p.value.shape), case.dtype) for _ in range(3)))
+    if shared:
+        keys, values = Branches.each(keys[0]), Branches.each(values[0])
     weight = jnp.asarray(normal(size=(*p.query.shape[:3], case.Dv)), case.dtype)
     options = {"config": case.config, "segment_ids": p.segment_ids}
 
@@ -283,18 +287,26 @@ def expected_whole(case):
         wide = functools.partial(both, jnp.float64)
         exact = compiled(wide, *jax.tree.map(float64, (weight, indices, *inputs)))
         exact, rough = jax.tree.map(np.asarray, (exact, rough))
+    if shared:
+        exact, rough = _summed(*exact), _summed(*rough)
     return inputs, weight, indices, exact, rough
 
 
-def check_whole(case, implementation, device="cpu"):
-    (query, keys, values, gates), weight, indices, exact, rough = expected_whole(case)
+def _summed(out, gradients):
+    query, *pair, gates = gradients
+    key, value = (sum(x.astype(np.float64) for x in branches) for branches in pair)
+    return out, (query, key, value, gates)
+
+
+def check_whole(case, implementation, device="cpu", shared=False):
+    """`shared`: all branches look at the same keys and values."""
+    (query, keys, values, gates), weight, indices, exact, rough = expected_whole(case, shared)
     leaf = lambda x: tensor(x, device).requires_grad_()
     query, gates = leaf(query), leaf(gates)
-    key, value = (Branches(*map(leaf, x)) for x in (keys, values))
+    key, value = ([leaf(x[0])] if shared else Branches(*map(leaf, x)) for x in (keys, values))
     out = nsa_torch.attention(
         query,
-        key,
-        value,
+        *(x[0] if shared else x for x in (key, value)),
         gates,
         config=case.config,
         # In float32 the selection is exact, so it is left to the call.
@@ -304,7 +316,8 @@ def check_whole(case, implementation, device="cpu"):
     )
     moving = (query, *key, *value, gates)
     grads = torch.autograd.grad(out, moving, tensor(weight, device))
-    names = ("out", "dquery", *(f"d{x}.{b}" for x in ("key", "value") for b in BRANCHES))
+    branches = ["shared"] if shared else BRANCHES
+    names = ("out", "dquery", *(f"d{x}.{b}" for x in ("key", "value") for b in branches))
     sides = jax.tree.leaves(exact), jax.tree.leaves(rough)
     for name, got, *pair in zip((*names, "dgates"), (out, *grads), *sides, strict=True):
         assert_parity(name, array(got), *pair, dtype=jnp.dtype(case.dtype))

@@ -10,10 +10,9 @@ wait for shows all the same:
                it waited for; and it writes over what others have read only after one of these
 """
 
-import ml_dtypes
 import numpy as np
 
-from kernels_pallas.mosaic.warp_emulation import LANES, Warps
+from kernels_pallas.mosaic.warp_emulation import LANES, Warps, ml_dtype
 
 BARRIERS = 8  # of a CTA at most
 PLACE = 40  # bits of an address for the byte in its array
@@ -58,10 +57,6 @@ class ClusterWarps(Warps):
     def multiply_add(self, a, b, c):
         return self.word(a) * self.word(b) + self.word(c)
 
-    def pack(self, low, high, dtype):
-        pair = np.stack([self.word(low), self.word(high)], -1).astype(ml_dtype(dtype))
-        return pair.view(np.int32)[..., 0]
-
     def halves(self, a, b, high):
         a, b = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b))
         both = a >> 16 | b & 0xFFFF0000 if high else a & 0xFFFF | b << 16
@@ -73,21 +68,17 @@ class ClusterWarps(Warps):
             np.zeros((*self.shape[:-1], *x), np.float32) for x in ((16, 16), (16, 8), (16, 8))
         )
         for i, word in enumerate(a):
-            pair = self._pair(word, dtype)
+            pair = np.stack(self.unpack(word, dtype), -1)
             for e in range(2):
                 A[:, row + 8 * (i % 2), column + 8 * (i // 2) + e] = pair[..., e]
         for i, word in enumerate(b):
-            pair = self._pair(word, dtype)
+            pair = np.stack(self.unpack(word, dtype), -1)
             for e in range(2):
                 B[:, column + 8 * i + e, row] = pair[..., e]
         for i, x in enumerate(acc):
             C[:, row + 8 * (i // 2), column + i % 2] = x
         C += A @ B
         return [C[:, row + 8 * (i // 2), column + i % 2] for i in range(4)]
-
-    def _pair(self, word, dtype):
-        pair = np.ascontiguousarray(word)[..., None].view(ml_dtype(dtype))
-        return pair.astype(np.float32)
 
     # Memory. An address in global memory is an array's number and a byte in it.
 
@@ -203,10 +194,10 @@ class ClusterWarps(Warps):
     def copy(self, to, address, to_offset, offset):
         words = self._fetched(address + offset, 4)
         for i in range(4):  # it may arrive at once
-            places = self._shared(to, to_offset + 4 * i)
-            self._check_free(
-                *(np.broadcast_to(x, self.shape) for x in places), self._here(True)
+            cta, index = (
+                np.broadcast_to(x, self.shape) for x in self._shared(to, to_offset + 4 * i)
             )
+            self._check_free(cta, index, self._here(True))
         entry = [self._here(True).copy(), self.ended.copy(), self.word(to) + to_offset, words]
         self._arrive(*entry) if not self.late else self.copies.append(entry)
 
@@ -280,8 +271,3 @@ class ClusterWarps(Warps):
     def _must_be_all(self, what):
         if not self.active.all():
             raise RuntimeError(f"{what} must be reached by all warps")
-
-
-def ml_dtype(name: str) -> np.dtype:
-    """The NumPy type of 16 bits with this name."""
-    return np.dtype(getattr(ml_dtypes, name, name))

@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
+TYPES = {"bfloat16": "bf16", "float16": "f16"}
 type Number = "Word | int | float"
 
 
@@ -159,6 +160,19 @@ def real(x: Word) -> Word:
 def floating(x: Word) -> Word:
     """An integer as a float32."""
     return Word(arith.sitofp(ir.F32Type.get(), x.value))
+
+
+def pack(low: Word, high: Word, dtype: str) -> Word:
+    """Two float32 as two numbers of `dtype` in one word."""
+    return _ptx(f"cvt.rn.{TYPES[dtype]}x2.f32 $0, $2, $1;", low, high)
+
+
+def unpack(x: Word, dtype: str) -> list[Word]:
+    """The two numbers of `dtype` in a word as float32, the low one first."""
+    if dtype == "bfloat16":
+        return [real(x << 16), real(x & -(1 << 16))]
+    text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h%d; }"
+    return [_ptx(text % half, x, result=ir.F32Type.get()) for half in range(2)]
 
 
 def lane() -> Word:

@@ -16,9 +16,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 
 from kernels_pallas.mosaic import warp
-from kernels_pallas.mosaic.warp import Number, Word, word
-
-TYPES = {"bfloat16": "bf16", "float16": "f16"}
+from kernels_pallas.mosaic.warp import TYPES, Number, Word, word
 
 
 def __getattr__(name: str) -> Any:
@@ -70,12 +68,6 @@ def multiply_add(a: Number, b: Number, c: Number) -> Word:
 def _float(text: str, *operands: Number) -> Word:
     values = [word(x).value for x in operands]
     return Word(utils.inline_ptx(text, *values, result_types=ir.F32Type.get()))
-
-
-def pack(low: Word, high: Word, dtype: str) -> Word:
-    """Two float32 as two numbers of `dtype` in one word."""
-    text = f"cvt.rn.{TYPES[dtype]}x2.f32 $0, $2, $1;"
-    return Word(utils.inline_ptx(text, low.value, high.value, result_types=_i32(1)[0]))
 
 
 def halves(a: Word, b: Word, high: int) -> Word:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 LANES = np.arange(32, dtype=np.int32)
@@ -81,6 +82,14 @@ class Warps:
 
     def floating(self, x):
         return x.astype(np.float32)
+
+    def pack(self, low, high, dtype):
+        pair = np.stack([self.word(low), self.word(high)], -1).astype(ml_dtype(dtype))
+        return pair.view(np.int32)[..., 0]
+
+    def unpack(self, x, dtype):
+        pair = np.ascontiguousarray(self.word(x))[..., None].view(ml_dtype(dtype))
+        return [pair[..., half].astype(np.float32) for half in range(2)]
 
     def integer(self, x: float) -> int:
         return np.float32(x).view(np.int32).item()
@@ -207,6 +216,11 @@ class Warps:
         if isinstance(new, np.ndarray):
             return np.where(self.active, new, old)
         return [self._where_active(x, y) for x, y in zip(new, old, strict=True)]
+
+
+def ml_dtype(name: str) -> np.dtype:
+    """The NumPy type of 16 bits with this name."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def run(

@@ -1,0 +1,190 @@
+"""Means of windows of tokens, and the gradients of tokens that were also averaged.
+
+Loop order: a lane has two neighbouring columns (a 32-bit word) of keys or of values. Forward a
+warp walks over the stride blocks of a few neighbouring windows and adds each to the windows that
+it is in. Backward a warp has one stride block: its tokens are in the same windows, whose sum it
+makes once.
+Tile: 32 words a warp, four warps a CTA; no shared memory.
+Bandwidth bound. At B=1 S=65536 Hkv=4 D=Dv=128, l=32, d=16: forward reads 134 MB and writes 8 MB;
+backward, with the gradients of two other branches, reads 277 MB and writes 134 MB.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
+from kernels_pallas.specs.compress import Means
+from kernels_pallas.specs.tile import LANES
+
+LOADS = 16  # that a lane starts before it waits for one of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Keys or values: a lane's column of them.
+
+    Attributes:
+      words: of a token.
+      row: of `[B]`.
+      column: the word of the lane, the last one where there is none.
+      exists: whether there is one.
+    """
+
+    warp: Any
+    spec: Means
+    words: int
+    row: Any
+    column: Any
+    exists: Any
+
+    def at(self, array, length, token):
+        """The address of token `token` of `array` `[B, length, words]`."""
+        return self.warp.element(
+            array, (self.row * length + token, 4 * self.words), (self.column, 4)
+        )
+
+    def load(self, address, tokens: int = 0) -> list:
+        """Two float32, `tokens` tokens after an address."""
+        word = self.warp.fetch(address, tokens * 4 * self.words)
+        return self.warp.unpack(word, self.spec.dtype)
+
+    def store(self, address, pair: Sequence, only) -> None:
+        """Two float32, rounded, where `only` holds."""
+        self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
+
+
+def _added(a: Sequence, b: Sequence) -> list:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _on_each_side(warp, spec: Means, row, cta, body: Callable[[Side, int, Any], None]) -> None:
+    """`body(side, i, part)` for what the warp has: keys (`i` 0) or values (1), and the number of
+    its part of the sequence.
+    """
+    index = cta * WARPS + warp.warp()
+    column, part = index % sum(spec.columns), index // sum(spec.columns)
+    first = 0
+    for i, (words, columns) in enumerate(zip(spec.words, spec.columns, strict=True)):
+
+        def run(i=i, words=words, first=first):
+            word = (column - first) * LANES + warp.lane()
+            own = warp.smaller(word, words - 1)
+            body(Side(warp, spec, words, row, own, word < words), i, part)
+
+        warp.when(warp.below(column - first, columns), run)
+        first += columns
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(i for i in range(min(number, most), 0, -1) if number % i == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """The program of `specs.compress.compress_means`."""
+
+    spec: Means
+
+    def __call__(self, warp: Any, sizes, *refs) -> None:
+        *arrays, row, cta = refs
+        inputs, outputs = arrays[:2], arrays[2:]
+
+        def run(side, i, part):
+            self._windows(warp, sizes, side, inputs[i], outputs[i], part * self.spec.windows)
+
+        _on_each_side(warp, self.spec, row, cta, run)
+
+    def _windows(self, warp, sizes, side, tokens, means, first) -> None:
+        """The windows from `first` on."""
+        spec = self.spec
+        loads = _largest_divisor(spec.stride, LOADS)
+        nothing = [warp.word(0.0)] * 2
+
+        def add_block(block, totals):
+            # Of windows that do not exist the blocks may not exist either: any other does.
+            start = warp.smaller((first + block) * spec.stride, sizes.S - spec.stride)
+
+            def add(i, total):
+                address = side.at(tokens, sizes.S, start + i * loads)
+                for x in [side.load(address, token) for token in range(loads)]:
+                    total = _added(total, x)
+                return total
+
+            own = warp.repeat(spec.stride // loads, add, nothing)
+            found = []
+            for window, total in enumerate(totals):
+                inside = warp.below(block - window, spec.strides)
+                found.append(_added(total, [warp.where(inside, x, 0.0) for x in own]))
+            return found
+
+        count = spec.windows + spec.strides - 1
+        totals = warp.repeat(count, add_block, [nothing] * spec.windows)
+        for window, total in enumerate(totals):
+            index = first + window
+            address = side.at(means, sizes.C, index)
+            mean = [x * (1 / spec.block) for x in total]
+            side.store(address, mean, index < sizes.C)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The program of `specs.compress.merge_key_gradients`."""
+
+    spec: Means
+
+    def __call__(self, warp: Any, sizes, *refs) -> None:
+        *arrays, row, cta = refs
+        others = self.spec.others
+        compressed, added, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
+
+        def run(side, i, part):
+            own = added[i * others : (i + 1) * others]
+            self._stride_block(warp, sizes, side, compressed[i], own, outputs[i], part)
+
+        _on_each_side(warp, self.spec, row, cta, run)
+
+    def _stride_block(self, warp, sizes, side, compressed, others, output, block) -> None:
+        """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`."""
+        spec = self.spec
+        nothing = [warp.word(0.0)] * 2
+
+        def add_window(i, total):
+            window = block - (spec.strides - 1) + i
+            exists = warp.below(window, sizes.C)
+            near = warp.smaller(warp.larger(window, 0), sizes.C - 1)
+            x = side.load(side.at(compressed, sizes.C, near))
+            return _added(total, [warp.where(exists, each, 0.0) for each in x])
+
+        total = warp.repeat(spec.strides, add_window, nothing)
+        share = [x * (1 / spec.block) for x in total]
+        count = _largest_divisor(spec.stride, LOADS // max(spec.others, 1))
+
+        def write(i, state):
+            tokens = [block * spec.stride + (i * count + each) for each in range(count)]
+            near = [warp.smaller(token, sizes.S - 1) for token in tokens]
+            loaded = [
+                [side.load(side.at(other, sizes.S, token)) for other in others]
+                for token in near
+            ]
+            for token, place, gradients in zip(tokens, near, loaded, strict=True):
+                total = share
+                for x in gradients:
+                    total = _added(total, x)
+                side.store(side.at(output, sizes.S, place), total, token < sizes.S)
+            return state
+
+        warp.repeat(spec.stride // count, write, [])
+
+
+def compress_means(kernel: Kernel) -> Callable:
+    """The body of `specs.compress.compress_means`."""
+    spec: Means = kernel.spec
+    return warp_kernel(kernel, Average(spec), interpret=spec.interpret)
+
+
+def merge_key_gradients(kernel: Kernel) -> Callable:
+    """The body of `specs.compress.merge_key_gradients`."""
+    spec: Means = kernel.spec
+    return warp_kernel(kernel, Merge(spec), interpret=spec.interpret)

@@ -1,0 +1,126 @@
+"""Compression by means: compressed tokens, and the gradients of the tokens that they stand for.
+
+A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi = mean):
+
+    compress_means        Kc_i = sum of K_p over the window i / l,   d i <= p < d i + l
+    merge_key_gradients   dK_p = sum of the dK_p of other branches + sum of dKc_i over the
+                          windows i that p is in / l
+
+Both take keys and values in one launch. Sums are float32, rounded once to the dtype of the tokens.
+"""
+
+import dataclasses
+from typing import Self
+
+from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs import tile
+
+WINDOWS = 4  # that a warp makes at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Static sizes: keys `[B, S, Hkv, D]`, values `[B, S, Hkv, Dv]`, in 16 bits; widths are
+    multiples of 2.
+
+    Attributes:
+      block, stride: `l` and `d` of the windows, tokens; `l` is a multiple of `d`.
+      others: branches whose gradients of the same tokens `merge_key_gradients` adds.
+    """
+
+    B: int
+    S: int
+    Hkv: int
+    D: int
+    Dv: int
+    block: int
+    stride: int
+    dtype: str
+    others: int = 0
+    interpret: bool | object = False
+    any_length: bool = False
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        return dataclasses.replace(self, any_length=True, B=2, S=NOMINAL_LENGTH)
+
+    @property
+    def C(self) -> int:
+        """Windows; there must be one."""
+        return (self.S - self.block) // self.stride + 1
+
+    @property
+    def strides(self) -> int:
+        """Stride blocks of a window: it begins with one and ends with one."""
+        return self.block // self.stride
+
+    @property
+    def windows(self) -> int:
+        """Windows of a warp, neighbours: tokens in several of them are read once."""
+        return min(self.strides, WINDOWS)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """32-bit words of a token's keys and of its values."""
+        return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Warps side by side that have these words, a word a lane."""
+        key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
+        return key, value
+
+    @property
+    def tokens(self) -> tuple[Array, Array]:
+        """Keys and values, or their gradients."""
+        return self._arrays(self.S)
+
+    @property
+    def means(self) -> tuple[Array, Array]:
+        """Those of compressed tokens."""
+        return self._arrays(self.C)
+
+    def _arrays(self, length: int) -> tuple[Array, Array]:
+        key, value = (
+            Array((self.B, length, self.Hkv, width), self.dtype) for width in (self.D, self.Dv)
+        )
+        return key, value
+
+
+@described
+def compress_means(spec: Means) -> Kernel:
+    """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`.
+
+    Outputs: `[B, C, Hkv, D]`, `[B, C, Hkv, Dv]`, the means of their windows.
+    """
+    inputs = dict(zip(("key", "value"), spec.tokens, strict=True))
+    outputs = dict(zip(("compressed_key", "compressed_value"), spec.means, strict=True))
+    return _kernel("compress_means", spec, inputs, outputs, tile.cdiv(spec.C, spec.windows))
+
+
+@described
+def merge_key_gradients(spec: Means) -> Kernel:
+    """Inputs: `compressed_dk` `[B, C, Hkv, D]`, `compressed_dv` `[B, C, Hkv, Dv]`, then of each
+    of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`.
+
+    Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
+    """
+    inputs = dict(zip(("compressed_dk", "compressed_dv"), spec.means, strict=True))
+    for name, array in zip(("dk", "dv"), spec.tokens, strict=True):
+        inputs |= {f"{name}_{i}": array for i in range(spec.others)}
+    outputs = dict(zip(("dk", "dv"), spec.tokens, strict=True))
+    return _kernel("merge_key_gradients", spec, inputs, outputs, tile.cdiv(spec.S, spec.stride))
+
+
+def _kernel(name: str, spec: Means, inputs, outputs, parts: int) -> Kernel:
+    """A warp has a word a lane of one of `parts` parts of a sequence."""
+    return Kernel.named(
+        name,
+        spec,
+        f"kernels_pallas.mosaic.compress:{name}",
+        inputs,
+        outputs,
+        sizes={"S": spec.S, "C": spec.C},
+        grid=tile.warp_grid(spec.B, parts * sum(spec.columns)),
+        source=f"kernels_pallas.specs.compress:{name}",
+    )

@@ -1,0 +1,60 @@
+"""Compression by means on Mosaic kernels, and its gradient, for either framework."""
+
+from typing import Any
+
+from kernels_pallas.mosaic.capability import interpret
+from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
+from nsa_jax.array_ops import ArrayOps
+from nsa_jax.config import NSAConfig
+from nsa_jax.validate import dtype_name
+
+
+def means(ops: ArrayOps, key, value, config: NSAConfig) -> tuple[Any, Any]:
+    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]` of one sequence a row,
+    the means of their windows.
+    """
+    if not config.num_compressed(key.shape[1]):
+        key, value = (ops.xp.zeros_like(x[:, :0]) for x in (key, value))
+        return key, value
+    key, value = ops.run(compress_means(_spec(key, value, config)), key, value)
+    return key, value
+
+
+def gradients(
+    ops: ArrayOps, compressed, others, length: int, config: NSAConfig
+) -> tuple[Any, Any]:
+    """dk and dv, `[B, length, Hkv, .]`, of tokens of which `means` were made.
+
+    Args:
+      compressed: the gradients of these means.
+      others: `(dk, dv)` of each branch that looked at the same tokens.
+    """
+    keys, values = ([pair[i] for pair in others] for i in range(2))
+    if not config.num_compressed(length):
+        return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
+    spec = _spec(compressed[0], compressed[1], config, length, len(others))
+    key, value = ops.run(merge_key_gradients(spec), *compressed, *keys, *values)
+    return key, value
+
+
+def _sum(ops, compressed, arrays, length):
+    """Of tokens that are in no window."""
+    if arrays:
+        return sum(arrays[1:], arrays[0])
+    return ops.extend(compressed, 1, length, 0.0)
+
+
+def _spec(key, value, config: NSAConfig, length: int | None = None, others: int = 0) -> Means:
+    batch, found, kv_heads, width = key.shape
+    return Means(
+        B=batch,
+        S=found if length is None else length,
+        Hkv=kv_heads,
+        D=width,
+        Dv=value.shape[-1],
+        block=config.compress_block,
+        stride=config.compress_stride,
+        dtype=dtype_name(key),
+        others=others,
+        interpret=interpret.get(),
+    )
