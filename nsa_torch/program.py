@@ -7,95 +7,29 @@ What starts where another tensor starts (a view, a reshape that copies nothing) 
 
 import collections
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from interop import launch
-from kernels_pallas.kernel import Kernel
+from nsa_torch.program_steps import (
+    Call,
+    Constants,
+    Slot,
+    Step,
+    Together,
+    listed,
+    made_as_returned,
+    made_by,
+    needed,
+    placed,
+    roots_of,
+    slots_of,
+    together,
+)
 from nsa_torch.shared import SHARED
-
-# At most, of results of kernels that only kernels read; what does not fit is allocated by itself
-# and given back as soon as it has been read.
-WORKSPACE_BYTES = 64 * 2**20
-
-
-class Slot(NamedTuple):
-    """A tensor of a program by its number."""
-
-    number: int
-
-
-class Array(NamedTuple):
-    """A contiguous tensor, not yet there."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class Launch(NamedTuple):
-    """One launch of a kernel.
-
-    Attributes:
-      arguments: numbers of its inputs and outputs.
-      made: what it allocates, by number.
-    """
-
-    kernel: Kernel
-    arguments: tuple[int, ...]
-    made: Mapping[int, Array]
-
-    @property
-    def seen(self) -> Sequence[int]:
-        return self.arguments
-
-
-class Call(NamedTuple):
-    """One call of an operator of torch, or of any function of tensors.
-
-    Attributes:
-      args, options: with slots in place of tensors.
-      results: numbers; None where it returns no tensor.
-      starts: of results that are no more than another look at a tensor from its start, the
-        number of that tensor.
-      arrays: what these results are, where they are contiguous.
-    """
-
-    function: Callable[..., Any]
-    args: Any
-    options: Mapping[str, Any]
-    results: Sequence[int | None]
-    starts: Mapping[int, int]
-    arrays: Mapping[int, Array]
-
-    @property
-    def reads(self) -> Sequence[int]:
-        return _slots((self.args, self.options))
-
-    @property
-    def seen(self) -> Sequence[int]:
-        return [*self.reads, *(x for x in self.results if x is not None)]
-
-    @property
-    def looks(self) -> bool:
-        """Whether it does nothing but look at tensors another way."""
-        return len(self.starts) == len(self.results)
-
-
-type Step = Launch | Call
-
-
-class Constants(NamedTuple):
-    """Tensors that follow from sizes alone, and how to come by them."""
-
-    get: Callable[[], Iterable[Tensor]]
-    results: Sequence[int]
 
 
 class Program:
@@ -123,14 +57,15 @@ class Program:
         self.blank, self.nowhere = [None] * (slots - count), [0] * (slots - count)
         # Not the program: what is shared outlives it.
         self.key = object()
-        made = {number: x for step in steps for number, x in _made(step).items()}
-        self.results, shapes = _made_as_returned(steps, results, made)
+        made = {number: x for step in steps for number, x in made_by(step).items()}
+        self.results, shapes = made_as_returned(steps, results, made)
         made |= shapes
-        self.recorded, dropped, tensors = _needed(steps, self.results)
-        roots = _roots(dropped)
+        kept, dropped, _ = needed(steps, self.results)
+        self.recorded, _, tensors = needed(together(kept, self.results, count), self.results)
+        roots = roots_of(dropped)
         seen = [[roots.get(x, x) for x in step.seen] for step in self.recorded]
         last = {number: i for i, numbers in enumerate(seen) for number in numbers}
-        places, self.bytes = _placed(self.recorded, last, made.keys() - tensors, made)
+        places, self.bytes = placed(self.recorded, last, made.keys() - tensors, made)
         self.places = [*places.items()]
         drops = collections.defaultdict(list)
         for number, i in last.items():
@@ -194,9 +129,9 @@ class _BoundCall:
         self.args, self.options = call.args, call.options
         self.results, self.drops = call.results, drops
         self.result = call.results[0] if len(call.results) == 1 else None
-        flat = all(not _slots(x) for x in call.args if not isinstance(x, Slot))
+        flat = all(not slots_of(x) for x in call.args if not isinstance(x, Slot))
         self.at = None
-        if flat and not _slots(call.options):
+        if flat and not slots_of(call.options):
             self.at = [(i, x.number) for i, x in enumerate(call.args) if isinstance(x, Slot)]
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
@@ -222,90 +157,37 @@ class _BoundCall:
                 addresses[number] = x.data_ptr()
 
 
+class _BoundTogether:
+    """`Together` with what is left to fill in."""
+
+    __slots__ = ("args", "drops", "first", "function", "layout", "options", "results")
+
+    def __init__(self, step: Together, drops):
+        self.function = getattr(step.function, "_op", step.function)
+        self.args, self.options, self.drops = step.args, step.options, drops
+        self.first, self.layout = step.first, (step.shape, step.strides)
+        self.results = [(x, i * step.bytes) for i, x in enumerate(step.results)]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        whole = torch.as_strided(tensors[self.first], *self.layout)
+        found = self.function(whole, *self.args, **self.options)
+        start = found.data_ptr()
+        for number, offset in self.results:
+            tensors[number] = found
+            addresses[number] = start + offset
+        for number in self.drops:
+            tensors[number] = None
+
+
 def _bound(step: Step, numbers, drops, places, made, device):
     """`step` for calls; `numbers`: its tensors, views replaced by what they look at."""
     if isinstance(step, Call):
         return _BoundCall(step, drops)
+    if isinstance(step, Together):
+        return _BoundTogether(step, drops)
     allocated = [(x, made[x]) for x in step.made if x not in places]
     start = launch.launcher(step.kernel, device)
     return _BoundLaunch(start, numbers, allocated, drops, device)
-
-
-def _made(step: Step) -> Mapping[int, Array]:
-    return step.made if isinstance(step, Launch) else {}
-
-
-def _made_as_returned(
-    steps: Sequence[Step], results: Sequence[int], made: Mapping[int, Array]
-) -> tuple[list[int], dict[int, Array]]:
-    """Numbers of the results where none is a look at what a kernel made, as far as that can be,
-    and in which shape the kernel makes those instead.
-    """
-    looks = [step for step in steps if isinstance(step, Call) and step.looks]
-    roots = _roots(looks)
-    arrays = {number: x for step in looks for number, x in step.arrays.items()}
-    shapes: dict[int, Array] = {}
-    final = list(results)
-    for i, number in enumerate(results):
-        root, array = roots.get(number, number), arrays.get(number)
-        if array is None or root not in made or root in final:
-            continue
-        others = [*final[:i], *final[i + 1 :]]
-        *_, tensors = _needed(steps, others)
-        if array.dtype == made[root].dtype and array.bytes == made[root].bytes:
-            if number not in others and root not in tensors:
-                final[i], shapes[root] = root, array
-    return final, shapes
-
-
-def _needed(
-    steps: Sequence[Step], results: Sequence[int]
-) -> tuple[list[Step], list[Call], set[int]]:
-    """The steps without looks at tensors that only launches read, these looks, and which numbers
-    must be tensors.
-    """
-    kept, dropped, tensors = [], [], set(results)
-    for step in reversed(steps):
-        if isinstance(step, Call):
-            if step.looks and tensors.isdisjoint(step.results):
-                dropped.append(step)
-                continue
-            tensors.update(step.seen)
-        kept.append(step)
-    return kept[::-1], dropped[::-1], tensors
-
-
-def _roots(calls: Iterable[Call]) -> dict[int, int]:
-    """Of the results of calls that only look at tensors, in order, which tensor lies there."""
-    roots: dict[int, int] = {}
-    for call in calls:
-        for number, start in call.starts.items():
-            roots[number] = roots.get(start, start)
-    return roots
-
-
-def _placed(
-    steps: Sequence[Step], last: Mapping[int, int], free: Iterable[int], made
-) -> tuple[dict[int, int], int]:
-    """Where the results `free` lie in the workspace, and its size; `last`: by number, the index
-    of the last step that has to do with it.
-    """
-    free, places, size = set(free), {}, 0
-    taken: dict[int, tuple[int, int]] = {}  # by number: from, to
-    for i, step in enumerate(steps):
-        taken = {number: x for number, x in taken.items() if last[number] >= i}
-        for number in _made(step).keys() & free:
-            bytes = -(-made[number].bytes // launch.ALIGNMENT) * launch.ALIGNMENT
-            offset = 0
-            for start, end in sorted(taken.values()):
-                if offset + bytes <= start:
-                    break
-                offset = max(offset, end)
-            if offset + bytes <= WORKSPACE_BYTES:
-                places[number] = offset
-                taken[number] = offset, offset + bytes
-                size = max(size, offset + bytes)
-    return places, size
 
 
 def _filled(x: Any, tensors: Sequence[Any]) -> Any:
@@ -317,16 +199,3 @@ def _filled(x: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(x, dict):
         return {name: _filled(each, tensors) for name, each in x.items()}
     return x
-
-
-def _slots(x: Any) -> list[int]:
-    if isinstance(x, Slot):
-        return [x.number]
-    if isinstance(x, dict):
-        x = [*x.values()]
-    return [n for each in x for n in _slots(each)] if isinstance(x, list | tuple) else []
-
-
-def listed(x: Any) -> list[Any]:
-    """What a function returns, as a list."""
-    return list(x) if isinstance(x, list | tuple) else [x]

@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interop import launch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
-from nsa_torch.program import Array, Call, Constants, Launch, Program, Slot, Step, listed
+from nsa_torch.program import Program
+from nsa_torch.program_steps import Array, Call, Constants, Launch, Part, Slot, Step, listed
 
 DEVICE_TYPES = ("cuda",)  # where calls are run from a list
 PROGRAMS = 256  # kept at most, the least recently used ones dropped first
@@ -78,9 +79,9 @@ class Recording(TorchDispatchMode):
         if not self.paused:
             given = [x for x in _pytree.tree_leaves((args, options)) if isinstance(x, Tensor)]
             args, options = self._numbered(args), self._numbered(options)
-            # What is written to is more than a look at it.
-            given = [] if function._schema.is_mutable else given
-            self.steps.append(self._call(function, args, options, given, listed(found)))
+            writes = function._schema.is_mutable
+            call = self._call(function, args, options, given, listed(found), writes)
+            self.steps.append(call)
         return found
 
     def launched(self, kernel: Kernel, tensors, run: Callable[[], Sequence[Tensor]]):
@@ -120,14 +121,16 @@ class Recording(TorchDispatchMode):
         numbers = [self._known(x) for x in results]
         return Program(device, self.count, self.slots, self.asked, self.steps, numbers)
 
-    def _call(self, function, args, options, given, found):
+    def _call(self, function, args, options, given, found, writes=False):
         """`given`: tensors that results may be no more than another look at."""
+        part = _part(given[0]) if len(given) == 1 else None
+        given = [] if writes else given  # which is more than to look at them
         results = [self._number(x) if isinstance(x, Tensor) else None for x in found]
         places = {_place(x): self._known(x) for x in reversed(given)}
         tensors = {n: x for n, x in zip(results, found, strict=True) if n is not None}
         starts = {n: places[_place(x)] for n, x in tensors.items() if _place(x) in places}
         arrays = {n: Array(x.shape, x.dtype) for n, x in tensors.items() if x.is_contiguous()}
-        return Call(function, args, options, results, starts, arrays)
+        return Call(function, args, options, results, starts, arrays, writes, part)
 
     def _apart(self, function):
         self.paused = True
@@ -166,6 +169,12 @@ class Recording(TorchDispatchMode):
 def _place(x: Tensor) -> tuple[int, int, int]:
     """Of two tensors that start at the same byte of the same memory it is the same."""
     return x.get_device(), x.untyped_storage().data_ptr(), x.data_ptr()
+
+
+def _part(x: Tensor) -> Part | None:
+    if x.is_contiguous():
+        return None
+    return Part(x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), tuple(x.stride()))
 
 
 TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
@@ -293,13 +302,17 @@ def signature(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
     """
     parts: list[Any] = [capability.interpret.get() is not False]
     seen: dict[int, int] = {}
+    storages: dict[int, int] = {}
     for i, x in enumerate(arguments):
         if not isinstance(x, Tensor):
             parts.append(tuple(x) if isinstance(x, list) else x)
         elif (first := seen.setdefault(id(x), i)) != i:
             parts.append(first)
         else:
-            strides = None if x.is_contiguous() else x.stride()
+            part = None
+            if not x.is_contiguous():  # of what, in which others may lie too
+                storage = storages.setdefault(x.untyped_storage().data_ptr(), i)
+                part = storage, x.storage_offset(), x.stride()
             start = x.data_ptr() % launch.ALIGNMENT
-            parts.append((x.shape, strides, x.dtype, x.get_device(), start))
+            parts.append((x.shape, part, x.dtype, x.get_device(), start))
     return tuple(parts)

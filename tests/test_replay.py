@@ -4,6 +4,7 @@ With kernels in the list: `test_torch_mosaic.py` in the interpreter, `test_any_l
 """
 
 import ctypes
+import operator
 import weakref
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from interop import launch
 from kernels_pallas.kernel import Array
-from nsa_torch import program, replay
+from nsa_torch import program_steps, replay
 from nsa_torch.replay import Replayed
 from nsa_torch.shared import SHARED
 
@@ -220,7 +221,7 @@ def chain(x):
 @pytest.mark.parametrize("workspace", [2**20, 2**9, 0])
 @pytest.mark.parametrize("shape", [(2, 32), (2, 64)], ids=["alone", "beside a sum"])
 def test_kernels_write_where_others_read(workspace, shape, launches, monkeypatch):
-    monkeypatch.setattr(program, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
     function = Replayed(chain)
     for i in range(4):
         x = torch.randn(*shape)
@@ -237,12 +238,12 @@ def test_kernels_write_where_others_read(workspace, shape, launches, monkeypatch
 
 
 def test_memory_is_used_again_only_after_its_last_reader():
-    arrays = {i: program.Array((4,), torch.float32) for i in range(1, 5)}
+    arrays = {i: program_steps.Array((4,), torch.float32) for i in range(1, 5)}
     kernel = Doubling(outputs=[])
     numbers = (0, 1), (1, 2), (2, 3), (1, 4)
-    steps = [program.Launch(kernel, x, {x[1]: arrays[x[1]]}) for x in numbers]
+    steps = [program_steps.Launch(kernel, x, {x[1]: arrays[x[1]]}) for x in numbers]
     last = {0: 0, 1: 3, 2: 2, 3: 2, 4: 3}
-    places, size = program._placed(steps, last, arrays, arrays)
+    places, size = program_steps.placed(steps, last, arrays, arrays)
     assert places == {1: 0, 2: 16, 3: 32, 4: 16} and size == 48
 
 
@@ -275,3 +276,54 @@ def test_a_recorded_call_keeps_nothing_that_was_made():
     wanted = [call(x)[0].tolist() for _ in range(3)]
     assert gone == [True, True]  # the third call ran from a list
     assert wanted == [[7.0] * 3] * 3
+
+
+def casts(a, b, c, returned=0):
+    """What a kernel reads of three tensors that are cast first, and some of the casts."""
+    floats = [x.to(torch.float32, memory_format=torch.contiguous_format) for x in (c, a, b)]
+    kernel = Doubling(*[(x.numel(),) for x in floats[:2]], outputs=[(a.numel(),)])
+    (one,) = kernel.launched(*floats[:2])
+    (other,) = kernel.launched(one, floats[2])
+    return [other, *floats[:returned]]
+
+
+def parts(count=3, rows=8, columns=4):
+    return list(torch.randn(rows, columns, count, dtype=torch.float16).unbind(-1))
+
+
+CAST = {
+    "parts of one tensor": (lambda: parts(), 1),
+    "in another order": (lambda: parts()[::-1], 1),
+    "at other distances": (lambda: operator.itemgetter(0, 1, 3)(parts(4)), 3),
+    "of several tensors": (lambda: [parts()[i] for i in range(3)], 3),
+    "too few for a place of their own": (lambda: parts(rows=3, columns=1), 3),
+}
+
+
+@pytest.mark.parametrize("name", CAST)
+def test_parts_of_one_tensor_are_cast_together(name, launches):
+    make, count = CAST[name]
+    function = Replayed(casts)
+    for _ in range(4):
+        tensors = make()
+        assert torch.equal(function(*tensors)[0], casts(*tensors)[0])
+    (known,) = function._known._values.values()
+    assert len([x for x in known.program.recorded if hasattr(x, "function")]) == count
+
+
+def test_a_cast_that_torch_reads_is_a_tensor(launches):
+    function = lambda *tensors: casts(*tensors, returned=1)
+    listed = Replayed(function)
+    for _ in range(4):
+        tensors = parts()
+        for want, got in zip(function(*tensors), listed(*tensors), strict=True):
+            assert torch.equal(want, got) and got.shape == want.shape
+
+
+def test_parts_of_other_tensors_are_not_alike(launches):
+    """Three parts of one tensor come first, then parts of three tensors that lie the same."""
+    function = Replayed(casts)
+    for _ in range(4):
+        for tensors in (parts(), [parts()[i] for i in range(3)]):
+            assert torch.equal(function(*tensors)[0], casts(*tensors)[0])
+    assert len(function._known._values) == 2

@@ -23,7 +23,7 @@ from nsa_torch import (
     dispatch,
     geometry,
     mosaic,
-    program,
+    program_steps,
     replay,
     torch_ops,
 )
@@ -372,7 +372,7 @@ def test_calls_alike_run_from_a_list(form, workspace, monkeypatch):
     monkeypatch.setattr(interop.launch, "launcher", launcher)
     monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
-    monkeypatch.setattr(program, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
     packed = form is GIVEN
     where = {"cu_seqlens": torch.tensor([0, 1, 15])} if packed else {}
