@@ -55,20 +55,24 @@ def key_of(
     if type(scale) not in NUMBERS or type(implementation) not in NAMES or debug.on:
         return None
     flat: list[Any] = []
+    tensors: list[Tensor] = []
     for x in given:
         kind = type(x)
         if kind in TENSORS:
             flat.append(x)
-        elif kind is tuple or kind is Branches:
-            flat += (kind, len(x), *x)
+            tensors.append(x)
         elif x is None:
             flat.append(None)
+        elif kind is tuple or kind is Branches:
+            flat += (kind, len(x), *x)
+            tensors += x
         else:
             return None
-    tensors = [x for x in flat if isinstance(x, Tensor)]
-    if not tensors or tensors[0].device.type not in replay.DEVICE_TYPES:
+    if not tensors or any(type(x) not in TENSORS for x in tensors):
         return None
-    if replay.recording() or not replay.plain(tensors):
+    if tensors[0].device.type not in replay.DEVICE_TYPES:
+        return None
+    if replay.recording() or not replay.plain(()):
         return None
     wanted = [x.requires_grad for x in tensors] if torch.is_grad_enabled() else []
     gradient = True in wanted
