@@ -280,7 +280,7 @@ def test_what_the_kernel_cannot_do(change, words):
         ({"B": 8, "Hkv": 4, "H": 64}, Variant(4, 4, 2, 128)),
         ({"B": 32, "Hkv": 4, "H": 64}, Variant(2, 4, 2, 128)),
         ({"B": 7, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
-        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(2, 8, 2, 1024)),
+        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
         ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 2, 512)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
         ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),
