@@ -167,7 +167,8 @@ def _place(x: Tensor) -> tuple[int, int, int]:
 def _part(x: Tensor) -> Part | None:
     if x.is_contiguous():
         return None
-    return Part(x.untyped_storage().data_ptr(), x.storage_offset(), tuple(x.shape), x.stride())
+    offset = int(x.storage_offset())
+    return Part(x.untyped_storage().data_ptr(), offset, tuple(x.shape), x.stride())
 
 
 TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
