@@ -16,6 +16,7 @@ by bit: the same kernels read and write in the same order.
 import collections
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -57,9 +58,11 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.steps: list[Step] = []
         self.asked: list[Constants] = []
-        self.count = len(tensors)
-        self.kept = list(tensors)  # so that no other gets the identity of one that is gone
+        self.count = self.slots = len(tensors)
         self.numbers = {id(x): i for i, x in reversed([*enumerate(tensors)])}
+        # What was made is not kept: a recorded call takes no more memory than any other. One that
+        # is gone loses its number, since another may get its identity.
+        self._made: dict[int, weakref.ref] = {}
         self.paused = False
 
     def __enter__(self):
@@ -116,8 +119,7 @@ class Recording(TorchDispatchMode):
     def program(self, device: torch.device, results: Iterable[Tensor]) -> Program:
         """What was recorded, up to these results."""
         numbers = [self._known(x) for x in results]
-        sizes = self.count, len(self.kept)
-        return Program(device, *sizes, self.asked, self.steps, numbers)
+        return Program(device, self.count, self.slots, self.asked, self.steps, numbers)
 
     def _call(self, function, args, options, given, found, writes=False):
         """`given`: tensors that results may be no more than another look at."""
@@ -138,10 +140,15 @@ class Recording(TorchDispatchMode):
             self.paused = False
 
     def _number(self, x: Tensor) -> int:
-        if id(x) not in self.numbers:
-            self.numbers[id(x)] = len(self.kept)
-            self.kept.append(x)
-        return self.numbers[id(x)]
+        key = id(x)
+        if key not in self.numbers:
+            self.numbers[key] = self.slots
+            self._made[key] = weakref.ref(x, lambda _: self._forget(key))
+            self.slots += 1
+        return self.numbers[key]
+
+    def _forget(self, key: int) -> None:
+        del self.numbers[key], self._made[key]
 
     def _known(self, x: Tensor) -> int:
         if id(x) not in self.numbers:
@@ -167,8 +174,8 @@ def _place(x: Tensor) -> tuple[int, int, int]:
 def _part(x: Tensor) -> Part | None:
     if x.is_contiguous():
         return None
-    offset = int(x.storage_offset())
-    return Part(x.untyped_storage().data_ptr(), offset, tuple(x.shape), x.stride())
+    storage = x.untyped_storage().data_ptr()
+    return Part(storage, int(x.storage_offset()), tuple(x.shape), x.stride())
 
 
 TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done

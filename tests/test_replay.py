@@ -5,6 +5,7 @@ With kernels in the list: `test_torch_mosaic.py` in the interpreter, `test_any_l
 
 import ctypes
 import operator
+import weakref
 
 import numpy as np
 import pytest
@@ -256,6 +257,25 @@ def test_a_look_that_is_written_to_is_kept():
     for _ in range(4):
         x = torch.randn(2, 3)
         assert torch.equal(listed(x)[0], function(x)[0])
+
+
+def test_a_recorded_call_keeps_nothing_that_was_made():
+    """Neither while it is recorded nor afterwards: it takes no more memory than others."""
+    gone = []
+
+    def function(x):
+        first = x + 1
+        made = weakref.ref(first)
+        second = first * 2
+        del first
+        gone.append(made() is None)
+        again = second - 1  # perhaps with the identity of the first
+        return [again + second]
+
+    call, x = Replayed(function), torch.ones(3)
+    wanted = [call(x)[0].tolist() for _ in range(3)]
+    assert gone == [True, True]  # the third call ran from a list
+    assert wanted == [[7.0] * 3] * 3
 
 
 def casts(a, b, c, returned=0):
