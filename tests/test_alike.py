@@ -367,6 +367,20 @@ def test_autocast_changes_nothing(gradient, monkeypatch):
         assert torch.equal(got, want) and got.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("recorded", [torch.inference_mode, torch.no_grad])
+def test_a_list_serves_inference_mode_and_others(recorded, monkeypatch):
+    for mode in (recorded, recorded, recorded, torch.no_grad, torch.inference_mode):
+        arguments = good()
+        with mode():
+            want = decided_anew(monkeypatch, arguments)
+            got = nsa_torch.attention(**arguments)
+        assert torch.equal(got, want)
+        assert got.is_inference() == (mode is torch.inference_mode)
+    leaves = [arguments[x].requires_grad_() for x in GIVEN]
+    for _ in range(3):
+        torch.autograd.grad(nsa_torch.attention(**arguments).sum(), leaves)
+
+
 def test_events_are_told_after_calls_alike(monkeypatch):
     arguments, told = good(), []
     for _ in range(3):
