@@ -27,25 +27,31 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 LENGTHS = tuple(2**i for i in range(9, 18))
 
 
-def kernels_of(preset: str) -> list[Kernel]:
-    """The kernels that a file of `configs/` runs, forward and backward, for any length."""
+def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
+    """The kernels that a file of `configs/` runs, forward and backward, for any length; `decode`:
+    those over paged caches too.
+    """
     try:
-        from nsa_jax import kernel_list
+        from nsa_jax import kernel_list, mosaic_decode
     except ModuleNotFoundError as error:
         raise extras.missing("jax", error) from error
     settings = configs.overlay(configs.load("base"), configs.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
+    heads = model["n_heads"], model["n_kv_groups"]
+    widths, dtype = (model["d_k"], model["d_v"]), DTYPES[settings["runtime"]["precision"]]
     found: dict[Kernel, None] = {}
+    if decode:
+        found |= dict.fromkeys(mosaic_decode.kernels_of(*heads, *widths, dtype, config))
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
     calls = [(*call, True) for call in itertools.product(LENGTHS, (False, True))]
     for length, gradients, shared in [*calls, (LENGTHS[0], True, False)]:
         kernels = kernel_list.kernels_of(
             length=length,
-            heads=model["n_heads"],
-            kv_heads=model["n_kv_groups"],
-            key_width=model["d_k"],
-            value_width=model["d_v"],
-            dtype=DTYPES[settings["runtime"]["precision"]],
+            heads=heads[0],
+            kv_heads=heads[1],
+            key_width=widths[0],
+            value_width=widths[1],
+            dtype=dtype,
             config=config,
             gradients=gradients,
             compresses=True,
@@ -60,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")
+    parser.add_argument(
+        "--decode", action="store_true", help="their steps over paged caches too, of one token"
+    )
     parser.add_argument("--jobs", type=int, help="processes at once; default: one a processor")
     parser.add_argument("--out", help="a folder; default: the user's cache")
     parser.add_argument("--list", action="store_true", help="print what lies there")
@@ -78,16 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = Store(presets=None) if options.out is None else Store(options.out, presets=None)
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")
-    status = _build(store, presets, options.jobs) if presets else 0
+    status = _build(store, presets, options.jobs, options.decode) if presets else 0
     if options.list:
         _print(store)
     return status
 
 
-def _build(store: Store, presets: Sequence[str], jobs: int | None) -> int:
+def _build(store: Store, presets: Sequence[str], jobs: int | None, decode: bool) -> int:
     begin = time.perf_counter()
     try:
-        kernels = [kernel for name in presets for kernel in kernels_of(name)]
+        kernels = [kernel for name in presets for kernel in kernels_of(name, decode)]
         built = store.fetch(kernels, jobs, terminal_progress())
     except (ModuleNotFoundError, RuntimeError) as error:
         print(f"{error}", file=sys.stderr)

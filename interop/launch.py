@@ -279,6 +279,12 @@ def kernels_on_disk() -> bool:
     return bool(_store().list())
 
 
+@functools.lru_cache(LAUNCHERS)
+def on_disk(kernel: Kernel) -> bool:
+    """Whether a kernel, for any length, is there."""
+    return _store().get(kernel) is not None
+
+
 @functools.cache
 def _store() -> store.Store:
     return store.Store()

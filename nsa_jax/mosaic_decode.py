@@ -1,11 +1,14 @@
 """A decode step on the Mosaic kernel, for either framework: one launch."""
 
+import dataclasses
 from typing import Any
 
+from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import HOPPER, interpret
-from kernels_pallas.specs.decode import Decode, decode, with_variant
+from kernels_pallas.specs.decode import RESIDENT, Decode, decode, with_variant
 from kernels_pallas.specs.decode import why_not as decode_why_not
 from nsa_jax.array_ops import ArrayOps
+from nsa_jax.config import NSAConfig
 from nsa_jax.paged_layout import PagedArrays
 from nsa_jax.validate import dtype_name
 
@@ -64,14 +67,49 @@ def why_not(problem: Any) -> str | None:
         return f"needs a Hopper GPU, got {problem.platform}"
     if not interpret.get() and problem.capability != HOPPER:
         return f"needs compute capability {HOPPER}, got {problem.capability}"
+    return decode_why_not(_posed(problem, "float32"))
+
+
+def kernel_of(problem: Any) -> Kernel:
+    """What a paged call runs, for any batch, pool and table; gates in the dtype of the queries."""
+    return decode(_posed(problem, problem.dtype)).for_any_length()
+
+
+def kernels_of(
+    heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
+) -> list[Kernel]:
+    """What steps of one token a row run, of rows of any number and length; none where the layer's
+    sizes are not the kernel's.
+    """
+    sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
+    found = []
+    for variant in RESIDENT:
+        spec = _described(
+            **sizes,
+            B=1,
+            T=1,
+            config=config,
+            pool=variant.capacity,
+            table_pages=variant.capacity,
+            scale=key_width**-0.5,
+            gate_dtype=dtype,
+        )
+        spec = dataclasses.replace(spec, variant=variant)
+        if not decode_why_not(spec):
+            found.append(decode(spec).for_any_length())
+    return found
+
+
+def _posed(problem: Any, gate_dtype: str) -> Decode:
     pages = problem.S // problem.config.select_block
     names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
     sizes = {name: getattr(problem, name) for name in names}
-    return decode_why_not(_described(**sizes, pool=pages, table_pages=pages, scale=1.0))
+    rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype}
+    return _described(**sizes, **rest, scale=problem.D**-0.5)
 
 
 def _described(
-    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype="float32"
+    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype
 ) -> Decode:
     return with_variant(
         Decode(

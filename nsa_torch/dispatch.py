@@ -26,6 +26,10 @@ from nsa_torch.debug import TORCH
 from nsa_torch.operators import FIELDS, config_of, requires_grad
 from nsa_torch.torch_ops import device_name
 
+COMPILER = (
+    "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
+    "are built already: python -m interop.build"
+)
 FUNCTIONS = {
     "compressed": "compressed_attention",
     "scores": "select_blocks",
@@ -47,7 +51,7 @@ def jax_why_not(problem: Problem) -> str | None:
         return None
     if problem.platform != "cuda":
         return f"JAX shares cpu and cuda tensors, got {problem.platform}"
-    if not _jax_has_cuda():
+    if not jax_has_cuda():
         return "JAX is installed without CUDA"
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -56,7 +60,7 @@ def jax_why_not(problem: Problem) -> str | None:
 
 
 @functools.cache
-def _jax_has_cuda() -> bool:
+def jax_has_cuda() -> bool:
     return any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin")))
 
 
@@ -65,11 +69,8 @@ def mosaic_why_not(problem: Problem) -> str | None:
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
-    if problem.platform == "cuda" and not _jax_has_cuda() and not launch.kernels_on_disk():
-        return (
-            "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
-            "are built already: python -m interop.build"
-        )
+    if problem.platform == "cuda" and not jax_has_cuda() and not launch.kernels_on_disk():
+        return COMPILER
     return problem.strided and f"needs {problem.strided}"
 
 

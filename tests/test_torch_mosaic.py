@@ -466,7 +466,7 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     problem = problem._replace(**hopper)
     missing = "needs the compiler in JAX's CUDA plugin"
     for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
-        monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda there=compiler: there)
+        monkeypatch.setattr(dispatch, "jax_has_cuda", lambda there=compiler: there)
         monkeypatch.setattr(dispatch.launch, "kernels_on_disk", lambda there=on_disk: there)
         assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
 

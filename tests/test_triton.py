@@ -333,7 +333,7 @@ def test_refusals(change, reason):
 @pytest.mark.parametrize("device", CAPABILITIES)
 def test_choice_on_posed_devices(registry, device, monkeypatch):
     """Triton where no other kernel is for a GPU, but where the device's file forbids it."""
-    monkeypatch.setattr(dispatch, "_jax_has_cuda", lambda: True)
+    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: True)
     plan = registry.plan(pose(device, registry.framework))
     names = {choice.branch: choice.implementation for choice in plan}
     if device == H100:

@@ -15,12 +15,13 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
+from interop import launch
 from kernels_pallas.triton import capability, decode_descriptions
 from nsa_jax import triton_decode as steps
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
 from nsa_jax.triton_ops import compiled_for
-from nsa_torch import paged, paged_attend
+from nsa_torch import dispatch, paged, paged_attend
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -318,11 +319,12 @@ def test_what_kernels_take(changes, reason):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the same in both processes")
-def test_choice_on_posed_devices():
+def test_choice_on_posed_devices(monkeypatch):
     """Mosaic on Hopper, Triton for what it cannot do there and on others, which ask for no
     threshold: what stands behind gathers all pages.
     """
     registry = paged_attend.REGISTRY
+    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: True)
     for posed, want in (((8, 0), "triton"), ((8, 9), "triton"), ((9, 0), "mosaic")):
         assert registry.choose(problem(capability=posed)).implementation == want
         assert registry.choose(problem(capability=posed), "triton").implementation == "triton"
@@ -331,6 +333,10 @@ def test_choice_on_posed_devices():
         registry.choose(problem(), "mosaic")
     with pytest.raises(NotImplementedError, match="H / Hkv of 1 to 16, got 32"):
         registry.choose(problem(capability=(9, 0), H=128), "mosaic")
+    monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: False)
+    for there, want in ((False, "triton"), (True, "mosaic")):
+        monkeypatch.setattr(launch, "on_disk", lambda kernel, there=there: there)
+        assert registry.choose(problem(capability=(9, 0))).implementation == want
     large_groups = problem(capability=(9, 0), H=128)
     assert registry.choose(large_groups).implementation == "triton"
     strided = problem(strided="cache contiguous")
