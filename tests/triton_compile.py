@@ -142,7 +142,7 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     )
     tokens, at = case.B * case.T, (case.B, case.pages)
     table, lengths = (array(*x, dtype=torch.int32) for x in (at, at[:1]))
-    gates = Branches.each(array(tokens, case.H))
+    gates = array(tokens, case.H, 3)
     query = array(tokens, case.H, case.D)
     triton_decode.attention(ops, query, gates, cache, table, lengths, None)
     flags = {"ragged": True, "separate": False, "means": True}
