@@ -1,6 +1,7 @@
 """The decode kernel: its program on emulated lanes against the oracle, and its mutants."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -294,3 +295,23 @@ def test_the_variant_follows_batch_and_table(change, wanted):
 def test_a_table_too_long_for_all_variants_says_so():
     found = with_variant(dataclasses.replace(PAPER, table_pages=3000))
     assert "page tables of up to 2560 columns, got 3000" in (why_not(found) or "")
+
+
+def test_what_a_step_runs_is_built_ahead():
+    """Whatever the batch and the pages of a row are; gates in the dtype of the queries."""
+    config = NSAConfig()
+    ahead = mosaic_decode.kernels_of(64, 4, 128, 128, "bfloat16", config)
+    assert len(set(ahead)) == len(ahead) > 5
+    sizes = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128, "dtype": "bfloat16", "config": config}
+    for batch, pages in (
+        (1, 7),
+        (8, 128),
+        (32, 128),
+        (8, 500),
+        (32, 500),
+        (8, 1024),
+        (1, 2000),
+    ):
+        posed = SimpleNamespace(B=batch, T=1, S=64 * pages, **sizes)
+        assert mosaic_decode.kernel_of(posed) in ahead
+    assert not mosaic_decode.kernels_of(64, 2, 128, 128, "bfloat16", config)  # G = 32

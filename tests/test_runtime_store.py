@@ -352,15 +352,23 @@ def test_threads_share_a_store(store, builds):
 
 
 def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, capsys):
-    monkeypatch.setattr(command, "kernels_of", lambda name: [kernel(len(name)), kernel(1)])
+    asked = []
+
+    def kernels_of(name, decode):
+        asked.append(decode)
+        return [kernel(len(name)), kernel(1)]
+
+    monkeypatch.setattr(command, "kernels_of", kernels_of)
     out = f"--out={tmp_path / 'out'}"
     assert command.main(["--preset=paper,seed", "--jobs=2", out, "--list"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("4 kernels of paper, seed in ") and builds == [5, 1, 4]
     assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
+    assert command.main(["--preset=paper", "--decode", out]) == 0 and asked[-1]
+    assert not any(asked[:-1]) and "2 kernels of paper in " in capsys.readouterr().out
     assert command.main(["--clear", out]) == 0
     assert capsys.readouterr().out == f"3 kernels removed from {tmp_path / 'out'}\n"
-    monkeypatch.setattr(command, "kernels_of", lambda name: [kernel(13)])
+    monkeypatch.setattr(command, "kernels_of", lambda name, decode: [kernel(13)])
     assert command.main(["--preset=seed", out]) == 1
     assert "sample could not be built:\n13" in capsys.readouterr().err
 
