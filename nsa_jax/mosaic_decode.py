@@ -5,7 +5,7 @@ from typing import Any
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import HOPPER, interpret
-from kernels_pallas.specs.decode import RESIDENT, Decode, decode, with_variant
+from kernels_pallas.specs.decode import VARIANTS, Decode, decode, with_variant
 from kernels_pallas.specs.decode import why_not as decode_why_not
 from nsa_jax.array_ops import ArrayOps
 from nsa_jax.config import NSAConfig
@@ -83,7 +83,7 @@ def kernels_of(
     """
     sizes = {"H": heads, "Hkv": kv_heads, "D": key_width, "Dv": value_width, "dtype": dtype}
     found = []
-    for variant in RESIDENT:
+    for variant in VARIANTS:
         spec = _described(
             **sizes,
             B=1,

@@ -43,24 +43,25 @@ class Variant:
     capacity: int
 
 
-# What is compiled, and how many of its clusters an H100 runs at once: measured for 4 CTAs that
-# take an SM each (30), derived for others from parts of the chip of 14 to 18 SMs. The first ones
-# take the least time alone, the last ones of a capacity serve the most clusters.
-RESIDENT = {
-    Variant(8, 4, 2, 128): 28,
-    Variant(4, 4, 2, 128): 60,
-    Variant(2, 4, 2, 128): 132,
-    Variant(4, 8, 2, 128): 30,  # where D is so wide that half an SM is not enough
-    Variant(8, 4, 2, 512): 28,
-    Variant(4, 4, 2, 512): 60,
-    Variant(2, 8, 2, 512): 66,
-    Variant(4, 8, 2, 512): 30,
-    Variant(8, 4, 2, 1024): 28,
-    Variant(4, 8, 4, 1024): 30,
-    Variant(4, 8, 2, 1024): 30,
-    Variant(8, 8, 2, 2560): 14,
-}
-MOST_WHOLE = {2: 66, 4: 30, 8: 14}  # with an SM for each CTA, by CTAs of a cluster
+# What is compiled. Of a capacity, the first ones take the least time alone, the later ones serve
+# more clusters at once.
+VARIANTS = (
+    Variant(8, 4, 2, 128),
+    Variant(4, 4, 2, 128),
+    Variant(2, 4, 2, 128),
+    Variant(4, 8, 2, 128),  # where D is so wide that half an SM is not enough
+    Variant(8, 4, 2, 512),
+    Variant(4, 4, 2, 512),
+    Variant(2, 8, 2, 512),
+    Variant(4, 8, 2, 512),
+    Variant(8, 4, 2, 1024),
+    Variant(4, 8, 4, 1024),
+    Variant(4, 8, 2, 1024),
+    Variant(8, 8, 2, 2560),
+)
+# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster: measured for 4,
+# derived for 2 and 8 from parts of the chip of 14 to 18 SMs.
+CLUSTERS = {2: 66, 4: 30, 8: 14}
 HALF_SM = SMEM_BYTES // 2 - 1024  # of shared memory, where two CTAs share an SM
 
 
@@ -197,6 +198,12 @@ class Decode:
         found["barriers"] = max(at, found["stats"] + partial_out)
         return found | {"end": found["barriers"] + 8 * BARRIERS}
 
+    @property
+    def resident(self) -> int:
+        """Clusters that an H100 runs at once: two CTAs an SM where registers and memory allow."""
+        shared = self.variant.warps == 4 and self.offsets["end"] <= HALF_SM
+        return CLUSTERS[self.variant.cluster] * (2 if shared else 1)
+
 
 def why_not(spec: Decode) -> str | None:
     """Why there is no such kernel, or None."""
@@ -292,12 +299,10 @@ def with_variant(spec: Decode) -> Decode:
     most pages, of which `why_not` says why.
     """
     clusters, found = spec.tokens * spec.Hkv, []
-    for variant, resident in RESIDENT.items():
+    for variant in VARIANTS:
         each = dataclasses.replace(spec, variant=variant)
-        if resident > MOST_WHOLE[variant.cluster] and each.offsets["end"] > HALF_SM:
-            resident //= 2
         if not why_not(each):
-            found.append((variant.capacity, cdiv(clusters, resident), each))
+            found.append((variant.capacity, cdiv(clusters, each.resident), each))
     if not found:
-        return dataclasses.replace(spec, variant=list(RESIDENT)[-1])
+        return dataclasses.replace(spec, variant=VARIANTS[-1])
     return min(found, key=lambda x: x[:2])[-1]
