@@ -245,11 +245,13 @@ def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None
         missing = [x for x in kernels if (x, index) not in _loaded]
         if not missing:
             return
-        missing += [x for x in _wanted_soon(missing) if (x, index) not in _loaded]
         for kernel in missing:
             _check_may_load(kernel, index)
-        if not _can_build() and None in map(_store().get, missing):
-            return
+        if None in map(_store().get, missing):
+            if not _can_build():
+                return
+            soon = [x for x in _announced() if (x, index) not in _loaded]
+            missing = list(dict.fromkeys((*missing, *soon)))
         for kernel, built in zip(
             missing, _store().fetch(missing, jobs, build.terminal_progress()), strict=True
         ):
@@ -263,14 +265,10 @@ def announce(kernels: Callable[[], Sequence[Kernel]]) -> None:
     _thread.announced = kernels
 
 
-def _wanted_soon(missing: Sequence[Kernel]) -> list[Kernel]:
-    """For any length, where one of `missing` has to be built."""
-    announced = getattr(_thread, "announced", None)
-    if announced is None or None not in map(_store().get, missing):
-        return []
-    _thread.announced = None
-    generic = dict.fromkeys(x.for_any_length() for x in announced() if x.source)
-    return [x for x in generic if x not in missing]
+def _announced() -> list[Kernel]:
+    """What this thread announced last, for any length; once."""
+    announced, _thread.announced = getattr(_thread, "announced", None), None
+    return [x.for_any_length() for x in announced() if x.source] if announced else []
 
 
 @functools.cache
