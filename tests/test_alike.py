@@ -4,7 +4,6 @@ Kernels are stand-ins here: each output is a number of the means of the inputs. 
 give from the list of a public call: `test_any_length.py`, on a GPU.
 """
 
-import ctypes
 import dataclasses
 import threading
 import warnings
@@ -19,7 +18,7 @@ from kernels_pallas.mosaic import capability
 from nsa_jax import debug, policy
 from nsa_torch import Branches, alike, checks, operators, replay, torch_ops
 from tests.inputs import SMALL
-from tests.torch_inputs import on_the_cpu
+from tests.torch_inputs import on_the_cpu, tensors_at
 
 
 def stand_in(kernel, *tensors, out=()):
@@ -37,18 +36,11 @@ def stand_in(kernel, *tensors, out=()):
 
 def launcher(kernel, device):
     """`interop.launch.launcher` of the same."""
-    arrays = *kernel.inputs, *kernel.outputs
-
-    def at(address, array):
-        dtype = getattr(torch, array.dtype)
-        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype).view(array.shape)
 
     def start(stream, addresses):
         assert stream == 0
-        tensors = [at(*each) for each in zip(addresses, arrays, strict=True)]
-        count = len(kernel.inputs)
-        stand_in(kernel, *tensors[:count], out=tensors[count:])
+        inputs, outputs = tensors_at(kernel, addresses)
+        stand_in(kernel, *inputs, out=outputs)
 
     return start
 

@@ -3,7 +3,6 @@
 Without a GPU the kernels run in Pallas' interpreter: what torch computes around them is real.
 """
 
-import ctypes
 import dataclasses
 import functools
 
@@ -39,6 +38,7 @@ from tests.torch_inputs import (
     on_the_cpu,
     poison,
     run,
+    tensors_at,
 )
 
 OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
@@ -344,18 +344,11 @@ def test_recomputed(implementation, monkeypatch):
 
 
 def launcher(kernel, device):
-    """`interop.launch.launcher` on the CPU: memory by addresses."""
-    arrays = *kernel.inputs, *kernel.outputs
-
-    def at(address, array):
-        dtype = getattr(torch, array.dtype)
-        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype).view(array.shape)
+    """`interop.launch.launcher` on the CPU."""
 
     def start(stream, addresses):
-        tensors = [at(*each) for each in zip(addresses, arrays, strict=True)]
-        count = len(kernel.inputs)
-        for place, x in zip(tensors[count:], launch(kernel, *tensors[:count]), strict=True):
+        inputs, outputs = tensors_at(kernel, addresses)
+        for place, x in zip(outputs, launch(kernel, *inputs), strict=True):
             place.copy_(x)
 
     return start

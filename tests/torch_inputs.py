@@ -5,6 +5,7 @@ rows takes its place, which leaves NaN where FA-2 leaves memory unwritten.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 
@@ -28,6 +29,17 @@ FRAMEWORKS = {
     "jax": (mosaic.OPS, jnp.asarray),
     "torch": (nsa_torch.mosaic.OPS, torch.from_numpy),
 }
+
+
+def tensors_at(kernel, addresses):
+    """Inputs and outputs of a kernel on the CPU, by the addresses of its launch."""
+    found = []
+    for address, array in zip(addresses, (*kernel.inputs, *kernel.outputs), strict=True):
+        dtype = getattr(torch, array.dtype)
+        memory = (ctypes.c_char * (array.size * dtype.itemsize)).from_address(address)
+        found.append(torch.frombuffer(memory, dtype=dtype).view(array.shape))
+    count = len(kernel.inputs)
+    return found[:count], found[count:]
 
 
 def varlen(query, key, value, bounds, longest, *, causal, window, scale):
