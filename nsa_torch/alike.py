@@ -17,7 +17,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 from nsa_torch import replay
 from nsa_torch.dispatch import Chosen
-from nsa_torch.replay import TENSORS, Alike, Latest, Pair
+from nsa_torch.replay import TENSORS, Alike, LruCache, Pair
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps follow from signatures
 NAMES = frozenset({type(None), str, Branches})
@@ -31,7 +31,7 @@ class Decided(NamedTuple):
     replayed: Alike | Pair  # the second where a gradient is wanted
 
 
-DECIDED: Latest[Decided] = Latest()
+DECIDED: LruCache[Decided] = LruCache()
 
 
 class Key(NamedTuple):

@@ -17,17 +17,17 @@ from interop import launch
 from nsa_torch.program_steps import (
     Call,
     Constants,
+    MergedCasts,
     Slot,
     Step,
-    Together,
     listed,
     made_as_returned,
     made_by,
+    merge_casts,
     needed,
     placed,
     roots_of,
     slots_of,
-    together,
 )
 from nsa_torch.shared import SHARED
 
@@ -61,7 +61,7 @@ class Program:
         self.results, shapes = made_as_returned(steps, results, made)
         made |= shapes
         kept, dropped, _ = needed(steps, self.results)
-        self.recorded, _, tensors = needed(together(kept, self.results, count), self.results)
+        self.recorded, _, tensors = needed(merge_casts(kept, self.results, count), self.results)
         roots = roots_of(dropped)
         seen = [[roots.get(x, x) for x in step.seen] for step in self.recorded]
         last = {number: i for i, numbers in enumerate(seen) for number in numbers}
@@ -158,11 +158,11 @@ class _BoundCall:
 
 
 class _BoundTogether:
-    """`Together` with what is left to fill in."""
+    """`MergedCasts` with what is left to fill in."""
 
     __slots__ = ("args", "drops", "first", "function", "layout", "options", "results")
 
-    def __init__(self, step: Together, drops):
+    def __init__(self, step: MergedCasts, drops):
         self.function = getattr(step.function, "_op", step.function)
         self.args, self.options, self.drops = step.args, step.options, drops
         self.first, self.layout = step.first, (step.shape, step.strides)
@@ -180,10 +180,10 @@ class _BoundTogether:
 
 
 def _bound(step: Step, numbers, drops, places, made, device):
-    """`step` for calls; `numbers`: its tensors, views replaced by what they look at."""
+    """`step` for calls; `numbers`: its tensors, views replaced by what they are views of."""
     if isinstance(step, Call):
         return _BoundCall(step, drops)
-    if isinstance(step, Together):
+    if isinstance(step, MergedCasts):
         return _BoundTogether(step, drops)
     allocated = [(x, made[x]) for x in step.made if x not in places]
     start = launch.launcher(step.kernel, device)

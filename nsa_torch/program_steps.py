@@ -70,8 +70,7 @@ class Call(NamedTuple):
     Attributes:
       args, options: with slots in place of tensors.
       results: numbers; None where it returns no tensor.
-      starts: of results that are no more than another look at a tensor from its start, the
-        number of that tensor.
+      starts: of results that are views of a tensor from its start, the number of that tensor.
       arrays: what results are, where they are contiguous.
       writes: whether it writes to a tensor it was given.
       part: what its only tensor is, where that is not contiguous.
@@ -95,12 +94,12 @@ class Call(NamedTuple):
         return [*self.reads, *(x for x in self.results if x is not None)]
 
     @property
-    def looks(self) -> bool:
-        """Whether it does nothing but look at tensors another way."""
+    def is_view(self) -> bool:
+        """Whether all that it returns are views."""
         return len(self.starts) == len(self.results)
 
 
-class Together(NamedTuple):
+class MergedCasts(NamedTuple):
     """Casts of several parts of one tensor, which only launches read, in one call.
 
     Attributes:
@@ -125,7 +124,7 @@ class Together(NamedTuple):
         return self.first, *self.results
 
 
-type Step = Launch | Call | Together
+type Step = Launch | Call | MergedCasts
 
 
 class Constants(NamedTuple):
@@ -142,12 +141,12 @@ def made_by(step: Step) -> Mapping[int, Array]:
 def made_as_returned(
     steps: Sequence[Step], results: Sequence[int], made: Mapping[int, Array]
 ) -> tuple[list[int], dict[int, Array]]:
-    """Numbers of the results where none is a look at what a kernel made, as far as that can be,
+    """Numbers of the results where none is a view of what a kernel made, as far as that can be,
     and in which shape the kernel makes those instead.
     """
-    looks = [step for step in steps if isinstance(step, Call) and step.looks]
-    roots = roots_of(looks)
-    arrays = {number: x for step in looks for number, x in step.arrays.items()}
+    views = [step for step in steps if isinstance(step, Call) and step.is_view]
+    roots = roots_of(views)
+    arrays = {number: x for step in views for number, x in step.arrays.items()}
     shapes: dict[int, Array] = {}
     final = list(results)
     for i, number in enumerate(results):
@@ -165,17 +164,17 @@ def made_as_returned(
 def needed(
     steps: Sequence[Step], results: Sequence[int]
 ) -> tuple[list[Step], list[Call], set[int]]:
-    """The steps without looks at tensors that only launches read, these looks, and which numbers
+    """The steps without views that only launches read, these views, and which numbers
     must be tensors.
     """
     kept, dropped, tensors = [], [], set(results)
     for step in reversed(steps):
         if isinstance(step, Call):
-            if step.looks and tensors.isdisjoint(step.results):
+            if step.is_view and tensors.isdisjoint(step.results):
                 dropped.append(step)
                 continue
             tensors.update(step.seen)
-        elif isinstance(step, Together):
+        elif isinstance(step, MergedCasts):
             tensors.add(step.first)
         kept.append(step)
     return kept[::-1], dropped[::-1], tensors
@@ -184,7 +183,7 @@ def needed(
 CASTS = ("aten::_to_copy", "aten::to")
 
 
-def together(steps: Sequence[Step], results: Sequence[int], count: int) -> list[Step]:
+def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> list[Step]:
     """The steps with one cast in place of those of several parts of one tensor, at equal distances
     in its memory: gates, as a rule. `count`: tensors of the call.
     """
@@ -192,7 +191,7 @@ def together(steps: Sequence[Step], results: Sequence[int], count: int) -> list[
     read = {*results, *(number for call in calls for number in call.reads)}
     groups: dict[Any, dict[int, tuple[int, Call]]] = {}
     for i, call in enumerate(steps):
-        if not isinstance(call, Call) or call.part is None or call.looks:
+        if not isinstance(call, Call) or call.part is None or call.is_view:
             continue
         name = getattr(getattr(call.function, "_schema", None), "name", "")
         rest = *call.args[1:], *call.options.items()
@@ -218,7 +217,7 @@ def together(steps: Sequence[Step], results: Sequence[int], count: int) -> list[
         _, _, shape, strides = members[0].part
         for place in places:
             found[place] = None
-        found[first] = Together(
+        found[first] = MergedCasts(
             members[0].function,
             members[0].reads[0],
             (len(members), *shape),
@@ -232,7 +231,7 @@ def together(steps: Sequence[Step], results: Sequence[int], count: int) -> list[
 
 
 def roots_of(calls: Iterable[Call]) -> dict[int, int]:
-    """Of the results of calls that only look at tensors, in order, which tensor lies there."""
+    """Of the results of calls that return views, in order, which tensor they are views of."""
     roots: dict[int, int] = {}
     for call in calls:
         for number, start in call.starts.items():

@@ -122,9 +122,9 @@ class Recording(TorchDispatchMode):
         return Program(device, self.count, self.slots, self.asked, self.steps, numbers)
 
     def _call(self, function, args, options, given, found, writes=False):
-        """`given`: tensors that results may be no more than another look at."""
+        """`given`: tensors that results may be views of."""
         part = _part(given[0]) if len(given) == 1 else None
-        given = [] if writes else given  # which is more than to look at them
+        given = [] if writes else given  # what was written to is no view
         results = [self._number(x) if isinstance(x, Tensor) else None for x in found]
         places = {_place(x): self._known(x) for x in reversed(given)}
         tensors = {n: x for n, x in zip(results, found, strict=True) if n is not None}
@@ -228,7 +228,7 @@ class Alike:
         return results
 
 
-class Latest[Value]:
+class LruCache[Value]:
     """Values by key, the least recently used ones dropped first."""
 
     def __init__(self):
@@ -259,7 +259,7 @@ class Pair:
 
     def __init__(self):
         self.forward = Alike(seen=True)
-        self._backward: Latest[Alike] = Latest()
+        self._backward: LruCache[Alike] = LruCache()
 
     def backward(self, grad: Tensor) -> Alike:
         key = signature([grad])
@@ -277,7 +277,7 @@ class Replayed:
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.__name__ = getattr(function, "__name__", "replayed")
-        self._known: Latest[Alike] = Latest()
+        self._known: LruCache[Alike] = LruCache()
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]

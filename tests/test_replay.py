@@ -205,7 +205,7 @@ def launches(monkeypatch):
 
 
 def chain(x):
-    """Kernels one after another, looks at what they make between them."""
+    """Kernels one after another, views of what they make between them."""
     size = x.numel()
     one = Doubling((size,), outputs=[(size,), (1, size)])
     two = Doubling((size,), (size,), outputs=[(size,)])
@@ -232,7 +232,7 @@ def test_kernels_write_where_others_read(workspace, shape, launches, monkeypatch
     (known,) = function._known._values.values()
     calls = [x.function for x in known.program.recorded if not hasattr(x, "kernel")]
     if len(got) == 1:
-        assert not calls  # looks cost nothing
+        assert not calls  # views cost nothing
         size = x.numel() * 4
         assert known.program.bytes == {2**20: 3 * size, 2**9: 2 * size, 0: 0}[workspace]
 
