@@ -3,10 +3,14 @@
     python -m bench.first_call
     python -m bench.first_call --H 32 --Hkv 8 --lengths 50
 
-A new folder of kernels, then three processes of torch: `cold` builds all kernels of the layer,
-`warm` finds them on disk and calls forward and backward for the first time, and `lengths` calls
-lengths never seen, each twice, in random order. One row of JSON each, in `--out`. `mosaic`, so a
-Hopper GPU.
+A new folder of kernels, then a process for each stage, and one row of JSON each, in `--out`.
+`mosaic`, so a Hopper GPU.
+
+    cold        builds all kernels of the layer
+    warm        torch: finds them on disk, calls forward and backward for the first time
+    lengths     torch: lengths never seen, each called twice, in random order
+    jax         the same as both in JAX, where a new shape is traced and compiled around kernels
+    jax_again   the same program in another process, with JAX's persistent compilation cache
 
 Host time: microseconds until a call returns, the GPU left alone to finish.
 """
@@ -38,7 +42,8 @@ SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
 JOBS = flags.DEFINE_integer("jobs", None, "Processes that build; default: one a core.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
 COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
-STAGE = flags.DEFINE_enum("stage", None, ["cold", "warm", "lengths"], "Only this one.", **at)
+STAGES = ("cold", "warm", "lengths", "jax", "jax_again")
+STAGE = flags.DEFINE_enum("stage", None, STAGES, "Only this one.", **at)
 FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **at)
 
 
@@ -160,6 +165,18 @@ def new_lengths() -> dict:
     }
 
 
+def in_jax() -> dict:
+    """JAX's cache of programs lies beside the kernels: the second process finds them."""
+    import jax
+
+    from bench.harness import jax_first_call
+
+    jax.config.update("jax_compilation_cache_dir", f"{FOLDER.value}/jax")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    layer = HEADS.value, KV_HEADS.value, WIDTH.value
+    return jax_first_call.lengths(layer, LONGEST.value, SEED.value)
+
+
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")
@@ -169,7 +186,8 @@ def main(argv: Sequence[str]) -> int:
         from kernels_pallas.runtime import store
 
         store.use(FOLDER.value)
-        stage = {"cold": cold, "warm": warm, "lengths": new_lengths}[STAGE.value]
+        stages = dict(zip(STAGES, (cold, warm, new_lengths, in_jax, in_jax), strict=True))
+        stage = stages[STAGE.value]
         print(json.dumps(stage()), flush=True)
         return exit_status.OK
     about = {
@@ -181,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         "longest": LONGEST.value,
     } | records.environment(COMMIT.value)
     with tempfile.TemporaryDirectory() as folder:
-        for stage in ("cold", "warm", "lengths"):
+        for stage in STAGES:
             words = ["-m", "bench.first_call", *_own_flags(), f"--stage={stage}"]
             command = [sys.executable, *words, f"--folder={folder}"]
             start = time.perf_counter()
@@ -192,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
             found = json.loads(done.stdout.splitlines()[-1])
             found["process_s"] = time.perf_counter() - start
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            print(f"{stage:8} {shown}", flush=True)
+            print(f"{stage:9} {shown}", flush=True)
             if OUT.value:
                 records.append_lines(OUT.value, [about | {"stage": stage} | found])
     return exit_status.OK

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 import configs
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
 from nsa_jax import extras
@@ -23,8 +23,6 @@ from nsa_jax.config import NSAConfig
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
-# Each power of two has a kernel of its own for scores; others differ in short and long ones.
-LENGTHS = tuple(2**i for i in range(9, 18))
 
 
 def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:

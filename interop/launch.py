@@ -11,13 +11,11 @@ that is current when `launch` is called, outputs come from torch's allocator on 
 the host never waits. Where another stream writes a tensor, the caller makes the current stream
 wait for it; where another stream allocated one, `record_stream` comes before it is dropped.
 
-What is loaded stays loaded, and the kernel alive, until the process ends: CUDA graphs and
-queued launches refer to the machine code, and nothing says when the last one is gone.
+What is loaded stays loaded (`runtime.loaded`).
 """
 
 import ctypes
 import functools
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
-from kernels_pallas.runtime import build, driver, store
-from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.runtime import driver, loaded
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
 CAPABILITY = (9, 0)
@@ -41,9 +37,7 @@ ALIGNMENT = 256
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 _launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
-_loaded: dict[tuple[Kernel, int], tuple[Cubin, driver.Function]] = {}
 LAUNCHERS = DESCRIPTIONS  # kept at most; code that was loaded stays
-LOG = logging.getLogger("kernels_pallas.runtime")
 _lock = threading.RLock()
 _thread = threading.local()
 
@@ -137,7 +131,11 @@ def prepare(
     index = _index(device)
     kernels = [kernels] if isinstance(kernels, Kernel) else list(kernels)
     generic = dict.fromkeys(x.for_any_length() for x in kernels if x.source)
-    _load_generic(list(generic), index, jobs)
+    with _lock:
+        for kernel in generic:
+            if not loaded.is_loaded(kernel, index):
+                _check_may_load(kernel, index)
+        loaded.load(list(generic), index, jobs)
     for kernel in kernels:
         if (kernel, index) not in _launchers:
             _load(kernel, index)
@@ -227,35 +225,10 @@ def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
 
 
 def _made(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
-    if kernel.source:
-        generic = kernel.for_any_length()
-        _load_generic([generic], index)
-        if found := _loaded.get((generic, index)):
-            shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
-            return LaunchPlan.of(*found, shapes, kernel.sizes, kernel.grid).launch
-    _check_may_load(kernel, index)
-    return _compile(kernel, index)
-
-
-def _load_generic(kernels: Sequence[Kernel], index: int, jobs: int | None = None) -> None:
-    """Loads kernels for any length, built where they are not on disk; where this machine cannot
-    build, says so and loads none.
-    """
-    with _lock:
-        missing = [x for x in kernels if (x, index) not in _loaded]
-        if not missing:
-            return
-        for kernel in missing:
-            _check_may_load(kernel, index)
-        if None in map(_store().get, missing):
-            if not _can_build():
-                return
-            soon = [x for x in _announced() if (x, index) not in _loaded]
-            missing = list(dict.fromkeys((*missing, *soon)))
-        for kernel, built in zip(
-            missing, _store().fetch(missing, jobs, build.terminal_progress()), strict=True
-        ):
-            _loaded[kernel, index] = built.cubin, driver.load(built.cubin, built.image, index)
+    if not kernel.source or not loaded.is_loaded(kernel.for_any_length(), index):
+        _check_may_load(kernel, index)
+    found = loaded.plan(kernel, index, soon=_announced)
+    return found.launch if found else _compile(kernel, index)
 
 
 def announce(kernels: Callable[[], Sequence[Kernel]]) -> None:
@@ -265,38 +238,10 @@ def announce(kernels: Callable[[], Sequence[Kernel]]) -> None:
     _thread.announced = kernels
 
 
-def _announced() -> list[Kernel]:
-    """What this thread announced last, for any length; once."""
+def _announced() -> Sequence[Kernel]:
+    """What this thread announced last; once."""
     announced, _thread.announced = getattr(_thread, "announced", None), None
-    return [x.for_any_length() for x in announced() if x.source] if announced else []
-
-
-@functools.cache
-def kernels_on_disk() -> bool:
-    """Whether some are there, of whatever configuration."""
-    return bool(_store().list())
-
-
-@functools.lru_cache(LAUNCHERS)
-def on_disk(kernel: Kernel) -> bool:
-    """Whether a kernel, for any length, is there."""
-    return _store().get(kernel) is not None
-
-
-@functools.cache
-def _store() -> store.Store:
-    return store.Store()
-
-
-@functools.cache
-def _can_build() -> bool:
-    """Whether kernels for any length can be made; if not, says why, once."""
-    reason = build.why_not()
-    if reason:
-        LOG.warning(
-            "kernels are compiled for one length at a time, in each process: %s", reason
-        )
-    return not reason
+    return announced() if announced else []
 
 
 def _check_may_load(kernel: Kernel, index: int) -> None:

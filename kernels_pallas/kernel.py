@@ -15,6 +15,9 @@ from typing import Any, NamedTuple, Self
 SIZE = "sizes."  # what the names of carriers begin with
 CARRIER_STEP = 256
 NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
+# Lengths whose kernels serve all lengths: each power of two has one of its own for scores, others
+# differ in short and long ones.
+LENGTHS = tuple(2**i for i in range(9, 18))
 
 
 class Array(NamedTuple):
@@ -141,7 +144,11 @@ class Kernel:
         return getattr(importlib.import_module(module), function)(self)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """The outputs for JAX arrays, each reshaped to its input's shape first.
+        """The outputs for JAX arrays, as `shaped`."""
+        return tuple(self.call(*self.shaped(arrays)))
+
+    def shaped(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays of any framework, each reshaped to its input's shape.
 
         Raises:
           ValueError: another number of arrays, or an array of another dtype or size.
@@ -155,5 +162,4 @@ class Kernel:
                     f"{expected.size} elements of {expected.shape}, got {array.dtype.name} "
                     f"{tuple(array.shape)}"
                 )
-        shaped = [a.reshape(s.shape) for a, s in zip(arrays, self.inputs, strict=True)]
-        return tuple(self.call(*shaped))
+        return [a.reshape(s.shape) for a, s in zip(arrays, self.inputs, strict=True)]

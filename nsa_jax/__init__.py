@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
     from nsa_jax.types import Branches
+    from nsa_jax.warm_up import prepare
 
 __all__ = [
     "Branches",
@@ -41,6 +42,7 @@ __all__ = [
     "explain",
     "init_cache",
     "paged_attention",
+    "prepare",
     "select_blocks",
     "selected_attention",
     "sliding_attention",
@@ -59,6 +61,7 @@ _HOMES = {
     "cached_attention": "cache",
     "init_cache": "cache",
     "paged_attention": "paged_attend",
+    "prepare": "warm_up",
 }
 
 

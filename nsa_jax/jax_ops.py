@@ -1,4 +1,8 @@
-"""`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls."""
+"""`ArrayOps` for JAX arrays: everything is traced, nothing is shared between calls.
+
+Mosaic kernels run from machine code for any length (`ffi`), on a Hopper GPU. Elsewhere (lowered
+for one, interpreted) they are Pallas calls, as is a kernel that is compiled for one length only.
+"""
 
 import functools
 from typing import Any
@@ -6,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import jax_problem
+from nsa_jax import ffi, jax_problem
 from nsa_jax.array_ops import ArrayOps
 
 
@@ -14,7 +18,7 @@ class JaxOps(ArrayOps):
     xp: Any = jnp
 
     def run(self, kernel, *arrays):
-        return kernel(*arrays)
+        return ffi.call(kernel, *arrays) if ffi.serves(kernel) else kernel(*arrays)
 
     def device_name(self, x):
         return jax_problem.device_name()  # the default device runs what is traced

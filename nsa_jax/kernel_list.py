@@ -35,6 +35,7 @@ def kernels_of(
     dtype: str,
     config: NSAConfig,
     gradients: bool,
+    scale: float | None = None,
     packed: bool = False,
     batch: int = 1,
     compresses: bool = False,
@@ -45,6 +46,7 @@ def kernels_of(
     Args:
       heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
       dtype: `bfloat16` or `float16`.
+      scale: None: 1 / sqrt(key_width).
       gradients: of a forward pass that keeps residuals and its backward pass, in place of a
         forward pass alone.
       packed: of rows with several sequences.
@@ -61,7 +63,7 @@ def kernels_of(
         inputs = Inputs(query, key, value, gates)
         if compresses:
             inputs = fused.with_means(mosaic_attention.STEPS, ops, inputs, config)
-        rest, num_blocks = (layout, config, None), config.num_blocks(length)
+        rest, num_blocks = (layout, config, scale), config.num_blocks(length)
         if not gradients:
             return mosaic_attention.forward(ops, inputs, None, *rest, num_blocks)
         out, residuals = mosaic_attention.forward_with_residuals(

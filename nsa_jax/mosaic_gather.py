@@ -71,6 +71,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
         out = ops.write(out, tokens, merged[0])
         if not spec.added:
             lse = ops.write(lse, tokens, merged[1])
+        del partials, merged  # or those of two segments would exist at once
     return out, lse
 
 
@@ -91,6 +92,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
         rows = counts, block_indices, layout.position, segment, dq[tokens]
         (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)
         dq = ops.write(dq, tokens, merged)
+        del partials, merged
     return dq
 
 

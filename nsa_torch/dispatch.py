@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 import kernels_pallas
-from interop import launch
 from interop.launch import ALIGNMENT
 from kernels_pallas.mosaic import capability
+from kernels_pallas.runtime import loaded
 from nsa_jax import debug, policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry
@@ -69,7 +69,7 @@ def mosaic_why_not(problem: Problem) -> str | None:
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
-    if problem.platform == "cuda" and not jax_has_cuda() and not launch.kernels_on_disk():
+    if problem.platform == "cuda" and not jax_has_cuda() and not loaded.any_on_disk():
         return COMPILER
     return problem.strided and f"needs {problem.strided}"
 

@@ -5,7 +5,7 @@ same few queries (decode), else on rows gathered from the pages, by the steps of
 import torch
 from torch import Tensor
 
-from interop import launch
+from kernels_pallas.runtime import loaded
 from nsa_jax import (
     mosaic_decode,
     paged_dispatch,
@@ -97,7 +97,7 @@ def _choose(inputs: Inputs, implementation: str | None) -> tuple[Choice, str | N
 def _why_not(name: str, problem: Problem) -> str | None:
     reason = paged_dispatch.why_not(name, problem)
     if reason is None and name == "mosaic" and problem.platform == "cuda":
-        there = dispatch.jax_has_cuda() or launch.on_disk(mosaic_decode.kernel_of(problem))
+        there = dispatch.jax_has_cuda() or loaded.on_disk(mosaic_decode.kernel_of(problem))
         reason = None if there else f"{dispatch.COMPILER} --decode"
     return reason or (problem.strided and f"needs {problem.strided}")
 

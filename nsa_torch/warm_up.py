@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from interop import launch
-from interop.build import LENGTHS
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.mosaic import capability
 from nsa_jax import fused, mosaic_attention
 from nsa_jax.config import NSAConfig

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from interop import launch as module
 from interop.launch import launch, prepare
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import lowering
+from kernels_pallas.runtime import loaded, lowering
 from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.combine import Combine, gated_sum
@@ -298,8 +298,8 @@ def test_what_cannot_be_built_is_compiled_for_its_length(monkeypatch):
     compiled = []
     monkeypatch.setattr(module.torch.cuda, "init", lambda: None)
     monkeypatch.setattr(module, "_launchers", {})
-    monkeypatch.setattr(module, "_loaded", {})
-    monkeypatch.setattr(module, "_can_build", lambda: False)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(loaded, "can_build", lambda: False)
     monkeypatch.setattr(module, "_check_may_load", lambda kernel, index: None)
     monkeypatch.setattr(module, "_compile", lambda kernel, index: compiled.append(kernel))
     assert prepare(kernels, "cuda:3") == 1

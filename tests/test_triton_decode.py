@@ -15,7 +15,7 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from interop import launch
+from kernels_pallas.runtime import loaded
 from kernels_pallas.triton import capability, decode_descriptions
 from nsa_jax import triton_decode as steps
 from nsa_jax.config import NSAConfig
@@ -335,7 +335,7 @@ def test_choice_on_posed_devices(monkeypatch):
         registry.choose(problem(capability=(9, 0), H=128), "mosaic")
     monkeypatch.setattr(dispatch, "jax_has_cuda", lambda: False)
     for there, want in ((False, "triton"), (True, "mosaic")):
-        monkeypatch.setattr(launch, "on_disk", lambda kernel, there=there: there)
+        monkeypatch.setattr(loaded, "on_disk", lambda kernel, there=there: there)
         assert registry.choose(problem(capability=(9, 0))).implementation == want
     large_groups = problem(capability=(9, 0), H=128)
     assert registry.choose(large_groups).implementation == "triton"

@@ -1,0 +1,106 @@
+"""Kernels for any length, loaded once a GPU, for whichever framework launches them.
+
+    Kernel -> its form for any length -> store (disk, or built) -> driver -> LaunchPlan
+
+What is loaded stays loaded, and the kernel alive, until the process ends: CUDA graphs and
+queued launches refer to the machine code, and nothing says when the last one is gone.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+from kernels_pallas.kernel import DESCRIPTIONS, Kernel
+from kernels_pallas.runtime import build, driver
+from kernels_pallas.runtime.build import LOG
+from kernels_pallas.runtime.cubin import Cubin
+from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.runtime.store import Store
+
+_loaded: dict[tuple[Kernel, int], tuple[Cubin, driver.Function]] = {}
+_lock = threading.RLock()
+
+
+def plan(
+    kernel: Kernel, device: int, soon: Callable[[], Sequence[Kernel]] = lambda: ()
+) -> LaunchPlan | None:
+    """`kernel` on a GPU, loaded; None where its machine code is on no disk and this machine
+    cannot build it, or it is compiled for one length only.
+
+    Args:
+      soon: what is launched next. It is asked for where something has to be built, and built and
+        loaded at once with it.
+
+    Raises:
+      RuntimeError: a kernel could not be built, or loaded.
+    """
+    if not kernel.source:
+        return None
+    generic = kernel.for_any_length()
+    load([generic], device, soon=soon)
+    if (found := _loaded.get((generic, device))) is None:
+        return None
+    shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
+    return LaunchPlan.of(*found, shapes, kernel.sizes, kernel.grid)
+
+
+def is_loaded(kernel: Kernel, device: int) -> bool:
+    """Of a kernel for any length."""
+    return (kernel, device) in _loaded
+
+
+def load(
+    kernels: Sequence[Kernel],
+    device: int,
+    jobs: int | None = None,
+    soon: Callable[[], Sequence[Kernel]] = lambda: (),
+) -> None:
+    """Loads kernels for any length, built where they are not on disk; where this machine cannot
+    build, says so and loads none.
+
+    Args:
+      jobs: processes that build; by default one a core.
+      soon: as in `plan`.
+    """
+    with _lock:
+        missing = [x for x in kernels if not is_loaded(x, device)]
+        if not missing:
+            return
+        if None in map(store().get, missing):
+            if not can_build():
+                return
+            others = [x.for_any_length() for x in soon() if x.source]
+            others = [x for x in others if not is_loaded(x, device)]
+            missing = list(dict.fromkeys((*missing, *others)))
+        found = store().fetch(missing, jobs, build.terminal_progress())
+        for kernel, built in zip(missing, found, strict=True):
+            _loaded[kernel, device] = built.cubin, driver.load(built.cubin, built.image, device)
+
+
+@functools.cache
+def any_on_disk() -> bool:
+    """Whether kernels are there, of whatever configuration."""
+    return bool(store().list())
+
+
+@functools.lru_cache(DESCRIPTIONS)
+def on_disk(kernel: Kernel) -> bool:
+    """Whether a kernel, for any length, is there."""
+    return store().get(kernel) is not None
+
+
+@functools.cache
+def store() -> Store:
+    """That of this process."""
+    return Store()
+
+
+@functools.cache
+def can_build() -> bool:
+    """Whether kernels for any length can be made; if not, says why, once."""
+    reason = build.why_not()
+    if reason:
+        LOG.warning(
+            "kernels are compiled for one length at a time, in each process: %s", reason
+        )
+    return not reason

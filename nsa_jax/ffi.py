@@ -1,0 +1,135 @@
+"""Mosaic kernels in JAX programs, from machine code that serves every length.
+
+    trace    kernel -> custom call `TARGET` with the kernel's description (JSON) as its attribute
+    compile  XLA compiles what is around it; the kernel is compiled already, or is built meanwhile
+    run      XLA -> call frame -> LaunchPlan of the description -> the driver, on XLA's stream
+
+So a new shape costs JAX the tracing, and the process that runs a program needs nothing but the
+store of kernels (`kernels_pallas.runtime.store`), also where the program comes from JAX's
+persistent cache. The host reads the call frame in Python (`xla_call`).
+"""
+
+import collections
+import functools
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic import capability
+from kernels_pallas.runtime import description, loaded
+from nsa_jax import jax_problem, xla_call
+from nsa_jax.xla_call import Call
+
+TARGET = "nsa_launch_mosaic_kernel"
+SOON = 128  # kernels that were traced and have not run: those that are built together
+PLANS = 4096  # remembered; code that was loaded stays
+LOG = logging.getLogger("kernels_pallas.runtime")
+
+_plans: dict[tuple[bytes, int], Callable[[int, Sequence[int]], None]] = {}
+_soon: collections.OrderedDict[Kernel, None] = collections.OrderedDict()
+_lock = threading.RLock()
+
+
+def serves(kernel: Kernel) -> bool:
+    """Whether `call` can run `kernel` on JAX's default device: a Hopper GPU, and a kernel that is
+    on disk or can be built here.
+    """
+    if not kernel.source or capability.interpret.get() or not _is_hopper():
+        return False
+    return _registered() and (loaded.on_disk(kernel.for_any_length()) or loaded.can_build())
+
+
+def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
+    """`kernel` as a custom call, under any transform but those that batch or differentiate.
+
+    Args:
+      arrays: as `Kernel.__call__`.
+
+    Returns:
+      its outputs; the first may take the memory of the last array, where it is `in_place` and no
+      one else reads that.
+    """
+    text = _described(kernel)
+    with _lock:
+        _soon[kernel] = None
+        _soon.move_to_end(kernel)
+        while len(_soon) > SOON:
+            _soon.popitem(last=False)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs]
+    aliases = {len(kernel.inputs) - 1: 0} if kernel.in_place else None
+    custom = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
+    return tuple(custom(*kernel.shaped(arrays), kernel=text))
+
+
+def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None) -> int:
+    """Loads kernels on a GPU, built where they are not on disk.
+
+    Returns:
+      How many that are, what differs in lengths alone counted once.
+
+    Raises:
+      RuntimeError: one cannot be built, or loaded.
+    """
+    generic = list(dict.fromkeys(x.for_any_length() for x in kernels))
+    loaded.load(generic, device, jobs)
+    if missing := [x.name for x in generic if not loaded.is_loaded(x, device)]:
+        raise RuntimeError(f"no machine code for {', '.join(missing)} (see the log)")
+    return len(generic)
+
+
+@functools.cache
+def _described(kernel: Kernel) -> str:
+    return description.canonical(description.describe(kernel))
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax_problem.capability() == capability.HOPPER
+
+
+@functools.cache
+def _registered() -> bool:
+    """Tells XLA about the handler; whether it takes it."""
+    try:
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
+    except Exception as error:
+        LOG.warning("JAX compiles each kernel for each length: no custom call: %s", error)
+        return False
+    return True
+
+
+def _run(given: Call) -> None:
+    """What XLA asks for, on its stream."""
+    launch = _plans.get((given.attribute, given.device)) or _plan(given)
+    assert given.stream is not None
+    launch(given.stream, given.addresses)
+
+
+def _plan(given: Call) -> Callable[[int, Sequence[int]], None]:
+    with _lock:
+        key = given.attribute, given.device
+        if key not in _plans:
+            kernel = description.described(json.loads(given.attribute))
+            found = loaded.plan(kernel, given.device, soon=_wanted)
+            if found is None:
+                raise RuntimeError(f"no machine code for {kernel.name} (see the log)")
+            if len(_plans) >= PLANS:
+                _plans.pop(next(iter(_plans)))
+            _plans[key] = found.launch
+        return _plans[key]
+
+
+def _wanted() -> Sequence[Kernel]:
+    """What was traced and has not run; once."""
+    with _lock:
+        found = list(_soon)
+        _soon.clear()
+    return found
+
+
+HANDLER = xla_call.handler(_run)

@@ -1,0 +1,69 @@
+"""The kernels of a layer, built and loaded before its first call."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from kernels_pallas.kernel import LENGTHS, Kernel
+from kernels_pallas.mosaic.capability import HOPPER
+from nsa_jax import ffi, jax_problem, kernel_list
+from nsa_jax.config import NSAConfig
+
+
+def prepare(
+    *,
+    heads: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int | None = None,
+    dtype: jnp.dtype | type | str = jnp.bfloat16,
+    config: NSAConfig = NSAConfig(),
+    scale: float | None = None,
+    gradients: bool = True,
+    packed: bool = False,
+    lengths: Iterable[int] = LENGTHS,
+    device: int = 0,
+    jobs: int | None = None,
+) -> int:
+    """Builds the Mosaic kernels of `attention` that are not on disk yet, and loads all of them.
+
+    Args:
+      heads, kv_heads: query heads, and those of keys and values.
+      key_width, value_width: columns of a head; by default those of a value are those of a key.
+      gradients: those of the backward pass too.
+      packed: for rows with several sequences (`segment_ids`).
+      lengths: tokens. A kernel serves all lengths; which kernels run differs between short and
+        long sequences.
+      device: the number of the GPU, as JAX's `local_hardware_id`.
+      jobs: processes that build what is not on disk; by default one a core.
+
+    Returns:
+      How many kernels are ready.
+
+    Raises:
+      NotImplementedError: JAX's first device is not a Hopper GPU.
+      RuntimeError: a kernel could not be built; its compiler's words.
+    """
+    capability = jax_problem.capability()
+    if capability != HOPPER:
+        raise NotImplementedError(
+            f"Mosaic kernels need compute capability {HOPPER} (Hopper), got {capability}"
+        )
+    wanted: dict[Kernel, None] = {}
+    for length in lengths:
+        for each in {False, gradients}:
+            wanted |= dict.fromkeys(
+                kernel_list.kernels_of(
+                    length=length,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    key_width=key_width,
+                    value_width=key_width if value_width is None else value_width,
+                    dtype=jnp.dtype(dtype).name,
+                    config=config,
+                    gradients=each,
+                    scale=scale,
+                    packed=packed,
+                )
+            )
+    return ffi.prepare([x for x in wanted if x.source], device, jobs)

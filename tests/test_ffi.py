@@ -1,0 +1,213 @@
+"""JAX's custom call: what XLA hands over, what it asks for, what is built when."""
+
+import ctypes
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.runtime import build, description, loaded
+from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
+from nsa_jax import ffi, kernel_list, mosaic, warm_up, xla_call
+from nsa_jax.config import NSAConfig
+from nsa_jax.types import Branches
+
+CONFIG = NSAConfig(window=64, num_selected=4)
+SIZE = 3
+CALLS: list[xla_call.Call] = []
+
+
+def run(call):
+    """A "kernel" on the CPU, where XLA hands over the same frame without a stream:
+    `out = a + 2 b`, or what its name says."""
+    CALLS.append(call)
+    if call.attribute == b"fails":
+        raise ValueError("no such luck")
+    memory = [(ctypes.c_char * (4 * SIZE)).from_address(x) for x in call.addresses]
+    a, b, out = (np.frombuffer(x, np.float32) for x in memory)
+    out[:] = a + 2 * b
+
+
+HANDLER = xla_call.handler(run)  # XLA knows it until the process ends
+
+
+@pytest.fixture(scope="module")
+def target():
+    jax.ffi.register_ffi_target("test_handler", jax.ffi.pycapsule(HANDLER), platform="cpu")
+
+    def custom(a, b, name="kernel", **options):
+        result = [jax.ShapeDtypeStruct((SIZE,), jnp.float32)]
+        return jax.ffi.ffi_call("test_handler", result, **options)(a, b, kernel=name)[0]
+
+    return custom
+
+
+A, B = jnp.arange(SIZE, dtype=jnp.float32), jnp.ones(SIZE)
+
+
+def test_a_call_frame_is_read(target):
+    CALLS.clear()
+    assert (target(A, B) == A + 2).all()
+    assert (jax.jit(lambda a, b: target(a, target(a, b)))(A, B) == 3 * A + 4).all()
+    assert [call.attribute for call in CALLS] == [b"kernel"] * 3
+    assert all(len(set(call.addresses)) == 3 and call.stream is None for call in CALLS)
+
+
+def test_an_output_takes_the_memory_of_an_input(target):
+    CALLS.clear()
+    add = jax.jit(lambda a, b: target(a, b * 1.5, input_output_aliases={1: 0}))
+    assert (add(A, B) == A + 3).all()
+    assert CALLS[0].addresses[1] == CALLS[0].addresses[2]
+
+
+def test_an_error_is_the_callers(target):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ValueError: no such luck"):
+        jax.block_until_ready(target(A, B, name="fails"))
+    assert (target(A, B) == A + 2).all()
+
+
+def test_threads_call_at_once(target):
+    wrong = []
+
+    def many(i):
+        call = jax.jit(lambda a, b: target(a, b, name=f"kernel{i}"))
+        wrong.extend(i for _ in range(50) if not (call(A + i, B) == A + i + 2).all())
+
+    threads = [threading.Thread(target=many, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """JAX lowers for a Hopper GPU whose kernels lie on disk."""
+    monkeypatch.setattr(ffi, "_is_hopper", lambda: True)
+    monkeypatch.setattr(ffi, "_registered", lambda: True)
+    monkeypatch.setattr(loaded, "on_disk", lambda kernel: True)
+    monkeypatch.setattr(ffi, "_plans", {})
+    ffi._soon.clear()
+
+
+def layer(length, heads=4, kv_heads=2, width=32):
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    count = CONFIG.num_compressed(length)
+    keys = Branches(array(1, count, kv_heads, width), *[array(1, length, kv_heads, width)] * 2)
+    return (
+        array(1, length, heads, width),
+        keys,
+        keys,
+        Branches.each(array(1, length, heads)),
+    )
+
+
+def program(query, key, value, gates):
+    compressed = key.compressed, value.compressed
+
+    def loss(query, key, value, gates):
+        out = mosaic.attention(query, key, value, gates, compressed, None, config=CONFIG)
+        return out.astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2, 3))(query, key, value, gates)
+
+
+def test_a_program_names_its_kernels(hopper):
+    """Forward and backward lower to custom calls, each with a description from which any process
+    makes the same kernel; nothing is compiled for a length."""
+    types = layer(96)
+    lowered = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",))
+    found = []
+
+    def visit(operation):
+        if operation.name == "stablehlo.custom_call":
+            name = operation.attributes["call_target_name"].value
+            assert "mosaic_gpu" not in name
+            if name == ffi.TARGET:
+                config = operation.attributes["mhlo.backend_config"]
+                found.append(description.described(json.loads(config["kernel"].value)))
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    visit(inner.operation)
+
+    visit(lowered.compiler_ir().operation)
+    want = kernel_list.kernels_of(
+        length=96,
+        heads=4,
+        kv_heads=2,
+        key_width=32,
+        value_width=32,
+        dtype="bfloat16",
+        config=CONFIG,
+        gradients=True,
+    )
+    assert set(found) == {x for x in want if x.source} == set(want)
+    assert set(found) == set(ffi._soon)
+
+
+def call_of(kernel, device=0):
+    text = description.canonical(description.describe(kernel)).encode()
+    return xla_call.Call(text, [1, 2, 3], 77, device)
+
+
+def test_what_was_traced_is_built_together(hopper, monkeypatch):
+    """By the first kernel that runs; a second run asks for nothing, another device does."""
+    asked, launched = [], []
+
+    class Plan:
+        def launch(self, stream, addresses):
+            launched.append((stream, addresses))
+
+    def plan(kernel, device, soon):
+        asked.append((kernel, device, list(soon())))
+        return Plan()
+
+    monkeypatch.setattr(loaded, "plan", plan)
+    kernels = [row_stats(RowStats(1, length, 8, 2, 16, 64)) for length in (40, 41)]
+    for kernel in kernels:
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.inputs]
+        jax.eval_shape(lambda *x, kernel=kernel: ffi.call(kernel, *x), *arrays)
+    for kernel in (kernels[0], kernels[0], kernels[1]):
+        ffi._run(call_of(kernel))
+    ffi._run(call_of(kernels[0], device=1))
+    both, none = kernels, []
+    first, second, other = (kernels[0], 0, both), (kernels[1], 0, none), (kernels[0], 1, none)
+    assert asked == [first, second, other]
+    assert launched == [(77, [1, 2, 3])] * 4
+
+
+def test_what_cannot_be_built_is_no_custom_call(hopper, monkeypatch):
+    kernel = row_stats(RowStats(1, 40, 8, 2, 16, 64))
+    assert ffi.serves(kernel)
+    monkeypatch.setattr(loaded, "on_disk", lambda kernel: False)
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    loaded.can_build.cache_clear()
+    assert ffi.serves(kernel)
+    monkeypatch.setattr(build, "why_not", lambda: "no compiler")
+    loaded.can_build.cache_clear()
+    assert not ffi.serves(kernel)
+    loaded.can_build.cache_clear()
+    monkeypatch.setattr(loaded, "plan", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=f"no machine code for {kernel.name}"):
+        ffi._run(call_of(kernel))
+
+
+def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(warm_up.jax_problem, "capability", lambda: (9, 0))
+    monkeypatch.setattr(loaded, "load", lambda kernels, *_: wanted.extend(kernels))
+    monkeypatch.setattr(loaded, "is_loaded", lambda kernel, device: kernel in wanted)
+    given = {"heads": 4, "kv_heads": 2, "key_width": 32, "config": CONFIG}
+    count = warm_up.prepare(**given, lengths=(512, 640))
+    assert count == len(wanted) == len(set(wanted)) > 10
+    assert all(kernel.any_length for kernel in wanted)
+    monkeypatch.setattr(warm_up.jax_problem, "capability", lambda: (8, 0))
+    with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
+        warm_up.prepare(**given)
