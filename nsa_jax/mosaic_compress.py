@@ -10,8 +10,9 @@ from nsa_jax.validate import dtype_name
 
 
 def means(ops: ArrayOps, key, value, config: NSAConfig) -> tuple[Any, Any]:
-    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]` of one sequence a row,
-    the means of their windows.
+    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]` of one sequence a row:
+    the means of their windows, and zeros up to a whole selection block, which no query sees and
+    the scores' kernel wants there.
     """
     if not config.num_compressed(key.shape[1]):
         key, value = (ops.xp.zeros_like(x[:, :0]) for x in (key, value))
@@ -55,6 +56,7 @@ def _spec(key, value, config: NSAConfig, length: int | None = None, others: int 
         block=config.compress_block,
         stride=config.compress_stride,
         dtype=dtype_name(key),
+        multiple=config.select_block // config.compress_stride,
         others=others,
         interpret=interpret.get(),
     )

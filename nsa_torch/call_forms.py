@@ -80,6 +80,7 @@ def form_of(key, value, compressed):
 def mean_shapes(key, value, place):
     """The means of a call, unwritten; `place`: `operators.PLACE`."""
     config = operators.config_of(*place[3])
-    count = config.num_compressed(key.compressed.shape[1])
+    multiple = config.select_block // config.compress_stride
+    count = -(-config.num_compressed(key.compressed.shape[1]) // multiple) * multiple
     for x in (key.compressed, value.compressed):
         yield x.new_empty(x.shape[0], count, *x.shape[2:])

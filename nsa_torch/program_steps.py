@@ -103,7 +103,7 @@ class MergedCasts(NamedTuple):
     """Casts of several parts of one tensor, which only launches read, in one call.
 
     Attributes:
-      first: number of the part that comes first in memory.
+      first: number of a tensor that starts where the first part does.
       shape, strides: of all parts as one tensor, from that one's start.
       args, options: of the operator after the tensor.
       results: numbers, in the order of memory.
@@ -167,15 +167,18 @@ def needed(
     """The steps without views that only launches read, these views, and which numbers
     must be tensors.
     """
-    kept, dropped, tensors = [], [], set(results)
+    kept, dropped, tensors, seen = [], [], set(results), set(results)
     for step in reversed(steps):
         if isinstance(step, Call):
             if step.is_view and tensors.isdisjoint(step.results):
                 dropped.append(step)
                 continue
+            if getattr(step.function, "is_view", False) and seen.isdisjoint(step.results):
+                continue
             tensors.update(step.seen)
         elif isinstance(step, MergedCasts):
             tensors.add(step.first)
+        seen.update(step.seen)
         kept.append(step)
     return kept[::-1], dropped[::-1], tensors
 
@@ -188,6 +191,7 @@ def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> li
     in its memory: gates, as a rule. `count`: tensors of the call.
     """
     calls = [step for step in steps if isinstance(step, Call)]
+    starts = {number: start for call in calls for number, start in call.starts.items()}
     read = {*results, *(number for call in calls for number in call.reads)}
     groups: dict[Any, dict[int, tuple[int, Call]]] = {}
     for i, call in enumerate(steps):
@@ -219,7 +223,7 @@ def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> li
             found[place] = None
         found[first] = MergedCasts(
             members[0].function,
-            members[0].reads[0],
+            starts.get(members[0].reads[0], members[0].reads[0]),
             (len(members), *shape),
             (*distances, *strides),
             members[0].args[1:],

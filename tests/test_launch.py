@@ -180,18 +180,18 @@ def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
             on_disk.update(kernels)
             return [SimpleNamespace(cubin=None, image=None) for _ in kernels]
 
-    monkeypatch.setattr(module, "_store", Store)
-    monkeypatch.setattr(module, "_loaded", {})
-    monkeypatch.setattr(module, "_can_build", lambda: True)
-    monkeypatch.setattr(module, "_check_may_load", lambda kernel, index: None)
-    monkeypatch.setattr(module.driver, "load", lambda *_: None)
+    monkeypatch.setattr(loaded, "store", Store)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(loaded, "can_build", lambda: True)
+    monkeypatch.setattr(loaded.driver, "load", lambda *_: None)
     asked = []
     module.announce(lambda: asked.append(1) or [first, second, third])
-    module._load_generic([generic[2]], 0)  # on disk: nothing else is asked for
+    load = functools.partial(loaded.load, device=0, soon=module._announced)
+    load([generic[2]])  # on disk: nothing else is asked for
     assert fetched == [[generic[2]]] and not asked
-    module._load_generic([generic[0]], 0)
+    load([generic[0]])
     assert fetched[1] == generic[:2] and asked == [1]
-    module._load_generic([generic[1]], 0)
+    load([generic[1]])
     assert len(fetched) == 2
 
 

@@ -103,7 +103,7 @@ BLOCKS = Case(
 GROUPED = [(group, segments) for group in GROUPS for segments in (None, (2105, 35))]
 
 
-@pytest.fixture(params=[0, scores.Scores.held], ids=["in-parts", ""])
+@pytest.fixture(params=[scores.KEYS, scores.Scores.held], ids=["in-parts", ""])
 def specs(request, monkeypatch):
     """Those of the kernels for scores; with few scores held at a time, or all."""
     found, build = [], scores.best_blocks
@@ -114,7 +114,7 @@ def specs(request, monkeypatch):
 
     monkeypatch.setattr(scores, "best_blocks", record)
     yield found
-    assert found and all((spec.chunks > 1) == (request.param == 0) for spec in found)
+    assert found and all((spec.chunks > 1) == (request.param == scores.KEYS) for spec in found)
 
 
 @pytest.mark.parametrize(("group", "segments"), GROUPED, ids=str)

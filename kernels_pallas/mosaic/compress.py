@@ -123,9 +123,10 @@ class Average:
         totals = warp.repeat(count, add_block, [nothing] * spec.windows)
         for window, total in enumerate(totals):
             index = first + window
-            address = side.at(means, sizes.C, index)
-            mean = [x * (1 / spec.block) for x in total]
-            side.store(address, mean, index < sizes.C)
+            address = side.at(means, sizes.rows, index)
+            exists = index < sizes.C
+            mean = [warp.where(exists, x * (1 / spec.block), 0.0) for x in total]
+            side.store(address, mean, index < sizes.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Merge:
             window = block - (spec.strides - 1) + i
             exists = warp.below(window, sizes.C)
             near = warp.smaller(warp.larger(window, 0), sizes.C - 1)
-            x = side.load(side.at(compressed, sizes.C, near))
+            x = side.load(side.at(compressed, sizes.rows, near))
             return _added(total, [warp.where(exists, each, 0.0) for each in x])
 
         total = warp.repeat(spec.strides, add_window, nothing)

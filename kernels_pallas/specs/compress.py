@@ -26,6 +26,7 @@ class Means:
     Attributes:
       block, stride: `l` and `d` of the windows, tokens; `l` is a multiple of `d`.
       others: branches whose gradients of the same tokens `merge_key_gradients` adds.
+      multiple: of which the number of compressed tokens is one: zeros follow the last window's.
     """
 
     B: int
@@ -37,6 +38,7 @@ class Means:
     stride: int
     dtype: str
     others: int = 0
+    multiple: int = 1
     interpret: bool | object = False
     any_length: bool = False
 
@@ -48,6 +50,11 @@ class Means:
     def C(self) -> int:
         """Windows; there must be one."""
         return (self.S - self.block) // self.stride + 1
+
+    @property
+    def rows(self) -> int:
+        """Compressed tokens, zeros included."""
+        return tile.cdiv(self.C, self.multiple) * self.multiple
 
     @property
     def strides(self) -> int:
@@ -78,7 +85,7 @@ class Means:
     @property
     def means(self) -> tuple[Array, Array]:
         """Those of compressed tokens."""
-        return self._arrays(self.C)
+        return self._arrays(self.rows)
 
     def _arrays(self, length: int) -> tuple[Array, Array]:
         key, value = (
@@ -91,17 +98,17 @@ class Means:
 def compress_means(spec: Means) -> Kernel:
     """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`.
 
-    Outputs: `[B, C, Hkv, D]`, `[B, C, Hkv, Dv]`, the means of their windows.
+    Outputs: `[B, rows, Hkv, D]`, `[B, rows, Hkv, Dv]`, the means of their windows, then zeros.
     """
     inputs = dict(zip(("key", "value"), spec.tokens, strict=True))
     outputs = dict(zip(("compressed_key", "compressed_value"), spec.means, strict=True))
-    return _kernel("compress_means", spec, inputs, outputs, tile.cdiv(spec.C, spec.windows))
+    return _kernel("compress_means", spec, inputs, outputs, tile.cdiv(spec.rows, spec.windows))
 
 
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
-    """Inputs: `compressed_dk` `[B, C, Hkv, D]`, `compressed_dv` `[B, C, Hkv, Dv]`, then of each
-    of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`.
+    """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then of
+    each of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """
@@ -120,7 +127,7 @@ def _kernel(name: str, spec: Means, inputs, outputs, parts: int) -> Kernel:
         f"kernels_pallas.mosaic.compress:{name}",
         inputs,
         outputs,
-        sizes={"S": spec.S, "C": spec.C},
+        sizes={"S": spec.S, "C": spec.C, "rows": spec.rows},
         grid=tile.warp_grid(spec.B, parts * sum(spec.columns)),
         source=f"kernels_pallas.specs.compress:{name}",
     )
