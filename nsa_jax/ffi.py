@@ -1,6 +1,7 @@
 """Mosaic kernels in JAX programs, from machine code that serves every length.
 
-    trace    kernel -> custom call `TARGET` with the kernel's description (JSON) as its attribute
+    trace    kernel -> custom call `TARGET`; its attributes are the kernel's description (JSON) and
+             a number that stands for it
     compile  XLA compiles what is around it; the kernel is compiled already, or is built meanwhile
     run      XLA -> call frame -> LaunchPlan of the description -> the driver, on XLA's stream
 
@@ -11,6 +12,7 @@ persistent cache. The host reads the call frame in Python (`xla_call`).
 
 import collections
 import functools
+import hashlib
 import json
 import logging
 import threading
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
@@ -30,7 +33,7 @@ SOON = 128  # kernels that were traced and have not run: those that are built to
 PLANS = 4096  # remembered; code that was loaded stays
 LOG = logging.getLogger("kernels_pallas.runtime")
 
-_plans: dict[tuple[bytes, int], Callable[[int, Sequence[int]], None]] = {}
+_plans: dict[tuple[int, int], Callable[[int, Sequence[int]], None]] = {}
 _soon: collections.OrderedDict[Kernel, None] = collections.OrderedDict()
 _lock = threading.RLock()
 
@@ -54,7 +57,7 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
       its outputs; the first may take the memory of the last array, where it is `in_place` and no
       one else reads that.
     """
-    text = _described(kernel)
+    text, key = _described(kernel)
     with _lock:
         _soon[kernel] = None
         _soon.move_to_end(kernel)
@@ -63,7 +66,7 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs]
     aliases = {len(kernel.inputs) - 1: 0} if kernel.in_place else None
     custom = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
-    return tuple(custom(*kernel.shaped(arrays), kernel=text))
+    return tuple(custom(*kernel.shaped(arrays), kernel=text, key=key))
 
 
 def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None) -> int:
@@ -83,8 +86,11 @@ def prepare(kernels: Iterable[Kernel], device: int = 0, jobs: int | None = None)
 
 
 @functools.cache
-def _described(kernel: Kernel) -> str:
-    return description.canonical(description.describe(kernel))
+def _described(kernel: Kernel) -> tuple[str, np.int64]:
+    """A kernel's description, and the number that stands for it in any process: of its hash."""
+    text = description.canonical(description.describe(kernel))
+    digest = hashlib.sha256(text.encode()).digest()
+    return text, np.frombuffer(digest[:8], np.int64)[0]
 
 
 @functools.cache
@@ -105,16 +111,16 @@ def _registered() -> bool:
 
 def _run(given: Call) -> None:
     """What XLA asks for, on its stream."""
-    launch = _plans.get((given.attribute, given.device)) or _plan(given)
+    launch = _plans.get((given.key, given.device)) or _plan(given)
     assert given.stream is not None
     launch(given.stream, given.addresses)
 
 
 def _plan(given: Call) -> Callable[[int, Sequence[int]], None]:
     with _lock:
-        key = given.attribute, given.device
+        key = given.key, given.device
         if key not in _plans:
-            kernel = description.described(json.loads(given.attribute))
+            kernel = description.described(json.loads(given.text()))
             found = loaded.plan(kernel, given.device, soon=_wanted)
             if found is None:
                 raise RuntimeError(f"no machine code for {kernel.name} (see the log)")

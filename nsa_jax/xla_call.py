@@ -2,9 +2,13 @@
 
 Structures, numbers and rules are those of `xla/ffi/api/c_api.h` (in `jax.ffi.include_dir()`),
 version 0.x of the interface. Only what a call of a kernel needs is named.
+
+A program calls it for each kernel that it runs, so it reads little: structures within structures
+are flat here, and what a kernel is follows from a number (`Call.key`).
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from typing import Any, NamedTuple
@@ -13,16 +17,22 @@ VERSION = (0, 4)  # of the interface
 METADATA = 1  # XLA_FFI_Extension_Metadata
 CAN_BE_CAPTURED = 1  # XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+SCALAR, STRING = 3, 4  # XLA_FFI_AttrType
 # Structures grow at their end; before it they all begin alike.
 HEAD = (("struct_size", c_size_t), ("extension", c_void_p))
 
 
-class _Version(ctypes.Structure):
-    _fields_ = (*HEAD, ("major", c_int), ("minor", c_int))
+def _inner(prefix: str, *fields: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a structure within a structure."""
+    return [(f"{prefix}_{name}", kind) for name, kind in (*HEAD, *fields)]
 
 
 class _Metadata(ctypes.Structure):
-    _fields_ = (("struct_size", c_size_t), ("version", _Version), ("traits", c_uint32))
+    _fields_ = (
+        ("struct_size", c_size_t),
+        *_inner("version", ("major", c_int), ("minor", c_int)),
+        ("traits", c_uint32),
+    )
 
 
 class _Extension(ctypes.Structure):
@@ -35,39 +45,21 @@ class _Extension(ctypes.Structure):
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = (
-        *HEAD,
-        ("dtype", c_int),
-        ("data", c_void_p),
-        ("rank", c_int64),
-        ("dims", POINTER(c_int64)),
-    )
-
-
-class _Buffers(ctypes.Structure):
-    """XLA_FFI_Args, XLA_FFI_Rets."""
-
-    _fields_ = (*HEAD, ("size", c_int64), ("types", c_void_p), ("buffers", POINTER(c_void_p)))
+    _fields_ = (*HEAD, ("dtype", c_int), ("data", c_void_p))
 
 
 class _Bytes(ctypes.Structure):
     _fields_ = (("start", c_void_p), ("size", c_size_t))
 
 
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        *HEAD,
-        ("size", c_int64),
-        ("types", c_void_p),
-        ("names", c_void_p),
-        ("values", POINTER(POINTER(_Bytes))),
-    )
+class _Scalar(ctypes.Structure):
+    _fields_ = (("dtype", c_int), ("value", POINTER(c_int64)))
 
 
 class _Api(ctypes.Structure):
     _fields_ = (
         *HEAD,
-        ("version", _Version),
+        *_inner("version", ("major", c_int), ("minor", c_int)),
         ("internal", c_void_p),
         ("error_create", c_void_p),
         ("error_get_details", c_void_p),
@@ -79,15 +71,18 @@ class _Api(ctypes.Structure):
     )
 
 
+_LIST = ("size", c_int64), ("types", c_void_p)
+
+
 class _CallFrame(ctypes.Structure):
     _fields_ = (
         *HEAD,
-        ("api", POINTER(_Api)),
+        ("api", c_void_p),
         ("context", c_void_p),
         ("stage", c_int),
-        ("arguments", _Buffers),
-        ("results", _Buffers),
-        ("attributes", _Attributes),
+        *_inner("inputs", *_LIST, ("buffers", c_void_p)),
+        *_inner("outputs", *_LIST, ("buffers", c_void_p)),
+        *_inner("attributes", *_LIST, ("names", c_void_p), ("values", c_void_p)),
     )
 
 
@@ -99,33 +94,90 @@ class _Destroyed(ctypes.Structure):
     _fields_ = (*HEAD, ("error", c_void_p))
 
 
-class _Stream(ctypes.Structure):
-    _fields_ = (*HEAD, ("context", c_void_p), ("stream", c_void_p))
+class _Asked(ctypes.Structure):
+    """XLA_FFI_Stream_Get_Args, XLA_FFI_DeviceOrdinal_Get_Args."""
 
-
-class _Ordinal(ctypes.Structure):
-    _fields_ = (*HEAD, ("context", c_void_p), ("ordinal", c_int32))
+    _fields_ = (*HEAD, ("context", c_void_p), ("found", c_void_p))
 
 
 # Functions of XLA's that return at once: Python's lock is kept.
 _Function = ctypes.PYFUNCTYPE(c_void_p, c_void_p)
-Handler = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))
+_Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_DATA = _Buffer.data.offset
 
 
 class Call(NamedTuple):
     """What XLA asks for.
 
     Attributes:
-      attribute: the only one, a string.
+      key: the attribute `key`, an int64.
       addresses: of inputs, then of outputs.
       stream: the CUstream to queue on; None on a CPU.
       device: which GPU.
+      text: gives the attribute `kernel`, a string; while the call lasts.
     """
 
-    attribute: bytes
+    key: int
     addresses: Sequence[int]
     stream: int | None
     device: int
+    text: Callable[[], str]
+
+
+class _Reader:
+    """Reads call frames in one thread: what it passes to XLA's functions is made once."""
+
+    def __init__(self):
+        self._api: int | None = None
+        self._asked = _Asked(ctypes.sizeof(_Asked))
+        self._argument = ctypes.addressof(self._asked)
+
+    def call(self, frame: _CallFrame) -> Call:
+        if frame.api != self._api:
+            api = _Api.from_address(frame.api)
+            self._stream, self._device = map(
+                _Function, (api.stream_get, api.device_ordinal_get)
+            )
+            self._api = frame.api
+        count = frame.attributes_size
+        kinds = tuple((c_int * count).from_address(frame.attributes_types))
+        if kinds != (STRING, SCALAR):
+            raise ValueError(f"expected the attributes kernel and key, got kinds {kinds}")
+        kernel, key = (c_void_p * 2).from_address(frame.attributes_values)  # sorted by name
+        addresses = [
+            c_void_p.from_address(pointer + _DATA).value or 0
+            for count, start in (
+                (frame.inputs_size, frame.inputs_buffers),
+                (frame.outputs_size, frame.outputs_buffers),
+            )
+            for pointer in (c_void_p * count).from_address(start)
+        ]
+        number = _Scalar.from_address(key).value[0]
+        stream, device = self._found(self._stream, frame), 0
+        if stream is not None:
+            device = self._found(self._device, frame)
+            if device is None:
+                raise RuntimeError("XLA does not say which device it runs on")
+            device = c_int32(device).value
+        return Call(number, addresses, stream, device, lambda: _text(kernel))
+
+    def _found(self, function: Any, frame: _CallFrame) -> int | None:
+        """What a function of XLA's says about the context; None where it knows nothing."""
+        asked = self._asked
+        asked.context, asked.found = frame.context, None
+        if error := function(self._argument):
+            destroyed = _Destroyed(ctypes.sizeof(_Destroyed), None, error)
+            _Function(_Api.from_address(frame.api).error_destroy)(ctypes.addressof(destroyed))
+            return None
+        return asked.found or 0
+
+
+def _text(attribute: int) -> str:
+    found = _Bytes.from_address(attribute)
+    return ctypes.string_at(found.start, found.size).decode()
+
+
+_thread = threading.local()
 
 
 def handler(run: Callable[[Call], None]) -> Any:
@@ -133,54 +185,34 @@ def handler(run: Callable[[Call], None]) -> Any:
     is what the program's caller sees. It must be kept for as long as XLA knows it.
     """
 
-    def handle(pointer) -> int | None:
-        frame = pointer.contents
-        if frame.extension:
-            extension = _Extension.from_address(frame.extension)
-            if extension.type == METADATA:
-                metadata = extension.metadata.contents
-                metadata.version.major, metadata.version.minor = VERSION
-                metadata.traits = CAN_BE_CAPTURED
-                return None
+    def handle(pointer: int) -> int | None:
+        frame = _CallFrame.from_address(pointer)
+        if frame.extension and _told_about(frame.extension):
+            return None
         try:
-            run(_call(frame))
+            reader = getattr(_thread, "reader", None)
+            if reader is None:
+                reader = _thread.reader = _Reader()
+            run(reader.call(frame))
         except BaseException as error:  # a C function above: nothing may pass through it
-            return _error(frame.api.contents, f"{type(error).__name__}: {error}")
+            return _error(frame.api, f"{type(error).__name__}: {error}")
         return None
 
-    return Handler(handle)
+    return _Handler(handle)
 
 
-def _call(frame: _CallFrame) -> Call:
-    api, attributes = frame.api.contents, frame.attributes
-    if attributes.size != 1:
-        raise ValueError(f"expected one attribute, got {attributes.size}")
-    text = attributes.values[0].contents
-    name, at = ctypes.string_at(text.start, text.size), _Buffer.data.offset
-    addresses = [
-        c_void_p.from_address(buffers.buffers[i] + at).value or 0
-        for buffers in (frame.arguments, frame.results)
-        for i in range(buffers.size)
-    ]
-    stream = _Stream(ctypes.sizeof(_Stream), None, frame.context, None)
-    device = _Ordinal(ctypes.sizeof(_Ordinal), None, frame.context, 0)
-    if not _asked(api, api.stream_get, stream):
-        return Call(name, addresses, None, 0)
-    if not _asked(api, api.device_ordinal_get, device):
-        raise RuntimeError("XLA does not say which device it runs on")
-    return Call(name, addresses, stream.stream or 0, device.ordinal)
+def _told_about(extension: int) -> bool:
+    """Whether XLA asks for nothing but what the handler can do: filled in."""
+    found = _Extension.from_address(extension)
+    if found.type != METADATA:
+        return False
+    metadata = found.metadata.contents
+    metadata.version_major, metadata.version_minor = VERSION
+    metadata.traits = CAN_BE_CAPTURED
+    return True
 
 
-def _asked(api: _Api, function: int, arguments: ctypes.Structure) -> bool:
-    """Whether a function of XLA's could fill `arguments` in."""
-    error = _Function(function)(ctypes.addressof(arguments))
-    if error:
-        destroyed = _Destroyed(ctypes.sizeof(_Destroyed), None, error)
-        _Function(api.error_destroy)(ctypes.addressof(destroyed))
-    return not error
-
-
-def _error(api: _Api, message: str) -> int | None:
+def _error(api: int, message: str) -> int | None:
     """An XLA_FFI_Error, which XLA owns."""
     made = _Error(ctypes.sizeof(_Error), None, message.encode(), INTERNAL)
-    return _Function(api.error_create)(ctypes.addressof(made))
+    return _Function(_Api.from_address(api).error_create)(ctypes.addressof(made))

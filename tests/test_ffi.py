@@ -23,8 +23,8 @@ CALLS: list[xla_call.Call] = []
 def run(call):
     """A "kernel" on the CPU, where XLA hands over the same frame without a stream:
     `out = a + 2 b`, or what its name says."""
-    CALLS.append(call)
-    if call.attribute == b"fails":
+    CALLS.append(call._replace(text=call.text()))
+    if call.text() == "fails":
         raise ValueError("no such luck")
     memory = [(ctypes.c_char * (4 * SIZE)).from_address(x) for x in call.addresses]
     a, b, out = (np.frombuffer(x, np.float32) for x in memory)
@@ -40,7 +40,9 @@ def target():
 
     def custom(a, b, name="kernel", **options):
         result = [jax.ShapeDtypeStruct((SIZE,), jnp.float32)]
-        return jax.ffi.ffi_call("test_handler", result, **options)(a, b, kernel=name)[0]
+        return jax.ffi.ffi_call("test_handler", result, **options)(
+            a, b, kernel=name, key=np.int64(-7)
+        )[0]
 
     return custom
 
@@ -52,7 +54,7 @@ def test_a_call_frame_is_read(target):
     CALLS.clear()
     assert (target(A, B) == A + 2).all()
     assert (jax.jit(lambda a, b: target(a, target(a, b)))(A, B) == 3 * A + 4).all()
-    assert [call.attribute for call in CALLS] == [b"kernel"] * 3
+    assert [(call.key, call.text) for call in CALLS] == [(-7, "kernel")] * 3
     assert all(len(set(call.addresses)) == 3 and call.stream is None for call in CALLS)
 
 
@@ -153,8 +155,8 @@ def test_a_program_names_its_kernels(hopper):
 
 
 def call_of(kernel, device=0):
-    text = description.canonical(description.describe(kernel)).encode()
-    return xla_call.Call(text, [1, 2, 3], 77, device)
+    text, key = ffi._described(kernel)
+    return xla_call.Call(int(key), [1, 2, 3], 77, device, lambda: text)
 
 
 def test_what_was_traced_is_built_together(hopper, monkeypatch):
