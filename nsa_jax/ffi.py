@@ -42,7 +42,7 @@ def serves(kernel: Kernel) -> bool:
     """Whether `call` can run `kernel` on JAX's default device: a Hopper GPU, and a kernel that is
     on disk or can be built here.
     """
-    if not kernel.source or capability.interpret.get() or not _is_hopper():
+    if capability.interpret.get() or not _is_hopper() or not kernel.source:
         return False
     return _registered() and (loaded.on_disk(kernel.for_any_length()) or loaded.can_build())
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bench import decode, summarize
-from bench.harness import exit_status
+from bench.harness import decode_steps, exit_status
 from nsa_jax.config import NSAConfig
+from nsa_torch import paged_attend
 from tests.commands import break_sliding, run
 from tests.measured import record
 
@@ -102,6 +104,25 @@ def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):
     assert row["ms_win"] == row["ms_total"] == row["reads_actual"] == ""
     assert row["status"] == "wrong" and "max error" in row["reason"]
     assert "n/a" in capsys.readouterr().out
+
+
+def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
+    """With the arguments that the public function gives them: gates in one array."""
+    chosen, asked = [], []
+    of_cache = decode_steps.Cached.chosen
+    monkeypatch.setattr(
+        decode_steps.Cached, "chosen", lambda self: chosen.append(of_cache(self)) or chosen[-1]
+    )
+    monkeypatch.setattr(decode_steps.Paged, "name", "triton")
+
+    def with_indices(name, inputs):
+        asked.append((name, inputs.query.shape, inputs.gates.shape))
+        return None, torch.tensor(np.asarray(chosen[-1])[:, 0].tolist())
+
+    monkeypatch.setattr(paged_attend, "with_indices", with_indices)
+    code, _, (row,) = run(decode, tmp_path, "--B=2", "--S_list=61", *SMALL)
+    assert asked == [("triton", (2, 4, 8), (2, 4, 3))]
+    assert code == 0 and row["status"] == "ok" and float(row["ms_paged"]) > 0
 
 
 def test_a_kernel_that_refuses_is_a_row(tmp_path):

@@ -189,9 +189,7 @@ class Paged:
         return *self._queries(), self.cache, *self.at
 
     def _queries(self):
-        cached = self.cached
-        gates = Branches(*(cached.gates[:, 0, :, i] for i in range(3)))
-        return cached.query[:, 0], gates
+        return self.cached.query[:, 0], self.cached.gates[:, 0]
 
     def step(self) -> "Step":
         """The token is appended, then attends."""
