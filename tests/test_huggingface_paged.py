@@ -181,7 +181,7 @@ def traced(call, device, cache):
     """
     state = [cache.lengths, *(x for layer in cache.layers for x in layer.tensors().values())]
     before = [x.clone() for x in state]
-    graph = make_fx(call)()
+    graph = make_fx(lambda: call())()
     for x, y in zip(state, before, strict=True):
         x.copy_(y)
     found = torch.zeros_like(graph())
