@@ -322,7 +322,7 @@ class NSAModel(NSAPreTrainedModel):
         return position, mask
 
 
-class NSAForCausalLM(NSAPreTrainedModel, NSAGenerationMixin):
+class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
     """The decoder with a head: logits `[B, T, vocab_size]`, a loss where labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
