@@ -266,6 +266,23 @@ def test_a_step_that_keeps_a_length_of_the_host_is_seen(as_on_a_gpu, monkeypatch
     assert max(found[:4]) < FLOAT32_MAX < min(found[4:]) / 100
 
 
+@torch.no_grad()
+def test_a_step_that_waits_for_the_device_is_seen(as_on_a_gpu, monkeypatch):
+    cache = paged(model(), 1)
+    as_on_a_gpu(cache)
+    begin = cache.rows.begin
+
+    def waiting(x, count):
+        begin(x, count)
+        assert int(cache.rows.call.after.max()) > 0
+
+    monkeypatch.setattr(cache.rows, "begin", waiting)
+    graph = StepGraph(model(), cache)
+    with pytest.raises(RuntimeError, match="value out of a tracing tensor"):
+        for each in tokens(1, step_graph.WARMUP + 1).split(1, dim=1):
+            graph(each)
+
+
 def test_generate_replays_one_graph(as_on_a_gpu):
     """A graph of one `generate` serves the next one; weights elsewhere need another."""
     made = model("mixed")
@@ -296,7 +313,10 @@ def test_what_is_refused(monkeypatch):
     generate = functools.partial(made.generate, ids, do_sample=False)
     cache = paged(made, 2, 44)
     for options, message in (
-        (dict(max_new_tokens=5), "capacity for 45 tokens, all of max_length but the last, got 44"),
+        (
+            dict(max_new_tokens=5),
+            "capacity for 45 tokens, all of max_length but the last, got 44",
+        ),
         (dict(max_new_tokens=2, num_beams=2), "must have batch_size=4, .*, got 2"),
         (dict(max_new_tokens=2, compile_config=CompileConfig()), "compile_config must be None"),
         (dict(max_new_tokens=2, cache_implementation="static"), "cache_implementation must be"),
@@ -317,9 +337,14 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="model must be on one CUDA device, got cpu"):
         StepGraph(made, cache)
     monkeypatch.setattr(made.config, "_attn_implementation_internal", "flex_attention")
-    with pytest.raises(NotImplementedError, match="must be 'sdpa' or 'eager' .*flex_attention"):
+    with pytest.raises(
+        NotImplementedError, match=r"must be 'sdpa' or 'eager' .*flex_attention"
+    ):
         made(ids[:, :1], past_key_values=cache)
-    for sizes, message in (((0, 8), "batch_size must be"), ((1, 2.5), "capacity must be an int")):
+    for sizes, message in (
+        ((0, 8), "batch_size must be"),
+        ((1, 2.5), "capacity must be an int"),
+    ):
         with pytest.raises(ValueError, match=message):
             NSAPagedModelCache(made.config, *sizes)
 

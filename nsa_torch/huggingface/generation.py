@@ -51,26 +51,28 @@ class NSAGenerationMixin(GenerationMixin):
         """
         if isinstance(model_kwargs.get("past_key_values"), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
-        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+        base: Any = super()
+        return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
         """What runs the model: on a paged cache, steps as one CUDA graph, which the cache keeps;
         else transformers' `torch.compile`.
         """
-        compiled = super().get_compiled_call
+        model: Any = self
+        base: Any = super()
         ready: list[StepGraph] = []
 
         def call(**inputs: Any) -> Any:
             cache = inputs.get("past_key_values")
             if not isinstance(cache, NSAPagedModelCache):
-                return compiled(compile_config)(**inputs)
-            if not _is_step(inputs, self.config):
-                return self(**inputs)
+                return base.get_compiled_call(compile_config)(**inputs)
+            if not _is_step(inputs, model.config):
+                return model(**inputs)
             if not ready:
                 if cache.graph is None or not cache.graph.serves(self):
                     cache.graph = StepGraph(self, cache)
                 ready.append(cache.graph)
-            logits = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
+            logits: Any = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
         return call

@@ -94,7 +94,8 @@ class NSAPagedModelCache(NSAModelCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` is: its pages in use are copied."""
-        super().reorder_cache(beam_idx)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
         if self.rows.lengths is not None:
             self.rows.lengths.copy_(self.rows.lengths[beam_idx.to(self.rows.lengths.device)])
 

@@ -98,7 +98,9 @@ def why_not(model: Any) -> str | None:
     return None
 
 
-def capture(call: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
+def capture(
+    call: Callable[[], Tensor], device: torch.device
+) -> tuple[Callable[[], None], Tensor]:
     """`call`, captured: what replays its kernels, and where they write its result.
 
     Raises:
