@@ -253,12 +253,12 @@ def attend_pages(
         *at,
         starts,
         max_seqlen_q=max_seqlen_q,
-        implementation=_one_name(attention.implementation),
+        implementation=one_name(attention.implementation),
     )
     return attention.out(out.flatten(1))[None]
 
 
-def _one_name(implementation: str | Branches[str | None] | None) -> str | None:
+def one_name(implementation: str | Branches[str | None] | None) -> str | None:
     """The implementation of all branches, which attention from pages runs at once."""
     names = set(Branches.each(implementation))
     if len(names) > 1:
