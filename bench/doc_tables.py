@@ -15,6 +15,7 @@ A document names a table between two comments, and this command fills what stand
 | `variants` | one kernel's variants that were measured while it was written | `kernel` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | |
+| `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
 A cell shows the newest record of its shape; the column `commit` says which commits those are.
@@ -30,6 +31,7 @@ from absl import flags
 
 from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
+from bench.harness.scale_model import problem
 from bench.reports.render import KERNEL_NAMES, kernel_name
 
 FLAGS = flags.FlagValues()
@@ -200,12 +202,44 @@ def training() -> str:
     return table(["tokens a step", *names, "commit"], rows)
 
 
+SCALING = records.FOLDER / "nvidia-h200" / "kernel_log" / "scale.jsonl"
+
+
+def scaling() -> str:
+    found = {(problem(row), row["devices"]): row for _, row in records.read_lines(SCALING)}
+    head = ["framework", "tokens", "pass", "layout", "GPUs", "ms", "efficiency", "exposed ms"]
+    head += ["slowest / mean", "GB a GPU", "commit"]
+    rows = []
+    for row in sorted(found.values(), key=lambda x: (*problem(x), x["devices"])):
+        cell = lambda name, form, row=row: (
+            MISSING if row.get(name) is None else format(row[name], form)
+        )
+        several = row["devices"] > 1
+        rows.append(
+            [
+                row["framework"],
+                length(row["S"]),
+                "forward" if row["mode"] == "forward" else "with backward",
+                row["layout"] if several else MISSING,
+                str(row["devices"]),
+                cell("ms", ".4g") if row["status"] == "ok" else row["status"],
+                cell("efficiency", ".1%") if several else MISSING,
+                cell("exposed_ms", ".1f") if several else MISSING,
+                cell("imbalance", ".2f") if several else MISSING,
+                MISSING if row["memory_mib"] is None else f"{row['memory_mib'] / 1024:.1f}",
+                row["commit"][:7],
+            ]
+        )
+    return table(head, rows)
+
+
 TABLES: Mapping[str, Callable[..., str]] = {
     "attention": attention,
     "branches": branches,
     "variants": variants,
     "counters": counters,
     "training": training,
+    "scaling": scaling,
     "seed_names": seed_names.markdown,
 }
 

@@ -14,6 +14,8 @@ import torch.utils.checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nsa_torch
+from bench.harness.scale_problem import Problem
+from bench.harness.scale_ranks import Measured
 from nsa_jax import context_layout as layouts
 from nsa_torch import Branches, NSAConfig, PoolParams, context, context_compress, context_ranks
 
@@ -278,6 +280,19 @@ def through_layer(mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
     return found
 
 
+def scaling(mesh: DeviceMesh) -> dict[str, dict]:
+    """Rows of `bench.scale`, and one where ranks do not add their gradients up."""
+    rows = {}
+    for mode in ("forward", "fwdbwd"):
+        sizes = {"S": 96, "H": HEADS, "Hkv": KV_HEADS, "D": WIDTH, "Dv": VALUE_WIDTH}
+        about = {"framework": "torch", "mode": mode, "layout": "zigzag", "dtype": "float32"}
+        problem = Problem(**about, **sizes, checked=96, config=CONFIG)
+        rows[mode] = Measured(problem, mesh, 2).row()
+    with changed(*MUTANTS["reduce-scatter"]):
+        rows["mutant"] = Measured(problem, mesh, 1).parity()
+    return rows
+
+
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -294,6 +309,7 @@ def main(rank: int, folder: Path) -> None:
             results[f"mutant {name}"] = several(MUTATED, mesh)
     results["layer"] = through_layer(mesh)
     results["heads"] = by_kv_head()
+    results["scale"] = scaling(mesh)
     results["nan"] = with_nan(mesh)
     results["errors"] = bad_input(mesh)
     if rank == 3:

@@ -98,6 +98,22 @@ def test_with_heads_on_other_ranks_and_a_checkpoint(several):
             assert apart(many, one) < TOLERANCE, name
 
 
+def test_scaling_is_measured_and_judged(several):
+    """`bench.scale` on ranks: the same row everywhere but for the time of the own work."""
+    for name in ("forward", "fwdbwd"):
+        rows = [found["scale"][name] for found in several[0]]
+        for row in rows:
+            assert row["status"] == "ok" and row["p20_ms"] <= row["ms"] <= row["p80_ms"]
+            assert row["compute_ms"] > 0 and row["transport_ms"] > 0 and row["imbalance"] >= 1
+            assert row["error_rms"] == rows[0]["error_rms"]
+            assert len(row["error_rms"]) == (5 if name == "fwdbwd" else 1)
+            assert max(row["error_rms"].values()) < 1e-6
+    for found in several[0]:
+        mutant = found["scale"]["mutant"]
+        assert mutant["status"] == "wrong"
+        assert "key" in mutant["reason"] and "query" not in mutant["reason"]
+
+
 def test_a_nan_reaches_the_queries_that_see_it(several):
     expected = worker.run(Case(96), worker.tensors(Case(96)))
     for found in several[0]:

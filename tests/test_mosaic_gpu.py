@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 from kernels_pallas.specs import scores, work_items
+from nsa_jax import ffi
 from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
@@ -343,3 +344,23 @@ def test_offsets_above_31_bits():
                 continue
             got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
             np.testing.assert_allclose(got, want, atol=4 * 2.0**-8 * abs(want).max())
+
+
+@pytest.mark.parametrize("segments", [None, (300, 1, 399, -77)], ids=["", "packed"])
+def test_a_custom_call_gives_the_bits_of_kernels_of_one_length(segments, monkeypatch):
+    p = problem(dataclasses.replace(CASES[6], B=2, segments=segments))
+
+    def found():
+        def both(*arrays):
+            options = {"config": MIDDLE, "segment_ids": p.segment_ids}
+            out, pull = jax.vjp(
+                lambda *x: nsa_jax.attention(*x, implementation="mosaic", **options), *arrays
+            )
+            return out, *pull(jnp.ones_like(out))
+
+        return call(both, *(getattr(p, name) for name in ARRAYS))
+
+    once = found()
+    monkeypatch.setattr(ffi, "serves", lambda kernel: False)
+    for x, y in zip(once, found(), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from bench.harness.process import ROOT
-from bench.lm import checkpoint, curves, log, loop, shards, spec, variants, watch
+from bench.lm import checkpoint, curves, log, loop, shards, spec, torch_learner, variants, watch
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from bench.lm.share import Share
@@ -262,6 +262,31 @@ def test_rows_of_all_ranks_are_the_batch():
             for number in range(accumulate):
                 micro = np.concatenate([rows[each[number]] for each in shares])
                 np.testing.assert_array_equal(micro, np.split(rows, accumulate)[number])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_captured_step_reads_new_rows(tmp_path, documents, monkeypatch):
+    """Of one document a row too, which have no packing; in place of a graph the function runs
+    again and writes its results where they were."""
+
+    def cuda_graph(call):
+        found = call()
+
+        def replay():
+            loss, grads = call()
+            torch._foreach_copy_([found[0], *found[1]], [loss, *grads])
+
+        return replay, found
+
+    monkeypatch.setattr(torch_learner.timing, "cuda_graph", cuda_graph)
+    found = []
+    for graph in (False, True):
+        kind = {"kind": Documents} if documents else {}
+        run = run_of(tmp_path, Ranks(), Parallel(), task("nsa", "float32"), **kind)
+        learner = variants.learner(run.variant, run.task, tmp_path)
+        learner.graph = graph
+        found.append([learner.step(run.batches.train(i), i)[0] for i in range(3)])
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.gpu

@@ -256,12 +256,16 @@ class Learner:
 
     def _replay(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """`_gradients`, captured when rows of their shapes first come."""
-        given, form = tree_flatten(rows)
+        leaves, form = tree_flatten(rows)
+        # A leaf of rows without documents is None, in some versions of torch.
+        given = [each for each in leaves if each is not None]
         shapes = tuple(each.shape for each in given)
         if shapes not in self.captured:
             static = [each.clone() for each in given]
+            following = iter(static)
+            inputs = [None if each is None else next(following) for each in leaves]
             replay, found = timing.cuda_graph(
-                lambda: self._gradients(tree_unflatten(static, form))
+                lambda: self._gradients(tree_unflatten(inputs, form))
             )
             self.captured[shapes] = replay, static, found
         replay, static, found = self.captured[shapes]

@@ -1,0 +1,90 @@
+"""What one sequence on R devices moves and takes: counts, and a prediction for more devices.
+
+    moved(R)    bytes that a device receives. Keys and values of each head are gathered once
+                forward and once more backward, in their own dtype; their gradients are summed
+                in float32 by a reduce-scatter:
+                    forward            (R - 1)/R * S Hkv (D + Dv) * itemsize
+                    forward + backward (R - 1)/R * S Hkv (D + Dv) * (2 itemsize + 4)
+    time(R)     = compute(1) / R * balance + exposed(R)
+    link(R)     = moved(R) / bandwidth
+    exposed(R)  = link(R) / Hkv + max(0, link(R) - compute(R)) * (Hkv - 1) / Hkv
+                nothing overlaps the transport of the first head; that of the others is hidden
+                behind the head before, as far as that takes as long
+
+`bandwidth` and `balance` are fitted to what was measured with several devices.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+FLOAT32 = 4
+
+
+def moved_bytes(row: dict[str, Any], devices: int, itemsize: int = 2) -> float:
+    """That a device receives in one call of the problem `row` on `devices`."""
+    columns = row["S"] * row["Hkv"] * (row["D"] + row["Dv"])
+    times = itemsize if row["mode"] == "forward" else 2 * itemsize + FLOAT32
+    return (devices - 1) / devices * columns * times
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Of one problem.
+
+    Attributes:
+      row: any measured row of it.
+      compute_ms: on one device.
+      balance: time of the slowest device over the mean one's.
+      bandwidth: bytes a second that a device receives.
+    """
+
+    row: dict[str, Any]
+    compute_ms: float
+    balance: float
+    bandwidth: float
+
+    @classmethod
+    def fitted(cls, rows: Sequence[dict[str, Any]]) -> "Model | None":
+        """From the rows of one problem; None without one device, or without several.
+
+        A row of several devices has `compute_ms`, of the slowest one, and `transport_ms`.
+        """
+        alone = [x for x in rows if x["devices"] == 1 and x["ms"]]
+        several = [x for x in rows if x["devices"] > 1 and x["ms"] and x["transport_ms"]]
+        if not alone or not several:
+            return None
+        last = max(several, key=lambda x: x["devices"])
+        compute = alone[-1]["ms"]
+        balance = last["compute_ms"] * last["devices"] / compute
+        seconds = last["transport_ms"] / 1e3
+        return cls(last, compute, balance, moved_bytes(last, last["devices"]) / seconds)
+
+    def ms(self, devices: int, bandwidth: float | None = None) -> float:
+        """Of one call; `bandwidth`: of other links than the measured ones."""
+        if devices == 1:
+            return self.compute_ms
+        compute = self.compute_ms / devices * self.balance
+        link = moved_bytes(self.row, devices) / (bandwidth or self.bandwidth) * 1e3
+        heads = self.row["Hkv"]
+        return compute + link / heads + max(0.0, link - compute) * (heads - 1) / heads
+
+
+def problem(row: dict[str, Any]) -> tuple:
+    """What rows of the same problem have in common."""
+    return tuple(
+        row[name] for name in ("framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv")
+    )
+
+
+def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(problem(row), []).append(row)
+    return found
+
+
+def efficiency(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> float | None:
+    """`time(1) / (R time(R))`; None where the problem has no time on one device."""
+    alone = [x["ms"] for x in rows if x["devices"] == 1 and x["ms"]]
+    return alone[-1] / (row["devices"] * row["ms"]) if alone and row["ms"] else None

@@ -1,0 +1,86 @@
+"""A sequence of `bench.scale`, as both frameworks take it, and how its results are judged."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from nsa_jax.config import NSAConfig
+from nsa_jax.context_layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One forward pass, or one forward and backward pass.
+
+    Attributes:
+      S: tokens of the whole sequence.
+      mode: `forward` or `fwdbwd`.
+      layout: `zigzag` or `contiguous`.
+      checked: longest sequence whose results are judged: one device has to hold it.
+    """
+
+    framework: str
+    mode: str
+    layout: Layout
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    checked: int
+    config: NSAConfig
+
+    @property
+    def judged(self) -> bool:
+        return self.S <= self.checked
+
+    @property
+    def gradient(self) -> bool:
+        return self.mode == "fwdbwd"
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of a token's query, key, value and gates."""
+        return [(self.H, self.D), (self.Hkv, self.D), (self.Hkv, self.Dv), (self.H, 3)]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The fields of a row."""
+        fields = dataclasses.asdict(self)
+        return {k: x for k, x in fields.items() if k != "checked"}
+
+
+RESULTS = ("out", "query", "key", "value", "gates")
+TIMES_ALONE, ROUNDINGS = 2, 4
+
+
+def judged(
+    problem: Problem, errors: Mapping[str, float], alone: Mapping[str, float]
+) -> dict[str, Any]:
+    """Fields of a row: whether several devices are as near to the oracle as one.
+
+    The rule: rms(several - oracle) <= 2 rms(one - oracle) + 4 eps rms(oracle), of each result.
+
+    Args:
+      errors, alone: by result, root mean square of the difference from a float32 oracle over
+        that of the oracle: of several devices, and of one.
+    """
+    floor = ROUNDINGS * float(ml_dtypes.finfo(problem.dtype).eps)
+    bad = {n: x for n, x in errors.items() if not x <= TIMES_ALONE * alone[n] + floor}
+    found = {"error_rms": dict(errors), "error_rms_of_one": dict(alone)}
+    if bad:
+        found |= {
+            "status": "wrong",
+            "reason": f"farther from the oracle than one device: {bad}",
+        }
+    return found
+
+
+def spread(ms: Sequence[float]) -> dict[str, float]:
+    """Fields of a row: median, 20th and 80th percentile."""
+    p20, median, p80 = np.percentile(ms, (20, 50, 80)).tolist()
+    return {"ms": median, "p20_ms": p20, "p80_ms": p80}

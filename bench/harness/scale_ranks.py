@@ -1,0 +1,204 @@
+"""One sequence over the processes that `torchrun` started, timed: what `bench.scale` measures in
+torch. Rank 0 prints a line of JSON a measurement.
+"""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import nsa_torch
+from bench.harness.scale_problem import RESULTS, Problem, judged, spread
+from nsa_torch import context, context_ranks
+
+
+def run(problems: list[Problem], samples: int) -> None:
+    """Measures every problem on all ranks."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (size,), mesh_dim_names=("context",))
+    try:
+        for problem in problems:
+            try:
+                found = Measured(problem, mesh, samples).row()
+            except torch.cuda.OutOfMemoryError as error:  # the same on every rank
+                found = {"status": "unsupported", "reason": str(error).split(".")[0]}
+            if rank == 0:
+                print(json.dumps(problem.about | {"devices": size} | found), flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+class Measured:
+    """A problem on this rank."""
+
+    def __init__(self, problem: Problem, mesh: DeviceMesh, samples: int):
+        self.problem, self.mesh, self.samples = problem, mesh, samples
+        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.cuda = mesh.device_type == "cuda"
+        self.place: dict[str, Any] = {}
+        if self.size > 1:
+            self.place = {"context_mesh": mesh, "context_layout": problem.layout}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The rank's own tokens. Random ones are drawn where they lie: the whole of a long
+        sequence fits on no device."""
+        tokens = self.problem.S // self.size
+        draw = torch.Generator(self.mesh.device_type).manual_seed(self.rank)
+        return [
+            torch.randn(
+                1,
+                tokens,
+                *shape,
+                generator=draw,
+                device=self.mesh.device_type,
+                dtype=getattr(torch, self.problem.dtype),
+            ).requires_grad_(self.problem.gradient)
+            for shape in self.problem.shapes
+        ]
+
+    def whole(self) -> list[torch.Tensor]:
+        """All tokens, the same on every rank."""
+        draw = torch.Generator("cpu").manual_seed(0)
+        dtype = getattr(torch, self.problem.dtype)
+        shapes = ((1, self.problem.S, *shape) for shape in self.problem.shapes)
+        drawn = (torch.randn(*shape, generator=draw).to(dtype) for shape in shapes)
+        return [x.to(self.mesh.device_type) for x in drawn]
+
+    def call(self, tensors, place) -> list[torch.Tensor]:
+        """The output, and where they are asked for the gradients for it as its own."""
+        options: dict[str, Any] = {"config": self.problem.config, **place}
+        if not self.problem.gradient:
+            with torch.no_grad():
+                return [nsa_torch.attention(*tensors, **options)]
+        out = nsa_torch.attention(*tensors, **options)
+        return [out, *torch.autograd.grad(out, tensors, out.detach())]
+
+    def row(self) -> dict[str, Any]:
+        tensors = self.tensors()
+        call = lambda: self.call(tensors, self.place)
+        call()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        ms, _ = self.timed(call)
+        found: dict[str, Any] = {"status": "ok"} | spread(ms)
+        found["memory_mib"] = None
+        if self.cuda:
+            peak = torch.cuda.max_memory_allocated() / 2**20
+            found["memory_mib"] = max(self.everyone(peak))
+        found |= {"compute_ms": found["ms"], "transport_ms": None, "imbalance": 1.0}
+        if self.size > 1:
+            with _without_transport():
+                slowest, own = self.timed(call)
+            found["compute_ms"] = statistics.median(slowest)
+            each = self.everyone(statistics.median(own))
+            found["imbalance"] = max(each) / statistics.mean(each)
+            found["transport_ms"] = statistics.median(self.timed(self.transport(tensors))[0])
+        del tensors, call
+        return found | self.parity()
+
+    def transport(self, tensors) -> Callable[[], None]:
+        """Moves what a call moves of keys and values, and computes nothing."""
+        _, key, value, _ = tensors
+        ranks = context_ranks.Ranks(self.mesh, key.device)
+        payload = torch.cat([key, value], dim=-1).detach()[0].transpose(0, 1).contiguous()
+        gradients = None
+        if self.problem.gradient:
+            gradients = payload.new_zeros(self.size, *payload.shape[1:], dtype=torch.float32)
+
+        def run():
+            for _ in range(2 if self.problem.gradient else 1):
+                for head in payload:
+                    ranks.gather(head, "keys and values")()
+            if gradients is not None:
+                for _ in payload:
+                    ranks.scatter_sum(gradients, "gradients")()
+
+        return run
+
+    def parity(self) -> dict[str, Any]:
+        """`judged` of all ranks' results, on a selection that is given: a block more or less is no
+        error of arithmetic."""
+        problem = self.problem
+        if self.size == 1 or not problem.judged:
+            return {"error_rms": None}
+        whole = self.whole()
+        compressed = nsa_torch.compress(whole[1], config=problem.config)
+        indices = nsa_torch.select_blocks(whole[0], compressed, config=problem.config)
+        wanting = lambda xs: [x.detach().requires_grad_(problem.gradient) for x in xs]
+        given = {"block_indices": indices}
+        oracle = self.call(
+            wanting(x.float() for x in whole), given | {"implementation": "sdpa"}
+        )
+        cut = lambda x: context.shard_sequence(x, self.mesh, context_layout=problem.layout)
+        expected = [cut(x) for x in oracle]
+        del oracle
+        alone = self.errors(map(cut, self.call(wanting(whole), given)), expected)
+        place = self.place | {"block_indices": cut(indices)}
+        found = self.errors(self.call(wanting(map(cut, whole)), place), expected)
+        return judged(problem, found, alone)
+
+    def errors(self, results, expected) -> dict[str, float]:
+        """Relative to the root mean square of what was expected, of all ranks together."""
+        pairs = [
+            ((x.float() - y).square().sum().item(), y.square().sum().item())
+            for x, y in zip(results, expected, strict=True)
+        ]
+        sums = [
+            list(map(sum, zip(*each, strict=True)))
+            for each in zip(*self.everyone(pairs), strict=True)
+        ]
+        return {n: (e / y) ** 0.5 for n, (e, y) in zip(RESULTS, sums, strict=False)}
+
+    def timed(self, call: Callable[[], Any]) -> tuple[list[float], list[float]]:
+        """Milliseconds: of the slowest rank, and of this one; ranks start together."""
+        slowest, own = [], []
+        call()
+        for _ in range(self.samples):
+            if self.cuda:
+                torch.cuda.synchronize()
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            if self.cuda:
+                torch.cuda.synchronize()
+            own.append((time.perf_counter() - start) * 1e3)
+        slowest = [max(each) for each in zip(*self.everyone(own), strict=True)]
+        return slowest, own
+
+    def everyone(self, x: Any) -> list[Any]:
+        """`x` of all ranks."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, x)
+        return found
+
+
+@contextlib.contextmanager
+def _without_transport() -> Iterator[None]:
+    """Within: what would come from other ranks is this rank's own, so that a call does all its
+    work and waits for no one. Its results are nonsense."""
+    kind = context_ranks.Ranks
+    before = kind.gather, kind.scatter_sum
+
+    def gather(self, x, what):
+        found = x.expand(self.size, *x.shape).contiguous()
+        return lambda: found
+
+    def scatter_sum(self, x, what):
+        found = x[self.rank].clone()
+        return lambda: found
+
+    kind.gather, kind.scatter_sum = gather, scatter_sum
+    try:
+        yield
+    finally:
+        kind.gather, kind.scatter_sum = before
