@@ -181,6 +181,6 @@ def test_bad_configurations():
     mixed = Branches(None, "sdpa", None)
     with pytest.raises(NotImplementedError, match="all branches by one implementation, got"):
         paged_layer.one_name(mixed)
-    assert continuous._one_name(Branches.each("sdpa")) == "sdpa"
+    assert paged_layer.one_name(Branches.each("sdpa")) == "sdpa"
     with pytest.raises(ValueError, match="attends from pages"):
         continuous.dense_attention(None, *[bounds] * 4)
