@@ -15,6 +15,7 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     continuous,
     continuous_batching_config,
+    paged_layer,
 )
 
 SIZES = dict(
@@ -179,7 +180,7 @@ def test_bad_configurations():
         )
     mixed = Branches(None, "sdpa", None)
     with pytest.raises(NotImplementedError, match="all branches by one implementation, got"):
-        continuous._one_name(mixed)
-    assert continuous._one_name(Branches.each("sdpa")) == "sdpa"
+        paged_layer.one_name(mixed)
+    assert paged_layer.one_name(Branches.each("sdpa")) == "sdpa"
     with pytest.raises(ValueError, match="attends from pages"):
         continuous.dense_attention(None, *[bounds] * 4)

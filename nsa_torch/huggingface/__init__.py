@@ -6,6 +6,8 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `NSAModelConfig`                      the sizes, and what makes each layer's function
   `NSAModel`, `NSAForCausalLM`          the decoder; with a head, a loss and `generate`
   `NSAModelCache`                       what `generate` keeps: `nsa_torch.NSACache` a layer
+  `NSAPagedModelCache`                  the same on pages, for steps of static shapes
+  `StepGraph`                           such a step as one CUDA graph
   `continuous_batching_config`          for `generate_batch`: pages that NSA can read
   `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
   `register_block_attention`            kernels for released models that choose key blocks, by
@@ -26,6 +28,8 @@ from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import continuous_batching_config
 from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
+from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.huggingface.step_graph import StepGraph
 from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
 
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "NSAModel",
     "NSAModelCache",
     "NSAModelConfig",
+    "NSAPagedModelCache",
+    "StepGraph",
     "continuous_batching_config",
     "from_safetensors",
     "register_block_attention",

@@ -41,7 +41,25 @@ class DenseCache:
         return dataclasses.replace(self, **tensors)
 
 
-class RowLayer(CacheLayerMixin):
+class ModelLayer(CacheLayerMixin):
+    """A layer's cache, to which the attention layers of an nsa model append."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a layer of this cache is made by the model's first call")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise NotImplementedError(
+            "tokens are appended by the attention layers of an nsa model, got a call of update"
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+
+class RowLayer(ModelLayer):
     """A layer's cache, whose rows have lengths of their own.
 
     Args:
@@ -49,9 +67,6 @@ class RowLayer(CacheLayerMixin):
 
     The state is an `NSACache` or a `DenseCache`, made by the first call.
     """
-
-    is_sliding = False
-    supports_early_init = False
 
     def __init__(self, limit: int | None):
         super().__init__()
@@ -74,20 +89,9 @@ class RowLayer(CacheLayerMixin):
             self.grow(_rounded(max(needed, 2 * self.state.capacity)))
         return self.state
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("a layer of this cache is made by the model's first call")
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        raise NotImplementedError(
-            "tokens are appended by the attention layers of an nsa model, got a call of update"
-        )
-
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
         return 0 if self.state is None else self.state.longest
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         return -1 if self.limit is None else self.limit
@@ -113,11 +117,7 @@ class RowLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` columns, in which no row has padding."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
-            raise ValueError(
-                f"tokens_to_remove must be in {-self.get_seq_length()}..0, minus the number of "
-                f"tokens to take back, got {tokens_to_remove}"
-            )
+        check_crop(tokens_to_remove, self.get_seq_length())
         if self.state is not None:
             self.take_back(-tokens_to_remove)
 
@@ -199,18 +199,20 @@ class NSAModelCache(Cache):
         `ValueError`. None: the cache starts with the prompt's and doubles where it is full.
     """
 
-    layers: list[Any]  # NSALayer or DenseLayer
+    layers: list[Any]
 
     def __init__(self, config: NSAModelConfig, capacity: int | None = None):
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
-        sizes = config.layer_spec.config
-        layers: list[Any] = [
-            NSALayer(capacity, sizes) if kind == "nsa" else DenseLayer(capacity)
-            for kind in config.layer_attention
-        ]
-        super().__init__(layers=layers)
+        kinds = config.layer_attention
+        super().__init__(layers=[self.make_layer(kind, config, capacity) for kind in kinds])
         self.ragged = False  # whether rows may have different lengths
+
+    def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:
+        """The cache of a layer of this kind, "nsa" or "dense"."""
+        if kind == "dense":
+            return DenseLayer(capacity)
+        return NSALayer(capacity, config.layer_spec.config)
 
     @property
     def lengths(self) -> Tensor | None:
@@ -227,9 +229,25 @@ class NSAModelCache(Cache):
     def is_initialized(self) -> bool:
         return self.lengths is not None
 
+    def begin(self, x: Tensor, count: Tensor | None) -> None:
+        """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`."""
+
+    def end(self, count: Tensor | None) -> None:
+        """After a call's last layer."""
+        self.ragged = self.ragged or count is not None
+
     def reset(self) -> None:
         super().reset()
         self.ragged = False
+
+
+def check_crop(tokens_to_remove: int, columns: int) -> None:
+    """Raises ValueError unless it is minus the number of some of the `columns`."""
+    if not -columns <= tokens_to_remove <= 0:
+        raise ValueError(
+            f"tokens_to_remove must be in {-columns}..0, minus the number of "
+            f"tokens to take back, got {tokens_to_remove}"
+        )
 
 
 def compute_dtype(x: Tensor, linear: torch.nn.Linear) -> torch.dtype:

@@ -22,11 +22,10 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from nsa_jax.types import Branches
 from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.paged_layer import attend_pages
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache, append
-from nsa_torch.paged_attend import paged_attention
+from nsa_torch.paged import PagedCache
 
 NAME = "paged|nsa"  # for set_attn_implementation: no mask of all tokens times all is made
 
@@ -136,26 +135,12 @@ class ContinuousBatch:
         """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
         if not isinstance(attention, NSAAttention):
             return attention(x, self.position, self.mask, **self.dense)
-        pages = self.pages(attention, index)
-        query, key, value, gates = attention.project(x, self.position)
-        key, value = (type(each)(*(x[0] for x in each)) for each in (key, value))
         # Rows of one token each are a decode step.
         starts = self.starts
         if self.max_seqlen_q == 1 and x.shape[1] == self.lengths.shape[0]:
             starts = None
-        at = self.page_table, self.lengths
-        params = attention.compress_params()
-        append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
-        out = paged_attention(
-            query[0],
-            gates[0],
-            pages,
-            *at,
-            starts,
-            max_seqlen_q=self.max_seqlen_q,
-            implementation=_one_name(attention.implementation),
-        )
-        return attention.out(out.flatten(1))[None]
+        at = self.page_table, self.lengths, starts, self.max_seqlen_q
+        return attend_pages(attention, x, self.position, self.pages(attention, index), *at)
 
     def pages(self, attention: NSAAttention, index: int) -> PagedCache:
         """Those of layer `index`, made at its first step."""
@@ -177,16 +162,6 @@ class ContinuousBatch:
             )
             found[index] = PagedCache.view(key, value, config=spec.config, separate=True)
         return found[index]
-
-
-def _one_name(implementation: str | Branches[str | None] | None) -> str | None:
-    """The implementation of all branches, which attention from pages runs at once."""
-    names = set(Branches.each(implementation))
-    if len(names) > 1:
-        raise NotImplementedError(
-            f"continuous batching runs all branches by one implementation, got {implementation}"
-        )
-    return names.pop()
 
 
 def _copy_all(cache: PagedAttentionCache, found: dict[int, PagedCache]) -> None:

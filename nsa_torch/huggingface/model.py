@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -24,6 +23,8 @@ from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import ContinuousBatch, check_version
+from nsa_torch.huggingface.generation import NSAGenerationMixin
+from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
 from nsa_torch.module import MLP, Gate, NSAAttention, apply_rope, reset_pool
 
@@ -226,8 +227,7 @@ class NSAModel(NSAPreTrainedModel):
         """Hidden states of `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden_size].
 
         Args:
-          attention_mask: `[B, columns of the cache + T]` of 0 and 1; a row may be padded on the
-            left or on the right.
+          attention_mask: as `rows.rows` says; a row may be padded on the left or on the right.
           position_ids: checked against the mask; without a mask, a single row whose positions
             start anew is a packed one.
           past_key_values: an `NSAModelCache`, to which the tokens are appended.
@@ -261,11 +261,13 @@ class NSAModel(NSAPreTrainedModel):
         where = rows(x.shape[0], x.shape[1], attention_mask, position_ids, cu_seq_lens_q, cache)
         if where.cu_seqlens is not None:
             cache = None
+        if cache is not None:
+            cache.begin(x, where.count)
         position, mask = self._dense_inputs(x, where, cache)
         for layer in self.layers:
             x = layer(x, where, position, mask, past_key_values=cache)
         if cache is not None:
-            cache.ragged = cache.ragged or where.count is not None
+            cache.end(where.count)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
 
     def _continuous(self, x, mask, position, cu_seq_lens_q, **paged):
@@ -290,6 +292,8 @@ class NSAModel(NSAPreTrainedModel):
         """Positions and mask of aligned rows; None where no layer is dense."""
         if "dense" not in self.config.layer_attention:
             return None, None
+        if isinstance(cache, NSAPagedModelCache):
+            return cache.dense_inputs(x.dtype)
         batch, length = x.shape[:2]
         packed, only = None, None
         position = torch.arange(length, device=x.device).expand(batch, length)
@@ -318,7 +322,7 @@ class NSAModel(NSAPreTrainedModel):
         return position, mask
 
 
-class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
+class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
     """The decoder with a head: logits `[B, T, vocab_size]`, a loss where labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -374,29 +378,6 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
-        """`cache_implementation`: None or "dynamic" grows; "static" has room for `max_length`."""
-        name, given = (
-            generation_config.cache_implementation,
-            model_kwargs.get("past_key_values"),
-        )
-        if given is not None and name is not None:
-            raise ValueError(
-                f"cache_implementation must be None where past_key_values is given, got {name!r}"
-            )
-        if given is not None or generation_config.use_cache is False:
-            return
-        if name not in (None, "dynamic", "static"):
-            raise ValueError(
-                f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
-            )
-        cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
-        if generation_config.is_assistant:
-            cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
 
 
 def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> None:

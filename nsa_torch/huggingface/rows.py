@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 
 
 class Rows(NamedTuple):
@@ -35,15 +36,16 @@ def rows(
     """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
     Args:
-      attention_mask: `[B, columns of the cache + T]` of 0 and 1.
+      attention_mask: `[B, columns of the cache + T]` of 0 and 1. A step, one token a row on
+        an `NSAPagedModelCache`, also takes `[B, 1]`: that of its own column.
       position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
         cache they may start anew in a single row, which is then a packed one.
       cu_seqlens: int `[sequences + 1]`, a packed row.
 
     Raises:
       ValueError: a row is padded in the middle or on both sides, mask, positions and cache
-        contradict each other. On a GPU it is known after the device has been waited for; in
-        a CUDA graph nothing is checked.
+        contradict each other. On a GPU it is known after the device has been waited for; a
+        step does not wait there, and only shapes are checked; in a CUDA graph nothing is.
     """
     if cu_seqlens is not None:
         if attention_mask is not None or cache is not None:
@@ -56,7 +58,9 @@ def rows(
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is None and position_ids is None:
         return Rows()
-    mask = attention_mask
+    mask, step = attention_mask, length == 1 and isinstance(cache, NSAPagedModelCache)
+    if step and mask is not None and tuple(mask.shape) == (batch, 1):
+        return Rows(count=(mask[:, 0] != 0).long())
     if mask is None:
         mask = torch.ones(batch, past + length, dtype=torch.bool)
         mask = mask if position_ids is None else mask.to(position_ids.device)
@@ -65,6 +69,8 @@ def rows(
             f"attention_mask must have shape {(batch, past + length)}, a number for each column "
             f"of the cache and of the input, got {tuple(mask.shape)}"
         )
+    if step and not free_to_read(mask):
+        return Rows(count=(mask[:, -1] != 0).long())
     wrong: list[tuple[Tensor, str | None]] = []  # of each row, [B], with what must hold
     if mask.dtype != torch.bool:
         wrong.append((((mask != 0) & (mask != 1)).any(dim=1), "hold 0 and 1 only"))
@@ -91,6 +97,11 @@ def rows(
     if any(bad):
         _refuse(wrong[bad.index(True)], mask)
     return Rows(first if shifted else None, count if short else None)
+
+
+def free_to_read(x: Tensor) -> bool:
+    """Whether the host reads numbers of `x` without waiting for a device."""
+    return x.device.type == "cpu"
 
 
 def _packed(position_ids: Tensor, length: int) -> Rows:

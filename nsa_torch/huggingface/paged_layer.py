@@ -1,0 +1,268 @@
+"""Layers on pages: what a layer of `NSAPagedModelCache` keeps, and attention from it."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_jax.types import Branches
+from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
+from nsa_torch.module import NSAAttention
+from nsa_torch.paged import PagedCache, append
+from nsa_torch.paged_attend import paged_attention
+
+
+class Call(NamedTuple):
+    """A model's call on `B` rows of `T` columns, the same for all layers."""
+
+    position: Tensor  # int64 [B, T], of each column's token in its row
+    after: Tensor  # int32 [B], tokens of each row after the call
+    lengths: Tensor  # int32 [B], the same; 0: the row has no token in a call of one column
+    page_table: Tensor  # int32 [B, M], of the pages that the call reads
+    reach: int  # tokens of a row that the call reads
+    starts: Tensor | None = None  # int32 [B + 1], where each row's tokens begin; None: T each
+    order: Tensor | None = None  # int64 [B * T], the rows' own tokens, then the padding
+
+
+class PagedRows:
+    """Which pages are whose, and how long each row is: row `b` has the pages `bM .. bM + M - 1`.
+
+    Args:
+      batch: rows.
+      capacity: columns of a row, padding included.
+      page: tokens of a page.
+
+    The tensors are made by the first call, on the device of its tokens.
+    """
+
+    def __init__(self, batch: int, capacity: int, page: int):
+        self.batch, self.capacity, self.page = batch, capacity, page
+        self.columns = 0  # seen, padding included
+        self.page_table: Tensor | None = None  # int32 [B, M]
+        self.lengths: Tensor | None = None  # int32 [B]
+        self.call: Call | None = None
+
+    @property
+    def pages_a_row(self) -> int:
+        return math.ceil(self.capacity / self.page)
+
+    def reserve(self, num_new: int) -> None:
+        """Raises ValueError where there is no room for `num_new` columns more."""
+        needed = self.columns + num_new
+        if needed > self.capacity:
+            raise ValueError(f"cache capacity is {self.capacity} tokens, got {needed}")
+
+    def begin(self, x: Tensor, count: Tensor | None) -> None:
+        """Describes a call with `x` [B, T, ...], of which row `b` has the first `count[b]`.
+
+        Up to `QUERIES` columns, shapes do not follow from the tokens that are there.
+        """
+        batch, T = x.shape[:2]
+        if batch != self.batch:
+            raise ValueError(
+                f"past_key_values must have a row for each of the {batch} rows of the input, "
+                f"got batch_size={self.batch}"
+            )
+        self.reserve(T)
+        if self.lengths is None or self.page_table is None:
+            self._allocate(x.device)
+        assert self.lengths is not None and self.page_table is not None
+        before, table, reach = self.lengths, self.page_table, self.capacity
+        if T > QUERIES:
+            reach = self.columns + T
+            table = table[:, : math.ceil(reach / self.page)].contiguous()
+        column = torch.arange(T, device=x.device)
+        position = before[:, None] + column
+        if count is None:
+            after = before + T
+            self.call = Call(position, after, after, table, reach)
+            return
+        after = before + count.to(before.dtype)
+        if T == 1:
+            lengths = torch.where(count > 0, after, 0)
+            self.call = Call(position, after, lengths, table, reach)
+            return
+        starts = torch.zeros(batch + 1, dtype=torch.int32, device=x.device)
+        starts[1:] = count.cumsum(dim=0)
+        padding = (column >= count[:, None]).flatten()
+        order = padding.to(torch.uint8).argsort(stable=True)
+        self.call = Call(position, after, after, table, reach, starts, order)
+
+    def end(self) -> None:
+        """Counts the tokens of the call."""
+        assert self.lengths is not None and self.call is not None
+        self.lengths.copy_(self.call.after)
+        self.columns += self.call.position.shape[1]
+        self.call = None
+
+    def _allocate(self, device: torch.device) -> None:
+        index = torch.arange(self.batch * self.pages_a_row, dtype=torch.int32, device=device)
+        self.page_table = index.view(self.batch, self.pages_a_row)
+        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
+
+    def select(self, rows: Tensor) -> None:
+        """Goes on with these rows alone."""
+        self.batch = rows.shape[0]
+        if self.lengths is not None:
+            lengths = self.lengths[rows]
+            self._allocate(lengths.device)
+            self.lengths = lengths
+
+
+class SharedRowsLayer(ModelLayer):
+    """A layer's cache, whose rows are as long as those of all other layers."""
+
+    def __init__(self, rows: PagedRows):
+        super().__init__()
+        self.rows = rows
+
+    def get_seq_length(self) -> int:
+        return self.rows.columns
+
+    def get_max_length(self) -> int:
+        return self.rows.capacity
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`[B, .., ...]` each, views of what the layer keeps; none before the first call."""
+        raise NotImplementedError
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        """Takes others of the names of `tensors`, for another number of rows."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Nothing that was written is read again."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` is; the tensors stay where they are."""
+        for x in self.tensors().values():
+            used = x[:, : self.used]
+            used.copy_(used.index_select(0, beam_idx.to(x.device)))
+
+    @property
+    def used(self) -> int:
+        """Entries of the second axis of `tensors` in which tokens may be."""
+        return self.rows.columns
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.replace({k: x[indices.to(x.device)] for k, x in self.tensors().items()})
+
+
+class PagedLayer(SharedRowsLayer):
+    """That of a layer with NSA: its pages."""
+
+    def __init__(self, rows: PagedRows):
+        super().__init__(rows)
+        self.pages: PagedCache | None = None
+
+    def attend(self, attention: NSAAttention, x: Tensor, count: Tensor | None) -> Tensor:
+        """`attention` of the columns `x` [B, T, dim] to all before."""
+        rows, call, spec = self.rows, self.rows.call, attention.spec
+        assert call is not None
+        if self.pages is None:
+            self.pages = PagedCache(
+                rows.batch * rows.pages_a_row,
+                *(spec.n_kv_groups, spec.d_k, spec.d_v),
+                config=spec.config,
+                dtype=compute_dtype(x, attention.W_Q),
+                device=x.device,
+                separate=True,
+            )
+        tokens, position = x.flatten(0, 1), call.position.flatten()
+        if call.order is not None:
+            tokens, position = tokens[call.order], position[call.order]
+        at = call.page_table, call.lengths, call.starts, x.shape[1]
+        y = attend_pages(attention, tokens[None], position[None], self.pages, *at)[0]
+        if call.order is not None:
+            y = torch.empty_like(y).index_copy_(0, call.order, y)
+        return y.view(x.shape)
+
+    @property
+    def used(self) -> int:
+        return math.ceil(self.rows.columns / self.rows.page)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {} if self.pages is None else self.pages.tensors()
+        return {k: x.unflatten(0, (self.rows.batch, -1)) for k, x in found.items()}
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in tensors.items():
+            setattr(self.pages, name, x.flatten(0, 1))
+
+
+class StaticDenseLayer(SharedRowsLayer):
+    """That of a layer with dense attention, which reads no pages: `[B, capacity, Hkv, .]`.
+
+    Behind a row's tokens stand zeros and what was taken back, which attention masks.
+    """
+
+    def __init__(self, rows: PagedRows):
+        super().__init__(rows)
+        self.kept: dict[str, Tensor] = {}
+
+    def append(self, key: Tensor, value: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Writes `[B, T, Hkv, .]`; returns the keys and values that the call reads."""
+        call, capacity = self.rows.call, self.rows.capacity
+        assert call is not None
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise NotImplementedError("a paged cache passes no gradient on: use no_grad")
+        row = torch.arange(key.shape[0], device=key.device)[:, None]
+        for name, x in (("key", key), ("value", value)):
+            if name not in self.kept:
+                self.kept[name] = x.new_zeros(x.shape[0], capacity, *x.shape[2:])
+            self.kept[name][row, call.position] = x
+        return self.kept["key"][:, : call.reach], self.kept["value"][:, : call.reach]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.kept
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        self.kept = tensors
+
+    def reset(self) -> None:
+        """What is masked must be a number."""
+        for x in self.kept.values():
+            x.zero_()
+
+
+def attend_pages(
+    attention: NSAAttention,
+    x: Tensor,
+    position: Tensor,
+    pages: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    max_seqlen_q: int,
+) -> Tensor:
+    """`attention` of new tokens `x` [1, N, dim] at `position` [1, N], appended to `pages`.
+
+    Args:
+      page_table .. max_seqlen_q: as of `paged_attention`.
+    """
+    query, key, value, gates = attention.project(x, position)
+    key, value = (type(each)(*(x[0] for x in each)) for each in (key, value))
+    at, params = (page_table, lengths), attention.compress_params()
+    append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
+    out = paged_attention(
+        query[0],
+        gates[0],
+        pages,
+        *at,
+        starts,
+        max_seqlen_q=max_seqlen_q,
+        implementation=one_name(attention.implementation),
+    )
+    return attention.out(out.flatten(1))[None]
+
+
+def one_name(implementation: str | Branches[str | None] | None) -> str | None:
+    """The implementation of all branches, which attention from pages runs at once."""
+    names = set(Branches.each(implementation))
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"attention from pages runs all branches by one implementation, got {implementation}"
+        )
+    return names.pop()

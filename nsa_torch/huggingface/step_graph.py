@@ -1,0 +1,126 @@
+"""`StepGraph`: a model's step on an `NSAPagedModelCache` as one CUDA graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.module import NSAAttention
+
+WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls alike
+
+
+class StepGraph:
+    """Steps of `model` on `cache`, one token a row: `graph(input_ids [B, 1]) -> [B, 1, vocab]`.
+
+    The first `WARMUP` calls run the model as it is. The next one captures a CUDA graph of all
+    layers, and each call from then on replays it: the host launches once, rows grow, are
+    taken back and begin anew. The logits lie where the next call writes its own.
+
+    A graph reads the weights where they were and runs what was chosen when it was captured.
+    After a change of either, make another one (`serves` knows).
+
+    Args:
+      model: an `NSAForCausalLM` on one CUDA device.
+
+    Raises:
+      ValueError: the model is elsewhere, or sharded.
+    """
+
+    def __init__(self, model: Any, cache: NSAPagedModelCache):
+        if reason := why_not(model):
+            raise ValueError(f"model {reason}")
+        self.model, self.cache, self.seen = model, cache, 0
+        self.settings = _settings(model)
+        shape = cache.batch_size, 1
+        self.input_ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self.mask = torch.ones_like(self.input_ids)
+        self.lengths: Tensor | None = None  # the cache's, when the graph was captured
+        self.replay: Callable[[], None] | None = None
+        self.logits: Tensor | None = None
+
+    def serves(self, model: Any) -> bool:
+        """Whether a step of `model` is what this graph runs."""
+        whole = self.input_ids.shape[0] == self.cache.batch_size
+        return whole and model is self.model and _settings(model) == self.settings
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits `[B, 1, vocab]` of one more token of each row.
+
+        Args:
+          input_ids: int64 `[B, 1]`.
+          attention_mask: `[B, any]`, whose last column says which rows have the token; None:
+            all. Neither is checked, so that nothing waits for the device.
+
+        Raises:
+          ValueError: another number of rows or tokens, or the cache is full.
+        """
+        if input_ids.shape != self.input_ids.shape:
+            raise ValueError(
+                f"input_ids must have shape {tuple(self.input_ids.shape)}, "
+                f"got {tuple(input_ids.shape)}"
+            )
+        rows = self.cache.rows
+        rows.reserve(1)
+        self.input_ids.copy_(input_ids)
+        if attention_mask is None:
+            self.mask.fill_(1)
+        else:
+            self.mask.copy_(attention_mask[:, -1:])
+        self.seen += 1
+        if self.seen <= WARMUP:
+            return self._step()
+        if self.replay is None or self.lengths is not rows.lengths:
+            columns, self.lengths = rows.columns, rows.lengths
+            self.replay, self.logits = capture(self._step, self.input_ids.device)
+            rows.columns = columns  # nothing ran yet
+        self.replay()
+        rows.columns += 1
+        assert self.logits is not None
+        return self.logits
+
+    def _step(self) -> Tensor:
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.mask}
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+
+
+def why_not(model: Any) -> str | None:
+    """Why a step of `model` cannot be a CUDA graph, or None."""
+    if any(isinstance(x, DTensor) for x in model.parameters()):
+        return "must hold whole weights, got DTensors"
+    devices = {x.device for x in model.parameters()}
+    if len(devices) > 1 or next(iter(devices)).type != "cuda":
+        return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def capture(
+    call: Callable[[], Tensor], device: torch.device
+) -> tuple[Callable[[], None], Tensor]:
+    """`call`, captured: what replays its kernels, and where they write its result.
+
+    Raises:
+      RuntimeError: `call` waits for the device.
+    """
+    graph, casts = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+    # Weights that autocast has cast are freed when it ends: the graph casts its own.
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            found = call()
+    finally:
+        torch.set_autocast_cache_enabled(casts)
+    return graph.replay, found
+
+
+def _settings(model: Any) -> tuple[Any, ...]:
+    """Where the weights lie, and what decides which kernels run."""
+    device = model.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    chosen = [x.implementation for x in model.modules() if isinstance(x, NSAAttention)]
+    addresses = [x.data_ptr() for x in model.parameters()]
+    return autocast, model.config._attn_implementation, *chosen, *addresses
