@@ -8,7 +8,9 @@ Each number of devices is a run of its own: in torch one process a GPU (`torchru
 without a GPU), in JAX one process. A row of JSON each in `--out`:
 
   ms            of the slowest device, all begin together: median, p20, p80
-  efficiency    ms on one device / (devices * ms)
+  efficiency    ms on one device / (devices * ms), of the same length
+  tokens_s_device  tokens a second a device: what `--weak` compares, where each device has as
+                many tokens; the work of a token grows with the length all the same
   compute_ms    the same call where what others would send is the device's own: all its work, and
                 no transport (torch)
   exposed_ms    ms - compute_ms: transport that nothing hides
@@ -36,6 +38,7 @@ from absl import app, flags
 
 from bench.harness import cli, command, exit_status, heartbeat, records, scale_model
 from bench.harness.scale_problem import Problem
+from nsa_jax import context_layout
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 
@@ -53,6 +56,7 @@ WIDTH = flags.DEFINE_integer("dk", 128, "Columns of queries and keys.", lower_bo
 VALUE_WIDTH = flags.DEFINE_integer("dv", 128, "Columns of values.", lower_bound=1, **at)
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Precision.", **at)
+WEAK = flags.DEFINE_bool("weak", False, "--lengths are tokens a device, not of all.", **at)
 SAMPLES = flags.DEFINE_integer("samples", 10, "Of a row.", lower_bound=1, **at)
 CHECKED = flags.DEFINE_integer("checked", 32768, "Longest sequence that is judged.", **at)
 SECONDS = flags.DEFINE_float("timeout_s", 600.0, "Of one number of devices.", **at)
@@ -64,8 +68,10 @@ COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git
 WORKER = flags.DEFINE_string("worker", None, "Problems in JSON; what a run is given.", **at)
 
 
-def problems() -> list[Problem]:
+def problems(size: int) -> list[Problem]:
+    """For a number of devices."""
     lengths = command.integers("lengths", LENGTHS.value, ())
+    lengths = [length * size if WEAK.value else length for length in lengths]
     return [
         Problem(
             framework=FRAMEWORK.value,
@@ -86,16 +92,15 @@ def problems() -> list[Problem]:
     ]
 
 
-def check(found: Iterable[Problem], devices: Sequence[int]) -> None:
+def check(found: Iterable[Problem], size: int) -> None:
     """Raises ValueError for lengths that the devices cannot share in whole chunks."""
     for problem in found:
-        for size in devices:
-            chunks = size * (2 if problem.layout == "zigzag" else 1)
-            if problem.S % chunks:
-                raise ValueError(
-                    f"lengths must be multiples of {chunks} for {size} devices, {problem.layout}, "
-                    f"got {problem.S}"
-                )
+        chunks = size * context_layout.chunks_a_rank(problem.layout)
+        if problem.S % chunks:
+            raise ValueError(
+                f"lengths must be multiples of {chunks} for {size} devices, {problem.layout}, "
+                f"got {problem.S}"
+            )
     if HEADS.value % KV_HEADS.value:
         raise ValueError(
             f"heads must be a multiple of kv_heads, got {HEADS.value} and {KV_HEADS.value}"
@@ -134,7 +139,15 @@ def line(row: dict[str, Any]) -> str:
     name = f"{row['framework']} {row['mode']} {row['S']} tokens, {row['devices']} devices"
     if row["status"] != "ok":
         name += f" {row['status']}: {row['reason']}"
-    cells = ("ms", "efficiency", "compute_ms", "exposed_ms", "imbalance", "memory_mib")
+    cells = (
+        "ms",
+        "tokens_s_device",
+        "efficiency",
+        "compute_ms",
+        "exposed_ms",
+        "imbalance",
+        "memory_mib",
+    )
     shown = (f"{cell} {row[cell]:.4g}" for cell in cells if row.get(cell) is not None)
     return f"{name}  {'  '.join(shown)}"
 
@@ -185,8 +198,9 @@ def main(argv: Sequence[str]) -> int:
         if not RECORDS.value:
             raise app.UsageError("--predict needs --records")
         return predict(RECORDS.value)
-    devices, found = command.integers("devices", DEVICES.value, ()), problems()
-    check(found, devices)
+    devices = sorted(command.integers("devices", DEVICES.value, ()))
+    for size in devices:
+        check(problems(size), size)
     import torch
 
     name = "cpu"
@@ -196,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
             raise NotImplementedError(f"{max(devices)} GPUs are needed, got {there}")
     about = {"device": name, "time": records.utc_now()} | records.environment(COMMIT.value)
     rows, broken = list[dict[str, Any]](), False
-    for size in sorted(devices):
+    for size in devices:
+        found = problems(size)
         some, reason = measured(found, size)
         for row in some:
             rows.append(row)
@@ -205,6 +220,7 @@ def main(argv: Sequence[str]) -> int:
                 row["efficiency"] = scale_model.efficiency(
                     row, [x for x in alike if x.get("ms")]
                 )
+                row["tokens_s_device"] = row["S"] / row["ms"] / size * 1e3
                 row["moved_mib"] = scale_model.moved_bytes(row, size) / 2**20
                 if row["compute_ms"] is not None:
                     row["exposed_ms"] = row["ms"] - row["compute_ms"]

@@ -85,6 +85,13 @@ def test_lengths_that_devices_cannot_share_are_refused(flags_of):
         scale.main([])
 
 
+def test_weak_scaling_has_as_many_tokens_a_device(flags_of):
+    flags_of("--lengths=1024,2048", "--mode=forward", "--weak")
+    assert [x.S for x in scale.problems(4)] == [4096, 8192]
+    flags_of("--lengths=1024,2048", "--mode=forward")
+    assert [x.S for x in scale.problems(4)] == [1024, 2048]
+
+
 @pytest.mark.parametrize(
     ("rows", "reason", "status"),
     [
@@ -105,6 +112,7 @@ def test_how_it_ends(rows, reason, status, flags_of, monkeypatch, tmp_path, caps
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["devices"] for line in lines] == [x["devices"] for x in rows]
     if status == exit_status.OK:
+        assert lines[1]["tokens_s_device"] == 1024 / 5.0 / 2 * 1e3
         assert lines[1]["efficiency"] == 0.8 and lines[1]["exposed_ms"] == 0
         flags_of("--predict=8", f"--records={out}")
         assert scale.main([]) == exit_status.NOT_MEASURED  # no row has its transport
