@@ -121,7 +121,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # Where JAX only makes inputs and oracles, it gives back what it does not use.
     alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FRAMEWORK.value == "torch" else {}
-    statuses, done = [], []
+    statuses = []
     with contextlib.ExitStack() as ends:
         children = {}
         for length in sorted(lengths, reverse=True):  # the longest has the most to do
@@ -138,10 +138,10 @@ def side_by_side(lengths: Sequence[int]) -> int:
             print(f"{length} tokens: exit status {status}\n\n{printed}", flush=True)
             statuses.append(status)
             made = folder / str(length) / "compare.jsonl"
-            done += records.read(made) if made.exists() else []
-    records.append(lines, done)
+            done = records.read(made) if made.exists() else []
+            records.append(lines, done)  # at once: the next length may be ended from outside
+            _save(done)
     print(f"written to {folder}")
-    _save(done)
     return max(exit_status.WRONG if status < 0 else status for status in statuses)
 
 

@@ -34,7 +34,7 @@ TESTS: dict[str, tuple[str, Callable[[Record], bool] | None]] = {
         "fa2",
         lambda r: r.implementation == "fa2" and r.extra.get("path") == "varlen",
     ),
-    "Gradients": ("compare_fwdbwd", lambda r: r.branch == "all"),
+    "Gradients": ("lengths", lambda r: r.branch == "all" and r.mode == "fwdbwd"),
     "Training step": ("train", None),
     "Test suite": ("tests", None),
 }

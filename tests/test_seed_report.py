@@ -26,7 +26,7 @@ def folder(tmp_path):
     step = {"status": "ok", "seconds": 12.3, "reason": "", "files": []}
     steps = [step | {"name": name} for name in ("fa2", "triton", "train")]
     steps += [step | {"name": "tests", "status": "failed", "reason": "exit status 1"}]
-    steps += [step | {"name": "compare_fwdbwd", "status": "skipped", "reason": "the budget"}]
+    steps += [step | {"name": "lengths", "status": "skipped", "reason": "the budget"}]
     versions = {"torch": "2.11.0", "cuda": "13.0", "triton": "3.6.0", "driver": None}
     about = {"device": GPU, "commit": "c0ffee", "versions": versions, "steps": steps}
     (tmp_path / "summary.json").write_text(json.dumps(about))

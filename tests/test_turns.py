@@ -103,6 +103,25 @@ def test_several_lengths(tmp_path, monkeypatch, capsys, lengths, status):
     assert f"the table of {low}" in printed and f"{low} tokens: exit status 0" in printed
 
 
+def test_rows_of_a_length_are_kept_at_once(tmp_path, monkeypatch):
+    """Whatever ends the run later."""
+
+    class Interrupted(Pretended):
+        def take_turn(self):
+            if self.length == 1024:
+                raise KeyboardInterrupt
+            return super().take_turn()
+
+    monkeypatch.setattr(turns, "Child", Interrupted)
+    argv = ["compare", "--seq_len=512,1024", f"--out={tmp_path / 'out'}", "--framework=torch"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with flagsaver.flagsaver():
+        compare.flags.FLAGS(argv)
+        with pytest.raises(KeyboardInterrupt):
+            compare.main(argv)
+    assert [r.S for r in records.read(tmp_path / "out" / "compare.jsonl")] == [512]
+
+
 def test_what_a_child_is_asked(tmp_path, monkeypatch):
     """The flags of the run, and its own in their place; JAX gives back memory beside torch."""
     asked = []
