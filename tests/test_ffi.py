@@ -2,6 +2,8 @@
 
 import ctypes
 import json
+import shutil
+import subprocess
 import threading
 
 import jax
@@ -213,3 +215,78 @@ def test_prepare_counts_kernels_of_all_lengths_once(monkeypatch):
     monkeypatch.setattr(warm_up.jax_problem, "capability", lambda: (8, 0))
     with pytest.raises(NotImplementedError, match=r"got \(8, 0\)"):
         warm_up.prepare(**given)
+
+
+# What a C compiler makes of XLA's header, and where `xla_call` looks for the same.
+OFFSETS = {
+    "CallFrame": {
+        "api": "api",
+        "ctx": "context",
+        "args.size": "inputs_size",
+        "args.args": "inputs_buffers",
+        "rets.size": "outputs_size",
+        "rets.rets": "outputs_buffers",
+        "attrs.size": "attributes_size",
+        "attrs.types": "attributes_types",
+        "attrs.attrs": "attributes_values",
+        "extension_start": "extension",
+    },
+    "Api": {
+        "XLA_FFI_Error_Create": "error_create",
+        "XLA_FFI_Error_Destroy": "error_destroy",
+        "XLA_FFI_Stream_Get": "stream_get",
+        "XLA_FFI_DeviceOrdinal_Get": "device_ordinal_get",
+    },
+    "Buffer": {"data": "data"},
+    "ByteSpan": {"ptr": "start", "len": "size"},
+    "Scalar": {"value": "value"},
+    "Metadata": {
+        "api_version.major_version": "version_major",
+        "api_version.minor_version": "version_minor",
+        "traits": "traits",
+    },
+    "Metadata_Extension": {"extension_base.type": "type", "metadata": "metadata"},
+    "Error_Create_Args": {"message": "message", "errc": "code"},
+    "Error_Destroy_Args": {"error": "error"},
+    "Stream_Get_Args": {"ctx": "context", "stream": "found"},
+    "DeviceOrdinal_Get_Args": {"ctx": "context", "device_ordinal": "found"},
+}
+STRUCTURES = {
+    "CallFrame": xla_call._CallFrame,
+    "Api": xla_call._Api,
+    "Buffer": xla_call._Buffer,
+    "ByteSpan": xla_call._Bytes,
+    "Scalar": xla_call._Scalar,
+    "Metadata": xla_call._Metadata,
+    "Metadata_Extension": xla_call._Extension,
+    "Error_Create_Args": xla_call._Error,
+    "Error_Destroy_Args": xla_call._Destroyed,
+    "Stream_Get_Args": xla_call._Asked,
+    "DeviceOrdinal_Get_Args": xla_call._Asked,
+}
+NUMBERS = {
+    "XLA_FFI_API_MAJOR": xla_call.VERSION[0],
+    "XLA_FFI_API_MINOR": xla_call.VERSION[1],
+    "XLA_FFI_Extension_Metadata": xla_call.METADATA,
+    "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE": xla_call.CAN_BE_CAPTURED,
+    "XLA_FFI_Error_Code_INTERNAL": xla_call.INTERNAL,
+    "XLA_FFI_AttrType_SCALAR": xla_call.SCALAR,
+    "XLA_FFI_AttrType_STRING": xla_call.STRING,
+}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_structures_are_those_of_the_header(tmp_path):
+    fields = [(kind, theirs) for kind, names in OFFSETS.items() for theirs in names]
+    numbers = [f"offsetof(XLA_FFI_{kind}, {theirs})" for kind, theirs in fields]
+    prints = "".join(f'printf("%zu\\n", (size_t){x});' for x in [*numbers, *NUMBERS])
+    source = tmp_path / "offsets.c"
+    source.write_text(
+        '#include <stdio.h>\n#include "xla/ffi/api/c_api.h"\nint main(void) {' + prints + "}"
+    )
+    program = tmp_path / "offsets"
+    include = f"-I{jax.ffi.include_dir()}"
+    subprocess.run(["cc", "-w", include, str(source), "-o", str(program)], check=True)
+    found = subprocess.run([program], stdout=subprocess.PIPE, check=True).stdout.split()
+    ours = [getattr(STRUCTURES[k], OFFSETS[k][theirs]).offset for k, theirs in fields]
+    assert [int(x) for x in found] == [*ours, *NUMBERS.values()]
