@@ -1,8 +1,8 @@
 """Context parallelism: one sequence over the devices of a mesh axis, inside `jax.shard_map`.
 
 Each device has the queries, keys and values of its own tokens (`context_layout.py`). Keys and
-values are gathered one key/value head at a time, by `lax.all_gather`; the next head does not wait
-for this one, so that XLA may overlap them. A chunk of queries is then a call like any other, whose
+values are gathered some key/value heads at a time (`head_groups`), by `lax.all_gather`; the next
+ones do not wait for these, so that XLA may overlap them. A chunk of queries is then a call like any other, whose
 queries are the last of the first `kv_len` keys, a traced number, so that all devices run the same
 program. Gathered keys and values are no residuals: the backward pass gathers them again. The
 gradients are summed over the devices in float32, by `lax.psum_scatter`.
@@ -287,7 +287,7 @@ def attention(
     separate = key.sliding is not key.selected or value.sliding is not value.selected
     options = dict(config=config, segment_ids=segment_ids, scale=scale)
 
-    def one_head(query, gates, compressed, keys_values, indices):
+    def some_heads(query, gates, compressed, keys_values, indices):
         whole = [shard.gather(x) for x in keys_values]
         own_key, own_value = whole[2:] or whole[:2]
         parts = [
@@ -307,20 +307,21 @@ def attention(
         return jnp.concatenate(parts, axis=1)
 
     kept = checkpoint_policies.save_only_these_names(RESIDUAL)
-    one_head = jax.checkpoint(one_head, policy=None if recompute else kept)
+    some_heads = jax.checkpoint(some_heads, policy=None if recompute else kept)
     tensors = [key.selected, value.selected]
     tensors += [key.sliding, value.sliding] if separate else []
     group = query.shape[2] // key.selected.shape[2]
     outputs = []
-    for head in range(key.selected.shape[2]):
-        heads, one = slice(head * group, (head + 1) * group), slice(head, head + 1)
+    columns = sum(x.shape[0] * x.shape[-1] * x.dtype.itemsize for x in tensors)
+    for some in layouts.head_groups(key.selected.shape[2], shard.length * columns):
+        heads = slice(some.start * group, some.stop * group)
         outputs.append(
-            one_head(
+            some_heads(
                 query[:, :, heads],
                 Branches(*(gate[:, :, heads] for gate in gates)),
-                tuple(x[:, :, one] for x in compressed),
-                [x[:, :, one] for x in tensors],
-                None if block_indices is None else block_indices[:, :, one],
+                tuple(x[:, :, some] for x in compressed),
+                [x[:, :, some] for x in tensors],
+                None if block_indices is None else block_indices[:, :, some],
             )
         )
     return jnp.concatenate(outputs, axis=2)

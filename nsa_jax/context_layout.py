@@ -13,6 +13,10 @@ from typing import Literal, get_args
 
 type Layout = Literal["zigzag", "contiguous"]
 
+# Of keys and values that are gathered at once. One head at a time hides the transport of the next
+# behind its own work; where that work is short, its launches cost more than transport.
+UNIT_BYTES = 2**26
+
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
 
 
@@ -56,3 +60,14 @@ def padded_length(length: int, size: int, layout: str) -> int:
     """The shortest length of at least `length` that `size` ranks share in equal chunks."""
     chunks = size * chunks_a_rank(layout)
     return -(-length // chunks) * chunks
+
+
+def head_groups(kv_heads: int, head_bytes: int) -> list[slice]:
+    """Key/value heads that are gathered and attended to together, in equal groups.
+
+    Args:
+      head_bytes: keys and values of a head, of the whole sequence.
+    """
+    sizes = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    count = max(n for n in sizes if n == 1 or n * head_bytes <= UNIT_BYTES)
+    return [slice(first, first + count) for first in range(0, kv_heads, count)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from nsa_jax import context_layout as layouts
 from nsa_jax.types import Branches
 from nsa_torch import functional, operators
 from nsa_torch.chunks import wide
@@ -53,43 +54,51 @@ class Call:
         query, k_cmp, v_cmp, *rest = tensors
         return Given(query, (k_cmp, v_cmp), Branches(*rest[:3]), tuple(rest[4:]), rest[3])
 
-    def units(self, given: Given) -> Iterator[tuple[int, int, Callable[[], list[Tensor]]]]:
-        """Batch row, key/value head, and what waits for its keys and values `[1, S, 1, .]`.
+    def units(self, given: Given) -> "Iterator[tuple[Unit, Callable[[], list[Tensor]]]]":
+        """A batch row with some key/value heads (`context_layout.head_groups`), and what waits for
+        their keys and values `[1, S, h, .]`.
 
         The gather of the next unit starts before this one is handed out.
         """
         batch, _, kv_heads = given.keys_values[0].shape[:3]
         widths = [x.shape[-1] for x in given.keys_values]
-        payload = torch.cat(given.keys_values, dim=-1).transpose(1, 2).flatten(0, 1)
-        start = lambda unit: self.ranks.gather(payload[unit], "keys and values")
-        following = start(0)
-        for unit in range(batch * kv_heads):
+        payload = torch.cat(given.keys_values, dim=-1)
+        head_bytes = self.shards.length * payload.shape[-1] * payload.element_size()
+        groups = layouts.head_groups(kv_heads, head_bytes)
+        units = [Unit(row, heads) for row in range(batch) for heads in groups]
+
+        def start(unit):
+            return self.ranks.gather(payload[unit.row, :, unit.heads], "keys and values")
+
+        following = start(units[0])
+        for i, unit in enumerate(units):
             wait = following
-            if unit + 1 < batch * kv_heads:
-                following = start(unit + 1)
-            yield *divmod(unit, kv_heads), lambda wait=wait: self._whole(wait(), widths)
+            if i + 1 < len(units):
+                following = start(units[i + 1])
+            yield unit, lambda wait=wait: self._whole(wait(), widths)
 
     def _whole(self, gathered, widths) -> list[Tensor]:
-        """`[R, T, W]` as one contiguous tensor each."""
+        """`[R, T, h, W]` as one contiguous tensor each."""
         columns = gathered.split(widths, dim=-1)
-        return [self.shards.in_order(x)[None, :, None] for x in columns]
+        return [self.shards.in_order(x)[None] for x in columns]
 
-    def leaves(self, given: Given, row: int, head: int, tokens, end, whole) -> list[Tensor]:
-        """The tensors of a chunk's call with one key/value head, `B = 1`, contiguous."""
+    def query_heads(self, given: Given, unit: "Unit") -> slice:
         group = given.query.shape[2] // given.keys_values[0].shape[2]
-        heads, row_only = slice(head * group, (head + 1) * group), slice(row, row + 1)
+        return slice(unit.heads.start * group, unit.heads.stop * group)
+
+    def leaves(self, given: Given, unit: "Unit", tokens, end, whole) -> list[Tensor]:
+        """The tensors of a chunk's call with the heads of a unit, `B = 1`, contiguous."""
+        heads, row_only = self.query_heads(given, unit), slice(unit.row, unit.row + 1)
         count = self.options["config"].num_compressed(end)
         own = (x[row_only, tokens, heads].contiguous() for x in (given.query, *given.gates))
-        compressed = (
-            x[row_only, :count, head : head + 1].contiguous() for x in given.compressed
-        )
+        compressed = (x[row_only, :count, unit.heads].contiguous() for x in given.compressed)
         return [*own, *compressed, *(x[:, :end] for x in whole)]
 
-    def local(self, given: Given, row: int, head: int, tokens):
-        """The function of `leaves` that gives the chunk's output `[1, T, G, Dv]`."""
+    def local(self, given: Given, unit: "Unit", tokens):
+        """The function of `leaves` that gives the chunk's output `[1, T, h G, Dv]`."""
         indices = given.block_indices
         if indices is not None:
-            indices = indices[row : row + 1, tokens, head : head + 1].contiguous()
+            indices = indices[unit.row : unit.row + 1, tokens, unit.heads].contiguous()
 
         def run(query, gate_c, gate_s, gate_w, k_cmp, v_cmp, key, value, *sliding):
             own_key, own_value = sliding or (key, value)
@@ -105,6 +114,13 @@ class Call:
             )
 
         return run
+
+
+class Unit(NamedTuple):
+    """What is gathered and attended to at once."""
+
+    row: int
+    heads: slice  # key/value heads
 
 
 class LocalGraph:
@@ -175,18 +191,17 @@ class _Attention(torch.autograd.Function):
         kept, graphs = list[Tensor](), list[LocalGraph]()
         width = given.keys_values[1].shape[-1]
         out = given.query.new_empty(*given.query.shape[:3], width)
-        for row, head, wait in call.units(given):
-            whole = wait()
-            group = given.query.shape[2] // given.keys_values[0].shape[2]
+        for unit, wait in call.units(given):
+            whole, heads = wait(), call.query_heads(given, unit)
             for tokens, end in call.shards.calls:
-                leaves = call.leaves(given, row, head, tokens, end, whole)
-                function = call.local(given, row, head, tokens)
+                leaves = call.leaves(given, unit, tokens, end, whole)
+                function = call.local(given, unit, tokens)
                 if keep and not call.recompute:
                     graphs.append(LocalGraph(function, leaves, kept))
                     part = graphs[-1].results.pop()
                 else:
                     part = function(*leaves)
-                out[row, tokens, head * group : (head + 1) * group] = part[0]
+                out[unit.row, tokens, heads] = part[0]
         if keep:
             ctx.save_for_backward(*tensors, *kept)
             ctx.call, ctx.graphs, ctx.count = call, graphs, len(tensors)
@@ -201,19 +216,19 @@ class _Attention(torch.autograd.Function):
         grad_query, grad_gates = torch.empty_like(query), [torch.empty_like(x) for x in gates]
         dtype = wide(query.dtype)
         grad_compressed = [torch.zeros_like(x, dtype=dtype) for x in (k_cmp, v_cmp)]
-        group = query.shape[2] // keys_values[0].shape[2]
         widths = [x.shape[-1] for x in keys_values]
         graphs, sums = iter(ctx.graphs), []
         with torch.autocast(query.device.type, enabled=False):
-            for row, head, wait in call.units(given):
-                whole, heads = wait(), slice(head * group, (head + 1) * group)
-                total = query.new_zeros(call.shards.length, sum(widths), dtype=dtype)
+            for unit, wait in call.units(given):
+                whole, heads, row = wait(), call.query_heads(given, unit), unit.row
+                count = unit.heads.stop - unit.heads.start
+                total = query.new_zeros(call.shards.length, count, sum(widths), dtype=dtype)
                 columns = total.split(widths, dim=-1)
                 for tokens, end in call.shards.calls:
-                    leaves = call.leaves(given, row, head, tokens, end, whole)
+                    leaves = call.leaves(given, unit, tokens, end, whole)
                     if call.recompute:
                         again: list[Tensor] = []
-                        graph = LocalGraph(call.local(given, row, head, tokens), leaves, again)
+                        graph = LocalGraph(call.local(given, unit, tokens), leaves, again)
                         graph.results.clear()
                     else:
                         graph, again = next(graphs), kept
@@ -224,16 +239,18 @@ class _Attention(torch.autograd.Function):
                         target[row, tokens, heads] = 0 if grad is None else grad[0]
                     for target, grad in zip(grad_compressed, grads[4:6], strict=True):
                         if grad is not None:
-                            target[row, : grad.shape[1], head] += grad[0, :, 0]
+                            target[row, : grad.shape[1], unit.heads] += grad[0]
                     for target, grad in zip(columns, grads[6:], strict=True):
                         if grad is not None:
-                            target[:end] += grad[0, :, 0]
+                            target[:end] += grad[0]
                 shares = call.shards.by_rank(total)
                 sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
         ctx.graphs = []
-        batch, _, kv_heads = keys_values[0].shape[:3]
-        found = torch.stack([wait() for wait in sums]).unflatten(0, (batch, kv_heads))
-        parts = found.transpose(1, 2).split(widths, dim=-1)
+        batch = keys_values[0].shape[0]
+        found = [wait() for wait in sums]  # [T, h, W] a unit
+        each = len(found) // batch
+        rows = [torch.cat(found[i * each : (i + 1) * each], dim=1) for i in range(batch)]
+        parts = torch.stack(rows).split(widths, dim=-1)
         grad_kv = (part.to(x.dtype) for part, x in zip(parts, keys_values, strict=True))
         grad_cmp = (
             part.to(x.dtype) for part, x in zip(grad_compressed, (k_cmp, v_cmp), strict=True)

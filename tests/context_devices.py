@@ -25,7 +25,7 @@ from tests.context_worker import CASES, MUTATED, Case, tensors
 CHOSEN = {
     "zigzag": (2, 2, 2),
     "contiguous": (1, 8, 1),
-    "odd-chunks": (1, 4, 2),
+    "odd-chunks": (1, 4, 1),
     "packed": (1, 4, 2),
 }
 SPECS = {"query": P("data", "context", "heads"), "gates": P("data", "context", "heads")}
@@ -34,9 +34,9 @@ SPECS |= {"do": SPECS["query"], "segments": P(None, "context")}
 
 
 def gathered_again(name: str) -> int:
-    """All-gathers of the backward pass: the keys and the values of each head of a device."""
+    """All-gathers of the backward pass: the keys and the values of each group of heads."""
     case, (_, _, heads) = CASES[name], CHOSEN[name]
-    return worker.KV_HEADS // heads * 2 * (2 if case.separate else 1)
+    return (worker.KV_HEADS // heads if case.apart else 1) * 2 * (2 if case.separate else 1)
 
 
 def segments(case: Case):
@@ -152,7 +152,8 @@ def differences(found, expected):
 
 
 def told(name: str, shape, case: Case) -> None:
-    found = several(case, shape)
+    with worker.changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+        found = several(case, shape)
     expected = worker.run(case, tensors(case))
     line = {"case": name, "gathers": found.pop("gathers")} | differences(found, expected)
     print(json.dumps(line), flush=True)

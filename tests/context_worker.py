@@ -35,15 +35,16 @@ class Case:
     given: bool = False  # block indices
     implementation: str | None = None
     config: NSAConfig = CONFIG
+    apart: bool = False  # each key/value head is gathered by itself
 
 
 CASES = {
-    "zigzag": Case(96, batch=2, separate=True, given=True),
-    "contiguous": Case(96, layout="contiguous"),
+    "zigzag": Case(96, batch=2, separate=True, given=True, apart=True),
+    "contiguous": Case(96, batch=2, layout="contiguous"),
     "recompute": Case(96, recompute=True, separate=True),
-    "learned": Case(96, learned=True, separate=True),
+    "learned": Case(96, learned=True, separate=True, apart=True),
     "odd-length": Case(91, learned=True),  # chunks of 12, padding of 5
-    "odd-chunks": Case(103, learned=True),  # chunks of 13, and d = 4
+    "odd-chunks": Case(103, learned=True, apart=True),  # chunks of 13, and d = 4
     "short-chunks": Case(40, learned=True),  # of 5, where the halo is 7
     "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True),
     "packed-odd": Case(101, layout="contiguous", lengths=(0, 61, 3, 30), learned=True),
@@ -114,7 +115,8 @@ def token_axis(name: str) -> int | None:
 def several(case: Case, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """`run` on shards, the results put together again."""
     shard = {"context_layout": case.layout}
-    found = run(case, mine(case, mesh), mesh)
+    with changed(layouts, "UNIT_BYTES", 1 if case.apart else layouts.UNIT_BYTES):
+        found = run(case, mine(case, mesh), mesh)
     whole = {}
     for name, t in found.items():
         dim = token_axis(name)

@@ -11,6 +11,7 @@ import torch
 
 import nsa_torch
 from bench.harness.process import ROOT
+from nsa_jax import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
 from nsa_torch.select import select_blocks as sdpa_select
 from tests import context_devices, torch_inputs
@@ -165,6 +166,17 @@ def test_a_rank_that_is_gone(several):
             error.startswith("RuntimeError: context parallel: ") and "a rank is gone" in error
         )
         assert seconds < worker.TIMEOUT_S + 5
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_mib", "together"),
+    [(4, 16, 4), (4, 17, 2), (4, 32, 2), (4, 33, 1), (4, 1000, 1), (6, 20, 3), (1, 1, 1)],
+)
+def test_short_heads_are_gathered_together(kv_heads, head_mib, together):
+    """As many as have 64 MB, in equal groups; a long one goes by itself."""
+    groups = layouts.head_groups(kv_heads, head_mib * 2**20)
+    assert [x.stop - x.start for x in groups] == [together] * (kv_heads // together)
+    assert [i for x in groups for i in range(x.start, x.stop)] == list(range(kv_heads))
 
 
 def on_devices(*names: str) -> dict[str, dict]:
