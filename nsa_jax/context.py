@@ -4,8 +4,8 @@ Each device has the queries, keys and values of its own tokens (`context_layout.
 values are gathered some key/value heads at a time (`head_groups`), by `lax.all_gather`; the next
 ones do not wait for these, so that XLA may overlap them. A chunk of queries is then a call like
 any other, whose queries are the last of the first `kv_len` keys, a traced number, so that all
-devices run the same program. Gathered keys and values are no residuals: the backward pass gathers them again. The
-gradients are summed over the devices in float32, by `lax.psum_scatter`.
+devices run the same program. Gathered keys and values are no residuals: the backward pass gathers
+them again. The gradients are summed over the devices in float32, by `lax.psum_scatter`.
 
 Of compressed tokens each device makes those that begin among its own tokens, from these and the
 tokens behind them (the halo). All devices then gather compressed tokens.

@@ -3,8 +3,8 @@
 Each rank has the queries, keys and values of its own tokens (`nsa_jax.context_layout`). Keys and
 values are gathered one batch row and some key/value heads at a time (`head_groups`); the gather of
 the next is under way while this one is computed. A chunk of queries is then a call like any other,
-whose queries are the last of the keys up to its end. The backward pass gathers again, and sums the gradients
-of keys and values over the ranks in float32 by a reduce-scatter, also some heads at a time.
+whose queries are the last of the keys up to its end. The backward pass gathers again, and sums the
+gradients of keys and values over the ranks in float32 by a reduce-scatter, some heads at a time.
 
 Of compressed tokens each rank makes those that begin among its own tokens, from these and the
 tokens behind them (the halo). All ranks then gather compressed tokens, which are `d` times fewer
