@@ -1,9 +1,11 @@
 """Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from nsa_jax import geometry
 from nsa_jax.compress_params import CompressParams, PoolParams
@@ -61,7 +63,52 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         return apply_phi(jnp.concatenate(windows, axis=2), params)
     starts = geometry.window_starts(segment_ids, config)
-    taps = jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32)
-    windows = jax.vmap(lambda row, index: row[index])(x, taps)
-    out = apply_phi(windows, params)
+    out = apply_phi(windows_at(x, starts, block, stride), params)
     return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def windows_at(
+    x: Float[Array, "B S Hkv D"], starts: Int[Array, "B C"], block: int, stride: int
+) -> Float[Array, "B C l Hkv D"]:
+    """The windows of `block` tokens that begin at `starts`.
+
+    The gradient of a token is the sum over the windows that have it, in their order: a scatter,
+    which is what JAX makes of a gather, adds in any order on a GPU.
+
+    Args:
+      starts: ascending, `stride` apart or more; -1: an unused slot, only behind the others,
+        which has any tokens.
+    """
+    return _rows(x, jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32))
+
+
+def _windows_fwd(x, starts, block, stride):
+    return windows_at(x, starts, block, stride), (starts, x[:, :, :0, :0])
+
+
+def _windows_bwd(block, stride, kept, gradients):
+    starts, like = kept
+    batch, length = like.shape[:2]
+    ends = jnp.where(starts < 0, length, starts)
+    begins = jnp.zeros((batch, length), jnp.int32)
+    begins = jax.vmap(lambda row, at: row.at[at].set(1, mode="drop"))(begins, ends)
+    newest = jnp.cumsum(begins, axis=1) - 1  # the last window that begins at a token or before
+    token = jnp.arange(length, dtype=jnp.int32)
+    total = jnp.zeros((batch, length, *gradients.shape[3:]), wide(gradients.dtype))
+    for older in reversed(range(block // stride)):
+        slot = newest - older
+        tap = token - _rows(ends, jnp.maximum(slot, 0))
+        inside = (slot >= 0) & (tap < block)
+        at = jnp.where(inside, slot, 0), jnp.where(inside, tap, 0)
+        found = jax.vmap(lambda row, *index: row[index])(gradients, *at)
+        total += jnp.where(inside[..., None, None], found.astype(total.dtype), 0)
+    return total.astype(gradients.dtype), None
+
+
+windows_at.defvjp(_windows_fwd, _windows_bwd)
+
+
+def _rows(x, index):
+    """`x[b, index[b]]` for each `b`."""
+    return jax.vmap(lambda row, at: row[at])(x, index)

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from nsa_jax import api, geometry, validate
 from nsa_jax import context_layout as layouts
 from nsa_jax.compress_params import CompressParams
-from nsa_jax.compression import apply_phi
+from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
@@ -190,9 +190,9 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     for number, tokens in zip(shard.own, pieces, strict=True):
         slots = first[:, number, None] + jnp.arange(most, dtype=jnp.int32)
         start = rows(padded, slots) - number * chunk
-        taps = jnp.minimum(start, chunk - 1)[..., None] + jnp.arange(block, dtype=jnp.int32)
-        windows = apply_phi(rows(tokens, taps), params)
-        inside = (start < chunk)[..., None, None]
+        start = jnp.where(start < chunk, start, -1)
+        windows = apply_phi(windows_at(tokens, start, block, stride), params)
+        inside = (start >= 0)[..., None, None]
         made.append(jnp.where(inside, windows, jnp.zeros((), windows.dtype)))
     found = shard.gather(jnp.concatenate(made, axis=1))
     number = jnp.minimum(begin // chunk, len(borders) - 1)

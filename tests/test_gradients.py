@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import nsa_jax
 from bench.judge.parity import assert_parity
-from nsa_jax import branches, chunks
+from nsa_jax import branches, chunks, reference
 from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.select import block_scores
 from tests.inputs import CASES, SMALL, Case, call, problem, selection
@@ -169,3 +169,25 @@ def test_no_gradient_through_selection():
     key = call(nsa_jax.compress, p.key, config=SMALL)
     grad = call(jax.grad(lambda q: block_scores(q, key, config=SMALL).sum()), p.query)
     assert (np.asarray(grad) == 0).all()
+
+
+def test_gradients_of_a_packed_batch_add_in_one_order():
+    """No scatter adds floats, which a GPU does in any order; a token's sum is in float32."""
+    case = Case(90, 90, B=1, H=2, Hkv=2, dtype="bfloat16", segments=(37, 1, 40, -12))
+    p = problem(case)
+    options = {"config": case.config, "segment_ids": p.segment_ids}
+
+    def pulled(compress, key):
+        out, pull = jax.vjp(lambda x: compress(x, **options), key)
+        wave = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return out, pull(wave.astype(jnp.bfloat16).astype(out.dtype))[0]
+
+    text = str(jax.make_jaxpr(functools.partial(pulled, nsa_jax.compress))(p.key))
+    assert "scatter-add" not in text
+    wide = p.key.astype(jnp.float32)
+    expected = call(functools.partial(pulled, reference.compress), wide)
+    found = call(functools.partial(pulled, nsa_jax.compress), wide)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    _, got = call(functools.partial(pulled, nsa_jax.compress), p.key)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected[1], atol=2.0**-8)

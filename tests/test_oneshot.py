@@ -72,7 +72,8 @@ def test_every_step_runs_and_a_failure_is_the_whole_runs(run, capsys):
     assert "  | the last words of the log" in printed and "fake step: ok" not in printed
 
 
-def test_a_whole_run(run):
+def test_a_whole_run(run, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     made = {"name": "made", "command": f"{FAKE} records {{out}}/made.jsonl", "timeout_s": 30}
     last = {
         "name": "report",
