@@ -14,7 +14,6 @@ Parity first, then time: a path that is wrong is not timed. A path that was name
 command line and refuses was not measured, and that is the exit status.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ from bench.harness import (
     cli,
     command,
     exit_status,
-    heartbeat,
     peers,
     problems,
     records,
@@ -121,26 +119,16 @@ def side_by_side(lengths: Sequence[int]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # Where JAX only makes inputs and oracles, it gives back what it does not use.
     alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FRAMEWORK.value == "torch" else {}
-    statuses = []
-    with contextlib.ExitStack() as ends:
-        children = {}
-        for length in sorted(lengths, reverse=True):  # the longest has the most to do
-            own = [f"--seq_len={length}", f"--out={folder / str(length)}", "--turn"]
-            words = ["bench.compare", *sys.argv[1:], *own, "--nosave_records"]
-            children[length] = turns.Child(words, folder / f"{length}.log", alone)
-            ends.callback(children[length].end)
-        for length, child in children.items():
-            heartbeat.say(f"{length} tokens: compiles")
-            print(f"{length} tokens: {child.ready()}", flush=True)
-        for length in sorted(lengths):
-            heartbeat.say(f"{length} tokens: has its turn")
-            status, printed = children[length].take_turn()
-            print(f"{length} tokens: exit status {status}\n\n{printed}", flush=True)
-            statuses.append(status)
-            made = folder / str(length) / "compare.jsonl"
-            done = records.read(made) if made.exists() else []
-            records.append(lines, done)  # at once: the next length may be ended from outside
-            _save(done)
+    commands, statuses = {}, []
+    for length in lengths:
+        own = [f"--seq_len={length}", f"--out={folder / str(length)}", "--turn"]
+        commands[length] = ["bench.compare", *sys.argv[1:], *own, "--nosave_records"]
+    for length, status in turns.of_lengths(commands, folder, alone):
+        statuses.append(status)
+        made = folder / str(length) / "compare.jsonl"
+        done = records.read(made) if made.exists() else []
+        records.append(lines, done)  # at once: the next length may be ended from outside
+        _save(done)
     print(f"written to {folder}")
     return max(exit_status.WRONG if status < 0 else status for status in statuses)
 

@@ -3,6 +3,10 @@
     python -m bench.decode
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
     python -m bench.summarize <out>/decode.csv
+    python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
+
+On a GPU each of several lengths has a process of its own: all compile and are judged side by
+side, then they are timed in turn, each alone.
 
 `S` counts the tokens in the cache with the new one. `ms_total` is `cached_attention`: it
 appends the token and attends; `ms_paged` is the same on a paged cache whose pages lie in no
@@ -20,15 +24,28 @@ Reads are key rows, raw or compressed, that one query reads of one key/value hea
   reads_actual, reads_expected  the same, summed over sequences and key/value heads
 """
 
+import csv
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, cost, decode_steps, problems, timing
+from bench.harness import (
+    cli,
+    command,
+    cost,
+    decode_steps,
+    exit_status,
+    problems,
+    records,
+    timing,
+    turns,
+)
 from bench.harness.command import config_of, integers, shown
-from bench.harness.measure import guarded, judged, shape_of, timed
+from bench.harness.measure import Judged, guarded, judged, shape_of, timed
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, asked
 from bench.judge.checks import Checker
@@ -67,6 +84,15 @@ PAGED = flags.DEFINE_enum(
     ("auto", "triton", "gathered", "mosaic", "none"),
     "What runs the step on a paged cache; none: it is not run.",
     **_own,
+)
+SIDE = flags.DEFINE_bool(
+    "side_by_side",
+    None,
+    "A process a length, ready side by side, timed in turn; default: on a GPU.",
+    **_own,
+)
+TURN = flags.DEFINE_bool(
+    "turn", False, "Time when told to on standard input: what --side_by_side starts.", **_own
 )
 # By how much a part's 20th percentile may be over the whole's 80th.
 NOISE = 1.1
@@ -114,30 +140,49 @@ class Case:
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
         on_cpu = (runner.framework, gpu) == ("torch", False)
         self.dense_names = ("math",) if on_cpu else runner.dense_names
+        self.waiting: list[tuple[str, str, Judged]] = []
         self.records: dict[str, Record] = {}
         self.paged_kernel = PAGED.value
 
-    def run(self, how: dict[str, Any]) -> None:
-        """Measures every step; the branches first, since the whole is made of them and cannot
-        be faster than one of them."""
+    def judge(self) -> None:
+        """Compiles each step and compares it with the oracle; what is left is to time them."""
         own = {"status": "unsupported", "reason": self.refusal}
         if not self.refusal:
             own = guarded("selection", self._freeze, library=False)
         for branch in ("compressed", "scores", "selected", "sliding", "all"):
-            found = own or guarded(
-                f"decode {branch}", lambda branch=branch: self._step(branch, how), library=False
-            )
-            if branch == "all" and "status" not in found:
-                found |= self._doubt(found)
-            self._add(branch, branch, self.labels.get(branch, self.kernel), found)
+            self._judge(branch, branch, own, lambda branch=branch: self._step(branch))
         if PAGED.value != "none":
-            found = own or guarded("decode paged", lambda: self._paged(how), library=False)
-            self._add("paged", "all", f"paged/{self.paged_kernel}", found)
+            self._judge("paged", "all", own, self._paged)
         for name in self.dense_names:
-            found = guarded(
-                f"decode dense {name}", lambda name=name: self._dense(name, how), library=True
-            )
-            self._add(f"dense_{name}", "dense", name, found)
+            self._judge(f"dense_{name}", "dense", {}, lambda name=name: self._dense(name))
+
+    def _judge(self, key: str, branch: str, own: dict[str, Any], prepare: Callable) -> None:
+        """`own`: why there is no such row; `prepare`: its step, checker and arguments."""
+        name, library, step = f"decode {key}", branch == "dense", None
+
+        def take():
+            nonlocal step
+            step, checker, arguments = prepare()
+            parity = checker.check(self.runner, step, branch, arguments)
+            return judged(parity, len(checker.rows))
+
+        found = own or guarded(name, take, library=library)
+        time = None if "status" in found else functools.partial(self._time, branch, step)
+        self.waiting.append((key, branch, Judged(name, library, found, time)))
+
+    def run(self, how: dict[str, Any]) -> None:
+        """Times every step; the branches first, since the whole is made of them and cannot be
+        faster than one of them."""
+        for key, branch, row in self.waiting:
+            found = row.timed(**how)
+            if key == "all" and "status" not in found:
+                found |= self._doubt(found)
+            label = self.labels.get(key, self.kernel)
+            if key == "paged":
+                label = f"paged/{self.paged_kernel}"
+            elif branch == "dense":
+                label = key.removeprefix("dense_")
+            self._add(key, branch, label, found)
 
     @property
     def kernel(self) -> str:
@@ -154,18 +199,33 @@ class Case:
         self.frozen = Checker(self.settings, inputs, backward=False)
         return {}
 
-    def _step(self, branch: str, how: dict[str, Any]) -> dict[str, Any]:
+    def _step(self, branch: str):
         checker = self.checker if branch == "scores" else self.frozen
-        return self._timed(branch, self.cached.step(branch), checker, {}, how)
+        return self.cached.step(branch), checker, {}
 
-    def _paged(self, how: dict[str, Any]) -> dict[str, Any]:
+    def _paged(self):
         paged = self.cached.paged(None if PAGED.value == "auto" else PAGED.value)
         self.paged_kernel, chosen = paged.name, paged.chosen()
         checker = self.frozen
         if chosen is not None:
             inputs = dataclasses.replace(self.inputs, block_indices=chosen)
             checker = Checker(self.settings, inputs, backward=False)
-        return self._timed("all", paged.step(), checker, {}, how)
+        return paged.step(), checker, {}
+
+    def _dense(self, name: str):
+        arguments = self.runner.load(self.inputs.arguments("dense"))
+        runner = self.runner
+        step = decode_steps.stepped(
+            runner, lambda given: runner.dense(name, **given), arguments
+        )
+        return step, Checker(self.settings, self.inputs, backward=False), arguments
+
+    def _time(self, branch: str, step, **how: Any) -> dict[str, Any]:
+        found, graph = step.timed(how)
+        shape = shape_of(self.settings, self.inputs)
+        done = work(branch, shape, self.config)
+        found = timed(found, done, self.runner.device, shape.itemsize)
+        return found | {"extra": {"graph": graph}}
 
     def _doubt(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Refuses the times where a part takes longer than the whole by more than noise, which
@@ -182,25 +242,6 @@ class Case:
             return {}
         reason = f"a part takes longer than the whole, {whole['time_ms']:.4g} ms: "
         return {"status": "error", "reason": reason + ", ".join(longer)}
-
-    def _dense(self, name: str, how: dict[str, Any]) -> dict[str, Any]:
-        arguments = self.runner.load(self.inputs.arguments("dense"))
-        runner = self.runner
-        step = decode_steps.stepped(
-            runner, lambda given: runner.dense(name, **given), arguments
-        )
-        checker = Checker(self.settings, self.inputs, backward=False)
-        return self._timed("dense", step, checker, arguments, how)
-
-    def _timed(self, branch, step, checker, arguments, how) -> dict[str, Any]:
-        found = judged(checker.check(self.runner, step, branch, arguments), len(checker.rows))
-        if "status" in found:
-            return found
-        found_times, graph = step.timed(how)
-        shape = shape_of(self.settings, self.inputs)
-        done = work(branch, shape, self.config)
-        found |= timed(found_times, done, self.runner.device, shape.itemsize)
-        return found | {"extra": {"graph": graph}}
 
     def _add(self, key: str, branch: str, label: str, found: dict[str, Any]) -> None:
         common = command.about(self.runner, self.settings, self.inputs)
@@ -279,12 +320,43 @@ def main(argv: Sequence[str]) -> int:
         how["iters"] = FLAGS.iters or 32
     results = command.Results("decode", FLAGS)
     print(f"device: {runner.device}; {runner.framework}\n{HEAD}", flush=True)
+    if len(lengths) > 1 and (gpu if SIDE.value is None else SIDE.value):
+        return side_by_side(lengths, results)
     for length in lengths:
         case = Case(runner, length, gpu, results)
+        case.judge()
+        if TURN.value:
+            turns.wait()
         case.run(how)
         rows.append(case.row())
         print(line(rows[-1]), flush=True)
     return results.finish(COLUMNS, rows)
+
+
+def side_by_side(lengths: Sequence[int], results: command.Results) -> int:
+    """A process a length, ready side by side and timed in turn; the exit status.
+
+    The table and the records have all lengths; the processes' own are in folders of their names.
+    """
+    commands, lost, rows = {}, False, []
+    for length in lengths:
+        out = results.folder / str(length)
+        own = [f"--S_list={length}", f"--out={out}", "--csv=", "--turn", "--nosave_records"]
+        commands[length] = ["bench.decode", *sys.argv[1:], *own]
+    results.folder.mkdir(parents=True, exist_ok=True)
+    alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FLAGS.framework == "torch" else {}
+    for length, _ in turns.of_lengths(commands, results.folder, alone):
+        made = results.folder / str(length)
+        if not (made / "decode.csv").exists():
+            print(f"{length} tokens: see {made}.log", file=sys.stderr)
+            lost = True
+            continue
+        for record in records.read(made / "decode.jsonl"):
+            results.keep([record], beside=record.branch == "dense")
+        with (made / "decode.csv").open(newline="") as table:
+            rows += csv.DictReader(table)
+    status = results.finish(COLUMNS, rows)
+    return exit_status.WRONG if lost else status
 
 
 if __name__ == "__main__":

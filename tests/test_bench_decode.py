@@ -2,6 +2,8 @@
 
 import functools
 import re
+import sys
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from bench import decode, summarize
-from bench.harness import decode_steps, exit_status
+from bench.harness import decode_steps, exit_status, turns
 from nsa_jax.config import NSAConfig
 from nsa_torch import paged_attend
 from tests.commands import break_sliding, run
@@ -34,7 +36,9 @@ def actual(length):
 @functools.cache
 def measured(framework, folder):
     given = (f"--framework={framework}", "--B=2", f"--S_list={LENGTHS[framework]}", *SMALL)
-    return run(decode, folder, *given)
+    given += ("--side_by_side",)  # of one length: here
+    with unittest.mock.patch.object(sys, "argv", ["decode", *given]):
+        return run(decode, folder, *given)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,26 @@ def test_kernels_on_pages_are_asked_for_their_blocks(tmp_path, monkeypatch):
     code, _, (row,) = run(decode, tmp_path, "--B=2", "--S_list=61", *SMALL)
     assert asked == [("triton", (2, 4, 8), (2, 4, 3))]
     assert code == 0 and row["status"] == "ok" and float(row["ms_paged"]) > 0
+
+
+def test_a_length_that_is_lost_fails_the_run(tmp_path, monkeypatch, capsys):
+    """Its process ended before it wrote a row; the others' rows stand."""
+
+    def of_lengths(commands, folder, environment):
+        assert environment and set(commands) == {5, 61}
+        out = folder / "5"
+        arguments = [x for x in commands[5][1:] if not x.startswith(("--turn", "--out"))]
+        run(decode, out, *arguments)
+        yield 5, 0
+        yield 61, -9
+
+    monkeypatch.setattr(turns, "of_lengths", of_lengths)
+    given = ("--S_list=61,5", "--side_by_side", *SMALL)
+    monkeypatch.setattr(sys, "argv", ["decode", *given])
+    out = tmp_path / "all"
+    code, found, (row,) = run(decode, out, *given)
+    assert code == exit_status.WRONG and row["S"] == "5" and {r.S for r in found} == {5}
+    assert f"see {out / '61'}.log" in capsys.readouterr().err
 
 
 def test_a_kernel_that_refuses_is_a_row(tmp_path):

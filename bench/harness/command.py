@@ -207,11 +207,15 @@ class Results:
         """
         fields |= {"bench": self.bench, "time": records.utc_now(), **self.environment}
         record = Record(**fields)
-        records.append(self.path, [record])
-        self.done.append(record)
-        if beside:
-            self.beside.append(record)
+        self.keep([record], beside)
         return record
+
+    def keep(self, made: Sequence[Record], beside: bool = False) -> None:
+        """Writes records that are there."""
+        records.append(self.path, made)
+        self.done += made
+        if beside:
+            self.beside += made
 
     def finish(self, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> int:
         """Writes the table as CSV beside the records, keeps them where asked; exit status."""

@@ -5,13 +5,14 @@ told to, on its standard input. So compilation takes the cores of the machine, a
 timed has the GPU to itself.
 """
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.harness import process
+from bench.harness import heartbeat, process
 
 READY, GO = "ready\n", "go\n"
 
@@ -59,3 +60,27 @@ class Child:
     def end(self) -> None:
         with self.process:  # closes the pipes too
             self.process.kill()
+
+
+def of_lengths(
+    commands: Mapping[int, Sequence[str]], folder: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[int, int]]:
+    """Runs a command of each number of tokens: all get ready, then the shortest is timed first.
+
+    Yields:
+      the number and the exit status, as each ends; what it printed is printed.
+    """
+    with contextlib.ExitStack() as ends:
+        children = {}
+        for length in sorted(commands, reverse=True):  # the longest has the most to do
+            log = folder / f"{length}.log"
+            children[length] = Child(commands[length], log, environment)
+            ends.callback(children[length].end)
+        for length, child in children.items():
+            heartbeat.say(f"{length} tokens: compiles")
+            print(f"{length} tokens: {child.ready()}", flush=True)
+        for length in sorted(commands):
+            heartbeat.say(f"{length} tokens: has its turn")
+            status, printed = children[length].take_turn()
+            print(f"{length} tokens: exit status {status}\n\n{printed}", flush=True)
+            yield length, status
