@@ -32,6 +32,7 @@ from absl import flags
 from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
 from bench.harness.scale_model import problem
+from bench.reports import crossover, sources
 from bench.reports.render import KERNEL_NAMES, kernel_name
 
 FLAGS = flags.FlagValues()
@@ -116,9 +117,9 @@ class Newest:
 USUAL = ("cudnn", "flash")
 
 
-def attention(mode: str = "forward") -> str:
+def attention(mode: str = "forward", implementation: str = "mosaic") -> str:
     newest = Newest(load(), mode)
-    shapes = newest.shapes("all", "mosaic")
+    shapes = newest.shapes("all", implementation)
     kernels = [
         name
         for name in KERNEL_NAMES
@@ -128,7 +129,7 @@ def attention(mode: str = "forward") -> str:
     head += ["commit", "... of dense"]
     rows = []
     for shape in shapes:
-        ours = [newest.get(shape, "all", name, "mosaic") for name in ("jax", "torch")]
+        ours = [newest.get(shape, "all", name, implementation) for name in ("jax", "torch")]
         dense = [newest.get(shape, "dense", "torch", name) for name in kernels]
         times = [ms(record) for record in (*ours, *dense)]
         rows.append([*described(shape), *times, commits(ours), commits(dense)])
@@ -202,6 +203,19 @@ def training() -> str:
     return table(["tokens a step", *names, "commit"], rows)
 
 
+def crossovers() -> str:
+    """The answers of the first chart of `bench.report`, from all records of the device."""
+    report = sources.read(sorted(DEVICE.glob("*.jsonl")))
+    (each,) = crossover.panels(report.records, report.training_lines).values()
+    rows = []
+    for panel in each:
+        ours = [point.ours for point in panel.points]
+        used = ", ".join(dict.fromkeys(run.commit[:7] for run in ours))
+        about = f"{ours[-1].about}; NSA by {ours[-1].kernel}" if ours else MISSING
+        rows.append([crossover.QUESTIONS[panel.question], panel.answer, about, used or MISSING])
+    return table(["", "NSA is faster", "of", "commit"], rows)
+
+
 SCALING = records.FOLDER / "nvidia-h200" / "kernel_log" / "scale.jsonl"
 
 
@@ -239,6 +253,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "variants": variants,
     "counters": counters,
     "training": training,
+    "crossovers": crossovers,
     "scaling": scaling,
     "seed_names": seed_names.markdown,
 }
