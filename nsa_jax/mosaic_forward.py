@@ -68,7 +68,12 @@ def _interval(
     ops, branch, query, key, value, bounds, layout, config, scale, gate, added
 ) -> OutLse:
     longest_first = branch == "compressed"  # later queries see more keys
-    heuristic = interval.forward_blocks(query.shape[-1], value.shape[-1], long=longest_first)
+    heuristic = interval.forward_blocks(
+        query.shape[2] // key.shape[2],
+        query.shape[-1],
+        value.shape[-1],
+        None if longest_first else config.window,
+    )
     spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
         gated=gate is not None,

@@ -25,7 +25,8 @@ from kernels_pallas.specs import (
     selected,
     work_items,
 )
-from kernels_pallas.specs.work_items import WorkItem
+from kernels_pallas.specs.tile import ROWS
+from kernels_pallas.specs.work_items import PART, WorkItem
 from nsa_jax import geometry, mosaic, mosaic_backward, mosaic_lists
 from nsa_jax.config import NSAConfig
 from tests.inputs import segment_ids
@@ -230,7 +231,7 @@ def visits(sums: Told, merged: Told):
         item = WorkItem(*row[:7].tolist())
         if item.row >= 0:
             assert item.partial not in done, "two work items write one partial"
-            done[item.partial] = item, visits_of(spec, sums.arrays, item)
+            done[item.partial] = item, visits_of(spec, sums.arrays, row)
     first, count = merged.arrays[-2:]
     total = np.zeros((spec.B, spec.Hkv, spec.T, spec.key_tiles * spec.tile_keys), int)
     for b, g, tile in np.ndindex(spec.B, spec.Hkv, spec.key_tiles):
@@ -244,13 +245,27 @@ def visits(sums: Told, merged: Told):
     return total[..., : spec.S]
 
 
-def visits_of(spec, arrays, item):
-    """Of one item `[T, keys]`, step by step as the kernel goes."""
+def visits_of(spec, arrays, row):
+    """Of one item `[T, keys]`: of an interval each 64 keys by themselves, as warpgroups go."""
+    item = WorkItem(*row[:7].tolist())
+    if spec.gathered:
+        return visits_of_keys(spec, arrays, item)
+    found = []
+    for i in range(spec.consumers):
+        part = dict(zip(PART, row[8 + 4 * i : 12 + 4 * i].tolist(), strict=True))
+        assert item.begin <= part["begin"] and part["end"] <= item.end
+        keys = item._replace(first_key=item.first_key + i * ROWS, **part)
+        found.append(visits_of_keys(spec, arrays, keys))
+    return np.concatenate(found, axis=1)
+
+
+def visits_of_keys(spec, arrays, item):
+    """Of the first 64 keys of an item, step by step as the kernel goes."""
     rows, more = arrays[4], arrays[6:]
     unit, per = spec.query_tile, spec.tiles_per_step
     b, g = divmod(item.row, spec.Hkv)
-    key = item.first_key + np.arange(spec.tile_keys)
-    found = np.zeros((spec.query_tiles * unit.tokens, spec.tile_keys), int)
+    key = item.first_key + np.arange(ROWS)
+    found = np.zeros((spec.query_tiles * unit.tokens, ROWS), int)
     steps = -(-(item.end - item.begin) // per)
     left = np.clip(-(-(item.unmasked_begin - item.begin) // per), 0, steps)
     right = np.clip((item.unmasked_end - item.begin) // per, left, steps)
@@ -259,7 +274,7 @@ def visits_of(spec, arrays, item):
         at = np.clip(place, item.begin, item.end - 1)
         index = more[0][at] if spec.gathered else place
         numbers = rows[b, g, index, : unit.used : unit.group]
-        seen = np.repeat(np.isfinite(numbers[:, :1]), spec.tile_keys, axis=1)
+        seen = np.repeat(np.isfinite(numbers[:, :1]), ROWS, axis=1)
         mark = int(more[1][at]) if spec.block else 0
         if spec.block:
             seen &= mark >> np.arange(unit.tokens)[:, None] & 1 == 1
@@ -350,8 +365,9 @@ def test_whole_tiles_are_seen_without_a_mask():
     shape = Shape(512, 2048, 16, block=64, n=8)
     for branch in ("selected", "compressed"):
         ((sums, _),) = told(mosaic.OPS, shape, branch)
-        items = [WorkItem(*row[:7]) for row in sums.arrays[5].tolist() if row[0] >= 0]
-        plain = sum(
-            max(min(x.unmasked_end, x.end) - max(x.unmasked_begin, x.begin), 0) for x in items
-        )
-        assert plain > 0.6 * sum(x.end - x.begin for x in items)
+        rows = [row for row in sums.arrays[5].tolist() if row[0] >= 0]
+        # Of the tile, or of its first 64 keys and of the second.
+        places = [2] if sums.spec.gathered else [8, 12]
+        found = [row[i : i + 4] for row in rows for i in places]
+        plain = sum(max(min(c, end) - max(b, begin), 0) for begin, b, c, end in found)
+        assert plain > 0.6 * sum(end - begin for begin, *_, end in found)

@@ -91,7 +91,9 @@ def heuristic(kernel: str, settings: Settings) -> dict[str, int]:
     """What the kernel uses without an entry."""
     model = settings.model
     if SPECS[kernel] is interval.IntervalAttention:
-        return interval.forward_blocks(model.d_k, model.d_v, long=kernel == "compressed")
+        window = None if kernel == "compressed" else settings.nsa.window
+        group = model.n_heads // model.n_kv_groups
+        return interval.forward_blocks(group, model.d_k, model.d_v, window)
     return {name: getattr(SPECS[kernel], name) for name in tiles.TUNABLE[kernel]}
 
 

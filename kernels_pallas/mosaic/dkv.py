@@ -17,7 +17,8 @@ are rows of the query tile, so these products sum over them: GQA needs no reduct
 
 Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
 rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
-between them no key is compared.
+between them no key is compared. A warpgroup leaves out the steps of which no query sees its 64
+keys. P is made while dP is multiplied, dS while dV is.
 
 | queries   | a CTA                                        | keys | stages                    |
 |-----------|----------------------------------------------|------|---------------------------|
@@ -73,17 +74,28 @@ def partials(kernel: Kernel):
         item = lax.axis_index("item")
         row = jnp.maximum(refs.work_items[item, 0], 0)
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        # Query tiles, or list entries: all of the work item, and those where no key is compared.
-        first_key, begin, unmasked_begin, unmasked_end, end, partial = (
+        # Query tiles, or list entries: all of the work item.
+        first_key, begin, _, _, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
         step_tiles = jnp.int32(per_step)
         steps = lax.div(end - begin + (per_step - 1), step_tiles)
-        first_unmasked = lax.div(unmasked_begin - begin + (per_step - 1), step_tiles)
-        first_unmasked = jnp.clip(first_unmasked, 0, steps)
-        last_unmasked = jnp.clip(
-            lax.div(unmasked_end - begin, step_tiles), first_unmasked, steps
-        )
+
+        def steps_of(wg):
+            """The first step that warpgroup `wg` computes, the first and the last of those where
+            it compares no key, and its last, exclusive.
+            """
+            at = 2 if spec.gathered else 8 + 4 * wg
+            low, unmasked_low, unmasked_high, high = (
+                refs.work_items[item, at + i] - begin for i in range(4)
+            )
+            first, last = low, high
+            if spec.gathered:
+                first, last = jnp.int32(0), steps
+            unmasked_first = lax.div(unmasked_low + (per_step - 1), step_tiles)
+            unmasked_first = jnp.clip(unmasked_first, first, last)
+            unmasked_last = lax.div(unmasked_high, step_tiles)
+            return first, unmasked_first, jnp.clip(unmasked_last, unmasked_first, last), last
 
         # Copies.
 
@@ -192,44 +204,61 @@ def partials(kernel: Kernel):
             following = query_tiles_of_step(i + stages) if spec.gathered else ()
             marks = entries_of_step(refs.marks, i) if spec.block else ()
             plgpu.barrier_wait(refs.step_full.at[stage])
-            s, dp, _ = buffers.products(
-                ((refs.key_s, wg), (refs.query_s, stage)),  # S^T = K Q^T
-                ((refs.value_s, wg), (refs.do_s, stage)),  # dP^T = V dO^T
-            )
-            # Eight columns at a time, so that their statistics need few registers.
-            ds, gated_p = [], []
-            for j in range(0, ROWS, COLUMNS):
-                columns = slice(j, j + COLUMNS)
+
+            def stats_of_columns(j):
+                """lse_log2, key_end, gate and delta of eight columns, `[8]`."""
                 stats = refs.stats_s.at[stage], j
                 if not spec.single_token:
-                    stats = refs.stats_s.at[stage, columns], 0
+                    stats = refs.stats_s.at[stage, slice(j, j + COLUMNS)], 0
                 of_single = group if spec.single_token else 0
-                lse_log2, *others = operands.column_stats(*stats, interpret, of_single)
+                return operands.column_stats(*stats, interpret, of_single)
+
+            s = buffers.start_product((refs.key_s, wg), (refs.query_s, stage))  # K Q^T
+            dp = None
+            if spec.want_dk:
+                dp = buffers.start_product((refs.value_s, wg), (refs.do_s, stage))  # V dO^T
+            (s,) = buffers.finish(s, running=0 if dp is None else 1)
+            # Eight columns at a time, so that their statistics need few registers.
+            p, gated_p = [], []
+            for j in range(0, ROWS, COLUMNS):
+                lse_log2, key_end, gate, _ = stats_of_columns(j)
                 if spec.block and not under_mask:
                     lse_log2 = jnp.where(selected(j, marks), lse_log2, jnp.inf)
-                lse_log2, key_end, gate, delta = map(down, (lse_log2, *others))
-                p = jnp.exp2(s[:, columns] * scale_log2 - lse_log2)  # P^T [64, 8]
+                part = jnp.exp2(s[:, j : j + COLUMNS] * scale_log2 - down(lse_log2))
                 if under_mask:
-                    seen = visible(wg, j, key_end.astype(jnp.int32), first, marks)
-                    p = jnp.where(seen, p, 0.0)
-                gated_dp = dp[:, columns]
-                if spec.gated:
-                    gated_dp = gated_dp * gate
-                ds.append((p * (gated_dp - delta)).astype(dtype))  # dS = P * (g dP - delta)
-                gated_p.append((p * gate if spec.gated else p).astype(dtype))
-            factors = []
-            if spec.want_dk:  # dK += dS^T Q
-                factors += [(operands.side_by_side(ds, interpret), (refs.query_s, stage))]
+                    seen = visible(wg, j, down(key_end).astype(jnp.int32), first, marks)
+                    part = jnp.where(seen, part, 0.0)
+                p.append(part)  # P^T [64, 8]
+                gated_p.append((part * down(gate) if spec.gated else part).astype(dtype))
+            sums = list(carry)
+            if dp is not None:
+                (dp,) = buffers.finish(dp)
             if spec.want_dv:  # dV += (g P^T) dO
-                factors += [(operands.side_by_side(gated_p, interpret), (refs.do_s, stage))]
-            terms = [(acc, *pair) for acc, pair in zip(carry, factors, strict=True)]
-            sums = buffers.add_weighted(*terms)
+                gated_p = operands.side_by_side(gated_p, interpret)
+                sums[-1] = buffers.start_weighted(sums[-1], gated_p, (refs.do_s, stage))
+            if dp is not None:  # dK += dS^T Q
+                ds = []
+                for j in range(0, ROWS, COLUMNS):
+                    _, _, gate, delta = stats_of_columns(j)
+                    part = dp[:, j : j + COLUMNS]
+                    if spec.gated:
+                        part = part * down(gate)
+                    ds.append((p[j // COLUMNS] * (part - down(delta))).astype(dtype))
+                ds = operands.side_by_side(ds, interpret)
+                sums[0] = buffers.start_weighted(sums[0], ds, (refs.query_s, stage))
+            sums = buffers.finish(*sums)
             if spec.gathered:
                 plgpu.commit_smem()  # all four warps have read this stage
                 load_step(i + stages, following)
             else:
                 plgpu.barrier_arrive(refs.step_free.at[stage])
             return tuple(sums)
+
+        def skip(i, _):
+            """Leaves a step of which no query sees a key of this warpgroup."""
+            stage = stage_of(i)
+            plgpu.barrier_wait(refs.step_full.at[stage])
+            plgpu.barrier_arrive(refs.step_free.at[stage])
 
         def consume(wg):
             """dK and dV of the 64 keys of warpgroup `wg`."""
@@ -246,9 +275,14 @@ def partials(kernel: Kernel):
                 operands.full((ROWS, width), 0.0, MATRIX) for width in spec.widths.values()
             )
             masked, unmasked = (functools.partial(step, wg, mask) for mask in (True, False))
-            sums = lax.fori_loop(0, first_unmasked, masked, sums)
-            sums = lax.fori_loop(first_unmasked, last_unmasked, unmasked, sums)
-            sums = list(lax.fori_loop(last_unmasked, steps, masked, sums))
+            first, unmasked_first, unmasked_last, last = steps_of(wg)
+            if not spec.gathered:
+                lax.fori_loop(0, first, skip, None)
+            sums = lax.fori_loop(first, unmasked_first, masked, sums)
+            sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
+            sums = list(lax.fori_loop(unmasked_last, last, masked, sums))
+            if not spec.gathered:
+                lax.fori_loop(last, steps, skip, None)
 
             @pl.when(refs.work_items[item, 0] >= 0)
             def _():

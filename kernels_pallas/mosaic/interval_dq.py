@@ -43,21 +43,26 @@ def build(kernel: Kernel):
                 refs.row_stats, at.b, at.kv_head, token, units, spec.gated
             )
 
-            def step(block, acc):
+            def weigh(block, _, acc):
                 stage = block.stage
                 plgpu.barrier_wait(refs.key_ready.at[stage])
                 plgpu.barrier_wait(refs.value_ready.at[stage])
-                scores, dp, _ = buffers.products(
-                    ((refs.query_tile, at.wg), (refs.key_ring, stage)),
-                    ((refs.do_tile, at.wg), (refs.value_ring, stage)),
-                )  # [64, block]
+                query, do = (refs.query_tile, at.wg), (refs.do_tile, at.wg)
+                scores = buffers.start_product(query, (refs.key_ring, stage))  # [64, block]
+                dp = buffers.start_product(do, (refs.value_ring, stage))
+                scores, dp = buffers.finish(scores, dp)
                 plgpu.barrier_arrive(refs.value_free.at[stage])
                 ds = softmax.softmax_backward(scores, dp, c, stats, block.visible())
-                (acc,) = buffers.add_weighted((acc, ds.astype(dtype), (refs.key_ring, stage)))
+                return acc, ds.astype(dtype)
+
+            def multiply(weighted, acc):
+                stage, ds = weighted
+                acc = buffers.start_weighted(acc, ds, (refs.key_ring, stage))
+                (acc,) = buffers.finish(acc)
                 plgpu.barrier_arrive(refs.key_free.at[stage])
                 return acc  # [64, D]
 
-            return Work(softmax.zeros(spec.D), step, lambda acc: acc * spec.scale)
+            return Work(softmax.zeros(spec.D), weigh, multiply, lambda acc: acc * spec.scale)
 
         walk.run(refs, [refs.query, refs.do], refs.dq, work)
 

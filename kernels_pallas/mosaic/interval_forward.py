@@ -5,8 +5,9 @@ Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V; per bloc
     S = Q K^T [64, block],  P = 2^(c S - m),  O += P V      formulas: softmax.py
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
-(`interval_walk.py`). Tiles: 64 rows x 128 keys a warpgroup, two stages; the widest heads take
-64 keys (`specs/interval.py`).
+(`interval_walk.py`), S of the next block beside P V of this one. Tiles: 64 rows x 128 keys a
+warpgroup, two stages; the widest heads take 64 keys, and the blocks of a window are those that
+it fills best (`specs/interval.py`).
 
 Bound: compute. Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s):
 compressed 4.40 TFLOP = 4.4 ms, sliding 1.10 TFLOP = 1.1 ms; query and output once, 2.1 GB =
@@ -26,24 +27,42 @@ from kernels_pallas.mosaic.row_io import TileRows
 def build(kernel: Kernel):
     """The body of `specs.interval.forward`."""
     spec = kernel.spec
-    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, registers=(232, 40))
+    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, registers=(232, 40), ahead=True)
     buffers, tile = walk.buffers, spec.tile
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
     c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
 
     def body(refs):
         def work(at):
-            def step(block, state):
-                stage = block.stage
+            def weigh(block, before, state):
+                stage, acc = block.stage, state.acc
                 plgpu.barrier_wait(refs.key_ready.at[stage])
-                scores, _ = buffers.products(((refs.query_tile, at.wg), (refs.key_ring, stage)))
+                key = refs.key_ring, stage
+                scores = buffers.start_product((refs.query_tile, at.wg), key)
+                if before:
+                    acc = start_multiply(before, acc)
+                (scores,) = buffers.finish(scores, running=1 if before else 0)
                 plgpu.barrier_arrive(refs.key_free.at[stage])
-                p, state = softmax.online_softmax(state, scores, c, block.visible())
-                plgpu.barrier_wait(refs.value_ready.at[stage])
-                (acc,) = buffers.add_weighted(
-                    (state.acc, p.astype(dtype), (refs.value_ring, stage))
+                p, row_max = softmax.block_softmax(state.row_max, scores, c, block.visible())
+                if before:
+                    acc = finish_multiply(before, acc)
+                state = softmax.rescaled(state._replace(acc=acc), row_max, p)
+                # Weights that are made while a product is under way would serialize it (C7513).
+                return state, p.astype(dtype)
+
+            def start_multiply(before, acc):
+                plgpu.barrier_wait(refs.value_ready.at[before.stage])
+                return buffers.start_weighted(
+                    acc, before.weights, (refs.value_ring, before.stage)
                 )
-                plgpu.barrier_arrive(refs.value_free.at[stage])
+
+            def finish_multiply(before, acc):
+                (acc,) = buffers.finish(acc)
+                plgpu.barrier_arrive(refs.value_free.at[before.stage])
+                return acc  # [64, Dv]
+
+            def multiply(weighted, state):
+                acc = finish_multiply(weighted, start_multiply(weighted, state.acc))
                 return state._replace(acc=acc)
 
             def finish(state):
@@ -54,7 +73,7 @@ def build(kernel: Kernel):
                     inverse *= tile_rows.values(refs.gate, *rows)
                 return state.acc * across(inverse, state.acc.shape)
 
-            return Work(softmax.initial_state(spec.Dv), step, finish)
+            return Work(softmax.initial_state(spec.Dv), weigh, multiply, finish)
 
         walk.run(refs, [refs.query], refs.out, work)
 

@@ -9,6 +9,7 @@ copies the keys and values that both read.
                                            is done with
                              for each block:  wait ready[stage], compute, arrive free[stage]
 
+Of a walk that is `ahead` the product of a block's weights runs beside the work on the next one.
 The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of pairs.
 Of a pair's keys come first the blocks that some row sees in part, under a mask, then those that
 every row sees in full, without one:
@@ -16,10 +17,11 @@ every row sees in full, without one:
     keys of the pair    begin |--- edge ---|------- full -------|--- edge ---| end
     blocks              0     ..           left        ..       right        ..
 
-Tiles: 64 rows x `block` keys a warpgroup (128 forward, 64 dq; `specs/interval.py`).
+Tiles: 64 rows x `block` keys a warpgroup (96 to 128 forward, 64 dq; `specs/interval.py`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -34,6 +36,8 @@ from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
+
+NO_KEY = 1 << 30  # beyond every array
 
 
 class Pair(NamedTuple):
@@ -66,16 +70,27 @@ class Block(NamedTuple):
     visible: Callable[[], Any]  # [64, block], or None where every row sees all of it
 
 
-class Work(NamedTuple):
-    """What a kernel does with a tile, once its rows are there.
+class Weighted(NamedTuple):
+    """Weights of a block that are still to be multiplied with its keys or values."""
 
-    `step(block, state)` waits for `key_ready` and `value_ready` of the block's stage, arrives
-    at `key_free` and `value_free` and returns the next state; `finish(state)` is the result,
-    float32 `[64, width]`.
+    stage: Any
+    weights: Any  # [64, block], in the type of the operands
+
+
+class Work(NamedTuple):
+    """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
+    `value_ready` of a block's stage and arrives at `key_free` and `value_free`.
+
+    `weigh(block, before, state)` returns the next state and the block's weights;
+    `multiply(weighted, state)` adds their product to the state. Of a walk that is `ahead` the
+    product of the weights `before` is `weigh`'s, so that it runs beside the work by element;
+    otherwise, and for the first block, `before` is None. `finish(state)` is the result, float32
+    `[64, width]`.
     """
 
     state: Any
-    step: Callable[[Block, Any], Any]
+    weigh: Callable[[Block, Weighted | None, Any], tuple[Any, Any]]
+    multiply: Callable[[Weighted, Any], Any]
     finish: Callable[[Any], Any]
 
 
@@ -113,12 +128,15 @@ class Scheduler:
 
 
 def split(pair: Pair, block: int):
-    """Number of blocks, number of those under a mask, and the first key of the i-th."""
+    """Number of blocks, at least one, number of those under a mask, and the first key of the
+    i-th. Of a pair that sees no key the block lies where copies read zeros.
+    """
     begin, full_from, full_to, end = pair[3:]
-    blocks = lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
+    begin = jnp.where(begin < end, begin, NO_KEY)
+    blocks = lax.div(jnp.maximum(end - begin, 1) + (block - 1), jnp.int32(block))
     # Every row sees the blocks [left, right) in full; the others come first.
     left = lax.div(full_from - begin + (block - 1), jnp.int32(block))
-    left = jnp.minimum(left, blocks)
+    left = jnp.clip(left, 0, blocks)
     right = lax.div(jnp.maximum(full_to - begin, 0), jnp.int32(block))
     right = jnp.clip(right, left, blocks)
     masked = left + blocks - right
@@ -140,12 +158,14 @@ class IntervalWalk:
         that of the output.
       out_width: of the output.
       registers: of a thread, in a computing and in the copying warpgroup.
+      ahead: whether a block's weights are multiplied beside the work on the next block.
     """
 
     spec: IntervalAttention
     rows: Mapping[str, int]
     out_width: int
     registers: tuple[int, int]
+    ahead: bool = False
 
     @property
     def buffers(self) -> operands.Buffers:
@@ -263,19 +283,39 @@ class IntervalWalk:
                     load_added(pair)
             plgpu.barrier_wait(refs.rows_ready.at[wg])
 
+            def stage_of(i):
+                return lax.rem(done + i, jnp.int32(spec.stages))
+
             def visible(i):
                 shape, first = (ROWS, block), key_at(i)
                 index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + first
                 return (index >= across(first_key, shape)) & (index < across(key_end, shape))
 
-            def step(under_mask, i, state):
-                stage = lax.rem(done + i, jnp.int32(spec.stages))
+            def block_at(under_mask, i):
                 seen = (lambda: visible(i)) if under_mask else (lambda: None)
-                return todo.step(Block(stage, seen), state)
+                return Block(stage_of(i), seen)
+
+            def step(under_mask, i, carried):
+                state, weights = carried
+                before = Weighted(stage_of(i - 1), weights)
+                return todo.weigh(block_at(under_mask, i), before, state)
+
+            def step_alone(under_mask, i, state):
+                state, weights = todo.weigh(block_at(under_mask, i), None, state)
+                return todo.multiply(Weighted(stage_of(i), weights), state)
+
+            def over_blocks(first, body, carried):
+                border = jnp.maximum(masked, first)
+                carried = lax.fori_loop(first, border, functools.partial(body, True), carried)
+                return lax.fori_loop(border, blocks, functools.partial(body, False), carried)
 
             todo = work(tile)
-            state = lax.fori_loop(0, masked, lambda *x: step(True, *x), todo.state)
-            state = lax.fori_loop(masked, blocks, lambda *x: step(False, *x), state)
+            if self.ahead:
+                carried = todo.weigh(block_at(True, 0), None, todo.state)
+                state, weights = over_blocks(1, step, carried)
+                state = todo.multiply(Weighted(stage_of(blocks - 1), weights), state)
+            else:
+                state = over_blocks(0, step_alone, todo.state)
             result = todo.finish(state)  # [64, width]
 
             def load_next_rows():

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from kernels_pallas.mosaic import wgmma
 from kernels_pallas.specs.tile import (  # noqa: F401
     LOG2E,
     ROW_STATS,
@@ -184,18 +185,53 @@ class Buffers:
             parts = [ref[copy, i] for i in range(self._slabs(ref))]
         return jnp.concatenate(parts, axis=1).astype(jnp.float32)
 
+    def start_product(self, left, right):
+        """Starts `left @ right.T` of operands `(ref, copy)`, the narrower of which says how many
+        columns count. What is returned belongs to `finish`, and until then no loop may begin
+        another round (`wgmma.py`). JAX drops what nobody finishes: it must not be counted as
+        running.
+        """
+        if not self.interpret:
+            (left, copy), rows = left, right[0][0].shape[2]
+            return self._start(rows, self._matrix_ref, left[0].at[copy], right)
+        left, right = self._matrix(*left), self._matrix(*right)
+        width = min(left.shape[1], right.shape[1])
+        result = jnp.dot(left[:, :width], right[:, :width].T)
+        plgpu.commit_smem()  # else the race detector takes these reads for later ones
+        return result
+
+    def start_weighted(self, total, weights, values):
+        """Starts `total + weights @ values`, of registers and an operand `(ref, copy)`."""
+        if not self.interpret:
+            return self._start(total.shape[1], MATRIX, weights, values, total)
+        result = total + jnp.dot(weights.astype(jnp.float32), self._matrix(*values))
+        plgpu.commit_smem()
+        return result
+
+    def finish(self, *sums, running: int = 0) -> list:
+        """Sums that were started, in registers; of all that were, the `running` newest may be
+        under way still.
+        """
+        if self.interpret:
+            return list(sums)
+        shapes = [plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=MATRIX) for x in sums]
+
+        @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(sums), return_type=shapes)
+        def wait(_, *sums):
+            done = wgmma.wait(running, *map(wgmma.registers, sums))
+            return [wgmma.result(values, MATRIX) for values in done]
+
+        return wait(*sums)
+
     def products(self, *pairs, meanwhile=lambda: None) -> Any:
         """`left @ right.T` of each pair of operands `(ref, copy)`, side by side, then what
         `meanwhile` returns, which runs beside them. The narrower one says how many columns.
+
+        Mosaic's own products suit operands that stay where they are: the compiler keeps their
+        descriptors. By `start_product` such kernels take up to 10 % longer (docs/kernels.md).
         """
         if self.interpret:
-            products = []
-            for left, right in pairs:
-                left, right = self._matrix(*left), self._matrix(*right)
-                width = min(left.shape[1], right.shape[1])
-                products.append(jnp.dot(left[:, :width], right[:, :width].T))
-            plgpu.commit_smem()  # else the race detector takes these reads for later ones
-            return *products, meanwhile()
+            return *(self.start_product(*pair) for pair in pairs), meanwhile()
 
         def run(*accumulators):
             for acc, ((left, i), (right, j)) in zip(accumulators, pairs, strict=True):
@@ -211,12 +247,7 @@ class Buffers:
     def add_weighted(self, *terms):
         """`acc + weights @ values` of each term `(acc, weights, (ref, copy))`, side by side."""
         if self.interpret:
-            sums = [
-                acc + jnp.dot(weights.astype(jnp.float32), self._matrix(*operand))
-                for acc, weights, operand in terms
-            ]
-            plgpu.commit_smem()
-            return sums
+            return [self.start_weighted(*term) for term in terms]
 
         @plgpu.inline_mgpu(
             arg_types=(MATRIX, MATRIX, plgpu.RefType(self._matrix_transforms)) * len(terms),
@@ -240,6 +271,31 @@ class Buffers:
 
         operands = [(acc, weights, ref[0].at[copy]) for acc, weights, (ref, copy) in terms]
         return product(*(x for term in operands for x in term))
+
+    @property
+    def _matrix_ref(self):
+        return plgpu.RefType(self._matrix_transforms)
+
+    def _start(self, columns: int, left_type, left, right, *total):
+        """Starts a product of `columns` columns (`wgmma.product`). What is added to a total are
+        weights in registers: their right operand is transposed.
+        """
+        right, copy = right
+
+        @plgpu.inline_mgpu(
+            arg_types=(left_type, self._matrix_ref, *[MATRIX] * len(total)),
+            return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=MATRIX),
+        )
+        def start(_, left, right, *total):
+            if total:
+                sums, weights = wgmma.fence(*map(wgmma.registers, (*total, left)))
+                values = wgmma.product(sums, weights, wgmma.Operand(right, transposed=True))
+            else:
+                wgmma.fence()
+                values = wgmma.product(None, wgmma.Operand(left), wgmma.Operand(right))
+            return wgmma.result(values, MATRIX)
+
+        return start(left, right[0].at[copy], *total)
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):

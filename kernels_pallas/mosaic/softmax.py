@@ -58,17 +58,16 @@ def initial_state(width: int) -> SoftmaxState:
     )
 
 
-def online_softmax(state: SoftmaxState, scores, c: float, visible=None, member=None):
-    """P `[64, keys]` of a block relative to the new maximum, and the state rescaled to it.
+def block_softmax(row_max, scores, c: float, visible=None, member=None):
+    """P `[64, keys]` of a block relative to the new maximum, and that maximum.
 
     Args:
-      state: of the blocks before.
+      row_max: of the blocks before, `[64]`.
       scores: S, `[64, keys]`.
       c: scale * log2(e).
       visible: `[64, keys]`, the keys that each row sees; None: all.
       member: `[64]`, the rows that have this block at all; None: all.
     """
-    acc, row_max, row_sum = state
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
     new_max = jnp.maximum(row_max, scores.max(axis=1) * c)
@@ -76,12 +75,23 @@ def online_softmax(state: SoftmaxState, scores, c: float, visible=None, member=N
     if member is not None:
         new_max = jnp.where(member, new_max, row_max)
         base = jnp.where(member, base, ABSENT)
-    p = jnp.exp2(scores * c - across(base, scores.shape))  # [64, keys]
+    return jnp.exp2(scores * c - across(base, scores.shape)), new_max
+
+
+def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
+    """The state relative to a new maximum, with the sum of a block's P; `acc` without it."""
+    acc, row_max, row_sum = state
     decay = jnp.exp2(row_max - new_max)  # [64]
     row_sum = row_sum * decay + p.sum(axis=1)
     if acc is not None:
         acc *= across(decay, acc.shape)
-    return p, SoftmaxState(acc, new_max, row_sum)
+    return SoftmaxState(acc, new_max, row_sum)
+
+
+def online_softmax(state: SoftmaxState, scores, c: float, visible=None, member=None):
+    """`block_softmax`'s P, and the state rescaled to its maximum."""
+    p, new_max = block_softmax(state.row_max, scores, c, visible, member)
+    return p, rescaled(state, new_max, p)
 
 
 def normalizer(state: SoftmaxState):

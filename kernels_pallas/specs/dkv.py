@@ -10,17 +10,20 @@ gives the same bits.
 | selected            | gathered: entries `begin .. end - 1` of a query  | 16, 32 or 64; G, one |
 |                     | list of the block (`specs/block_query_lists.py`) | token, if single     |
 
-A work item is eight int32:
+A work item is eight int32, and sixteen of an interval:
 
-| int  | what                                                                              |
-|------|-----------------------------------------------------------------------------------|
-| 0    | row of `[B, Hkv]`; negative: an empty place in the table                          |
-| 1    | first key                                                                         |
-| 2, 5 | begin and end of its query tiles, or list entries                                 |
-| 3, 4 | begin and end of those that see all keys of the tile: no key is compared; with    |
-|      | marks, tokens that did not select the block are masked by lse_log2 = +inf         |
-| 6    | which partial it writes                                                           |
-| 7    | nothing                                                                           |
+| int      | what                                                                          |
+|----------|-------------------------------------------------------------------------------|
+| 0        | row of `[B, Hkv]`; negative: an empty place in the table                      |
+| 1        | first key                                                                     |
+| 2, 5     | begin and end of its query tiles, or list entries                             |
+| 3, 4     | begin and end of those that see all keys of the tile: no key is compared;     |
+|          | with marks, tokens that did not select the block have lse_log2 = +inf         |
+| 6        | which partial it writes                                                       |
+| 7        | nothing                                                                       |
+| 8 to 11  | of an interval, what 2 to 5 are of the tile, of the first 64 keys; not before |
+|          | 2 nor after 5                                                                 |
+| 12 to 15 | and of the second 64 keys                                                     |
 """
 
 import dataclasses
@@ -31,6 +34,7 @@ from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import tile
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
+    INTERVAL_ITEM_INTS,
     ROW_STATS,
     ROW_STATS_MIN_ROWS,
     ROWS,
@@ -80,6 +84,11 @@ class Dkv(AttentionSizes):
     def consumers(self) -> int:
         """Warpgroups of 64 keys each, which share the query tiles in shared memory."""
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
+
+    @property
+    def item_ints(self) -> int:
+        """Of a work item."""
+        return WORK_ITEM_INTS if self.gathered else INTERVAL_ITEM_INTS
 
     @property
     def tile_keys(self) -> int:
@@ -153,7 +162,7 @@ def partials(spec: Dkv) -> Kernel:
       query `[B, T, H, D]`, key `[B, S, Hkv, D]`, value `[B, S, Hkv, Dv]`, do `[B, T, H, Dv]`;
       row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
         G count;
-      work_items: int32 `[work_items, 8]`;
+      work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
       first_keys: for intervals, int32 `[B * query_tiles, rows]`, the first key by row;
       query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry;
       marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
@@ -167,7 +176,7 @@ def partials(spec: Dkv) -> Kernel:
         **spec.operands,
         "do": spec.rows(spec.Dv),
         "row_stats": tile.row_stats(spec, query_tile.tokens, spec.stats_rows),
-        "work_items": ints((spec.work_items, WORK_ITEM_INTS)),
+        "work_items": ints((spec.work_items, spec.item_ints)),
     }
     if spec.gathered:
         inputs["query_list"] = ints((spec.list_entries,))

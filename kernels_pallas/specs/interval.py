@@ -12,6 +12,7 @@ from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
 
 CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share the keys
+BLOCKS = 128, 112, 96  # keys; multiples of 16, of which a product takes so many at a time
 CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
 
@@ -59,13 +60,26 @@ class IntervalAttention(AttentionSizes):
         return {**self.operands, "first_key": bounds, "key_end": bounds}
 
 
-def forward_blocks(key_width: int, value_width: int, *, long: bool) -> dict[str, int]:
-    """Keys of a block and stages of the ring buffer; `long`: a tile has many blocks."""
+def forward_blocks(
+    group: int, key_width: int, value_width: int, window: int | None
+) -> dict[str, int]:
+    """Keys of a block and stages of the ring buffer.
+
+    Args:
+      group: query heads of a key/value head.
+      key_width, value_width: D and Dv.
+      window: keys that a query sees at most; None: many blocks of them.
+    """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
-    if max(key_width, value_width) > 128 and not long:  # else it spills with an array to add
+    if max(key_width, value_width) > 128 and window:  # else it spills with an array to add
         return {"block": 64, "stages": 3}
-    return {"block": 128, "stages": 2}
+    if not window:
+        return {"block": BLOCKS[0], "stages": 2}
+    # The size with which a pair of tiles computes the fewest keys, of those the largest.
+    tokens = Tile(group, slab_width(key_width, value_width)).tokens * CONSUMERS
+    keys = window + tokens - 1
+    return {"block": min(BLOCKS, key=lambda size: cdiv(keys, size) * size), "stages": 2}
 
 
 def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA c
 WORK_ITEM_INTS = (
     8  # of a row of a table of work items: 32 bytes, so that no row crosses a sector
 )
+INTERVAL_ITEM_INTS = 16  # the same, of intervals
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with

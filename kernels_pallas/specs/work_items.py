@@ -8,7 +8,7 @@ writes a partial, and a second kernel adds the partials of a tile in order.
 Tokens are cut into segments, and items that run together belong to one segment, so that the
 queries that they read are in L2 together.
 
-    table     [items, 8] int32    a `WorkItem` a row
+    table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
     count     [B, Hkv, tiles]     and how many
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
-from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS, warp_grid
+from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, warp_grid
 
 GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
 MIN_INTERVAL = 64  # query tiles of a work item of an interval
@@ -35,9 +35,10 @@ MIN_SEGMENT = 4096  # query tiles of a segment: of 16 rows 30 MB of Q and dO, wh
 
 
 class WorkItem(NamedTuple):
-    """The columns of a row of the table; the ones past these mean nothing.
+    """The first columns of a row of the table.
 
-    Queries are counted in query tiles, or from the begin of all lists in entries.
+    Queries are counted in query tiles, or from the begin of all lists in entries. In the table
+    of intervals follow, from column 8 on, those of `PART` for each 64 keys of the tile.
     """
 
     row: Any  # of [B, Hkv]; negative: nothing to do
@@ -47,6 +48,9 @@ class WorkItem(NamedTuple):
     unmasked_end: Any
     end: Any
     partial: Any  # where the item's partial stands; `dkv` only
+
+
+PART = "begin", "unmasked_begin", "unmasked_end", "end"
 
 
 def entries_of_item(entries: int) -> int:
@@ -78,38 +82,50 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
     span = -(-spec.query_tiles // segments)
     xp, integers = ops.xp, ops.to_int32
-    start = xp.broadcast_to(ops.arange(first, tiles) * spec.tile_keys, (spec.B, tiles))
 
     def token_after(bound, key, side):
         return integers(ops.searchsorted(bound, key, side))
 
-    begin = token_after(last, start, "right") // tokens
-    end = (token_after(first, start + (spec.tile_keys - 1), "right") + (tokens - 1)) // tokens
-    end = xp.maximum(begin, end)
-    unmasked_begin = (
-        token_after(last, start + spec.tile_keys, "left") + (tokens - 1)
-    ) // tokens
-    unmasked_end = token_after(first, start, "right") // tokens
+    def query_tiles_of(start) -> dict[str, Any]:
+        """Those that see some of the 64 keys from `start` on, and those that see all."""
+        begin = token_after(last, start, "right") // tokens
+        end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
+        return {
+            "begin": begin,
+            "unmasked_begin": (token_after(last, start + ROWS, "left") + (tokens - 1))
+            // tokens,
+            "unmasked_end": token_after(first, start, "right") // tokens,
+            "end": xp.maximum(begin, end),
+        }
 
     shape = (segments, spec.B, spec.Hkv, tiles)
     segment = ops.arange(first, segments).reshape(-1, 1, 1, 1)
     row = ops.arange(first, heads).reshape(1, spec.B, spec.Hkv, 1)
     tile = ops.arange(first, tiles).reshape(1, 1, 1, -1)
-    begin, end, unmasked_begin, unmasked_end = (
-        x.reshape(1, spec.B, 1, tiles) for x in (begin, end, unmasked_begin, unmasked_end)
-    )
+    start = xp.broadcast_to(ops.arange(first, tiles) * spec.tile_keys, (spec.B, tiles))
+    parts = [query_tiles_of(start + i * ROWS) for i in range(spec.consumers)]
+    parts = [
+        {name: x.reshape(1, spec.B, 1, tiles) for name, x in part.items()} for part in parts
+    ]
+    begin, end = parts[0]["begin"], xp.maximum(parts[0]["begin"], parts[-1]["end"])
     lower, upper = xp.maximum(begin, segment * span), xp.minimum(end, (segment + 1) * span)
+    upper = xp.maximum(lower, upper)
     item = WorkItem(
         row=xp.where(lower < upper, row, -1),
         first_key=tile * spec.tile_keys,
         begin=lower,
-        unmasked_begin=unmasked_begin,
-        unmasked_end=unmasked_end,
-        end=xp.maximum(lower, upper),
+        unmasked_begin=parts[-1]["unmasked_begin"],
+        unmasked_end=parts[0]["unmasked_end"],
+        end=upper,
         partial=(row * tiles + tile) * segments + segment,
     )
-    columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in item]
-    table = xp.concatenate([*columns, *columns[:1] * (WORK_ITEM_INTS - len(columns))], axis=1)
+    columns = [*item, item.row]
+    for part in parts:
+        inside = (xp.minimum(xp.maximum(part[name], lower), upper) for name in PART)
+        columns += inside
+    columns += [item.row] * (INTERVAL_ITEM_INTS - len(columns))
+    columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in columns]
+    table = xp.concatenate(columns, axis=1)
     first_segment = begin // span
     first_partial = (row * tiles + tile) * segments + first_segment
     count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
