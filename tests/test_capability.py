@@ -46,7 +46,7 @@ SAMPLE = (
 # group that does not divide the rows of `scores_kq`.
 BORDERS = ((16, 16, 15), (96, 32, 31), (64, 64, 24))
 COPIED = "Only copies transferring a number of bytes divisible by"
-TOO_WIDE = "N must be a multiple of 8 and <= 256, got: 272"  # of wgmma
+TOO_WIDE = "no product of 272 columns"
 # And how compiling it fails.
 REFUSED = {
     "a group with more rows than a tile": ({"G": 65}, ZeroDivisionError, "by zero"),

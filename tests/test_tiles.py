@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -238,10 +239,20 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
         "compressed": {"block": 128, "stages": 2},
         "scores": {"stages": scores.Scores.stages, "held": scores.Scores.held},
         "selected": {"key_stages": 2, "value_stages": 1},
-        "sliding": {"block": 128, "stages": 2},
+        "sliding": {"block": 112, "stages": 2},
     }
     for kernel, wanted in (CHOSEN if device else heuristics).items():
         assert {name: getattr(found[kernel], name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("group", [1, 4, 6, 16, 64])
+@pytest.mark.parametrize("window", [1, 64, 512, 700])
+def test_blocks_fit_the_window(group, window):
+    """A pair of tiles of 64 rows computes as few keys that it does not see as can be."""
+    keys = window + 2 * (64 // group) - 1
+    computed = {size: math.ceil(keys / size) * size for size in interval.BLOCKS}
+    chosen = interval.forward_blocks(group, 128, 128, window)["block"]
+    assert computed[chosen] == min(computed.values())
 
 
 def test_a_damaged_table_stops_the_call(table, monkeypatch, specs):

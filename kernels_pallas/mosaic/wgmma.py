@@ -27,7 +27,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-ROWS = 64  # of the result, over the 128 threads of a warpgroup
+ROWS = 64  # of the result
+THREADS = 128  # of a warpgroup, over which rows and columns lie
 STEP = 16  # columns of the left operand that one instruction takes
 BYTES = 2  # of a number
 SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and what a descriptor calls it
@@ -105,6 +106,9 @@ def product(
 
     Returns:
       Registers that are under way.
+
+    Raises:
+      ValueError: no instruction has these sizes.
     """
     columns, depth = right.rows, right.width
     if right.transposed:
@@ -114,8 +118,10 @@ def product(
         words = [left.low()]
     else:
         words = list(left)
-        assert len(words) * 2 * 128 == ROWS * depth, (len(words), depth)
-    assert columns % 8 == 0 and columns <= MOST_COLUMNS and depth % STEP == 0
+    if columns % 8 or columns > MOST_COLUMNS or depth % STEP:
+        raise ValueError(f"no product of {columns} columns over a depth of {depth}")
+    if not isinstance(left, Operand) and len(words) != ROWS * depth // (2 * THREADS):
+        raise ValueError(f"{len(words)} registers for weights of {depth} columns")
     count, steps = columns // 2, depth // STEP
     # Operands of the text: results, what they add to, the left operand, the right one.
     first_word = count * (1 if total is None else 2)
