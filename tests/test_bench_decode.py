@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+import nsa_jax
+import nsa_torch
 from bench import decode, summarize
 from bench.harness import decode_steps, exit_status, turns
 from nsa_jax.config import NSAConfig
@@ -96,6 +98,25 @@ def test_a_part_longer_than_the_whole_is_refused():
     assert case._doubt(times | {"samples": 2}) == {}, "two samples tell no noise"
     case.records["selected"] = record("selected", "sdpa", None)
     assert case._doubt(times) == {}, "a part without a time says nothing"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_part_copies_no_values(framework, folder, monkeypatch):
+    """Only a length that is known on the host says that there is nothing behind it to zero."""
+    lengths = []
+    for module in (nsa_jax, nsa_torch):
+        for name in ("compressed_attention", "selected_attention", "sliding_attention"):
+            function = getattr(module, name)
+
+            def noted(*arrays, kv_len, function=function, **options):
+                lengths.append((kv_len, arrays[1].shape[1]))
+                return function(*arrays, kv_len=kv_len, **options)
+
+            monkeypatch.setattr(module, name, noted)
+    given = (f"--framework={framework}", "--B=2", "--S_list=61")
+    code, _, _ = run(decode, folder / f"{framework}-lengths", *given, *SMALL)
+    compressed = CONFIG.num_compressed(61)
+    assert code == 0 and set(lengths) == {(61, 61), (61, compressed)}
 
 
 def test_a_wrong_branch_has_no_time_and_no_reads(tmp_path, capsys, monkeypatch):

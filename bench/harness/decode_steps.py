@@ -65,10 +65,11 @@ class Cached:
         """`{"out", "lse"}` of one branch on the cache, of `scores` `{"indices"}`."""
         query, cache = given["query"], given["cache"]
         name = getattr(self.plan, branch).implementation
-        # As in `cached_attention`: kernels take whole buffers, and the length is an array.
-        slots = None if name == "mosaic" else self.config.num_compressed(self.tokens)
+        # The buffers end with the last token, so the length is a number: with one a row, on the
+        # device, these functions zero copies of all values, which the whole step does not.
+        slots = self.config.num_compressed(self.tokens)
         keys = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
-        where = {"config": self.config, "kv_len": cache.length}
+        where = {"config": self.config, "kv_len": self.tokens}
         if branch == "compressed":
             return _named(
                 self.api.compressed_attention(query, *keys, **where, implementation=name)
