@@ -70,7 +70,18 @@ ON_A_GPU = [
     Case(700, 700, B=1, H=16, Hkv=1, D=192, Dv=128, config=PAPER, dtype="bfloat16"),
     Case(1500, 1500, B=1, H=16, Hkv=1, D=128, Dv=128, config=PAPER, dtype="float16"),
     Case(260, 400, B=2, H=8, Hkv=2, D=64, Dv=32, config=PAPER),
-    Case(400, 400, B=1, H=6, Hkv=2, D=96, Dv=48, config=PAPER, segments=(200, 3, 150, -47)),
+    Case(
+        400,
+        400,
+        B=1,
+        H=6,
+        Hkv=2,
+        D=96,
+        Dv=48,
+        config=PAPER,
+        segments=(200, 3, 150, -47),
+        dtype="bfloat16",
+    ),
     Case(200, 200, B=1, H=2, Hkv=1, D=256, Dv=256, config=PAPER, dtype="bfloat16"),
 ]
 
