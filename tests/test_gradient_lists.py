@@ -26,7 +26,7 @@ from kernels_pallas.specs import (
     work_items,
 )
 from kernels_pallas.specs.tile import ROWS
-from kernels_pallas.specs.work_items import PART, WorkItem
+from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
 from nsa_jax import geometry, mosaic, mosaic_backward, mosaic_lists
 from nsa_jax.config import NSAConfig
 from tests.inputs import segment_ids
@@ -252,7 +252,9 @@ def visits_of(spec, arrays, row):
         return visits_of_keys(spec, arrays, item)
     found = []
     for i in range(spec.consumers):
-        part = dict(zip(PART, row[8 + 4 * i : 12 + 4 * i].tolist(), strict=True))
+        first = part_column(i)
+        columns = row[first : first + len(PART_COLUMNS)].tolist()
+        part = dict(zip(PART_COLUMNS, columns, strict=True))
         assert item.begin <= part["begin"] and part["end"] <= item.end
         keys = item._replace(first_key=item.first_key + i * ROWS, **part)
         found.append(visits_of_keys(spec, arrays, keys))
@@ -367,7 +369,7 @@ def test_whole_tiles_are_seen_without_a_mask():
         ((sums, _),) = told(mosaic.OPS, shape, branch)
         rows = [row for row in sums.arrays[5].tolist() if row[0] >= 0]
         # Of the tile, or of its first 64 keys and of the second.
-        places = [2] if sums.spec.gathered else [8, 12]
+        places = [2] if sums.spec.gathered else [part_column(0), part_column(1)]
         found = [row[i : i + 4] for row in rows for i in places]
         plain = sum(max(min(c, end) - max(b, begin), 0) for begin, b, c, end in found)
         assert plain > 0.6 * sum(end - begin for begin, *_, end in found)

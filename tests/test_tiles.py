@@ -246,13 +246,21 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
 
 
 @pytest.mark.parametrize("group", [1, 4, 6, 16, 64])
-@pytest.mark.parametrize("window", [1, 64, 512, 700])
+@pytest.mark.parametrize("window", [0, 1, 64, 512, 700, 4096])
 def test_blocks_fit_the_window(group, window):
-    """A pair of tiles of 64 rows computes as few keys that it does not see as can be."""
+    """A pair of tiles of 64 rows has no more blocks than of 128 keys, and no smaller ones do."""
     keys = window + 2 * (64 // group) - 1
-    computed = {size: math.ceil(keys / size) * size for size in interval.BLOCKS}
     chosen = interval.forward_blocks(group, 128, 128, window)["block"]
-    assert computed[chosen] == min(computed.values())
+    assert math.ceil(keys / chosen) == math.ceil(keys / 128)
+    for smaller in range(96, chosen, 16):
+        assert math.ceil(keys / smaller) > math.ceil(keys / chosen)
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_wide_heads_with_a_window_have_small_blocks(window):
+    wanted = {"block": 64, "stages": 3}  # larger ones spill where an array is added
+    assert interval.forward_blocks(16, 192, 128, window) == wanted
+    assert interval.forward_blocks(16, 192, 128, None) == {"block": 128, "stages": 2}
 
 
 def test_a_damaged_table_stops_the_call(table, monkeypatch, specs):

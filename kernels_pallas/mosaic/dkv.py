@@ -48,6 +48,7 @@ from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
 from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
 
 COLUMNS = 8  # query rows whose statistics are in registers at a time
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # a thread
@@ -74,7 +75,7 @@ def partials(kernel: Kernel):
         item = lax.axis_index("item")
         row = jnp.maximum(refs.work_items[item, 0], 0)
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        # Query tiles, or list entries: all of the work item.
+        # Bounds are query tiles, or list entries.
         first_key, begin, _, _, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
@@ -82,16 +83,14 @@ def partials(kernel: Kernel):
         steps = lax.div(end - begin + (per_step - 1), step_tiles)
 
         def steps_of(wg):
-            """The first step that warpgroup `wg` computes, the first and the last of those where
-            it compares no key, and its last, exclusive.
+            """Warpgroup `wg` computes the steps from `first` to `last - 1`, and compares no key in
+            those from `unmasked_first` to `unmasked_last - 1`.
             """
-            at = 2 if spec.gathered else 8 + 4 * wg
+            bounds = WorkItem._fields.index("begin") if spec.gathered else part_column(wg)
             low, unmasked_low, unmasked_high, high = (
-                refs.work_items[item, at + i] - begin for i in range(4)
+                refs.work_items[item, bounds + i] - begin for i in range(len(PART_COLUMNS))
             )
-            first, last = low, high
-            if spec.gathered:
-                first, last = jnp.int32(0), steps
+            first, last = (jnp.int32(0), steps) if spec.gathered else (low, high)
             unmasked_first = lax.div(unmasked_low + (per_step - 1), step_tiles)
             unmasked_first = jnp.clip(unmasked_first, first, last)
             unmasked_last = lax.div(unmasked_high, step_tiles)
@@ -235,17 +234,18 @@ def partials(kernel: Kernel):
                 (dp,) = buffers.finish(dp)
             if spec.want_dv:  # dV += (g P^T) dO
                 gated_p = operands.side_by_side(gated_p, interpret)
-                sums[-1] = buffers.start_weighted(sums[-1], gated_p, (refs.do_s, stage))
+                sums[-1] = buffers.start_sum(sums[-1], gated_p, (refs.do_s, stage))
             if dp is not None:  # dK += dS^T Q
                 ds = []
                 for j in range(0, ROWS, COLUMNS):
+                    # Read again: kept from above they would take 32 registers.
                     _, _, gate, delta = stats_of_columns(j)
                     part = dp[:, j : j + COLUMNS]
                     if spec.gated:
                         part = part * down(gate)
                     ds.append((p[j // COLUMNS] * (part - down(delta))).astype(dtype))
                 ds = operands.side_by_side(ds, interpret)
-                sums[0] = buffers.start_weighted(sums[0], ds, (refs.query_s, stage))
+                sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage))
             sums = buffers.finish(*sums)
             if spec.gathered:
                 plgpu.commit_smem()  # all four warps have read this stage

@@ -43,7 +43,7 @@ def build(kernel: Kernel):
             def compute(scores, dp, visible):
                 acc = softmax.zeros(spec.D)
                 ds = softmax.softmax_backward(scores, dp, c, stats, visible)  # [64, 64]
-                (acc,) = buffers.add_weighted((acc, ds.astype(dtype), (refs.key_tile, 0)))
+                (acc,) = buffers.add_products((acc, ds.astype(dtype), (refs.key_tile, 0)))
                 return acc * spec.scale  # [64, D]
 
             return compute

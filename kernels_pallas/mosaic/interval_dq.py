@@ -43,7 +43,7 @@ def build(kernel: Kernel):
                 refs.row_stats, at.b, at.kv_head, token, units, spec.gated
             )
 
-            def weigh(block, _, acc):
+            def attend(block, _, acc):
                 stage = block.stage
                 plgpu.barrier_wait(refs.key_ready.at[stage])
                 plgpu.barrier_wait(refs.value_ready.at[stage])
@@ -55,14 +55,14 @@ def build(kernel: Kernel):
                 ds = softmax.softmax_backward(scores, dp, c, stats, block.visible())
                 return acc, ds.astype(dtype)
 
-            def multiply(weighted, acc):
-                stage, ds = weighted
-                acc = buffers.start_weighted(acc, ds, (refs.key_ring, stage))
+            def multiply(factor, acc):
+                stage, ds = factor
+                acc = buffers.start_sum(acc, ds, (refs.key_ring, stage))
                 (acc,) = buffers.finish(acc)
                 plgpu.barrier_arrive(refs.key_free.at[stage])
                 return acc  # [64, D]
 
-            return Work(softmax.zeros(spec.D), weigh, multiply, lambda acc: acc * spec.scale)
+            return Work(softmax.zeros(spec.D), attend, multiply, lambda acc: acc * spec.scale)
 
         walk.run(refs, [refs.query, refs.do], refs.dq, work)
 

@@ -6,8 +6,8 @@ Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V; per bloc
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
 (`interval_walk.py`), S of the next block beside P V of this one. Tiles: 64 rows x 128 keys a
-warpgroup, two stages; the widest heads take 64 keys, and the blocks of a window are those that
-it fills best (`specs/interval.py`).
+warpgroup, two or three stages; wide heads take 64 keys, and a window has blocks that it fills
+(`specs/interval.py`).
 
 Bound: compute. Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 on an H100 (989 TFLOP/s, 3.35 TB/s):
 compressed 4.40 TFLOP = 4.4 ms, sliding 1.10 TFLOP = 1.1 ms; query and output once, 2.1 GB =
@@ -34,35 +34,33 @@ def build(kernel: Kernel):
 
     def body(refs):
         def work(at):
-            def weigh(block, before, state):
+            def attend(block, before, state):
                 stage, acc = block.stage, state.acc
                 plgpu.barrier_wait(refs.key_ready.at[stage])
                 key = refs.key_ring, stage
                 scores = buffers.start_product((refs.query_tile, at.wg), key)
-                if before:
+                if before is not None:
                     acc = start_multiply(before, acc)
-                (scores,) = buffers.finish(scores, running=1 if before else 0)
+                (scores,) = buffers.finish(scores, running=0 if before is None else 1)
                 plgpu.barrier_arrive(refs.key_free.at[stage])
                 p, row_max = softmax.block_softmax(state.row_max, scores, c, block.visible())
-                if before:
+                if before is not None:
                     acc = finish_multiply(before, acc)
                 state = softmax.rescaled(state._replace(acc=acc), row_max, p)
-                # Weights that are made while a product is under way would serialize it (C7513).
+                # Converted before the wait, P would serialize the products (`wgmma.py`).
                 return state, p.astype(dtype)
 
             def start_multiply(before, acc):
                 plgpu.barrier_wait(refs.value_ready.at[before.stage])
-                return buffers.start_weighted(
-                    acc, before.weights, (refs.value_ring, before.stage)
-                )
+                return buffers.start_sum(acc, before.matrix, (refs.value_ring, before.stage))
 
             def finish_multiply(before, acc):
                 (acc,) = buffers.finish(acc)
                 plgpu.barrier_arrive(refs.value_free.at[before.stage])
                 return acc  # [64, Dv]
 
-            def multiply(weighted, state):
-                acc = finish_multiply(weighted, start_multiply(weighted, state.acc))
+            def multiply(factor, state):
+                acc = finish_multiply(factor, start_multiply(factor, state.acc))
                 return state._replace(acc=acc)
 
             def finish(state):
@@ -73,7 +71,7 @@ def build(kernel: Kernel):
                     inverse *= tile_rows.values(refs.gate, *rows)
                 return state.acc * across(inverse, state.acc.shape)
 
-            return Work(softmax.initial_state(spec.Dv), weigh, multiply, finish)
+            return Work(softmax.initial_state(spec.Dv), attend, multiply, finish)
 
         walk.run(refs, [refs.query], refs.out, work)
 

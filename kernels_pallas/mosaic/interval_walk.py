@@ -9,7 +9,7 @@ copies the keys and values that both read.
                                            is done with
                              for each block:  wait ready[stage], compute, arrive free[stage]
 
-Of a walk that is `ahead` the product of a block's weights runs beside the work on the next one.
+Of a walk that is `ahead` a block's P V is multiplied beside the work on the next block.
 The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of pairs.
 Of a pair's keys come first the blocks that some row sees in part, under a mask, then those that
 every row sees in full, without one:
@@ -17,7 +17,7 @@ every row sees in full, without one:
     keys of the pair    begin |--- edge ---|------- full -------|--- edge ---| end
     blocks              0     ..           left        ..       right        ..
 
-Tiles: 64 rows x `block` keys a warpgroup (96 to 128 forward, 64 dq; `specs/interval.py`).
+Tiles: 64 rows x `block` keys a warpgroup (64 to 128 forward, 64 dq; `specs/interval.py`).
 """
 
 import dataclasses
@@ -70,27 +70,27 @@ class Block(NamedTuple):
     visible: Callable[[], Any]  # [64, block], or None where every row sees all of it
 
 
-class Weighted(NamedTuple):
-    """Weights of a block that are still to be multiplied with its keys or values."""
+class Factor(NamedTuple):
+    """What is still to be multiplied with the keys or values of a block: P forward, dS in dq."""
 
     stage: Any
-    weights: Any  # [64, block], in the type of the operands
+    matrix: Any  # [64, block], in the type of the operands
 
 
 class Work(NamedTuple):
     """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
     `value_ready` of a block's stage and arrives at `key_free` and `value_free`.
 
-    `weigh(block, before, state)` returns the next state and the block's weights;
-    `multiply(weighted, state)` adds their product to the state. Of a walk that is `ahead` the
-    product of the weights `before` is `weigh`'s, so that it runs beside the work by element;
+    `attend(block, before, state)` returns the next state and the matrix of the block's factor;
+    `multiply(factor, state)` adds the product to the state. Of a walk that is `ahead` the
+    product of the factor `before` is `attend`'s, so that it runs beside the work by element;
     otherwise, and for the first block, `before` is None. `finish(state)` is the result, float32
     `[64, width]`.
     """
 
     state: Any
-    weigh: Callable[[Block, Weighted | None, Any], tuple[Any, Any]]
-    multiply: Callable[[Weighted, Any], Any]
+    attend: Callable[[Block, Factor | None, Any], tuple[Any, Any]]
+    multiply: Callable[[Factor, Any], Any]
     finish: Callable[[Any], Any]
 
 
@@ -158,7 +158,7 @@ class IntervalWalk:
         that of the output.
       out_width: of the output.
       registers: of a thread, in a computing and in the copying warpgroup.
-      ahead: whether a block's weights are multiplied beside the work on the next block.
+      ahead: whether the product of a block's factor runs beside the work on the next block.
     """
 
     spec: IntervalAttention
@@ -296,13 +296,13 @@ class IntervalWalk:
                 return Block(stage_of(i), seen)
 
             def step(under_mask, i, carried):
-                state, weights = carried
-                before = Weighted(stage_of(i - 1), weights)
-                return todo.weigh(block_at(under_mask, i), before, state)
+                state, matrix = carried
+                before = Factor(stage_of(i - 1), matrix)
+                return todo.attend(block_at(under_mask, i), before, state)
 
             def step_alone(under_mask, i, state):
-                state, weights = todo.weigh(block_at(under_mask, i), None, state)
-                return todo.multiply(Weighted(stage_of(i), weights), state)
+                state, matrix = todo.attend(block_at(under_mask, i), None, state)
+                return todo.multiply(Factor(stage_of(i), matrix), state)
 
             def over_blocks(first, body, carried):
                 border = jnp.maximum(masked, first)
@@ -311,9 +311,9 @@ class IntervalWalk:
 
             todo = work(tile)
             if self.ahead:
-                carried = todo.weigh(block_at(True, 0), None, todo.state)
-                state, weights = over_blocks(1, step, carried)
-                state = todo.multiply(Weighted(stage_of(blocks - 1), weights), state)
+                carried = todo.attend(block_at(True, 0), None, todo.state)
+                state, matrix = over_blocks(1, step, carried)
+                state = todo.multiply(Factor(stage_of(blocks - 1), matrix), state)
             else:
                 state = over_blocks(0, step_alone, todo.state)
             result = todo.finish(state)  # [64, width]

@@ -1,7 +1,7 @@
 """Matrix operands in shared memory: one buffer, seen as the copy engine and as wgmma see it.
 
 A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/value head, row
-`token * G + head`, so no row is wasted on padding heads. Columns stand in slabs of 64 (of 32
+`token * G + head`, so no row is wasted on padding heads. Columns stand in slabs of 64 (of 32 or 16
 where a width is no multiple of 64), each slab one swizzled TMA box. A box `[tokens, G, width]`
 lies in memory exactly as the `[64, width]` operand that wgmma reads: a `RefUnion` gives both
 views. Boxes may start at any token or key, and what lies outside the array reads as zero and
@@ -185,28 +185,53 @@ class Buffers:
             parts = [ref[copy, i] for i in range(self._slabs(ref))]
         return jnp.concatenate(parts, axis=1).astype(jnp.float32)
 
+    @property
+    def _matrix_ref(self):
+        return plgpu.RefType(self._matrix_transforms)
+
     def start_product(self, left, right):
         """Starts `left @ right.T` of operands `(ref, copy)`, the narrower of which says how many
-        columns count. What is returned belongs to `finish`, and until then no loop may begin
-        another round (`wgmma.py`). JAX drops what nobody finishes: it must not be counted as
-        running.
+        columns count. What is returned belongs to `finish`: until then it counts as running, and
+        no loop may begin another round (`wgmma.py`).
         """
-        if not self.interpret:
-            (left, copy), rows = left, right[0][0].shape[2]
-            return self._start(rows, self._matrix_ref, left[0].at[copy], right)
-        left, right = self._matrix(*left), self._matrix(*right)
-        width = min(left.shape[1], right.shape[1])
-        result = jnp.dot(left[:, :width], right[:, :width].T)
-        plgpu.commit_smem()  # else the race detector takes these reads for later ones
-        return result
+        if self.interpret:
+            left, right = self._matrix(*left), self._matrix(*right)
+            width = min(left.shape[1], right.shape[1])
+            result = jnp.dot(left[:, :width], right[:, :width].T)
+            plgpu.commit_smem()  # else the race detector takes these reads for later ones
+            return result
+        (left, i), (right, j) = left, right
+        shape = ROWS, right[0].shape[2]
 
-    def start_weighted(self, total, weights, values):
-        """Starts `total + weights @ values`, of registers and an operand `(ref, copy)`."""
-        if not self.interpret:
-            return self._start(total.shape[1], MATRIX, weights, values, total)
-        result = total + jnp.dot(weights.astype(jnp.float32), self._matrix(*values))
-        plgpu.commit_smem()
-        return result
+        @plgpu.inline_mgpu(
+            arg_types=(self._matrix_ref, self._matrix_ref),
+            return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
+        )
+        def start(_, left, right):
+            wgmma.fence()
+            return wgmma.array(wgmma.product(wgmma.Operand(left), wgmma.Operand(right)))
+
+        return start(left[0].at[i], right[0].at[j])
+
+    def start_sum(self, total, left, right):
+        """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; as
+        `start_product`.
+        """
+        if self.interpret:
+            result = total + jnp.dot(left.astype(jnp.float32), self._matrix(*right))
+            plgpu.commit_smem()
+            return result
+        right, copy = right
+
+        @plgpu.inline_mgpu(
+            arg_types=(MATRIX, MATRIX, self._matrix_ref),
+            return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=MATRIX),
+        )
+        def start(_, total, left, right):
+            total, left = wgmma.fence(wgmma.registers(total), wgmma.registers(left))
+            return wgmma.array(wgmma.added(total, left, wgmma.Operand(right, transposed=True)))
+
+        return start(total, left, right[0].at[copy])
 
     def finish(self, *sums, running: int = 0) -> list:
         """Sums that were started, in registers; of all that were, the `running` newest may be
@@ -219,7 +244,7 @@ class Buffers:
         @plgpu.inline_mgpu(arg_types=(MATRIX,) * len(sums), return_type=shapes)
         def wait(_, *sums):
             done = wgmma.wait(running, *map(wgmma.registers, sums))
-            return [wgmma.result(values, MATRIX) for values in done]
+            return [wgmma.array(values) for values in done]
 
         return wait(*sums)
 
@@ -244,13 +269,13 @@ class Buffers:
         shapes = [(left[0].shape[2], right[0].shape[2]) for (left, _), (right, _) in pairs]
         return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
-    def add_weighted(self, *terms):
-        """`acc + weights @ values` of each term `(acc, weights, (ref, copy))`, side by side."""
+    def add_products(self, *terms):
+        """`total + left @ right` of each term `(total, left, (ref, copy))`, side by side."""
         if self.interpret:
-            return [self.start_weighted(*term) for term in terms]
+            return [self.start_sum(*term) for term in terms]
 
         @plgpu.inline_mgpu(
-            arg_types=(MATRIX, MATRIX, plgpu.RefType(self._matrix_transforms)) * len(terms),
+            arg_types=(MATRIX, MATRIX, self._matrix_ref) * len(terms),
             return_type=[
                 plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=MATRIX) for acc, *_ in terms
             ],
@@ -271,31 +296,6 @@ class Buffers:
 
         operands = [(acc, weights, ref[0].at[copy]) for acc, weights, (ref, copy) in terms]
         return product(*(x for term in operands for x in term))
-
-    @property
-    def _matrix_ref(self):
-        return plgpu.RefType(self._matrix_transforms)
-
-    def _start(self, columns: int, left_type, left, right, *total):
-        """Starts a product of `columns` columns (`wgmma.product`). What is added to a total are
-        weights in registers: their right operand is transposed.
-        """
-        right, copy = right
-
-        @plgpu.inline_mgpu(
-            arg_types=(left_type, self._matrix_ref, *[MATRIX] * len(total)),
-            return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=MATRIX),
-        )
-        def start(_, left, right, *total):
-            if total:
-                sums, weights = wgmma.fence(*map(wgmma.registers, (*total, left)))
-                values = wgmma.product(sums, weights, wgmma.Operand(right, transposed=True))
-            else:
-                wgmma.fence()
-                values = wgmma.product(None, wgmma.Operand(left), wgmma.Operand(right))
-            return wgmma.result(values, MATRIX)
-
-        return start(left, right[0].at[copy], *total)
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
@@ -354,8 +354,8 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
             for k in range(ROW_STATS):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):
-                    value = llvm.extractelement(row, _constant(k))
-                    pair = llvm.insertelement(pair, value, _constant(i))
+                    value = llvm.extractelement(row, wgmma.number(k))
+                    pair = llvm.insertelement(pair, value, wgmma.number(i))
                 registers[k][index] = pair
         return [
             mgpu.FragmentedArray(_registers=x, _layout=layout, _is_signed=None)
@@ -384,10 +384,6 @@ def side_by_side(parts, interpret: bool):
 
 def _index(number: int):
     return arith.constant(ir.IndexType.get(), number)
-
-
-def _constant(number: int):
-    return arith.constant(ir.IntegerType.get_signless(32), number)
 
 
 def by_warps(count: int, function, varies: bool) -> None:

@@ -55,7 +55,7 @@ def build(kernel: Kernel):
                 lse_log2 = jnp.where(block.member, stats.lse_log2, jnp.inf)
                 member_stats = stats._replace(lse_log2=lse_log2)
                 ds = softmax.softmax_backward(scores, dp, c, member_stats, block.visible)
-                (acc,) = buffers.add_weighted((acc, ds.astype(dtype), key))
+                (acc,) = buffers.add_products((acc, ds.astype(dtype), key))
                 block.refill_key()
                 return acc  # [64, D]
 

@@ -42,7 +42,7 @@ def build(kernel: Kernel):
             block.refill_key()
             p, state = softmax.online_softmax(state, scores, c, block.visible, block.member)
             plgpu.barrier_wait(refs.value_ready.at[block.value_stage])
-            (acc,) = buffers.add_weighted((state.acc, p.astype(dtype), value))  # [64, Dv]
+            (acc,) = buffers.add_products((state.acc, p.astype(dtype), value))  # [64, Dv]
             block.refill_value()
             return state._replace(acc=acc)
 

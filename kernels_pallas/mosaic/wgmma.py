@@ -4,21 +4,22 @@
 a 64-bit descriptor in registers. Here a product that adds to nothing starts from nothing
 (scale-d 0), and offsets are constants of the instruction's text.
 
-A product is under way from `product` until `wait` gives its registers back. Until then nothing
-may touch them, nor those of its left operand; no round of a loop may begin; and what a later
-product reads may not be made, unless a `fence` follows. Else ptxas waits after every
-instruction (its remarks C7510 to C7514, which `Cubin.remarks` keeps).
+A product is under way from `product` or `added` until `wait` gives its registers back. Until
+then nothing may touch them, nor those of its left operand, and no round of a loop may begin.
+Registers that a later product reads may be made, if the same round fences and starts it; in
+another round they are made after the wait. Else ptxas waits after every instruction (its
+remarks C7510 to C7514, which `Cubin.remarks` keeps). It deletes a product that nobody reads.
 
 Operands lie in shared memory in slabs `[slabs, rows, slab]` of 16-bit numbers, each slab one
-swizzled box (`operands.py`). Along a row lies the sum of `Q K^T`, and the result's columns of
-`P V`: the right operand of the latter is read transposed.
+swizzled box (`operands.py`). `Q K^T` sums along their rows; the columns of `P V` lie along the
+rows of V, which is read transposed.
 
     descriptor   bits 0-13 address / 16, 16-29 leading offset / 16, 32-45 stride offset / 16,
                  62-63 swizzle; PTX ISA, "Matrix descriptor format"
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -27,8 +28,9 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-ROWS = 64  # of the result
-THREADS = 128  # of a warpgroup, over which rows and columns lie
+from kernels_pallas.specs.tile import ROWS
+
+THREADS = 128  # of a warpgroup, over which the 64 rows and the columns of a result lie
 STEP = 16  # columns of the left operand that one instruction takes
 BYTES = 2  # of a number
 SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and what a descriptor calls it
@@ -40,8 +42,8 @@ class Operand:
     """A matrix in shared memory: its slabs `[slabs, rows / 8, 1, 8, slab]`, as Mosaic tiles them.
 
     Attributes:
-      ref: of it.
-      transposed: read as `[width, rows]`.
+      ref: its memory.
+      transposed: read as `[width, rows]`; a right operand only.
     """
 
     ref: ir.Value
@@ -73,91 +75,102 @@ class Operand:
     def _slab_bytes(self) -> int:
         return self._shape[1] * self._shape[2] * BYTES
 
-    @property
-    def high(self) -> int:
-        """The descriptor's upper word."""
-        return self._stride >> 4 | SWIZZLES[self._shape[2] * BYTES] << 30
-
-    def low(self) -> ir.Value:
-        """The descriptor's lower word, of the operand's first step."""
+    def word(self) -> ir.Value:
+        """The lower word of the first step's descriptor."""
         i32 = ir.IntegerType.get_signless(32)
         address = llvm.ptrtoint(i32, mgpu_utils.memref_ptr(self.ref))
-        low = arith.shrui(arith.andi(address, _number(0x3FFFF)), _number(4))
+        word = arith.shrui(arith.andi(address, number(0x3FFFF)), number(4))
         leading = self._slab_bytes if self.transposed else 0
-        return arith.ori(low, _number(leading >> 4 << 16)) if leading else low
+        return arith.ori(word, number(leading >> 4 << 16)) if leading else word
 
-    def offset(self, step: int) -> int:
-        """Of a step, what is added to the lower word."""
+    def descriptor(self, name: str, word: str, step: int) -> str:
+        """Text that makes the descriptor `name` of a step; `word`: the register of `word()`."""
+        high = self._stride >> 4 | SWIZZLES[self._shape[2] * BYTES] << 30
+        offset = self._offset(step)
+        low = f"add.u32 low, {word}, {offset};" if offset else f"mov.b32 low, {word};"
+        return f"{low} mov.b32 high, {high}; mov.b64 {name}, {{low, high}};"
+
+    def _offset(self, step: int) -> int:
+        """From the first step to this one, in units of 16 bytes."""
         if self.transposed:  # a step is sixteen rows
             return step * 2 * self._stride >> 4
         slab, column = divmod(step * STEP, self._shape[2])
         return slab * self._slab_bytes + column * BYTES >> 4
 
 
-def product(
-    total: Sequence[ir.Value] | None, left: Operand | Sequence[ir.Value], right: Operand
-) -> list[ir.Value]:
-    """Starts `total + left @ right.T`, or `left @ right` where `right` is transposed.
-
-    Args:
-      total: float32 registers of `[64, columns]`, as `registers` has them; None: nothing.
-      left: `[64, width]` in shared memory, or its registers.
-      right: in shared memory.
+def product(left: Operand, right: Operand) -> list[ir.Value]:
+    """Starts `left @ right.T`; the narrower one says how many columns of both count.
 
     Returns:
-      Registers that are under way.
+      Registers that are under way, in the order of `registers`.
 
     Raises:
       ValueError: no instruction has these sizes.
     """
-    columns, depth = right.rows, right.width
-    if right.transposed:
-        columns, depth = depth, columns
-    if isinstance(left, Operand):
-        depth = min(depth, left.width)
-        words = [left.low()]
-    else:
-        words = list(left)
+
+    def of_step(step: int, word: str) -> tuple[str, str]:
+        return left.descriptor("a", word, step), "a"
+
+    words, depth = [left.word()], min(left.width, right.width)
+    return _start([], words, of_step, right, right.rows, depth, flags="0, 0")
+
+
+def added(
+    total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
+) -> list[ir.Value]:
+    """Starts `total + left @ right`, of registers and a transposed operand; as `product`."""
+    depth, columns = right.rows, right.width
+    if not right.transposed or len(left) * 2 * THREADS != ROWS * depth:
+        raise ValueError(f"{len(left)} registers are no left operand of {right}")
+
+    def of_step(step: int, word: str) -> tuple[str, str]:
+        first = int(word.removeprefix("$")) + 4 * step
+        return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
+
+    return _start(total, left, of_step, right, columns, depth, flags="1")
+
+
+def _start(
+    total: Sequence[ir.Value],
+    words: Sequence[ir.Value],
+    of_step: Callable[[int, str], tuple[str, str]],
+    right: Operand,
+    columns: int,
+    depth: int,
+    flags: str,
+) -> list[ir.Value]:
+    """The instructions of a product, a group of their own.
+
+    Args:
+      total: what it adds to; empty: nothing.
+      words: registers of the left operand.
+      of_step: of a step and the first of these registers, text that comes before its
+        instruction, and what stands there as the left operand.
+      columns, depth: of the result, and what is summed over.
+      flags: which operands are transposed.
+    """
     if columns % 8 or columns > MOST_COLUMNS or depth % STEP:
         raise ValueError(f"no product of {columns} columns over a depth of {depth}")
-    if not isinstance(left, Operand) and len(words) != ROWS * depth // (2 * THREADS):
-        raise ValueError(f"{len(words)} registers for weights of {depth} columns")
-    count, steps = columns // 2, depth // STEP
     # Operands of the text: results, what they add to, the left operand, the right one.
-    first_word = count * (1 if total is None else 2)
-    right_word = f"${first_word + len(words)}"
+    count = columns // 2
+    left_word = count + len(total)
     sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     kind = str(right.dtype)
     lines = ["{ .reg .pred p; .reg .b32 low, high; .reg .b64 a, b;"]
-
-    def descriptor(name: str, word: str, operand: Operand, step: int) -> str:
-        offset, high = operand.offset(step), operand.high
-        add = f"add.u32 low, {word}, {offset};" if offset else f"mov.b32 low, {word};"
-        return f"{add} mov.b32 high, {high}; mov.b64 {name}, {{low, high}};"
-
-    for step in range(steps):
-        adds = int(total is not None or step > 0)
-        lines.append(f"setp.ne.b32 p, {adds}, 0;")
-        if isinstance(left, Operand):
-            lines.append(descriptor("a", f"${first_word}", left, step))
-            a, flags = "a", f"0, {int(right.transposed)}"
-        else:
-            four = range(first_word + 4 * step, first_word + 4 * step + 4)
-            a, flags = "{" + ",".join(f"${i}" for i in four) + "}", f"{int(right.transposed)}"
-        lines.append(descriptor("b", right_word, right, step))
-        lines.append(
+    for step in range(depth // STEP):
+        before, left = of_step(step, f"${left_word}")
+        lines += [
+            f"setp.ne.b32 p, {int(bool(total) or step > 0)}, 0;",
+            before,
+            right.descriptor("b", f"${left_word + len(words)}", step),
             f"wgmma.mma_async.sync.aligned.m64n{columns}k{STEP}.f32.{kind}.{kind} "
-            f"{sums}, {a}, b, p, 1, 1, {flags};"
-        )
+            f"{sums}, {left}, b, p, 1, 1, {flags};",
+        ]
     lines.append("wgmma.commit_group.sync.aligned; }")
-    constraints = ["=&f"] * count
-    if total is not None:
-        constraints += [str(i) for i in range(count)]
+    constraints = ["=&f"] * count + [str(i) for i in range(len(total))]
     constraints += ["r"] * (len(words) + 1)
-    f32 = ir.F32Type.get()
-    return _asm(
-        "\n".join(lines), constraints, [f32] * count, [*(total or ()), *words, right.low()]
-    )
+    types = [ir.F32Type.get()] * count
+    return _asm("\n".join(lines), constraints, types, [*total, *words, right.word()])
 
 
 def fence(*groups: Sequence[ir.Value]) -> list[list[ir.Value]]:
@@ -174,33 +187,35 @@ def registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """Of `[64, columns]` in the layout of products: 32-bit registers in the order in which the
     instruction names them, float32 or two 16-bit numbers each.
     """
-    kind = ir.F32Type.get() if _is_float32(array) else ir.IntegerType.get_signless(32)
-    result = []
+    float32 = isinstance(array.mlir_dtype, ir.F32Type)
+    kind = ir.F32Type.get() if float32 else ir.IntegerType.get_signless(32)
+    found = []
     for vector in array.registers.flat:
         count = mgpu_utils.bitwidth(vector.type) // 32
         vector = llvm.bitcast(ir.VectorType.get((count,), kind), vector)
-        result += [llvm.extractelement(vector, _number(i)) for i in range(count)]
-    return result
+        found += [llvm.extractelement(vector, number(i)) for i in range(count)]
+    return found
 
 
-def result(values: Sequence[ir.Value], layout) -> mgpu.FragmentedArray:
-    """float32 `[64, columns]` of registers."""
-    layout = layout.to_mgpu()
-    shape = layout.registers_shape((ROWS, 2 * len(values)))
+def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
+    """float32 `[64, columns]` of its registers."""
+    layout = mgpu.WGMMA_LAYOUT
     pair = ir.VectorType.get((2,), ir.F32Type.get())
-    vectors = np.empty(len(values) // 2, object)
+    vectors = np.empty(len(registers) // 2, object)
     for i in range(len(vectors)):
         vector = llvm.mlir_undef(pair)
         for j in range(2):
-            vector = llvm.insertelement(vector, values[2 * i + j], _number(j))
+            vector = llvm.insertelement(vector, registers[2 * i + j], number(j))
         vectors[i] = vector
+    shape = layout.registers_shape((ROWS, 2 * len(registers)))
     return mgpu.FragmentedArray(
         _registers=vectors.reshape(shape), _layout=layout, _is_signed=None
     )
 
 
-def _is_float32(array: mgpu.FragmentedArray) -> bool:
-    return isinstance(array.mlir_dtype, ir.F32Type)
+def number(value: int) -> ir.Value:
+    """A constant of 32 bits."""
+    return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
 def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[ir.Value]]:
@@ -214,12 +229,8 @@ def _hold(instruction: str, groups: Sequence[Sequence[ir.Value]]) -> list[list[i
 
 def _asm(text: str, constraints, types, values) -> list[ir.Value]:
     """The results of an instruction; `types`: theirs."""
-    result = llvm.StructType.get_literal(types) if types else ir.Type.parse("!llvm.void")
+    whole = llvm.StructType.get_literal(types) if types else ir.Type.parse("!llvm.void")
     done: Any = llvm.inline_asm(
-        result, list(values), text, ",".join(constraints), asm_dialect=0, has_side_effects=True
+        whole, list(values), text, ",".join(constraints), asm_dialect=0, has_side_effects=True
     )
     return [llvm.extractvalue(kind, done, [i]) for i, kind in enumerate(types)]
-
-
-def _number(number: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(32), number)

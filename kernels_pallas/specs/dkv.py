@@ -17,13 +17,14 @@ A work item is eight int32, and sixteen of an interval:
 | 0        | row of `[B, Hkv]`; negative: an empty place in the table                      |
 | 1        | first key                                                                     |
 | 2, 5     | begin and end of its query tiles, or list entries                             |
-| 3, 4     | begin and end of those that see all keys of the tile: no key is compared;     |
-|          | with marks, tokens that did not select the block have lse_log2 = +inf         |
+| 3, 4     | of a list, begin and end of those that see all keys of the tile: no key is    |
+|          | compared; with marks, tokens that did not select the block have lse_log2 =    |
+|          | +inf                                                                          |
 | 6        | which partial it writes                                                       |
 | 7        | nothing                                                                       |
-| 8 to 11  | of an interval, what 2 to 5 are of the tile, of the first 64 keys; not before |
+| 8 to 11  | of an interval, what 2 to 5 are, of the first 64 keys of the tile; not before |
 |          | 2 nor after 5                                                                 |
-| 12 to 15 | and of the second 64 keys                                                     |
+| 12 to 15 | and of the second 64 keys, where the tile has as many                         |
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
 
 CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share the keys
-BLOCKS = 128, 112, 96  # keys; multiples of 16, of which a product takes so many at a time
+BLOCKS = 96, 112, 128  # keys; a product sums over 16 at a time
 CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
 
@@ -72,14 +72,14 @@ def forward_blocks(
     """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
-    if max(key_width, value_width) > 128 and window:  # else it spills with an array to add
+    if window is None:
+        return {"block": max(BLOCKS), "stages": 2}
+    if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
         return {"block": 64, "stages": 3}
-    if not window:
-        return {"block": BLOCKS[0], "stages": 2}
-    # The size with which a pair of tiles computes the fewest keys, of those the largest.
+    # What a pair of tiles sees in as few blocks as may be, and these as small as may be.
     tokens = Tile(group, slab_width(key_width, value_width)).tokens * CONSUMERS
     keys = window + tokens - 1
-    return {"block": min(BLOCKS, key=lambda size: cdiv(keys, size) * size), "stages": 2}
+    return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 
 def dq_blocks(key_width: int, value_width: int) -> dict[str, int]:

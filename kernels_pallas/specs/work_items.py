@@ -38,7 +38,8 @@ class WorkItem(NamedTuple):
     """The first columns of a row of the table.
 
     Queries are counted in query tiles, or from the begin of all lists in entries. In the table
-    of intervals follow, from column 8 on, those of `PART` for each 64 keys of the tile.
+    of intervals `PART_COLUMNS` follow for each 64 keys of the tile, and stand in for the
+    unmasked ones here.
     """
 
     row: Any  # of [B, Hkv]; negative: nothing to do
@@ -50,7 +51,13 @@ class WorkItem(NamedTuple):
     partial: Any  # where the item's partial stands; `dkv` only
 
 
-PART = "begin", "unmasked_begin", "unmasked_end", "end"
+# Of each 64 keys of an interval's tile, after the columns of `WorkItem`.
+PART_COLUMNS = "begin", "unmasked_begin", "unmasked_end", "end"
+
+
+def part_column(part: Any) -> Any:
+    """The first of the columns of the 64 keys `part` of an interval's tile."""
+    return WORK_ITEM_INTS + len(PART_COLUMNS) * part
 
 
 def entries_of_item(entries: int) -> int:
@@ -114,15 +121,14 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
         row=xp.where(lower < upper, row, -1),
         first_key=tile * spec.tile_keys,
         begin=lower,
-        unmasked_begin=parts[-1]["unmasked_begin"],
-        unmasked_end=parts[0]["unmasked_end"],
+        unmasked_begin=lower,
+        unmasked_end=lower,
         end=upper,
         partial=(row * tiles + tile) * segments + segment,
     )
     columns = [*item, item.row]
     for part in parts:
-        inside = (xp.minimum(xp.maximum(part[name], lower), upper) for name in PART)
-        columns += inside
+        columns += [xp.minimum(xp.maximum(part[name], lower), upper) for name in PART_COLUMNS]
     columns += [item.row] * (INTERVAL_ITEM_INTS - len(columns))
     columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in columns]
     table = xp.concatenate(columns, axis=1)
