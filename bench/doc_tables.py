@@ -207,12 +207,14 @@ def crossovers() -> str:
     """The answers of the first chart of `bench.report`, from all records of the device."""
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
     (each,) = crossover.panels(report.records, report.training_lines).values()
-    rows = []
-    for panel in each:
-        ours = [point.ours for point in panel.points]
-        used = ", ".join(dict.fromkeys(run.commit[:7] for run in ours))
-        about = f"{ours[-1].about}; NSA by {ours[-1].kernel}" if ours else MISSING
-        rows.append([crossover.QUESTIONS[panel.question], panel.answer, about, used or MISSING])
+    rows = [
+        [
+            crossover.QUESTIONS[panel.question],
+            panel.answer,
+            *((panel.about, panel.commits) if panel.points else (MISSING, MISSING)),
+        ]
+        for panel in each
+    ]
     return table(["", "NSA is faster", "of", "commit"], rows)
 
 

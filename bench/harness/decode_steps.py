@@ -49,10 +49,21 @@ class Cached:
         if self.tokens > 1:
             cache = update(cache, *past, config, (None, None))
         self.cache = cache
-        self.full = update(self._copy(cache), *last, config, (None, None))
+        self.full = self._without_spare_slots(
+            update(self._copy(cache), *last, config, (None, None))
+        )
 
     def _copy(self, cache):
         return cache.clone() if self.torch else jax.tree.map(jnp.copy, cache)
+
+    def _without_spare_slots(self, cache):
+        """The cache with as many compressed tokens as there are, in memory of their own."""
+        slots = self.config.num_compressed(self.tokens)
+        names = "compressed_key", "compressed_value"
+        if self.torch:
+            kept = {name: getattr(cache, name)[:, :slots].contiguous() for name in names}
+            return dataclasses.replace(cache, **kept)
+        return cache._replace(**{name: getattr(cache, name)[:, :slots] for name in names})
 
     def step(self, branch: str) -> "Step":
         """The step of one branch; of `all`: the token is appended, then attends."""
@@ -67,8 +78,7 @@ class Cached:
         name = getattr(self.plan, branch).implementation
         # The buffers end with the last token, so the length is a number: with one a row, on the
         # device, these functions zero copies of all values, which the whole step does not.
-        slots = self.config.num_compressed(self.tokens)
-        keys = cache.compressed_key[:, :slots], cache.compressed_value[:, :slots]
+        keys = cache.compressed_key, cache.compressed_value
         where = {"config": self.config, "kv_len": self.tokens}
         if branch == "compressed":
             return _named(

@@ -155,6 +155,17 @@ class Panel:
         return "" in self.lines
 
     @property
+    def about(self) -> str:
+        """What was measured: the problem, and by which of our kernels."""
+        ours = self.points[-1].ours
+        return f"{ours.about}; NSA by {ours.kernel}"
+
+    @property
+    def commits(self) -> str:
+        """Of our points."""
+        return ", ".join(dict.fromkeys(point.ours.commit[:7] for point in self.points))
+
+    @property
     def answer(self) -> str:
         """In words that follow the question's name."""
         known = [point for point in self.points if point.faster is not None]
@@ -312,9 +323,7 @@ def _panel(panel: Panel, tokens: tuple[float, float]) -> str:
     title = f'<figcaption>{name} <span class="{kind}">{answer}</span></figcaption>'
     if not panel.drawn:
         return f'<figure class="none">{title}</figure>'
-    ours = [point.ours for point in panel.points]
-    commits = ", ".join(dict.fromkeys(run.commit[:7] for run in ours))
-    below = f"{ours[-1].about}; NSA by {ours[-1].kernel}; commit {commits}"
+    below = f"{panel.about}; commit {panel.commits}"
     drawing = svg(panel, Axes.of(panel, tokens))
     return f'<figure>{title}{drawing}<p class="sub">{escape(below)}</p></figure>'
 

@@ -1,4 +1,4 @@
-"""Asynchronous products of Hopper's tensor cores, as text of PTX.
+"""Asynchronous products of Hopper's tensor cores: wgmma as inline PTX.
 
 `plgpu.wgmma` multiplies into accumulators that were zeroed, and adds the offset of every step to
 a 64-bit descriptor in registers. Here a product that adds to nothing starts from nothing

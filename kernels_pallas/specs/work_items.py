@@ -93,30 +93,25 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     def token_after(bound, key, side):
         return integers(ops.searchsorted(bound, key, side))
 
-    def query_tiles_of(start) -> dict[str, Any]:
-        """Those that see some of the 64 keys from `start` on, and those that see all."""
-        begin = token_after(last, start, "right") // tokens
-        end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
-        return {
-            "begin": begin,
-            "unmasked_begin": (token_after(last, start + ROWS, "left") + (tokens - 1))
-            // tokens,
-            "unmasked_end": token_after(first, start, "right") // tokens,
-            "end": xp.maximum(begin, end),
-        }
+    # The query tiles that see some of each 64 keys, and those that see all.
+    parts = tiles * spec.consumers
+    start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
+    begin = token_after(last, start, "right") // tokens
+    unmasked_begin = (token_after(last, start + ROWS, "left") + (tokens - 1)) // tokens
+    unmasked_end = token_after(first, start, "right") // tokens
+    end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
+    bounds = xp.stack([begin, unmasked_begin, unmasked_end, xp.maximum(begin, end)], -1)
+    bounds = bounds.reshape(1, spec.B, 1, tiles, spec.consumers, len(PART_COLUMNS))
+    begin = bounds[..., 0, 0]
+    end = xp.maximum(begin, bounds[..., -1, -1])
 
     shape = (segments, spec.B, spec.Hkv, tiles)
     segment = ops.arange(first, segments).reshape(-1, 1, 1, 1)
     row = ops.arange(first, heads).reshape(1, spec.B, spec.Hkv, 1)
     tile = ops.arange(first, tiles).reshape(1, 1, 1, -1)
-    start = xp.broadcast_to(ops.arange(first, tiles) * spec.tile_keys, (spec.B, tiles))
-    parts = [query_tiles_of(start + i * ROWS) for i in range(spec.consumers)]
-    parts = [
-        {name: x.reshape(1, spec.B, 1, tiles) for name, x in part.items()} for part in parts
-    ]
-    begin, end = parts[0]["begin"], xp.maximum(parts[0]["begin"], parts[-1]["end"])
     lower, upper = xp.maximum(begin, segment * span), xp.minimum(end, (segment + 1) * span)
     upper = xp.maximum(lower, upper)
+    bounds = xp.minimum(xp.maximum(bounds, lower[..., None, None]), upper[..., None, None])
     item = WorkItem(
         row=xp.where(lower < upper, row, -1),
         first_key=tile * spec.tile_keys,
@@ -126,12 +121,12 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
         end=upper,
         partial=(row * tiles + tile) * segments + segment,
     )
-    columns = [*item, item.row]
-    for part in parts:
-        columns += [xp.minimum(xp.maximum(part[name], lower), upper) for name in PART_COLUMNS]
-    columns += [item.row] * (INTERVAL_ITEM_INTS - len(columns))
-    columns = [integers(xp.broadcast_to(x, shape).reshape(-1, 1)) for x in columns]
-    table = xp.concatenate(columns, axis=1)
+    columns = [xp.broadcast_to(x, shape)[..., None] for x in item]
+    bounds = xp.broadcast_to(bounds, (*shape, *bounds.shape[4:])).reshape(*shape, -1)
+    unused = WORK_ITEM_INTS - len(columns), INTERVAL_ITEM_INTS - part_column(spec.consumers)
+    before, after = (columns[:1] * count for count in unused)
+    table = xp.concatenate([*columns, *before, bounds, *after], -1)
+    table = integers(table.reshape(-1, INTERVAL_ITEM_INTS))
     first_segment = begin // span
     first_partial = (row * tiles + tile) * segments + first_segment
     count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
