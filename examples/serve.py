@@ -10,15 +10,20 @@ is measured is speed. All requests come at once. Needs the extra `hf`.
 
     first token   from the call to a request's first token
     next token    between two tokens of a request
+    GPU seconds   of kernels, with --gpu_time: summed in a second run, under torch's profiler;
+                  what `seconds` has beyond them the host takes alone
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -43,6 +48,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt_tokens", type=int, default=300, help="of the longest prompt; others are 1/2")
     add("--new_tokens", type=int, default=16)
     add("--step_tokens", type=int, default=256, help="new tokens of a step, of all requests")
+    add("--gpu_time", action="store_true", help="sum up the time of kernels, in a second run")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
@@ -51,6 +57,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"--attention must be of {', '.join(ATTENTION)}, got {sorted(unknown)[0]!r}"
         )
+    if found.gpu_time and not found.device.startswith("cuda"):
+        parser.error(f"--gpu_time needs a GPU, got --device {found.device}")
     for name in ("layers", "requests", "prompt_tokens", "new_tokens", "step_tokens"):
         if getattr(found, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(found, name)}")
@@ -113,8 +121,10 @@ def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
     first = [x[0] - begin for x in times]
     following = [later - sooner for x in times for sooner, later in itertools.pairwise(x)]
     tokens = sum(len(x.generated_tokens) for x in results)
+    again = functools.partial(lm.generate_batch, texts, **options)
     return {
         "seconds": seconds,
+        **({"GPU seconds": gpu_seconds(again)} if flags.gpu_time else {}),
         "new tokens/s": tokens / seconds,
         "prompt tokens/s": sum(map(len, texts)) / seconds,
         "first p50 ms": 1e3 * percentile(first, 50),
@@ -122,6 +132,14 @@ def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
         "next p50 ms": 1e3 * percentile(following, 50),
         "next p99 ms": 1e3 * percentile(following, 99),
     }
+
+
+def gpu_seconds(call: Callable[[], Any]) -> float:
+    """Of all kernels and copies that `call` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return sum(x.self_device_time_total for x in found.key_averages()) / 1e6
 
 
 def percentile(values: list[float], percent: int) -> float:

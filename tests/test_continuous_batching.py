@@ -70,7 +70,8 @@ def generated(model, prompts, tokens=6, name="paged|nsa", batch=24, **options):
 
 def alone(model, prompt, tokens=6):
     greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False)
-    out = model.generate(torch.tensor([prompt]), generation_config=greedy)
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, generation_config=greedy)
     return out[0, len(prompt) :].tolist()
 
 
@@ -184,3 +185,16 @@ def test_bad_configurations():
     assert paged_layer.one_name(Branches.each("sdpa")) == "sdpa"
     with pytest.raises(ValueError, match="attends from pages"):
         continuous.dense_attention(None, *[bounds] * 4)
+
+
+@pytest.mark.gpu
+def test_text_is_that_of_generate_on_a_gpu():
+    """Both in float32, on kernels; the last prompt begins with three pages of the first."""
+    sizes = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
+    made = model(**sizes).to("cuda")
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in (300, 70, 5)]
+    texts.append(texts[0][:192] + [3, 4])
+    found = generated(made, texts, batch=128)
+    for text, result in zip(texts, found.values(), strict=True):
+        assert result.generated_tokens == alone(made, text), len(text)

@@ -1,0 +1,246 @@
+"""The attention of a released model that chooses key blocks: ours beside transformers' own.
+
+    python -m bench.block_selection                              # MiniMax-M3's sizes, 8k and 32k
+    python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
+
+One layer, without its projections and its indexer. Every query gets its own block and others of
+those that it may see, at random. A row of JSON each in `--out`:
+
+  nsa_blocks    `nsa_torch.selected_attention` on the blocks
+  sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
+                makes of the blocks at every layer: its time counts
+  ms            median, p20, p80; forward, and with the gradients of query, key and value
+  peak_gib      the most that was allocated, arguments included
+  error_rms     distance from `eager` in float32, over the size of its results: up to `--checked`
+                tokens; ours is `wrong` beyond twice sdpa's
+
+Needs the extra `hf`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from absl import app, flags
+from torch import Tensor
+
+from bench.harness import cli, command, exit_status, heartbeat, records, timing
+from nsa_jax import extras
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+IMPLEMENTATIONS, MODES = ("nsa_blocks", "sdpa", "eager"), ("forward", "fwdbwd")
+LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
+BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
+HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
+KV_HEADS = flags.DEFINE_integer("kv_heads", 4, "Key/value heads.", lower_bound=1, **at)
+WIDTH = flags.DEFINE_integer("dk", 128, "Columns of a head.", lower_bound=1, **at)
+BLOCK = flags.DEFINE_integer("block", 128, "Tokens of a block.", lower_bound=1, **at)
+CHOSEN = flags.DEFINE_integer("n_sel", 16, "Blocks of a query.", lower_bound=1, **at)
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "", **at)
+DEVICE = flags.DEFINE_string("device", None, "cuda or cpu; default: a GPU if any.", **at)
+MODE = flags.DEFINE_multi_enum("mode", list(MODES), MODES, "Repeatable.", **at)
+NAMES = flags.DEFINE_multi_enum(
+    "implementation", list(IMPLEMENTATIONS), IMPLEMENTATIONS, "Repeatable.", **at
+)
+CHECKED = flags.DEFINE_integer("checked", 2048, "Longest sequence that is judged.", **at)
+SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", **at)
+OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
+COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+RESULTS = ("out", "query", "key", "value")
+TIMES_SDPA = 2.0
+
+
+def layer(heads: int, kv_heads: int, block: int, chosen: int) -> Any:
+    """What attention functions read of a layer of MiniMax-M3, its indexer's mask included."""
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+
+    indexer = MiniMaxM3VLIndexer.__new__(MiniMaxM3VLIndexer)
+    torch.nn.Module.__init__(indexer)
+    indexer.block_size, indexer.topk_blocks = block, chosen
+    indexer.config = SimpleNamespace(num_attention_heads=heads)
+    return SimpleNamespace(
+        indexer=indexer, num_key_value_groups=heads // kv_heads, training=False, is_causal=True
+    )
+
+
+def attend(
+    name: str, of: Any, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+) -> Tensor:
+    """The output `[B, Sq, H, Dv]` of an implementation; arguments as the model hands them to it.
+
+    Args:
+      of: `layer`.
+      query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
+        the last tokens.
+      indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
+
+    from nsa_torch.huggingface.block_selection import block_attention
+
+    if name == "nsa_blocks":
+        return block_attention(of, query, key, value, None, block_indices=indices)[0]
+    queries, keys = query.shape[2], key.shape[2]
+    positions = torch.arange(keys - queries, keys, device=query.device)
+    positions = positions.expand(query.shape[0], -1)
+    about = None, keys, query.dtype, query.device, positions
+    mask = of.indexer.build_block_mask(indices, *about)
+    function = sdpa_attention_forward if name == "sdpa" else eager_attention_forward
+    return function(of, query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
+
+
+def random_blocks(
+    batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str
+) -> Tensor:
+    """int64 `[batch, kv_heads, length, chosen]`: a query's own block and others before it."""
+    draw = torch.Generator(device).manual_seed(0)
+    count = -(-length // block)
+    blocks = torch.arange(count, device=device)
+    rows = []
+    for own in range(count):  # queries of one block may see as many
+        tokens = min(block, length - own * block)
+        shape = batch, kv_heads, tokens, count
+        weight = torch.rand(shape, generator=draw, device=device)
+        weight = weight.masked_fill(blocks > own, -1.0).masked_fill(blocks == own, 2.0)
+        best = weight.topk(min(chosen, count), dim=-1)
+        found = best.indices.masked_fill(best.values < 0, -1)
+        rows.append(torch.nn.functional.pad(found, (0, chosen - found.shape[-1]), value=-1))
+    return torch.cat(rows, dim=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    length: int
+    mode: str
+
+    def tensors(self) -> list[Tensor]:
+        draw = torch.Generator(device()).manual_seed(0)
+        heads = HEADS.value, KV_HEADS.value, KV_HEADS.value
+        shapes = [(BATCH.value, n, self.length, WIDTH.value) for n in heads]
+        return [
+            torch.randn(
+                shape, generator=draw, device=device(), dtype=getattr(torch, DTYPE.value)
+            ).requires_grad_(self.mode == "fwdbwd")
+            for shape in shapes
+        ]
+
+    def blocks(self) -> Tensor:
+        sizes = BATCH.value, KV_HEADS.value, self.length, BLOCK.value, CHOSEN.value
+        return random_blocks(*sizes, device())
+
+    def results(self, name: str, tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
+        """The output, and with gradients those for it as its own."""
+        of = layer(HEADS.value, KV_HEADS.value, BLOCK.value, CHOSEN.value)
+        out = attend(name, of, *tensors, indices)
+        if self.mode == "forward":
+            return [out]
+        return [out, *torch.autograd.grad(out, tensors, out.detach())]
+
+    def row(self, name: str) -> dict[str, Any]:
+        """What an implementation takes."""
+        tensors, indices = self.tensors(), self.blocks()
+        call = lambda _=0: self.results(name, tensors, indices)
+        try:
+            return {"status": "ok"} | _timed(call)
+        except torch.cuda.OutOfMemoryError as error:
+            reason = f"out of memory: {str(error).split('.')[1].strip()}"
+            return {"status": "unsupported", "reason": reason}
+
+    def errors(self) -> Mapping[str, Mapping[str, float]]:
+        """Of each implementation's results, from `eager` in float32."""
+        tensors, indices = self.tensors(), self.blocks()
+        wide = [x.detach().float().requires_grad_(x.requires_grad) for x in tensors]
+        expected = self.results("eager", wide, indices)
+        found = {}
+        for name in dict.fromkeys((*NAMES.value, "sdpa")):
+            pairs = zip(RESULTS, self.results(name, tensors, indices), expected, strict=False)
+            found[name] = {n: _distance(x, y) for n, x, y in pairs}
+        return found
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return ((x.float() - y).square().mean() / y.square().mean()).sqrt().item()
+
+
+def _timed(call: Callable[..., Any]) -> dict[str, Any]:
+    """Times, and memory where it can be read."""
+    if device() == "cpu":
+        found, peak = timing.time_host(call, lambda x: x, seconds=SECONDS.value), None
+    else:
+        call()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        found = timing.time_cuda_events(call, seconds=SECONDS.value)
+    return {
+        "ms": found.time_ms,
+        "p20_ms": found.p20_ms,
+        "p80_ms": found.p80_ms,
+        "peak_gib": peak,
+    }
+
+
+def device() -> str:
+    return DEVICE.value or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Of the table."""
+    text = f"{row['mode']:8} {row['S']:>7} tokens  {row['implementation']:10}"
+    if row["status"] != "ok":
+        return f"{text} {row['status']}: {row['reason']}"
+    peak = "" if row["peak_gib"] is None else f"  {row['peak_gib']:.2f} GiB"
+    error = row["error_rms"] or {}
+    far = f"  error rms {max(error.values()):.2g}" if error else ""
+    return f"{text} {row['ms']:9.3f} ms{peak}{far}"
+
+
+def main(argv: Sequence[str]) -> int:
+    extras.require("hf", "transformers", minimum="5.17")
+    if HEADS.value % KV_HEADS.value:
+        raise app.UsageError(
+            f"--heads must be a multiple of --kv_heads, got {HEADS.value}, {KV_HEADS.value}"
+        )
+    there = "cpu" if device() == "cpu" else torch.cuda.get_device_name()
+    about = {"device": there, "time": records.utc_now()} | records.environment(COMMIT.value)
+    sizes = {
+        "B": BATCH.value,
+        "H": HEADS.value,
+        "Hkv": KV_HEADS.value,
+        "D": WIDTH.value,
+        "block": BLOCK.value,
+        "n": CHOSEN.value,
+        "dtype": DTYPE.value,
+    }
+    statuses = []
+    for length in command.integers("lengths", LENGTHS.value, ()):
+        for mode in MODE.value:
+            problem = Problem(length, mode)
+            errors = problem.errors() if length <= CHECKED.value else {}
+            for name in NAMES.value:
+                heartbeat.say(f"{mode} {length} {name}")
+                row = {"S": length, "mode": mode, "implementation": name, **sizes}
+                row |= {"error_rms": errors.get(name)} | problem.row(name)
+                if errors and name == "nsa_blocks" and row["status"] == "ok":
+                    near = errors["sdpa"]
+                    far = {n: x for n, x in errors[name].items() if x > TIMES_SDPA * near[n]}
+                    if far:
+                        row |= {"status": "wrong", "reason": f"farther than sdpa: {far}"}
+                statuses.append((name, row["status"]))
+                print(line(row), flush=True)
+                if OUT.value:
+                    records.append_lines(OUT.value, [about | row])
+                if device() != "cpu":
+                    torch.cuda.empty_cache()
+    if any(status == "wrong" for _, status in statuses):
+        return exit_status.WRONG
+    measured = ("nsa_blocks", "ok") in statuses
+    return exit_status.OK if measured else exit_status.NOT_MEASURED
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)
