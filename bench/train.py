@@ -133,8 +133,8 @@ SAVE_EVERY = flags.DEFINE_integer(
 GRAPH = flags.DEFINE_bool(
     "graph",
     None,
-    "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
-    "compiled.",
+    "torch on a GPU: forward and backward are one CUDA graph; default: where they can be. With "
+    "--parallel=ddp gradients are added up after it; --nograph: DistributedDataParallel.",
     **_own,
 )
 SPREAD = spread.Flags(FLAGS)
@@ -252,13 +252,14 @@ def _variant(
         found = variants.nsa(framework, named, fallback, task, packed)
         found = variants.with_ranges(found, RANGES.value, task)
     parallel = SPREAD.parallel(framework, ranks or Ranks())
-    one = parallel.kind == "none" and not parallel.compiled
-    if GRAPH.value and framework == "torch" and not one:
+    can = parallel.kind != "fsdp" and not parallel.compiled and not parallel.safe
+    if GRAPH.value and framework == "torch" and not can:
         raise NotImplementedError(
-            "--graph captures a step of one process: ddp and fsdp call their collectives from "
-            "hooks that a graph does not run, and --compile captures nothing of its own"
+            "--graph captures what a process computes alone: fsdp and --ddp_safe call "
+            "collectives from hooks, which a graph does not run, and --compile captures nothing "
+            "of its own"
         )
-    graph = one if GRAPH.value is None else GRAPH.value
+    graph = can if GRAPH.value is None else GRAPH.value
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)
 
 

@@ -54,6 +54,7 @@ def run_of(
     todo: spec.Task,
     kind=Batches,
     framework: str = "torch",
+    graph: bool = False,
     **options,
 ):
     if todo.model.attention == "nsa":
@@ -62,7 +63,7 @@ def run_of(
         variant = variants.nsa(framework, names, "error", todo, packed)
     else:
         variant = variants.dense(framework, "auto", todo.dtype)
-    variant = dataclasses.replace(variant, parallel=parallel)
+    variant = dataclasses.replace(variant, parallel=parallel, graph=graph)
     batches = kind(todo.training.batch, todo.training.seq_len, 0, CORPUS)
     path = folder / "train.jsonl"
     options = {"watched": Settings(every=4), **options}
@@ -120,7 +121,9 @@ def main(rank: int, folder: Path) -> None:
         if ranks is None:
             return
         trained("moved", ranks, two("fsdp"), task(), kind=Documents)
-        trained("packed", ranks, two("ddp", accumulate=2), task(), kind=Documents)
+        micro = two("ddp", accumulate=2)
+        trained("packed", ranks, micro, task(), kind=Documents)
+        trained("graph", ranks, micro, task(), kind=Documents, graph=True)
         trained("bf16", ranks, two("fsdp", accumulate=2), task(dtype="bfloat16"))
         trained("dense", ranks, two("fsdp"), task("dense"), kind=Documents)
         same_rows(folder, ranks)
@@ -142,7 +145,7 @@ def same_rows(folder: Path, ranks) -> None:
 
 def faults(folder: Path, ranks) -> None:
     """What is raised on each rank."""
-    for kind in ("ddp", "fsdp"):
+    for kind in ("ddp", "graph", "fsdp"):
         learner, batch = broken(folder, ranks, kind)
     error = raised(lambda: share.Share(8, 3, ranks.rank, ranks.size))
     told(folder, "batch", ranks, error)
@@ -160,8 +163,10 @@ def faults(folder: Path, ranks) -> None:
 def broken(folder: Path, ranks, kind: str):
     """A learner after faults of rank 1, and its batch."""
     todo = task("dense")
-    run = run_of(folder, ranks, Parallel(kind, 2, safe=kind == "ddp"), todo)
+    spread = Parallel("fsdp" if kind == "fsdp" else "ddp", 2, safe=kind == "ddp")
+    run = run_of(folder, ranks, spread, todo, graph=kind == "graph")
     learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    network = learner.model if kind == "graph" else learner.master
     batch = learner.share.of(lambda rows: run.batches.train(0, rows))
     learner.step(batch, 0)
     step = lambda: learner.step(batch, 7)
@@ -172,10 +177,10 @@ def broken(folder: Path, ranks, kind: str):
         told(folder, "full disk", ranks, [error, [x.name for x in kept.parent.iterdir()]])
         learner.save = save
     bad = (lambda out: out * np.nan) if ranks.rank else (lambda out: out)
-    hook = learner.master.head.register_forward_hook(lambda *x: bad(x[-1]))
+    hook = network.head.register_forward_hook(lambda *x: bad(x[-1]))
     told(folder, f"loss {kind}", ranks, raised(step))
     hook.remove()
-    hook = learner.master.blocks[1].mlp.down.register_full_backward_hook(
+    hook = network.blocks[1].mlp.down.register_full_backward_hook(
         lambda module, inputs, outputs: tuple(map(bad, inputs))
     )
     told(folder, f"gradient {kind}", ranks, raised(step))

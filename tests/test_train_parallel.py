@@ -50,7 +50,7 @@ def one(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         run = run_of(folder, Ranks(), Parallel(), todo, **options)
         found[name] = loop.run(run, StopAt(0, False)), losses(folder)
-    return found | {"moved": found["packed"]}
+    return found | {"moved": found["packed"], "graph": found["packed"]}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def told(several, name: str) -> list:
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["ddp4", "moved", "packed", "bf16", "dense"])
+@pytest.mark.parametrize("name", ["ddp4", "moved", "packed", "graph", "bf16", "dense"])
 def test_losses_are_those_of_one_process(several, one, name):
     folder, _ = several
     (summary, expected), found = one[name], losses(folder / name)
@@ -159,16 +159,19 @@ def test_shards_become_whole_files(several, tmp_path):
         shards.main(["shards", str(tmp_path), str(tmp_path)])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
 def test_a_nan_on_one_rank_stops_all(several, kind):
-    first = "loss, gradient of embedding" if kind == "ddp" else "loss"
+    first = "loss" if kind == "fsdp" else "loss, gradient of embedding"
     for text in told(several, f"loss {kind}"):
         assert text.startswith("DivergedError: step 7: loss=nan and grad_norm=nan")
         assert text.endswith(f"must be finite; first: {first}, on rank 1")
     assert told(several, f"after {kind}") == ["", ""]
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", ", on rank 1"), ("fsdp", "")])
+ON = ", on rank 1"
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("ddp", ON), ("graph", ON), ("fsdp", "")])
 def test_a_nan_of_a_gradient_has_a_name(several, kind, rank):
     """And a rank, where the sum over ranks can be left out."""
     for text in told(several, f"gradient {kind}"):
@@ -320,7 +323,7 @@ def test_varlen_is_dense_attention_with_a_mask(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
 def test_two_gpus_by_torchrun(tmp_path, kind):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -331,7 +334,8 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
         ("one", module),
         (kind, ["-m", "torch.distributed.run", "--nproc-per-node=2", *module]),
     ):
-        spread = [] if name == "one" else [f"--parallel={kind}"]
+        spread = {"one": [], "graph": ["--parallel=ddp"], "fsdp": ["--parallel=fsdp"]}
+        spread = spread.get(name, ["--parallel=ddp", "--nograph"])
         out = f"--out={tmp_path / name}"
         subprocess.run([sys.executable, *launch, *flags, *spread, out], cwd=ROOT, check=True)
     one, two = (curves.losses(log.read(tmp_path / x / "train.jsonl")) for x in ("one", kind))

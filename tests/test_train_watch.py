@@ -280,7 +280,7 @@ def test_more_devices_than_there_are(tmp_path):
         (["--framework=jax", "--jax_coordinator=a:1"], "needs --jax_processes and --jax_pro"),
         (["--throughput", "--accumulate=2"], "--throughput measures one device"),
         (["--framework=jax", "--devices=2"], "parallel must be ddp or fsdp for 2 devices"),
-        (["--framework=torch", "--graph", "--compile"], "--graph captures a step of one"),
+        (["--framework=torch", "--graph", "--compile"], "--graph captures what a process"),
     ],
     ids=str,
 )

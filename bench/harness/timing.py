@@ -134,6 +134,7 @@ def cuda_graph[T](call: Callable[[], T]) -> tuple[Callable[[], None], T]:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads may ask about events meanwhile, as that of NCCL does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = call()
     return graph.replay, found

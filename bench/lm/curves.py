@@ -147,7 +147,10 @@ def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]
 
 def _devices(header: Header) -> str:
     found = header.parallel
-    return "1" if found is None else f"{found['devices']} {found['kind']}"
+    if found is None:
+        return "1"
+    graph = ", graph" if found.get("graph") else ""
+    return f"{found['devices']} {found['kind']}{graph}"
 
 
 def speed_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]]:

@@ -127,7 +127,6 @@ def _run(run: Run, stop: Stop) -> log.Summary:
     first = 0
     if run.ranks.first(run.checkpoint() is not None):
         first = checkpoint.load_last(run.folder, learner, run.settings(), run.ranks)
-    spread = run.variant.parallel
     run.write(
         log.Header(
             **run.variant.name,
@@ -140,7 +139,7 @@ def _run(run: Run, stop: Stop) -> log.Summary:
             input_sha256=run.batches.sha256,
             device=variants.device(run.variant.framework),
             time=records.utc_now(),
-            parallel=None if spread == type(spread)() else spread.as_dict(),
+            parallel=run.variant.spread,
             **records.environment(run.commit),
         )
     )

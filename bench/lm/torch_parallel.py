@@ -1,8 +1,12 @@
-"""The learner of several processes in torch: DDP, or FSDP2 over a device mesh.
+"""The learners of several processes in torch.
 
-Both hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
-loss is its sum over the mean count of a process, so that the mean over processes, which both
-engines take of gradients, is the mean over the tokens of the global batch.
+    GraphLearner  all weights in every process; a CUDA graph a micro-batch, one sum of gradients
+    DDPLearner    the same by `DistributedDataParallel`, without a graph
+    FSDPLearner   shards of weights, by FSDP2 over a device mesh
+
+All hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
+loss is its sum over the mean count of a process, so that the mean over processes, which all take
+of gradients, is the mean over the tokens of the global batch.
 """
 
 import contextlib
@@ -37,18 +41,77 @@ class Cast(nn.Module):
         return torch.func.functional_call(self.network, cast, inputs)
 
 
-class DDPLearner(torch_learner.Learner):
-    """All of the weights in every process (`DistributedDataParallel`).
+class Replicated(torch_learner.Learner):
+    """All of the weights in every process.
 
     Args:
       ranks: the processes.
-      safe: gradients have memory of their own, and weights that a step does not use are looked
-        for; slower, and of use where a step hangs or differs.
       options: as of `torch_learner.Learner`.
     """
 
-    def __init__(self, task: Task, *args, ranks: Ranks, safe: bool = False, **options):
-        self.ranks, self.safe = ranks, safe
+    def __init__(self, task: Task, *args, ranks: Ranks, **options):
+        self.ranks = ranks
+        super().__init__(task, *args, **options)
+
+    def _numbers(self, *numbers: Tensor) -> list[float]:
+        loss, *rest = numbers
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return torch.stack([mean / self.ranks.size, *map(_whole, rest)]).tolist()
+
+    def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
+        """Leaves the gradients of this process's rows in `master`."""
+        raise NotImplementedError
+
+    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
+        """Of the first rank where something is not finite before the ranks' sum."""
+        found = [] if loss.isfinite().all() else ["loss"]
+        self._own_backward(rows)
+        named = list(self.master.named_parameters())
+        found += torch_learner.first_bad("gradient of", ((n, p.grad) for n, p in named))
+        found += torch_learner.first_bad("weight", named)
+        return _of_ranks(self.ranks, found)
+
+
+class GraphLearner(Replicated):
+    """Each process computes as one alone does, a CUDA graph a micro-batch; then the gradients,
+    side by side in memory, are added up in one collective: a graph runs no hooks, by which
+    `DistributedDataParallel` adds some up while others are computed.
+    """
+
+    def __init__(self, task: Task, *args, **options):
+        super().__init__(task, *args, **options)
+        parameters = list(self.master.parameters())
+        sizes = [x.numel() for x in parameters]
+        self.sums = torch.zeros(sum(sizes), device=self.place)
+        pairs = zip(self.sums.split(sizes), parameters, strict=True)
+        self.sum_of = [part.view_as(x) for part, x in pairs]
+
+    def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
+        loss = super()._backward(rows)
+        parameters = list(self.master.parameters())
+        torch._foreach_copy_(self.sum_of, [x.grad for x in parameters])
+        dist.all_reduce(self.sums)
+        self.sums /= self.ranks.size
+        for parameter, total in zip(parameters, self.sum_of, strict=True):
+            parameter.grad = total
+        return loss
+
+    def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
+        super()._backward(rows)
+
+
+class DDPLearner(Replicated):
+    """`DistributedDataParallel`, without a graph.
+
+    Args:
+      safe: gradients have memory of their own, and weights that a step does not use are looked
+        for; slower, and of use where a step hangs or differs.
+      options: as of `Replicated`.
+    """
+
+    def __init__(self, task: Task, *args, safe: bool = False, **options):
+        self.safe = safe
         super().__init__(task, *args, graph=False, **options)
 
     def _network(self) -> nn.Module:
@@ -60,12 +123,6 @@ class DDPLearner(torch_learner.Learner):
 
     def _use_master(self) -> None:
         pass  # the weights are cast where they are used
-
-    def _numbers(self, *numbers: Tensor) -> list[float]:
-        loss, *rest = numbers
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        return torch.stack([mean / self.ranks.size, *map(_whole, rest)]).tolist()
 
     def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
         self.optimizer.zero_grad()
@@ -83,17 +140,11 @@ class DDPLearner(torch_learner.Learner):
         assert isinstance(model, DistributedDataParallel)
         return contextlib.nullcontext() if wanted else model.no_sync()
 
-    def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
-        """Of the first rank where something is not finite before the ranks' sum."""
-        found = [] if loss.isfinite().all() else ["loss"]
+    def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
         self.optimizer.zero_grad()
         for each in rows:
             with self._synchronized(False):
                 torch_learner.total_loss(self.model, each).backward()
-        named = list(self.master.named_parameters())
-        found += torch_learner.first_bad("gradient of", ((n, p.grad) for n, p in named))
-        found += torch_learner.first_bad("weight", named)
-        return _of_ranks(self.ranks, found)
 
 
 class FSDPLearner(DDPLearner):
