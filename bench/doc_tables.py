@@ -203,6 +203,54 @@ def training() -> str:
     return table(["tokens a step", *names, "commit"], rows)
 
 
+def selection() -> str:
+    """The seed system's matrix as far as it was measured, the newest of each."""
+    kernels = ("triton", "sdpa", "fa2")
+    newest: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records.read(DEVICE / "selection.jsonl"):
+        about = record.extra
+        if record.implementation in kernels and record.dtype == "float16":
+            shape = record.T, record.H, record.D, record.Dv
+            at = *shape, about["dist"], about["L"], about["streams"]
+            newest.setdefault(at, {})[record.implementation] = record
+    rows = [
+        [
+            *(f"{n} / {heads} / {d} / {dv}", dist, str(keys), str(streams)),
+            *(ms(found.get(kernel)) for kernel in kernels),
+            commits(found.values()),
+        ]
+        for (n, heads, d, dv, dist, keys, streams), found in newest.items()
+    ]
+    head = ["N / H / D / Dv", "blocks", "keys a query", "streams"]
+    return table([*head, *map(kernel_name, kernels), "commit"], rows)
+
+
+def block_selection() -> str:
+    """A released model's attention over blocks: ours beside transformers' own, the newest."""
+    newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
+    for line in lines_of("kernel_log/block_selection.jsonl"):
+        newest.setdefault((line["S"], line["mode"]), {})[line["implementation"]] = line
+    names = ("nsa_blocks", "sdpa", "eager")
+
+    def cell(line: Mapping[str, Any] | None) -> str:
+        if line is None:
+            return MISSING
+        if line["status"] != "ok":
+            return line["reason"].partition(":")[0]
+        return f"{line['ms']:.3g} ms, {line['peak_gib']:.1f} GiB"
+
+    rows = [
+        [
+            length(tokens),
+            "forward" if mode == "forward" else "with backward",
+            *(cell(found.get(name)) for name in names),
+            found[names[0]]["commit"][:7],
+        ]
+        for (tokens, mode), found in sorted(newest.items())
+    ]
+    return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
+
+
 def crossovers() -> str:
     """The answers of the first chart of `bench.report`, from all records of the device."""
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
@@ -255,6 +303,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "variants": variants,
     "counters": counters,
     "training": training,
+    "selection": selection,
+    "block_selection": block_selection,
     "crossovers": crossovers,
     "scaling": scaling,
     "seed_names": seed_names.markdown,

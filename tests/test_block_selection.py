@@ -15,10 +15,9 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
 )
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3VLForCausalLM,
-    MiniMaxM3VLIndexer,
-    eager_attention_forward,
 )
 
+from bench.block_selection import attend, layer_of
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import block_selection, register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
@@ -183,13 +182,7 @@ def test_padding_is_hidden(from_first_token):
 
 def module(heads=4, kv_heads=2, block=BLOCK, topk=TOPK):
     """What `block_attention` and transformers' functions read of a layer."""
-    indexer = MiniMaxM3VLIndexer.__new__(MiniMaxM3VLIndexer)
-    torch.nn.Module.__init__(indexer)
-    indexer.block_size, indexer.topk_blocks = block, topk
-    indexer.config = SimpleNamespace(num_attention_heads=heads)
-    return SimpleNamespace(
-        indexer=indexer, num_key_value_groups=heads // kv_heads, training=False, is_causal=True
-    )
+    return layer_of(heads, kv_heads, block, topk)
 
 
 def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
@@ -198,16 +191,6 @@ def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
     return [
         torch.randn(batch, *size, width, generator=generator).requires_grad_() for size in sizes
     ]
-
-
-def by_dense_mask(layer, query, key, value, indices):
-    """transformers' way: a mask of all pairs, and its eager attention."""
-    queries, keys = query.shape[2], key.shape[2]
-    positions = torch.arange(keys - queries, keys).expand(query.shape[0], -1)
-    mask = layer.indexer.build_block_mask(
-        indices, None, keys, query.dtype, query.device, positions
-    )
-    return eager_attention_forward(layer, query, key, value, mask, query.shape[-1] ** -0.5)[0]
 
 
 @pytest.mark.parametrize("index_heads", [1, 2])
@@ -220,7 +203,7 @@ def test_any_order_twice_and_later_blocks(index_heads, queries):
     own = torch.arange(40 - queries, 40).expand(2, index_heads, -1)[..., None] // BLOCK
     indices = torch.cat([indices, own], -1).masked_fill(indices[..., :1] == 4, -1)
     indices = torch.where(indices.eq(-1).all(-1, keepdim=True), own, indices)
-    want = by_dense_mask(layer, *tensors, indices)
+    want = attend("eager", layer, *tensors, indices)
     got, weights = block_attention(layer, *tensors, None, block_indices=indices)
     assert weights is None
     close(got, want)
@@ -280,7 +263,7 @@ def test_no_array_of_all_pairs():
         blocks()[0].sum().backward()
     assert sizes.most < length * length
     with Sizes() as sizes:
-        by_dense_mask(layer, *tensors, indices).sum().backward()
+        attend("eager", layer, *tensors, indices).sum().backward()
     assert sizes.most >= length * length
 
 

@@ -90,7 +90,9 @@ class GraphLearner(Replicated):
     def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
         loss = super()._backward(rows)
         parameters = list(self.master.parameters())
-        torch._foreach_copy_(self.sum_of, [x.grad for x in parameters])
+        grads = [x.grad for x in parameters if x.grad is not None]
+        assert len(grads) == len(parameters)
+        torch._foreach_copy_(self.sum_of, grads)
         dist.all_reduce(self.sums)
         self.sums /= self.ranks.size
         for parameter, total in zip(parameters, self.sum_of, strict=True):

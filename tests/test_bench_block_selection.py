@@ -1,0 +1,80 @@
+"""`bench.block_selection` on a CPU: rows, what is judged, what a wrong result does."""
+
+import json
+
+import pytest
+import torch
+from absl import flags
+from absl.testing import flagsaver
+
+from bench import block_selection
+from bench.harness import exit_status
+from nsa_torch.huggingface import block_selection as ours
+
+SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
+
+
+def run(path, *arguments):
+    """Exit status and rows of the command."""
+    own = block_selection.FLAGS
+    for flag in own:
+        own[flag].unparse()
+    own.unparse_flags()
+    words = [*SMALL.split(), "--seconds=0.01", f"--out={path}", *arguments]
+    rest = own(["block_selection", *words], known_only=True)
+    with flagsaver.flagsaver():
+        status = block_selection.main(flags.FLAGS(rest))
+    return status, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows(tmp_path):
+    status, rows = run(tmp_path / "rows.jsonl", "--checked=48", "--dtype=float32")
+    assert status == exit_status.OK and len(rows) == 12
+    assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
+        (length, mode, name)
+        for length in (48, 64)
+        for mode in block_selection.MODES
+        for name in block_selection.IMPLEMENTATIONS
+    }
+    for row in rows:
+        assert row["status"] == "ok" and row["ms"] > 0 and row["peak_gib"] is None
+        judged = {} if row["S"] == 64 else row["error_rms"]
+        wanted = block_selection.RESULTS[: 1 if row["mode"] == "forward" else 4]
+        assert list(judged) == list(wanted if row["S"] == 48 else [])
+        assert all(error < 1e-5 for error in judged.values())
+
+
+def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
+    attend = ours.block_attention
+
+    def early(module, *rest, block_indices=None):
+        return attend(module, *rest, block_indices=(block_indices - 1).clamp(min=0))
+
+    monkeypatch.setattr(ours, "block_attention", early)
+    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward")
+    assert status == exit_status.WRONG
+    wrong = [x for x in rows if x["status"] == "wrong"]
+    assert {x["implementation"] for x in wrong} == {"nsa_blocks"} and len(wrong) == 2
+    assert wrong[0]["reason"].startswith("farther than sdpa: {'out': ")
+
+
+def test_without_ours_nothing_was_measured(tmp_path):
+    names = "--implementation=sdpa", "--implementation=eager"
+    status, rows = run(tmp_path / "rows.jsonl", *names, "--mode=forward")
+    assert status == exit_status.NOT_MEASURED and len(rows) == 4
+
+
+def test_blocks_are_distinct_and_may_be_seen():
+    found = block_selection.random_blocks(1, 2, 45, 8, 3, "cpu")
+    assert found.shape == (1, 2, 45, 3) and found.dtype == torch.int64
+    own = torch.arange(45)[:, None] // 8
+    assert (found <= own).all() and (found == own).any(dim=-1).all()
+    assert ((found >= 0).sum(dim=-1) == (own[:, 0] + 1).clamp(max=3)).all()
+    for row in found.flatten(0, 2).tolist():
+        there = [x for x in row if x >= 0]
+        assert len(set(there)) == len(there)
+
+
+def test_heads_that_no_group_divides_are_refused(tmp_path):
+    with pytest.raises(Exception, match="--heads must be a multiple of --kv_heads, got 4, 3"):
+        run(tmp_path / "rows.jsonl", "--kv_heads=3")
