@@ -24,6 +24,8 @@ import torch
 
 from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
 from kernels_pallas.runtime import driver, loaded
+from kernels_pallas.runtime.plan import LaunchPlan
+from kernels_pallas.runtime.sequence import LaunchSequence
 
 # The kernels are made of instructions that exist on compute capability 9.0 and nowhere else.
 CAPABILITY = (9, 0)
@@ -95,6 +97,20 @@ def launcher(kernel: Kernel, device: torch.device) -> Callable[[int, Sequence[in
     """
     index = _index(device)
     return _launchers.get((kernel, index)) or _load(kernel, index)
+
+
+def sequence(
+    kernels: Sequence[Kernel], arguments: Sequence[Sequence[int]], device: torch.device
+) -> Callable[[int, tuple[int, ...]], None] | None:
+    """As `launcher`, of several kernels one after the other (`runtime.sequence`); None where one
+    is compiled for one length only.
+
+    Args:
+      arguments: of each kernel, which of the addresses it takes.
+    """
+    plans = [getattr(launcher(kernel, device), "__self__", None) for kernel in kernels]
+    found = [plan for plan in plans if isinstance(plan, LaunchPlan)]
+    return LaunchSequence(found, arguments).launch if len(found) == len(plans) else None
 
 
 def current_stream(device: torch.device) -> int:

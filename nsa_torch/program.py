@@ -3,9 +3,12 @@
 A launch reads and writes addresses. So a result of a kernel that only kernels read needs no
 tensor: it lies in one allocation of the whole call, in which lifetimes decide who follows whom.
 What starts where another tensor starts (a view, a reshape that copies nothing) is that address.
+Launches that follow each other are one step (`kernels_pallas.runtime.sequence`), up to one after
+which much memory is given back.
 """
 
 import collections
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +18,10 @@ from torch import Tensor
 
 from interop import launch
 from nsa_torch.program_steps import (
+    SMALL_BYTES,
     Call,
     Constants,
+    Launch,
     MergedCasts,
     Slot,
     Step,
@@ -28,6 +33,8 @@ from nsa_torch.program_steps import (
     placed,
     roots_of,
     slots_of,
+    views_late,
+    views_of,
 )
 from nsa_torch.shared import SHARED
 
@@ -61,9 +68,13 @@ class Program:
         self.results, shapes = made_as_returned(steps, results, made)
         made |= shapes
         kept, dropped, _ = needed(steps, self.results)
-        self.recorded, _, tensors = needed(merge_casts(kept, self.results, count), self.results)
-        roots = roots_of(dropped)
-        seen = [[roots.get(x, x) for x in step.seen] for step in self.recorded]
+        kept, _, tensors = needed(merge_casts(kept, self.results, count), self.results)
+        self.recorded = views_late(kept)
+        roots, all_roots = roots_of(dropped), roots_of(views_of(steps))
+        seen = [
+            [(all_roots if isinstance(step, Launch) else roots).get(x, x) for x in step.seen]
+            for step in self.recorded
+        ]
         last = {number: i for i, numbers in enumerate(seen) for number in numbers}
         places, self.bytes = placed(self.recorded, last, made.keys() - tensors, made)
         self.places = [*places.items()]
@@ -71,10 +82,25 @@ class Program:
         for number, i in last.items():
             if number >= count and number not in self.results and number not in places:
                 drops[i].append(number)
-        self.steps = [
-            _bound(step, numbers, drops[i], places, made, device)
-            for i, (step, numbers) in enumerate(zip(self.recorded, seen, strict=True))
-        ]
+        small = {*self.known, *(x for x, array in made.items() if array.bytes <= SMALL_BYTES)}
+        for step in self.recorded:
+            if isinstance(step, MergedCasts) and step.bytes <= SMALL_BYTES:
+                small.update(step.results)
+        self.steps = []
+        row: list[_BoundLaunch] = []
+        for i, (step, numbers) in enumerate(zip(self.recorded, seen, strict=True)):
+            if isinstance(step, Launch):
+                allocated = [(x, made[x]) for x in step.made if x not in places]
+                row.append(_BoundLaunch.of(step.kernel, numbers, allocated, drops[i], device))
+                if small.issuperset(drops[i]):
+                    continue
+            self.steps += _in_a_row(row)
+            row = []
+            if isinstance(step, Call):
+                self.steps.append(_BoundCall(step, drops[i]))
+            elif isinstance(step, MergedCasts):
+                self.steps.append(_BoundTogether(step, drops[i], device))
+        self.steps += _in_a_row(row)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The results for the tensors of a call with the same signature."""
@@ -101,13 +127,27 @@ class Program:
 
 
 class _BoundLaunch:
-    """`Launch` on a device."""
+    """Launches of one or more kernels, one after the other, on a device.
 
-    __slots__ = ("addresses", "allocated", "device", "drops", "start")
+    Args:
+      kernels: for `_in_a_row`, with `arguments`: the numbers of inputs and outputs of each.
+      start: queues all; takes the addresses of `numbers`.
+      allocated: what they make that has memory of its own.
+      drops: what no later step has to do with.
+    """
 
-    def __init__(self, start, numbers, allocated, drops, device):
-        self.start, self.allocated, self.drops = start, allocated, drops
-        self.addresses, self.device = operator.itemgetter(*numbers), device
+    __slots__ = ("addresses", "allocated", "arguments", "device", "drops", "kernels", "start")
+
+    def __init__(self, kernels, arguments, start, numbers, allocated, drops, device):
+        self.kernels, self.arguments, self.start = kernels, arguments, start
+        self.addresses = operator.itemgetter(*numbers)
+        self.allocated, self.drops, self.device = allocated, drops, device
+
+    @classmethod
+    def of(cls, kernel, numbers, allocated, drops, device) -> "_BoundLaunch":
+        """One launch."""
+        start = launch.launcher(kernel, device)
+        return cls([kernel], [numbers], start, numbers, allocated, drops, device)
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         for number, (shape, dtype) in self.allocated:
@@ -116,6 +156,24 @@ class _BoundLaunch:
         self.start(stream, self.addresses(addresses))
         for number in self.drops:
             tensors[number] = None
+
+
+def _in_a_row(launches: list[_BoundLaunch]) -> list[_BoundLaunch]:
+    """The same, as one where that can be, which drops at its end what they drop."""
+    if len(launches) < 2:
+        return launches
+    device = launches[0].device
+    kernels, arguments, allocated, drops = (
+        [x for each in launches for x in getattr(each, name)]
+        for name in ("kernels", "arguments", "allocated", "drops")
+    )
+    place = {x: i for i, x in enumerate(dict.fromkeys(itertools.chain(*arguments)))}
+    inner = [[place[x] for x in each] for each in arguments]
+    start = launch.sequence(kernels, inner, device)
+    if start is None:
+        return launches
+    numbers = [*place]
+    return [_BoundLaunch(kernels, arguments, start, numbers, allocated, drops, device)]
 
 
 class _BoundCall:
@@ -158,36 +216,24 @@ class _BoundCall:
 
 
 class _BoundTogether:
-    """`MergedCasts` with what is left to fill in."""
+    """`MergedCasts` on a device."""
 
-    __slots__ = ("args", "drops", "first", "function", "layout", "options", "results")
+    __slots__ = ("device", "drops", "first", "results", "step")
 
-    def __init__(self, step: MergedCasts, drops):
-        self.function = getattr(step.function, "_op", step.function)
-        self.args, self.options, self.drops = step.args, step.options, drops
-        self.first, self.layout = step.first, (step.shape, step.strides)
+    def __init__(self, step: MergedCasts, drops, device):
+        self.step, self.drops, self.device, self.first = step, drops, device, step.first
         self.results = [(x, i * step.bytes) for i, x in enumerate(step.results)]
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        whole = torch.as_strided(tensors[self.first], *self.layout)
-        found = self.function(whole, *self.args, **self.options)
+        _, shape, strides, dtype, *_ = self.step
+        found = torch.empty(shape, dtype=dtype, device=self.device)
+        found.copy_(torch.as_strided(tensors[self.first], shape, strides))
         start = found.data_ptr()
         for number, offset in self.results:
             tensors[number] = found
             addresses[number] = start + offset
         for number in self.drops:
             tensors[number] = None
-
-
-def _bound(step: Step, numbers, drops, places, made, device):
-    """`step` for calls; `numbers`: its tensors, views replaced by what they are views of."""
-    if isinstance(step, Call):
-        return _BoundCall(step, drops)
-    if isinstance(step, MergedCasts):
-        return _BoundTogether(step, drops)
-    allocated = [(x, made[x]) for x in step.made if x not in places]
-    start = launch.launcher(step.kernel, device)
-    return _BoundLaunch(start, numbers, allocated, drops, device)
 
 
 def _filled(x: Any, tensors: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ from kernels_pallas.kernel import Kernel
 # At most, of results of kernels that only kernels read; what does not fit is allocated by itself
 # and given back as soon as it has been read.
 WORKSPACE_BYTES = 64 * 2**20
+SMALL_BYTES = 8 * 2**20  # that a tensor may be there sooner or longer than it is needed
 
 
 class Slot(NamedTuple):
@@ -100,22 +101,20 @@ class Call(NamedTuple):
 
 
 class MergedCasts(NamedTuple):
-    """Casts of several parts of one tensor, which only launches read, in one call.
+    """Casts of several parts of one tensor, which only launches read, in one copy.
 
     Attributes:
       first: number of a tensor that starts where the first part does.
       shape, strides: of all parts as one tensor, from that one's start.
-      args, options: of the operator after the tensor.
+      dtype: of the results, which are contiguous.
       results: numbers, in the order of memory.
       bytes: of each result.
     """
 
-    function: Callable[..., Any]
     first: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    args: Sequence[Any]
-    options: Mapping[str, Any]
+    dtype: torch.dtype
     results: Sequence[int]
     bytes: int
 
@@ -144,7 +143,7 @@ def made_as_returned(
     """Numbers of the results where none is a view of what a kernel made, as far as that can be,
     and in which shape the kernel makes those instead.
     """
-    views = [step for step in steps if isinstance(step, Call) and step.is_view]
+    views = views_of(steps)
     roots = roots_of(views)
     arrays = {number: x for step in views for number, x in step.arrays.items()}
     shapes: dict[int, Array] = {}
@@ -188,7 +187,8 @@ CASTS = ("aten::_to_copy", "aten::to")
 
 def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> list[Step]:
     """The steps with one cast in place of those of several parts of one tensor, at equal distances
-    in its memory: gates, as a rule. `count`: tensors of the call.
+    in its memory: gates, as a rule. Small ones of tensors of the call, which are `count`, come
+    first, so that launches stay together.
     """
     calls = [step for step in steps if isinstance(step, Call)]
     starts = {number: start for call in calls for number, start in call.starts.items()}
@@ -205,6 +205,7 @@ def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> li
             group = groups.setdefault((call.function, rest, storage, *layout), {})
             group[offset] = i, call
     found: list[Any] = list(steps)
+    early: list[Step] = []
     for group in groups.values():
         offsets = sorted(group)
         distances = {b - a for a, b in itertools.pairwise(offsets)}
@@ -221,17 +222,45 @@ def merge_casts(steps: Sequence[Step], results: Sequence[int], count: int) -> li
         _, _, shape, strides = members[0].part
         for place in places:
             found[place] = None
-        found[first] = MergedCasts(
-            members[0].function,
-            starts.get(members[0].reads[0], members[0].reads[0]),
+        start = starts.get(members[0].reads[0], members[0].reads[0])
+        merged = MergedCasts(
+            start,
             (len(members), *shape),
             (*distances, *strides),
-            members[0].args[1:],
-            members[0].options,
+            array.dtype,
             [call.results[0] for call in members],
             array.bytes,
         )
-    return [step for step in found if step is not None]
+        if start < count and array.bytes * len(members) <= SMALL_BYTES:
+            early.append(merged)
+        else:
+            found[first] = merged
+    return early + [step for step in found if step is not None]
+
+
+def views_of(steps: Iterable[Step]) -> list[Call]:
+    return [step for step in steps if isinstance(step, Call) and step.is_view]
+
+
+def views_late(steps: Iterable[Step]) -> list[Step]:
+    """The steps, with views right before the first call that reads them: launches, which read
+    addresses, stay together.
+    """
+    waiting: list[Call] = []
+    found: list[Step] = []
+    for step in steps:
+        if isinstance(step, Call) and step.is_view:
+            waiting.append(step)
+            continue
+        if not isinstance(step, Launch):
+            wanted = set(step.seen)
+            for view in reversed(waiting):
+                if not wanted.isdisjoint(view.results):
+                    wanted.update(view.reads)
+            found += [view for view in waiting if not wanted.isdisjoint(view.results)]
+            waiting = [view for view in waiting if wanted.isdisjoint(view.results)]
+        found.append(step)
+    return found + waiting
 
 
 def roots_of(calls: Iterable[Call]) -> dict[int, int]:

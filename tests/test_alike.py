@@ -45,10 +45,22 @@ def launcher(kernel, device):
     return start
 
 
+def sequence(kernels, arguments, device):
+    """`interop.launch.sequence` of the same."""
+    starts = [launcher(kernel, device) for kernel in kernels]
+
+    def start(stream, addresses):
+        for each, numbers in zip(starts, arguments, strict=True):
+            each(stream, [addresses[i] for i in numbers])
+
+    return start
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     monkeypatch.setattr(torch_ops, "launch", stand_in)
     monkeypatch.setattr(interop.launch, "launcher", launcher)
+    monkeypatch.setattr(interop.launch, "sequence", sequence)
     monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
     for module in (interop.launch, torch_ops):
         monkeypatch.setattr(module, "ALIGNMENT", 16)

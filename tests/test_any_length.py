@@ -8,7 +8,7 @@ import torch
 import nsa_torch
 from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
-from kernels_pallas.runtime import loaded
+from kernels_pallas.runtime import loaded, sequence
 from nsa_jax import kernel_list
 from nsa_jax.config import NSAConfig
 from nsa_torch import call_forms, replay, warm_up
@@ -130,7 +130,8 @@ def test_the_bits_of_kernels_of_one_length(monkeypatch, name):
 @pytest.mark.gpu
 @by_layer
 def test_calls_alike_run_from_a_list(name, monkeypatch):
-    """The same bits as what was decided anew, on another stream and in a CUDA graph too."""
+    """The same bits as what was decided anew: where launches have become graphs, on another stream
+    and in a capture too."""
     layer = LAYERS[name]
     make = torch.Generator("cuda").manual_seed(3)
 
@@ -154,10 +155,18 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
             *torch.autograd.grad(out, leaves, tensors[2].new_ones(out.shape)),
         ]
 
-    for _ in range(2):
-        both([normal(*shape) for shape in shapes])
+    graphs, start = [], sequence._Graph.launch
+    monkeypatch.setattr(
+        sequence._Graph, "launch", lambda self, stream: start(self, graphs.append(1) or stream)
+    )
     tensors = [normal(*shape) for shape in shapes]
+    for _ in range(10):
+        repeated = both(tensors)
+    assert graphs
+    for x in tensors:  # in the same memory
+        x.copy_(normal(*x.shape))
     listed = both(tensors)
+    assert not torch.equal(listed[0], repeated[0])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

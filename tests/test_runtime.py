@@ -306,6 +306,82 @@ def test_launches_without_jax(saved):
     run(script, saved, jax=False)
 
 
+def test_launches_that_come_again_are_a_graph(saved):
+    script = """
+        import logging
+        from kernels_pallas.runtime import sequence
+
+        function = driver.load(*built, 0)
+        bytes_ = [x.bytes for x in cubin.parameters]
+        recorder.recorder_expect(len(bytes_), (ctypes.c_int * len(bytes_))(*bytes_))
+        plans = [
+            LaunchPlan.of(cubin, function, [(2, T, 2, 64)] * 2 + [(2, 2)], {"T": T}, (4, 2))
+            for T in (70, 90)
+        ]
+        both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+        place = lambda start: tuple(start + 256 * i for i in range(4))
+
+        def launched(stream, start):
+            recorder.recorder_clear()
+            both.launch(stream, place(start))
+            found = said("cuLaunchKernelEx")
+            return [(x["stream"], x["parameters"]) for x in found], said("cuGraphLaunch")
+
+        first, graphs = launched(5, 1 << 20)
+        assert [stream for stream, _ in first] == [5, 5] and not graphs
+        where = [bytes.fromhex(x[1]) for _, x in first]
+        base = lambda map: int.from_bytes(map[:8], "little")
+        assert [base(x) for x in where] == [1 << 20, (1 << 20) + 256]
+        assert [base(x[128:]) for x in where] == [(1 << 20) + 256, (1 << 20) + 768]
+        # The last run before the graph is followed by its capture, on a stream of its own.
+        assert launched(5, 1 << 20) == (first, [])
+        found, graphs = launched(5, 1 << 20)
+        assert found[:2] == first and not graphs
+        assert [x for _, x in found[2:]] == [x for _, x in first]
+        assert {stream for stream, _ in found[2:]} == {0x70}
+        assert len(said("cuGraphDestroy")) == 1
+        for stream in 5, 6, 0:
+            found, graphs = launched(stream, 1 << 20)
+            assert not found and [(x["stream"], x["launches"]) for x in graphs] == [(stream, 2)]
+        # Other addresses are counted by themselves.
+        assert len(launched(5, 1 << 21)[0]) == 2
+
+        # A capture of someone else sees launches, and is not counted.
+        before = dict(both._runs)
+        with driver.current(function.context), driver.relaxed(""), driver.captured(7, "") as graph:
+            assert len(launched(7, 1 << 20)[0]) == 2
+            assert len(launched(7, 1 << 21)[0]) == 2
+        assert graph.value == 4 and both._runs == before
+
+        # The oldest graph goes first.
+        sequence.GRAPHS = 2
+        for start in (1 << 21, 1 << 22, 1 << 23):
+            for _ in range(sequence.GRAPH_AFTER):
+                launched(5, start)
+        assert len(both._graphs) == 2 and said("cuGraphExecDestroy")
+        assert launched(5, 1 << 23)[1] and not launched(5, 1 << 20)[1]
+
+        recorder.recorder_fail(b"cuGraphLaunch", 1)
+        words = "copy, copy: cuGraphLaunch failed with CUDA error 1, CUDA_ERROR_INVALID_VALUE"
+        refused(RuntimeError, words, both.launch, 5, place(1 << 23))
+        # Where no graph can be made, launches go on, and it is said once.
+        told = []
+        handler = logging.Handler()
+        handler.emit = told.append
+        driver.LOG.addHandler(handler)
+        for name in b"cuStreamBeginCapture_v2", b"cuGraphInstantiateWithFlags":
+            recorder.recorder_fail(name, 1)
+            both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+            for _ in range(2 * sequence.GRAPH_AFTER):
+                assert len(launched(5, 1 << 20)[0]) >= 2
+            assert not both._graphs
+        assert len(told) == 2 and "no CUDA graph of copy, copy" in told[0].getMessage()
+        recorder.recorder_fail(b"", 0)
+        assert recorder.recorder_depth() == 0
+    """
+    run(script, saved, jax=False)
+
+
 def test_plans_and_launches_that_are_refused(saved):
     script = """
         function = driver.load(*built, 0)

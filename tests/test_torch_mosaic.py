@@ -293,11 +293,13 @@ def operators(device):
     # The one without gradients is never called where they are wanted.
     whole = query, pair[0], key, key, pair[1], value, value, *gates
     rest = None, False, *place
-    shared, apart = (query, key, value, *gates, *rest), (query, *[key] * 3, *[value] * 3)
+    shared = query, key, value, *gates, *rest
+    # Leaves of their own: the order of a sum of three rounded gradients is nobody's promise.
+    apart = [x.detach().clone().requires_grad_() for x in (key, value) for _ in range(3)]
     return {
         "attention_compressing_shared": (*map(torch.Tensor.detach, shared[:6]), *rest),
         "attention_compressing_shared_saving": shared,
-        "attention_compressing_recomputing": (*apart, *gates, *rest),
+        "attention_compressing_recomputing": (query, *apart, *gates, *rest),
         "compressed_attention": (query, *pair, *place),
         "select_blocks": (query.detach(), pair[0].detach(), *place),
         "selected_attention": (query, key, value, indices, 21, lengths, *place[2:]),

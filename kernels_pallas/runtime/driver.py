@@ -3,13 +3,16 @@
 import contextlib
 import ctypes
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.runtime.cubin import Cubin
 
 DRIVER = "libcuda.so.1"
+LOG = logging.getLogger("kernels_pallas.runtime")
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # What a driver says of machine code that a later ptxas made.
 TOO_NEW = (
@@ -129,20 +132,74 @@ def loading(device: int, of: str) -> Iterator[int]:
     """The primary context of a GPU, which is current within; code may be loaded there although
     another thread captures a CUDA graph. `of` says what is loaded.
     """
-    number, context, mode = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
+    number, context = ctypes.c_int(), ctypes.c_void_p()
     call("cuInit", 0, of=of)
     call("cuDeviceGet", ctypes.byref(number), device, of=of)
     call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number, of=of)
-    call("cuCtxPushCurrent_v2", context, of=of)
+    assert context.value
+    with current(context.value, of), relaxed(of):
+        yield context.value
+
+
+@contextlib.contextmanager
+def current(context: int, of: str = "") -> Iterator[None]:
+    """Within: the current context."""
+    call("cuCtxPushCurrent_v2", ctypes.c_void_p(context), of=of)
     try:
-        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
-        try:
-            assert context.value
-            yield context.value
-        finally:
-            call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
+        yield
     finally:
         call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()), of=of)
+
+
+@contextlib.contextmanager
+def relaxed(of: str) -> Iterator[None]:
+    """Within: no call of this thread disturbs a capture of another one."""
+    mode = ctypes.c_int(RELAXED)
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is queued on a stream is captured, or cannot be queued because of another
+    capture.
+    """
+    status = ctypes.c_int()
+    error = quick().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+    return bool(error or status.value)
+
+
+@functools.cache
+def side_stream(context: int) -> int:
+    """A stream of the current context, where nothing else is queued; made once."""
+    stream = ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING, of=f"context {context:#x}")
+    assert stream.value
+    return stream.value
+
+
+@contextlib.contextmanager
+def captured(stream: int, of: str) -> Iterator[ctypes.c_void_p]:
+    """What is queued within becomes a graph, whose address is there after it, and does not run."""
+    graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream)
+    call("cuStreamBeginCapture_v2", handle, RELAXED, of=of)
+    try:
+        yield graph
+    finally:
+        call("cuStreamEndCapture", handle, ctypes.byref(graph), of=of)
+
+
+def executable(graph: int, of: str) -> ctypes.c_void_p:
+    """What `cuGraphLaunch` takes; `graph` is destroyed."""
+    found, given = ctypes.c_void_p(), ctypes.c_void_p(graph)
+    try:
+        flags = ctypes.c_ulonglong(0)
+        call("cuGraphInstantiateWithFlags", ctypes.byref(found), given, flags, of=of)
+    finally:
+        call("cuGraphDestroy", given, of=of)
+    return found
 
 
 def load_now(function: ctypes.c_void_p, of: str) -> None:

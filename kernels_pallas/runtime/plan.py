@@ -93,6 +93,7 @@ class LaunchPlan:
             driver.library().cuLaunchKernelEx,
         )
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
+        self.context = function.context
         self._context = ctypes.c_void_p(function.context)
         self._handle = ctypes.c_void_p(function.handle)
         self._popped = ctypes.byref(ctypes.c_void_p())

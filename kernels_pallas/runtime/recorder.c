@@ -44,6 +44,8 @@ static int image_count, function_count, quiet, parameter_count, parameter_bytes[
 static char failing[64];
 static CUresult failure;
 static char primary, module;
+static void *capturing;  // the stream
+static int captured;     // launches of the last capture
 
 // For the caller.
 
@@ -119,6 +121,43 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
   *mode = before;
   return SUCCESS;
 }
+
+// A graph is the number of its launches, and is executable as it is.
+CUresult cuStreamCreate(void **out, unsigned flags) { return *out = (void *)0x70, SUCCESS; }
+CUresult cuStreamIsCapturing(void *stream, int *out) {
+  return *out = capturing && stream == capturing, SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(void *stream, int mode) {
+  FAILS();
+  if (!depth || capturing || capture_mode != 2) return INVALID_CONTEXT;
+  return capturing = stream, captured = 0, SUCCESS;
+}
+CUresult cuStreamEndCapture(void *stream, void **out) {
+  if (stream != capturing) return INVALID_VALUE;
+  return capturing = 0, *out = (void *)(uintptr_t)captured, SUCCESS;
+}
+CUresult cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags) {
+  FAILS();
+  return *out = graph, SUCCESS;
+}
+CUresult cuGraphLaunch(void *graph, void *stream) {
+  FAILS();
+  if (!depth) return INVALID_CONTEXT;
+  if (stream == capturing && capturing) return INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"cuGraphLaunch\", \"stream\": %llu, \"launches\": %llu}\n",
+      (unsigned long long)stream, (unsigned long long)graph);
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+static CUresult destroyed(const char *call) {
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"%s\"}\n", call);
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+CUresult cuGraphDestroy(void *graph) { return destroyed(__func__); }
+CUresult cuGraphExecDestroy(void *graph) { return destroyed(__func__); }
 
 // Bytes of an ELF image: the end of its last section or table.
 static uint64_t elf_bytes(const unsigned char *image) {
@@ -201,6 +240,7 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, void *in, void **parameter
   FAILS();
   if (!depth) return INVALID_CONTEXT;
   if (!grid[0] || !grid[1] || !grid[2] || grid[1] > 65535 || grid[2] > 65535) return INVALID_VALUE;
+  if (capturing && config->stream == capturing) captured++;
   if (quiet) return SUCCESS;
   pthread_mutex_lock(&lock);
   say("{\"call\": \"cuLaunchKernelEx\", \"function\": %llu, \"stream\": %llu, \"context\": %llu, ",
