@@ -27,11 +27,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from absl import flags
 
 from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
 from bench.harness.scale_model import problem
+from bench.lm import curves, watched
+from bench.lm import log as train_log
+from bench.lm.log import Header, Speed
 from bench.reports import crossover, sources
 from bench.reports.render import KERNEL_NAMES, kernel_name
 
@@ -297,12 +301,45 @@ def scaling() -> str:
     return table(head, rows)
 
 
+TRAINED = records.FOLDER / "nvidia-h200" / "train"
+
+
+def parallel_training() -> str:
+    """A row a run on several devices, beside the same on one."""
+    found = [train_log.read(path) for path in sorted(TRAINED.glob("*.jsonl"))]
+    runs = []
+    for lines in found:
+        ((run, header),) = curves.last(lines, Header).items()
+        speed = curves.last(lines, Speed)[run]
+        assert speed.time_ms and speed.tokens_per_s and speed.peak_bytes
+        cells = [f"{speed.time_ms:.1f}", f"{speed.peak_bytes / 2**30:.1f}"]
+        rate = speed.tokens_per_s / speed.devices
+        runs.append((run, header, curves.losses(lines)[run], rate, cells))
+    alone = {(x[0], str(x[1].training)): x for x in runs if x[1].parallel is None}
+    rows = []
+    for run, header, losses, rate, cells in runs:
+        at = header.training
+        beside = [MISSING] * 3
+        if header.parallel is not None and (run, str(at)) in alone:
+            _, _, others, single, _ = alone[run, str(at)]
+            far = np.abs(losses / others - 1)
+            first = far[: watched.PARITY_STEPS].max()
+            beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
+        how, steps = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
+        rows.append([header.framework, how, steps, *cells, *beside, f"{header.commit:.7}"])
+    rows.sort(key=lambda row: (row[2], row[0] != "torch", row[1]))
+    head = ["framework", "GPUs", "tokens a step", "ms a step", "GiB a GPU", "tokens/s kept"]
+    head += [f"losses apart, first {watched.PARITY_STEPS} steps", "all steps", "commit"]
+    return table(head, rows)
+
+
 TABLES: Mapping[str, Callable[..., str]] = {
     "attention": attention,
     "branches": branches,
     "variants": variants,
     "counters": counters,
     "training": training,
+    "parallel_training": parallel_training,
     "selection": selection,
     "block_selection": block_selection,
     "crossovers": crossovers,

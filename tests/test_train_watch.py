@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from bench import train
-from bench.lm import checkpoint, curves, health, log, loop, variants, watch, watched
+from bench.lm import (
+    checkpoint,
+    curves,
+    health,
+    log,
+    loop,
+    side_by_side,
+    variants,
+    watch,
+    watched,
+)
 from bench.lm.parallel import Parallel
 from bench.lm.progress import Progress
 from bench.lm.ranks import Ranks
@@ -150,6 +160,25 @@ def test_losses_on_other_devices_are_compared():
         assert verdict.ok == fate and "step 7 of 20, b" in str(verdict)
         assert "fsdp on 4 devices, 2 micro-batches" in str(verdict)
     assert beside(0.0, lr=2.0) == []  # another task
+
+
+def test_runs_side_by_side_are_a_figure(tmp_path):
+    spread = Parallel("ddp", 2).as_dict() | {"graph": True}
+    files = [tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl")]
+    for path, parallel in zip(files, (None, spread, None), strict=True):
+        about = header(parallel)
+        about.training.update(batch=4, seq_len=64)
+        log.append(path, [about, *rates([1.0] * 30)])
+    log.append(files[2], [dataclasses.replace(header(), attention="dense")])
+    figure = tmp_path / "losses.svg"
+    run = lambda *paths: side_by_side.main(["side_by_side", *map(str, paths)])
+    assert run(figure, *files[:2]) == 0
+    text = figure.read_text()
+    assert "torch-nsa, 1: 1.0000" in text and "torch-nsa, 2 ddp, graph: 1.0000" in text
+    with pytest.raises(ValueError, match=r"both.jsonl must hold one run, got \['torch-dense'"):
+        run(figure, *files)
+    with pytest.raises(Exception, match="a figure and two files or more"):
+        run(figure, files[0])
 
 
 def speed(devices: int, tokens_per_s: float, batch: int = 8) -> log.Speed:

@@ -136,7 +136,7 @@ def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]
             *(h.framework, h.attention, h.implementation, f"{h.parameters / 1e6:.1f}"),
             *(ends[run].status, str(ends[run].steps), f"{final(curves[run]):.4f}"),
             _number(ends[run].held_out_loss, ".4f"),
-            _devices(h),
+            devices(h),
         )
         for run, h in last(lines, Header).items()
         if run in ends and run in curves
@@ -145,7 +145,8 @@ def run_table(lines: Sequence[Line]) -> tuple[list[str], Sequence[Sequence[str]]
     return [*names, "last tenth", "held out", "devices"], rows
 
 
-def _devices(header: Header) -> str:
+def devices(header: Header) -> str:
+    """How many, and how they share a run."""
     found = header.parallel
     if found is None:
         return "1"
