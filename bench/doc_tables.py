@@ -255,6 +255,17 @@ def block_selection() -> str:
     return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
 
 
+def serving() -> str:
+    """The lines of `examples/serve.py --gpu_time --out`."""
+    cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
+    cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
+    rows = [
+        [line["attention"], *(f"{line[cell]:g}" for cell in cells), line["commit"][:7]]
+        for line in lines_of("kernel_log/serve.jsonl")
+    ]
+    return table(["attention", *cells, "commit"], rows)
+
+
 def crossovers() -> str:
     """The answers of the first chart of `bench.report`, from all records of the device."""
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
@@ -342,6 +353,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "parallel_training": parallel_training,
     "selection": selection,
     "block_selection": block_selection,
+    "serving": serving,
     "crossovers": crossovers,
     "scaling": scaling,
     "seed_names": seed_names.markdown,

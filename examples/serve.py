@@ -17,6 +17,7 @@ is measured is speed. All requests come at once. Needs the extra `hf`.
 import argparse
 import functools
 import itertools
+import json
 import statistics
 import sys
 import sysconfig
@@ -49,6 +50,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--new_tokens", type=int, default=16)
     add("--step_tokens", type=int, default=256, help="new tokens of a step, of all requests")
     add("--gpu_time", action="store_true", help="sum up the time of kernels, in a second run")
+    add("--out", type=Path, help="a file to append a line of JSON a run to")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
@@ -156,6 +158,12 @@ def main(argv: list[str] | None = None) -> int:
     where = torch.cuda.get_device_name() if flags.device.startswith("cuda") else flags.device
     print(f"{flags.requests} requests, prompts up to {flags.prompt_tokens} tokens, on {where}")
     print("attention".ljust(16) + "".join(name.rjust(12) for name in names))
+    if flags.out:
+        about = {name: x for name, x in vars(flags).items() if name not in ("attention", "out")}
+        with flags.out.open("a") as file:
+            for name, row in rows.items():
+                line = {"attention": name, "device": where} | about | row
+                file.write(json.dumps(line) + "\n")
     for measure in rows[names[0]]:
         print(measure.ljust(16) + "".join(f"{rows[x][measure]:12.2f}" for x in names))
     return 0
