@@ -1,4 +1,4 @@
-"""One new token a sequence with the cache: the whole step, and each branch alone.
+"""One new token a sequence, or a few, with the cache: the whole step, and each branch alone.
 
     python -m bench.decode
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
@@ -8,15 +8,16 @@
 On a GPU each of several lengths has a process of its own: all compile and are judged side by
 side, then they are timed in turn, each alone.
 
-`S` counts the tokens in the cache with the new one. `ms_total` is `cached_attention`: it
-appends the token and attends; `ms_paged` is the same on a paged cache whose pages lie in no
-order (`append`, `paged_attention`). The branches run by themselves on the same cache: `ms_cmp` is
-compressed attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores`
-without the attention), `ms_win` the sliding window. Times of which a part is longer than the
-whole by more than noise are refused. Dense attention to all of the cache stands beside them. In
-torch on CUDA a CUDA graph replays the step where it can be captured (`graph`).
+`S` counts the tokens in the cache with the new ones, which are `--q_len` (more than one: guesses
+that are verified). `ms_total` is `cached_attention`: it appends the tokens and attends;
+`ms_paged` is the same on a paged cache whose pages lie in no order (`append`,
+`paged_attention`). The branches run by themselves on the same cache: `ms_cmp` is compressed
+attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores` without the
+attention), `ms_win` the sliding window. Times of which a part is longer than the whole by more
+than noise are refused. Dense attention to all of the cache stands beside them. In torch on CUDA
+a CUDA graph replays the step where it can be captured (`graph`).
 
-Reads are key rows, raw or compressed, that one query reads of one key/value head:
+Reads are key rows, raw or compressed, that the last query reads of one key/value head:
   reads_actual_decode    counted: with a query of zeros every logit is 0, so that the
                          log-sum-exp of a branch is the logarithm of the keys it took in;
                          mean over sequences and key/value heads, the three branches added
@@ -68,6 +69,9 @@ FLAGS = command.flag_values(
 )
 _own = {"flag_values": FLAGS}
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **_own)
+NEW = flags.DEFINE_integer(
+    "q_len", 1, "New tokens a sequence.", lower_bound=1, upper_bound=8, **_own
+)
 LENGTHS = flags.DEFINE_list(
     "S_list", None, "Tokens in the cache; default: 512,1024,2048,4096; CPU: 512,1024.", **_own
 )
@@ -103,7 +107,7 @@ COLUMNS += ("reads_actual_decode", "reads_expected_decode")
 COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"))
 COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
 COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
-COLUMNS += ("ms_paged", "paged_kernel", "paged_graph")
+COLUMNS += ("ms_paged", "paged_kernel", "paged_graph", "q_len")
 COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
 
 
@@ -124,7 +128,7 @@ class Case:
         self.settings = command.settings(
             FLAGS, self.config, gpu, seq_len=length, batch=BATCH.value, dim=FLAGS.dim
         )
-        wanted = asked(self.settings, runner)._replace(T=1)
+        wanted = asked(self.settings, runner)._replace(T=NEW.value)
         named, self.refusal = kernel_flags.named(), ""
         self.labels = {step: name or "auto" for step, name in named._asdict().items()}
         self.labels["scores"] = self.labels["selected"]
@@ -136,7 +140,7 @@ class Case:
             self.plan = plan
             self.labels = {choice.branch: choice.implementation for choice in plan}
         seed = FLAGS.seed
-        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=1)
+        self.inputs = problems.make(self.settings, FLAGS.input, seed, num_queries=NEW.value)
         # torch's flash kernel for CPUs takes an exponential of 20 bits: wrong in float32.
         on_cpu = (runner.framework, gpu) == ("torch", False)
         self.dense_names = ("math",) if on_cpu else runner.dense_names
@@ -259,6 +263,7 @@ class Case:
         rows = whole.B * whole.Hkv
         cells: dict[str, Any] = {
             "S": whole.S,
+            "q_len": whole.T,
             "reads_expected": expected * rows,
             "reads_expected_decode": expected,
             "kernel": self.kernel,
@@ -313,6 +318,8 @@ def main(argv: Sequence[str]) -> int:
     gpu = runner.platform != "cpu"
     default = (512, 1024, 2048, 4096) if gpu else (512, 1024)
     lengths = integers("S_list", LENGTHS.value, default)
+    if min(lengths) < NEW.value:
+        raise ValueError(f"S_list must be at least q_len={NEW.value}, got {min(lengths)}")
     config_of(FLAGS)
     how, rows = command.sampling(FLAGS, gpu), []
     how = {"warmup": 8} | how

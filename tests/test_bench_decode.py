@@ -85,6 +85,21 @@ def test_every_branch_is_judged_and_timed_alone(framework, folder):
         assert row["graph"].startswith("no: ") and row["kernel"] == portable
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_several_new_tokens(framework, tmp_path):
+    given = (f"--framework={framework}", "--B=2", "--S_list=61", "--q_len=3", *SMALL)
+    status, found, (row,) = run(decode, tmp_path, *given)
+    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+    own = [r for r in found if r.branch != "dense"]
+    assert {(r.T, r.S, r.status) for r in own} == {(3, 61, "ok")} and len(own) == 6
+    (dense,) = [r for r in found if r.branch == "dense"]
+    assert "dense needs T = S or T = 1, got T=3" in dense.reason
+    assert row["q_len"] == "3"
+    assert float(row["reads_actual_decode"]) == sum(actual(61))
+    with pytest.raises(ValueError, match="S_list must be at least q_len=8, got 5"):
+        run(decode, tmp_path / "few", "--S_list=5,61", "--q_len=8", *SMALL)
+
+
 def test_a_part_longer_than_the_whole_is_refused():
     case = object.__new__(decode.Case)
     times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 32}

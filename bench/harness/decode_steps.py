@@ -1,7 +1,7 @@
-"""The steps of decoding one token on a filled cache, as `bench.decode` times and counts them.
+"""The steps of decoding the last tokens on a filled cache, as `bench.decode` times and counts them.
 
 A step leaves the cache as long as it was, so that every call does the same: torch writes the
-token to the same place of the same buffers, JAX gets the cache back with its length restored.
+tokens to the same place of the same buffers, JAX gets the cache back with its length restored.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from nsa_jax.types import Branches
 
 
 class Cached:
-    """A cache of all tokens but the last one, and the steps with that one."""
+    """A cache of all tokens but the last ones, which have queries, and the steps with those."""
 
     def __init__(self, runner, inputs: Inputs, config: NSAConfig, plan: Plan):
         self.runner, self.config, self.api = runner, config, runner.api
@@ -33,6 +33,7 @@ class Cached:
         )
         given = runner.load({"query": inputs.query, "gates": inputs.gates})
         self.query, self.gates = given["query"], given["gates"]
+        self.new = self.query.shape[1]
         key, value = (runner.load(x) for x in (inputs.key, inputs.value))
         options: dict[str, Any] = {"config": config, "dtype": self.query.dtype}
         if self.torch:
@@ -42,11 +43,11 @@ class Cached:
         cache = self.api.init_cache(batch, self.tokens, *sizes, separate=True, **options)
         past, last = (
             [Branches(*(x[:, cut] for x in pair)) for pair in (key, value)]
-            for cut in (slice(0, -1), slice(-1, None))
+            for cut in (slice(0, -self.new), slice(-self.new, None))
         )
-        self.token, self.all_tokens = last, (key, value)
+        self.last, self.all_tokens = last, (key, value)
         update = _update(self.torch)
-        if self.tokens > 1:
+        if self.tokens > self.new:
             cache = update(cache, *past, config, (None, None))
         self.cache = cache
         self.full = self._without_spare_slots(
@@ -66,7 +67,7 @@ class Cached:
         return cache._replace(**{name: getattr(cache, name)[:, :slots] for name in names})
 
     def step(self, branch: str) -> "Step":
-        """The step of one branch; of `all`: the token is appended, then attends."""
+        """The step of one branch; of `all`: the tokens are appended, then attend."""
         if branch == "all":
             return self._whole()
         function = functools.partial(self._branch, branch)
@@ -100,7 +101,7 @@ class Cached:
 
     def _whole(self) -> "Step":
         options = {"config": self.config, "implementation": self.names}
-        token = self.query, *self.token, self.gates
+        last = self.query, *self.last, self.gates
 
         if self.torch:
             cache = self._copy(self.cache)
@@ -108,7 +109,7 @@ class Cached:
             def run(_):
                 # The object is new, so that its length is; the buffers are the same.
                 fresh = dataclasses.replace(cache)
-                return {"out": self.api.cached_attention(*token, fresh, **options)[0]}
+                return {"out": self.api.cached_attention(*last, fresh, **options)[0]}
 
             return Step(self.runner, run)
 
@@ -121,7 +122,7 @@ class Cached:
 
         def run_donating(index):
             place = index % len(held)
-            out, held[place] = step(held[place], *token)
+            out, held[place] = step(held[place], *last)
             return out
 
         return Step(self.runner, run_donating)
@@ -131,17 +132,19 @@ class Cached:
         return Paged(self, implementation)
 
     def chosen(self) -> jax.Array:
-        """The blocks that the step selects, int32 `[B, 1, Hkv, n]`."""
+        """The blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
         return jnp.asarray(self.runner.numpy(self.step("scores")()["indices"]))
 
     def reads(self, branch: str) -> np.ndarray:
-        """Keys that the branch takes in, `[B, Hkv]`, counted: see `bench.decode`."""
+        """Keys that the last query takes in by the branch, `[B, Hkv]`, counted: see
+        `bench.decode`.
+        """
         zeros = self.query * 0
         given = {"query": zeros, "cache": self.full}
         if branch == "selected":
             given["block_indices"] = self.step("scores")()["indices"]
         step = Step(self.runner, lambda _: self._branch(branch, given))
-        lse = self.runner.numpy(step()["lse"])[:, 0]  # [B, H]
+        lse = self.runner.numpy(step()["lse"])[:, -1]  # [B, H]
         groups = self.full.selected_key.shape[2]
         counts = np.exp(lse.astype(np.float64)).reshape(lse.shape[0], groups, -1)
         return np.rint(counts.mean(axis=-1)).astype(np.int64)
@@ -187,32 +190,36 @@ class Paged:
         return paged_attend
 
     def chosen(self) -> jax.Array | None:
-        """The blocks that kernels on pages select, int32 `[B, 1, Hkv, n]`; None: those of the
+        """The blocks that kernels on pages select, int32 `[B, tokens, Hkv, n]`; None: those of the
         contiguous cache.
         """
         if self.name == "gathered":
             return None
         inputs = self._attend.Inputs(*self._arguments(), None, None)
         _, found = self._attend.with_indices(self.name, inputs)
-        return jnp.asarray(self.runner.numpy(found))[:, None]
+        return jnp.asarray(self.runner.numpy(self._by_row(found)))
 
     def _arguments(self):
         return *self._queries(), self.cache, *self.at
 
     def _queries(self):
-        return self.cached.query[:, 0], self.cached.gates[:, 0]
+        cached = self.cached
+        return [x.reshape(-1, *x.shape[2:]) for x in (cached.query, cached.gates)]
+
+    def _by_row(self, x):
+        return x.reshape(-1, self.cached.new, *x.shape[1:])
 
     def step(self) -> "Step":
-        """The token is appended, then attends."""
+        """The tokens are appended, then attend."""
         query, gates = self._queries()
         options = {"implementation": self.implementation}
 
         if self.cached.torch:
 
             def run(_):
-                self._append(self.cache, *self.cached.token)
+                self._append(self.cache, *self.cached.last)
                 out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
-                return {"out": out[:, None]}
+                return {"out": self._by_row(out)}
 
             return Step(self.runner, run)
 
@@ -220,13 +227,13 @@ class Paged:
         def step(cache, key, value):
             cache = self._append(cache, key, value)
             out = self.api.paged_attention(query, gates, cache, *self.at, **options)
-            return {"out": out[:, None]}, cache
+            return {"out": self._by_row(out)}, cache
 
         held = rotated(jax.tree.map(jnp.copy, self.cache))
 
         def run_donating(index):
             place = index % len(held)
-            out, held[place] = step(held[place], *self.cached.token)
+            out, held[place] = step(held[place], *self.cached.last)
             return out
 
         return Step(self.runner, run_donating)
