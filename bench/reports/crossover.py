@@ -54,17 +54,8 @@ def runs(records: Iterable[Record], lines: Iterable[Line]) -> Iterator[Run]:
     for r in records:
         if r.branch in ("all", "dense") and r.mode in QUESTIONS and r.extra.get("judged", True):
             config = json.dumps(r.config, sort_keys=True)
-            shape = (
-                r.framework,
-                r.B,
-                r.T if r.T < r.S else 0,
-                r.H,
-                r.Hkv,
-                r.D,
-                r.Dv,
-                r.dtype,
-                r.input,
-            )
+            queries = r.T if r.T < r.S else None
+            shape = r.framework, r.B, queries, r.H, r.Hkv, r.D, r.Dv, r.dtype, r.input
             width = f"{r.D}" if r.D == r.Dv else f"{r.D}/{r.Dv}"
             batch = f"{r.B} sequences, " if r.B > 1 else ""
             batch += f"{queries} queries each, " if queries and queries > 1 else ""
