@@ -38,6 +38,8 @@ from nsa_torch.program_steps import (
 )
 from nsa_torch.shared import SHARED
 
+ROW = 3  # launches that are worth a step of their own; one of them costs the host about a graph
+
 
 class Program:
     """The steps of a call in order, and which tensors they leave.
@@ -160,7 +162,7 @@ class _BoundLaunch:
 
 def _in_a_row(launches: list[_BoundLaunch]) -> list[_BoundLaunch]:
     """The same, as one where that can be, which drops at its end what they drop."""
-    if len(launches) < 2:
+    if len(launches) < ROW:
         return launches
     device = launches[0].device
     kernels, arguments, allocated, drops = (

@@ -15,7 +15,8 @@ from kernels_pallas.kernel import Kernel
 # At most, of results of kernels that only kernels read; what does not fit is allocated by itself
 # and given back as soon as it has been read.
 WORKSPACE_BYTES = 64 * 2**20
-SMALL_BYTES = 8 * 2**20  # that a tensor may be there sooner or longer than it is needed
+# Of a tensor that may be allocated early or kept late, so that launches stay in one row.
+SMALL_BYTES = 8 * 2**20
 
 
 class Slot(NamedTuple):

@@ -157,7 +157,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
 
     graphs, start = [], sequence._Graph.launch
     monkeypatch.setattr(
-        sequence._Graph, "launch", lambda self, stream: start(self, graphs.append(1) or stream)
+        sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
     )
     tensors = [normal(*shape) for shape in shapes]
     for _ in range(24):  # results of two calls are there at a time: addresses take turns

@@ -4,6 +4,7 @@ With kernels in the list: `test_torch_mosaic.py` in the interpreter, `test_any_l
 """
 
 import ctypes
+import functools
 import operator
 import weakref
 
@@ -13,7 +14,7 @@ import torch
 
 from interop import launch
 from kernels_pallas.kernel import Array
-from nsa_torch import program_steps, replay
+from nsa_torch import program, program_steps, replay
 from nsa_torch.program_steps import Launch
 from nsa_torch.replay import Replayed
 from nsa_torch.shared import SHARED
@@ -183,9 +184,11 @@ class Doubling:
         return noted.launched(self, tensors, make) if noted else make()
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """What was launched by addresses: names and where the outputs were."""
+@pytest.fixture(params=[False, True], ids=["each", "in a row"])
+def launches(monkeypatch, request):
+    """What was launched by addresses: where the outputs were; launches in a row are a step, or each
+    is one.
+    """
     found = []
 
     def launcher(kernel, device):
@@ -201,8 +204,99 @@ def launches(monkeypatch):
 
         return start
 
+    def sequence(kernels, arguments, device):
+        starts = [launcher(kernel, device) for kernel in kernels]
+
+        def start(stream, addresses):
+            for each, numbers in zip(starts, arguments, strict=True):
+                each(stream, [addresses[i] for i in numbers])
+
+        return start if request.param else None
+
     monkeypatch.setattr(launch, "launcher", launcher)
+    monkeypatch.setattr(launch, "sequence", sequence)
     return found
+
+
+def rows_of(function):
+    """Of each step of the only program of a function: how many kernels it launches, 0 of others."""
+    (known,) = function._known._values.values()
+    return [len(getattr(step, "kernels", ())) for step in known.program.steps]
+
+
+in_a_row = pytest.mark.parametrize("launches", [True], indirect=True)
+
+
+def five(x, view=False):
+    """Five kernels; what the second made is looked at then, and read by torch after all."""
+    size = x.numel()
+    one = Doubling((size,), outputs=[(size,)])
+    made, looked = [x], []
+    for i in range(5):
+        made += one.launched(made[-1])
+        if view and i == 1:
+            looked.append(made[-1].view(x.shape))
+    return [made[-1], *(look.sum() for look in looked)]
+
+
+@in_a_row
+@pytest.mark.parametrize(
+    ("view", "workspace", "small", "rows"),
+    [
+        (False, 2**20, 2**20, [5]),
+        (True, 2**20, 2**20, [5, 0, 0]),  # the view, the sum
+        (False, 0, 2**20, [5]),
+        (False, 0, 0, [1, 1, 1, 1, 1]),  # memory is given back after each but the last
+    ],
+)
+def test_launches_in_a_row_are_one_step(view, workspace, small, rows, launches, monkeypatch):
+    monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(program, "SMALL_BYTES", small)
+    function = Replayed(functools.partial(five, view=view))
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        for want, got in zip(five(x, view), function(x), strict=True):
+            assert torch.equal(want, got)
+    assert rows_of(function) == rows
+
+
+def late_casts(x):
+    """Casts of parts of what a kernel made, read by another kernel."""
+    one = Doubling((x.numel(),), outputs=[x.shape])
+    (made,) = one.launched(x)
+    parts = made.double().unbind(-1)
+    how = dict(memory_format=torch.contiguous_format)
+    first, second = (part.to(torch.float32, **how) for part in parts)
+    both = Doubling((first.numel(),), (first.numel(),), outputs=[first.shape])
+    return both.launched(first, second)
+
+
+def test_casts_of_what_was_made_come_after_it(launches):
+    function = Replayed(late_casts)
+    for _ in range(4):
+        x = torch.randn(8, 4, 2)
+        assert torch.equal(function(x)[0], late_casts(x)[0])
+    assert rows_of(function) == [1, 0, 0, 1]
+
+
+def cast_between(x, *tensors):
+    """Casts of arguments after a kernel, for another one."""
+    one = Doubling((x.numel(),), outputs=[x.shape])
+    (made,) = one.launched(x)
+    return [*one.launched(made), *casts(*tensors)]
+
+
+@in_a_row
+@pytest.mark.parametrize(("small", "rows"), [(2**20, [0, 4]), (0, [1, 1, 0, 1, 1])])
+def test_small_casts_of_arguments_come_first(small, rows, launches, monkeypatch):
+    for module in (program, program_steps):
+        monkeypatch.setattr(module, "SMALL_BYTES", small)
+    function = Replayed(cast_between)
+    for _ in range(4):
+        tensors = torch.randn(4, 8), *parts()
+        for want, got in zip(cast_between(*tensors), function(*tensors), strict=True):
+            assert torch.equal(want, got)
+    assert rows_of(function) == rows
 
 
 def chain(x):

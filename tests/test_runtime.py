@@ -333,50 +333,71 @@ def test_launches_that_come_again_are_a_graph(saved):
         base = lambda map: int.from_bytes(map[:8], "little")
         assert [base(x) for x in where] == [1 << 20, (1 << 20) + 256]
         assert [base(x[128:]) for x in where] == [(1 << 20) + 256, (1 << 20) + 768]
-        # The last run before the graph is followed by its capture, on a stream of its own.
+        assert launched(5, 1 << 20) == (first, []) and not said("cuGraphAddKernelNode")
+        # The third run is followed by a graph of the very same launches, and remembers no more.
+        bound = [len(plan._bound) for plan in plans]
         assert launched(5, 1 << 20) == (first, [])
-        found, graphs = launched(5, 1 << 20)
-        assert found[:2] == first and not graphs
-        assert [x for _, x in found[2:]] == [x for _, x in first]
-        assert {stream for stream, _ in found[2:]} == {0x70}
-        assert len(said("cuGraphDestroy")) == 1
+        nodes = said("cuGraphAddKernelNode")
+        assert [x["parameters"] for x in nodes] == [x for _, x in first]
+        for x in nodes:
+            assert x["function"] == function.handle and x["grid"] == [2, 4, 1]
+            assert x["block"] == list(cubin.block) and x["shared_bytes"] == cubin.shared_bytes
+        assert len(said("cuGraphDestroy")) == 1 and bound == [len(x._bound) for x in plans]
+        assert said("cuGraphInstantiateWithFlags")[0]["capture_mode"] == driver.RELAXED
         for stream in 5, 6, 0:
             found, graphs = launched(stream, 1 << 20)
             assert not found and [(x["stream"], x["launches"]) for x in graphs] == [(stream, 2)]
         # Other addresses are counted by themselves.
         assert len(launched(5, 1 << 21)[0]) == 2
 
-        # A capture of someone else sees launches, and is not counted.
-        before = dict(both._runs)
-        with driver.current(function.context), driver.relaxed(""), driver.captured(7, "") as graph:
-            assert len(launched(7, 1 << 20)[0]) == 2
-            assert len(launched(7, 1 << 21)[0]) == 2
-        assert graph.value == 4 and both._runs == before
+        # A stream that is captured gets launches.
+        recorder.recorder_capture(ctypes.c_void_p(7))
+        assert len(launched(7, 1 << 20)[0]) == 2 and launched(5, 1 << 20)[1]
+        recorder.recorder_capture(None)
 
-        # The oldest graph goes first.
+        # The oldest graph of the process goes first, and with its sequence all do.
         sequence.GRAPHS = 2
         for start in (1 << 21, 1 << 22, 1 << 23):
             for _ in range(sequence.GRAPH_AFTER):
                 launched(5, start)
-        assert len(both._graphs) == 2 and said("cuGraphExecDestroy")
+        assert len(both.graphs) == len(sequence._made) == 2
+        assert [x["capture_mode"] for x in said("cuGraphExecDestroy")] == [driver.RELAXED]
         assert launched(5, 1 << 23)[1] and not launched(5, 1 << 20)[1]
 
         recorder.recorder_fail(b"cuGraphLaunch", 1)
         words = "copy, copy: cuGraphLaunch failed with CUDA error 1, CUDA_ERROR_INVALID_VALUE"
         refused(RuntimeError, words, both.launch, 5, place(1 << 23))
+        recorder.recorder_clear()
+        both = None
+        assert len(said("cuGraphExecDestroy")) == 2
         # Where no graph can be made, launches go on, and it is said once.
         told = []
         handler = logging.Handler()
         handler.emit = told.append
         driver.LOG.addHandler(handler)
-        for name in b"cuStreamBeginCapture_v2", b"cuGraphInstantiateWithFlags":
+        failing = b"cuGraphCreate", b"cuGraphAddKernelNode_v2", b"cuGraphInstantiateWithFlags"
+        for name in failing:
             recorder.recorder_fail(name, 1)
             both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
             for _ in range(2 * sequence.GRAPH_AFTER):
-                assert len(launched(5, 1 << 20)[0]) >= 2
-            assert not both._graphs
-        assert len(told) == 2 and "no CUDA graph of copy, copy" in told[0].getMessage()
+                assert len(launched(5, 1 << 20)[0]) == 2
+            assert not both.graphs
+        assert len(told) == 3 and "no CUDA graph of copy, copy" in told[0].getMessage()
         recorder.recorder_fail(b"", 0)
+
+        # Clusters are those of a launch.
+        import dataclasses
+        wide = dataclasses.replace(cubin, cluster=2)
+        shapes = [(2, 70, 2, 64)] * 2 + [(2, 2)]
+        plan = LaunchPlan.of(wide, function, shapes, {"T": 70}, (4, 2))
+        recorder.recorder_clear()
+        with driver.current(function.context), driver.graph("") as graph:
+            plan.add_to(graph, None, (0, 256, 512))
+        (found,) = said("cuGraphKernelNodeSetAttribute")
+        plan.launch(0, (0, 256, 512))
+        (launch,) = said("cuLaunchKernelEx")
+        assert [[found["attribute"], *found["value"]]] == launch["attributes"]
+        assert launch["attributes"] == [[driver.CLUSTER, 2, 1, 1]]
         assert recorder.recorder_depth() == 0
     """
     run(script, saved, jax=False)

@@ -12,7 +12,6 @@ from kernels_pallas.runtime.cubin import Cubin
 DRIVER = "libcuda.so.1"
 LOG = logging.getLogger("kernels_pallas.runtime")
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # What a driver says of machine code that a later ptxas made.
 TOO_NEW = (
@@ -51,6 +50,21 @@ class LaunchConfig(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint),
+    )
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("parameters", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
     )
 
 
@@ -162,43 +176,38 @@ def relaxed(of: str) -> Iterator[None]:
         call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode), of=of)
 
 
-def is_capturing(stream: int) -> bool:
-    """Whether what is queued on a stream is captured, or cannot be queued because of another
-    capture.
-    """
-    status = ctypes.c_int()
-    error = quick().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
-    return bool(error or status.value)
-
-
-@functools.cache
-def side_stream(context: int) -> int:
-    """A stream of the current context, where nothing else is queued; made once."""
-    stream = ctypes.c_void_p()
-    call("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING, of=f"context {context:#x}")
-    assert stream.value
-    return stream.value
-
-
 @contextlib.contextmanager
-def captured(stream: int, of: str) -> Iterator[ctypes.c_void_p]:
-    """What is queued within becomes a graph, whose address is there after it, and does not run."""
-    graph, handle = ctypes.c_void_p(), ctypes.c_void_p(stream)
-    call("cuStreamBeginCapture_v2", handle, RELAXED, of=of)
+def graph(of: str) -> Iterator[ctypes.c_void_p]:
+    """A graph without nodes, destroyed at the end; for the current context."""
+    found = ctypes.c_void_p()
+    call("cuGraphCreate", ctypes.byref(found), 0, of=of)
     try:
-        yield graph
+        yield found
     finally:
-        call("cuStreamEndCapture", handle, ctypes.byref(graph), of=of)
+        call("cuGraphDestroy", found, of=of)
 
 
-def executable(graph: int, of: str) -> ctypes.c_void_p:
-    """What `cuGraphLaunch` takes; `graph` is destroyed."""
-    found, given = ctypes.c_void_p(), ctypes.c_void_p(graph)
-    try:
-        flags = ctypes.c_ulonglong(0)
-        call("cuGraphInstantiateWithFlags", ctypes.byref(found), given, flags, of=of)
-    finally:
-        call("cuGraphDestroy", given, of=of)
+def add_kernel(
+    graph: ctypes.c_void_p,
+    after: ctypes.c_void_p | None,
+    node: KernelNode,
+    attributes: ctypes.Array,
+    of: str,
+) -> ctypes.c_void_p:
+    """Adds a launch to a graph, which copies its parameters; `after`: a node of it."""
+    found, given = ctypes.c_void_p(), ctypes.byref(node)
+    before = (ctypes.byref(after), ctypes.c_size_t(1)) if after else (None, ctypes.c_size_t(0))
+    call("cuGraphAddKernelNode_v2", ctypes.byref(found), graph, *before, given, of=of)
+    for each in attributes:
+        value = ctypes.byref(each, LaunchAttribute.value.offset)
+        call("cuGraphKernelNodeSetAttribute", found, each.number, value, of=of)
+    return found
+
+
+def executable(graph: ctypes.c_void_p, of: str) -> ctypes.c_void_p:
+    """What `cuGraphLaunch` takes."""
+    found, flags = ctypes.c_void_p(), ctypes.c_ulonglong(0)
+    call("cuGraphInstantiateWithFlags", ctypes.byref(found), graph, flags, of=of)
     return found
 
 

@@ -139,15 +139,50 @@ class LaunchPlan:
         if error := self._push(self._context):
             self._fail("cuCtxPushCurrent", error)
         try:
-            bound = self._bound.get(key) or self._bind(key)
+            bound = self._bound.get(key) or self._remembered(key)
             error = self._start(bound.config, self._handle, bound.parameters, None)
         finally:
             self._pop(self._popped)
         if error:
             self._fail("cuLaunchKernelEx", error)
 
+    def add_to(
+        self,
+        graph: ctypes.c_void_p,
+        after: ctypes.c_void_p | None,
+        addresses: Sequence[int],
+    ) -> ctypes.c_void_p:
+        """Adds a run to a graph of the current context, which must be the kernel's; the node.
+
+        Args:
+          after: a node that ends before it begins.
+          addresses: as of `launch`.
+
+        Raises:
+          as `launch`.
+        """
+        bound = self._bind((0, *addresses))
+        node = driver.KernelNode(
+            self._handle.value,
+            self.grid,
+            self.cubin.block,
+            self.cubin.shared_bytes,
+            ctypes.cast(bound.parameters, ctypes.c_void_p),
+        )
+        attributes = driver.cluster_attributes(self.cubin.cluster)
+        return driver.add_kernel(graph, after, node, attributes, self.cubin.name)
+
+    def _remembered(self, key: tuple[int, ...]) -> _Bound:
+        """`_bind`, for the next launches too."""
+        bound = self._bind(key)
+        with self._lock:
+            if len(self._bound) >= REMEMBERED:
+                self._bound.pop(next(iter(self._bound)))
+            self._bound[key] = bound
+        return bound
+
     def _bind(self, key: tuple[int, ...]) -> _Bound:
-        """Lays the parameters out for a stream and addresses, and remembers them."""
+        """Lays the parameters out for a stream and addresses."""
         stream, *addresses = key
         name, count = self.cubin.name, len(self.cubin.arguments)
         if len(addresses) != count:
@@ -182,12 +217,7 @@ class LaunchPlan:
             ctypes.cast(attributes, ctypes.c_void_p) if attributes else None,
             len(attributes),
         )
-        bound = _Bound(ctypes.byref(config), places, (memory, config, attributes))
-        with self._lock:
-            if len(self._bound) >= REMEMBERED:
-                self._bound.pop(next(iter(self._bound)))
-            self._bound[key] = bound
-        return bound
+        return _Bound(ctypes.byref(config), places, (memory, config, attributes))
 
     def _fail(self, name: str, error: int) -> None:
         of = f" of {self.sizes}" if self.sizes else ""

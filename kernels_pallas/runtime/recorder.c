@@ -44,8 +44,7 @@ static int image_count, function_count, quiet, parameter_count, parameter_bytes[
 static char failing[64];
 static CUresult failure;
 static char primary, module;
-static void *capturing;  // the stream
-static int captured;     // launches of the last capture
+static void *capturing;  // a stream
 
 // For the caller.
 
@@ -69,6 +68,8 @@ void recorder_fail(const char *name, CUresult error) {
 // Whether launches are written down, which takes longer than they do.
 void recorder_quiet(int value) { quiet = value; }
 int recorder_depth(void) { return depth; }
+// From now on this stream is captured; 0: none.
+void recorder_capture(void *stream) { capturing = stream; }
 
 static void say(const char *format, ...) {
   va_list arguments;
@@ -121,43 +122,6 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
   *mode = before;
   return SUCCESS;
 }
-
-// A graph is the number of its launches, and is executable as it is.
-CUresult cuStreamCreate(void **out, unsigned flags) { return *out = (void *)0x70, SUCCESS; }
-CUresult cuStreamIsCapturing(void *stream, int *out) {
-  return *out = capturing && stream == capturing, SUCCESS;
-}
-CUresult cuStreamBeginCapture_v2(void *stream, int mode) {
-  FAILS();
-  if (!depth || capturing || capture_mode != 2) return INVALID_CONTEXT;
-  return capturing = stream, captured = 0, SUCCESS;
-}
-CUresult cuStreamEndCapture(void *stream, void **out) {
-  if (stream != capturing) return INVALID_VALUE;
-  return capturing = 0, *out = (void *)(uintptr_t)captured, SUCCESS;
-}
-CUresult cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags) {
-  FAILS();
-  return *out = graph, SUCCESS;
-}
-CUresult cuGraphLaunch(void *graph, void *stream) {
-  FAILS();
-  if (!depth) return INVALID_CONTEXT;
-  if (stream == capturing && capturing) return INVALID_VALUE;
-  pthread_mutex_lock(&lock);
-  say("{\"call\": \"cuGraphLaunch\", \"stream\": %llu, \"launches\": %llu}\n",
-      (unsigned long long)stream, (unsigned long long)graph);
-  pthread_mutex_unlock(&lock);
-  return SUCCESS;
-}
-static CUresult destroyed(const char *call) {
-  pthread_mutex_lock(&lock);
-  say("{\"call\": \"%s\"}\n", call);
-  pthread_mutex_unlock(&lock);
-  return SUCCESS;
-}
-CUresult cuGraphDestroy(void *graph) { return destroyed(__func__); }
-CUresult cuGraphExecDestroy(void *graph) { return destroyed(__func__); }
 
 // Bytes of an ELF image: the end of its last section or table.
 static uint64_t elf_bytes(const unsigned char *image) {
@@ -235,12 +199,21 @@ CUresult cuTensorMapEncodeTiled(void *out, int type, uint32_t rank, void *base,
   return SUCCESS;
 }
 
+static void say_parameters(void **parameters) {
+  say("\"parameters\": [");
+  for (int i = 0; i < parameter_count; i++) {
+    say(i ? ", \"" : "\"");
+    for (int j = 0; j < parameter_bytes[i]; j++) say("%02x", ((unsigned char *)parameters[i])[j]);
+    say("\"");
+  }
+  say("]");
+}
+
 CUresult cuLaunchKernelEx(const LaunchConfig *config, void *in, void **parameters, void **extra) {
   const unsigned *grid = config->grid, *block = config->block;
   FAILS();
   if (!depth) return INVALID_CONTEXT;
   if (!grid[0] || !grid[1] || !grid[2] || grid[1] > 65535 || grid[2] > 65535) return INVALID_VALUE;
-  if (capturing && config->stream == capturing) captured++;
   if (quiet) return SUCCESS;
   pthread_mutex_lock(&lock);
   say("{\"call\": \"cuLaunchKernelEx\", \"function\": %llu, \"stream\": %llu, \"context\": %llu, ",
@@ -253,13 +226,73 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, void *in, void **parameter
   for (unsigned i = 0; i < config->attribute_count; i++)
     say("%s[%u, %u, %u, %u]", i ? ", " : "", attributes[i].number, attributes[i].value[0],
         attributes[i].value[1], attributes[i].value[2]);
-  say("], \"parameters\": [");
-  for (int i = 0; i < parameter_count; i++) {
-    say(i ? ", \"" : "\"");
-    for (int j = 0; j < parameter_bytes[i]; j++) say("%02x", ((unsigned char *)parameters[i])[j]);
-    say("\"");
-  }
-  say("]}\n");
+  say("], ");
+  say_parameters(parameters);
+  say("}\n");
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+
+// Graphs. One is the number of its nodes, and is executable as it is; a node is its number.
+typedef struct {
+  void *function;
+  unsigned grid[3], block[3], shared_bytes;
+  void **parameters, **extra, *kernel, *context;
+} KernelNode;  // CUDA_KERNEL_NODE_PARAMS_v2
+
+static CUresult told(const char *call) {
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"%s\", \"capture_mode\": %d}\n", call, capture_mode);
+  pthread_mutex_unlock(&lock);
+  return depth ? SUCCESS : INVALID_CONTEXT;
+}
+CUresult cuGraphCreate(void **out, unsigned flags) {
+  FAILS();
+  return *out = calloc(1, sizeof(int)), told(__func__);
+}
+CUresult cuGraphAddKernelNode_v2(void **out, void *graph, void **after, size_t count,
+                                 const KernelNode *node) {
+  FAILS();
+  const unsigned *grid = node->grid, *block = node->block;
+  int *nodes = graph;
+  if (!depth) return INVALID_CONTEXT;
+  if (count != (*nodes ? 1 : 0) || (count && *after != (void *)(uintptr_t)*nodes))
+    return INVALID_VALUE;  // a row of nodes is all that there is
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"cuGraphAddKernelNode\", \"function\": %llu, \"shared_bytes\": %u, ",
+      (unsigned long long)node->function, node->shared_bytes);
+  say("\"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], ", grid[0], grid[1], grid[2], block[0],
+      block[1], block[2]);
+  say_parameters(node->parameters);
+  say("}\n");
+  pthread_mutex_unlock(&lock);
+  *out = (void *)(uintptr_t)++*nodes;
+  return SUCCESS;
+}
+CUresult cuGraphKernelNodeSetAttribute(void *node, int number, const unsigned *value) {
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"cuGraphKernelNodeSetAttribute\", \"node\": %llu, \"attribute\": %d, "
+      "\"value\": [%u, %u, %u]}\n",
+      (unsigned long long)node, number, value[0], value[1], value[2]);
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+CUresult cuGraphInstantiateWithFlags(void **out, void *graph, unsigned long long flags) {
+  FAILS();
+  return *out = graph, told(__func__);
+}
+CUresult cuGraphDestroy(void *graph) { return told(__func__); }
+CUresult cuGraphExecDestroy(void *graph) { return told(__func__); }
+CUresult cuStreamIsCapturing(void *stream, int *out) {
+  return *out = capturing && stream == capturing, depth ? SUCCESS : INVALID_CONTEXT;
+}
+CUresult cuGraphLaunch(void *graph, void *stream) {
+  FAILS();
+  if (!depth) return INVALID_CONTEXT;
+  if (capturing && stream == capturing) return INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  say("{\"call\": \"cuGraphLaunch\", \"stream\": %llu, \"launches\": %d}\n",
+      (unsigned long long)stream, *(int *)graph);
   pthread_mutex_unlock(&lock);
   return SUCCESS;
 }

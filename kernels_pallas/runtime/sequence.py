@@ -1,15 +1,17 @@
 """Launches that follow each other, as one CUDA graph where their addresses come again.
 
 A launch costs the host several microseconds, a graph of many as much as one. Allocators give the
-same addresses again and again; a graph holds those of the launches it was made of. So launches
-whose addresses have come `GRAPH_AFTER` times are captured, on a stream of their own, and from
-then on the graph is launched in their place:
+same addresses again and again; a graph holds those of the launches it was made of:
 
     addresses new          launch, launch, ..
-    ... come again         launch, launch, ..; then capture them: nothing runs, a graph is left
+    ... `GRAPH_AFTER` times  launch, launch, ..; then make a graph of the same kernels
     ... and again          cuGraphLaunch
+
+The graph is made node by node, not by a capture: while a stream is captured, no other thread may
+wait for the device.
 """
 
+import collections
 import ctypes
 import operator
 import threading
@@ -20,11 +22,12 @@ from typing import Any
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.plan import LaunchPlan
 
-GRAPH_AFTER = 3  # runs with the same addresses, the last of which captures
-GRAPHS = 64  # of a sequence at most, each of other addresses; the oldest goes first
-SEEN = 4 * GRAPHS  # addresses whose runs are counted
+GRAPH_AFTER = 3  # runs with the same addresses before there is a graph
+GRAPHS = 1024  # of the process at most, the oldest dropped first
+COUNTED = 256  # addresses of a sequence whose runs are counted
 
-_capturing = threading.Lock()  # one capture at a time
+_made: "collections.deque[weakref.ref[_Graph]]" = collections.deque()
+_lock = threading.Lock()
 
 
 class LaunchSequence:
@@ -37,15 +40,15 @@ class LaunchSequence:
 
     def __init__(self, plans: Sequence[LaunchPlan], arguments: Sequence[Sequence[int]]):
         self.plans = [
-            (plan.launch, operator.itemgetter(*numbers))
+            (plan, operator.itemgetter(*numbers))
             for plan, numbers in zip(plans, arguments, strict=True)
         ]
         self.name = ", ".join(plan.cubin.name for plan in plans)
-        self._context = plans[0].context
-        self._graphs: dict[Sequence[int], _Graph] = {}
+        self.context = plans[0].context
+        self.graphs: dict[Sequence[int], _Graph] = {}
         self._runs: dict[Sequence[int], int] = {}
         self._lock = threading.Lock()
-        self._off = False
+        self._off = False  # no graph could be made
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
         """Queues one run.
@@ -56,71 +59,89 @@ class LaunchSequence:
         Raises:
           as `LaunchPlan.launch`.
         """
-        graph = self._graphs.get(addresses)
-        # What is being captured by someone else has to see launches.
-        if graph is not None and not driver.is_capturing(stream):
-            graph.launch(stream)
+        graph = self.graphs.get(addresses)
+        if graph is not None and graph.launch(stream):
             return
-        for launch, pick in self.plans:
-            launch(stream, pick(addresses))
-        if graph is None and not self._off and not driver.is_capturing(stream):
+        for plan, pick in self.plans:
+            plan.launch(stream, pick(addresses))
+        if graph is None and not self._off:
             self._count(addresses)
 
     def _count(self, addresses: tuple[int, ...]) -> None:
         with self._lock:
             runs = self._runs.pop(addresses, 0) + 1
-            if runs < GRAPH_AFTER:
-                if len(self._runs) >= SEEN:
-                    self._runs.pop(next(iter(self._runs)))
-                self._runs[addresses] = runs
-            elif addresses not in self._graphs:
-                self._keep(addresses)
+            if runs >= GRAPH_AFTER:
+                if addresses not in self.graphs:
+                    self._make(addresses)
+                return
+            if len(self._runs) >= COUNTED:
+                self._runs.pop(next(iter(self._runs)))
+            self._runs[addresses] = runs
 
-    def _keep(self, addresses: tuple[int, ...]) -> None:
+    def _make(self, addresses: tuple[int, ...]) -> None:
         try:
-            graph = _Graph(self._captured(addresses), self._context, self.name)
+            graph = _Graph(self, addresses)
         except RuntimeError as error:  # launches do as well
             driver.LOG.warning("no CUDA graph of %s: %s", self.name, error)
             self._off = True
             return
-        if len(self._graphs) >= GRAPHS:
-            self._graphs.pop(next(iter(self._graphs)))
-        self._graphs[addresses] = graph
-
-    def _captured(self, addresses: tuple[int, ...]) -> int:
-        """A graph of the launches; the driver's, for the caller to destroy."""
-        with _capturing, driver.current(self._context), driver.relaxed(self.name):
-            stream = driver.side_stream(self._context)
-            with driver.captured(stream, self.name) as graph:
-                for launch, pick in self.plans:
-                    launch(stream, pick(addresses))
-        assert graph.value
-        return graph.value
+        self.graphs[addresses] = graph
+        with _lock:
+            _made.append(weakref.ref(graph))
+            oldest = _made.popleft()() if len(_made) > GRAPHS else None
+        if oldest is not None:
+            oldest.drop()
 
 
 class _Graph:
-    """An executable graph of `graph`, which it destroys."""
+    """The launches of a sequence with certain addresses, as the driver runs them at once."""
 
-    def __init__(self, graph: int, context: int, of: str):
-        self.of = of
-        self._context = ctypes.c_void_p(context)
+    def __init__(self, sequence: LaunchSequence, addresses: tuple[int, ...]):
+        self.of, self.addresses = sequence.name, addresses
+        self._sequence = weakref.ref(sequence)
+        self._context = ctypes.c_void_p(sequence.context)
+        library = driver.library()
         quick = driver.quick()
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
-        self._start = driver.library().cuGraphLaunch
+        self._start, self._asked = library.cuGraphLaunch, library.cuStreamIsCapturing
         self._lock = threading.Lock()  # the driver takes one call at a time of such a graph
-        with driver.current(context), driver.relaxed(of):
-            self._handle = driver.executable(graph, of)
-        end: Any = weakref.finalize(self, driver.library().cuGraphExecDestroy, self._handle)
+        with driver.current(sequence.context, self.of), driver.relaxed(self.of):
+            with driver.graph(self.of) as graph:
+                node = None
+                for plan, pick in sequence.plans:
+                    node = plan.add_to(graph, node, pick(addresses))
+                self._handle = driver.executable(graph, self.of)
+        end: Any = weakref.finalize(self, _destroy, self._handle, sequence.context)
         end.atexit = False  # the context may be gone then
 
-    def launch(self, stream: int) -> None:
+    def launch(self, stream: int) -> bool:
+        """Queues it; False, and nothing is queued, on a stream that is being captured, where it
+        would become a graph in a graph.
+        """
+        status, handle = ctypes.c_int(), ctypes.c_void_p(stream)
         with self._lock:
             if error := self._push(self._context):
                 raise RuntimeError(f"{self.of}: cuCtxPushCurrent: {driver.words(error)}")
             try:
-                error = self._start(self._handle, ctypes.c_void_p(stream))
+                # An error: the default stream, while another one is captured.
+                if self._asked(handle, ctypes.byref(status)) or status.value:
+                    return False
+                error = self._start(self._handle, handle)
             finally:
                 self._pop(self._popped)
         if error:
             raise RuntimeError(f"{self.of}: cuGraphLaunch failed with {driver.words(error)}")
+        return True
+
+    def drop(self) -> None:
+        """Its sequence launches kernel by kernel again."""
+        sequence = self._sequence()
+        if sequence is not None:
+            sequence.graphs.pop(self.addresses, None)
+
+
+def _destroy(handle: ctypes.c_void_p, context: int) -> None:
+    """The driver waits until what runs of it has ended."""
+    with driver.current(context), driver.relaxed(""):
+        driver.library().cuGraphExecDestroy(handle)
