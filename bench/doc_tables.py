@@ -22,6 +22,7 @@ A cell shows the newest record of its shape; the column `commit` says which comm
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -240,7 +241,7 @@ def block_selection() -> str:
         if line is None:
             return MISSING
         if line["status"] != "ok":
-            return line["reason"].partition(":")[0]
+            return "out of memory" if line["status"] == "oom" else line["status"]
         return f"{line['ms']:.3g} ms, {line['peak_gib']:.1f} GiB"
 
     rows = [
@@ -248,7 +249,7 @@ def block_selection() -> str:
             length(tokens),
             "forward" if mode == "forward" else "with backward",
             *(cell(found.get(name)) for name in names),
-            found[names[0]]["commit"][:7],
+            ", ".join(dict.fromkeys(line["commit"][:7] for line in found.values())),
         ]
         for (tokens, mode), found in sorted(newest.items())
     ]
@@ -256,11 +257,15 @@ def block_selection() -> str:
 
 
 def serving() -> str:
-    """The lines of `examples/serve.py --gpu_time --out`."""
+    """The lines of `examples/serve.py --gpu_time`."""
     cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
     cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
     rows = [
-        [line["attention"], *(f"{line[cell]:g}" for cell in cells), line["commit"][:7]]
+        [
+            line["attention"],
+            *(f"{line[cell]:g}" for cell in cells),
+            (line["commit"] or MISSING)[:7],
+        ]
         for line in lines_of("kernel_log/serve.jsonl")
     ]
     return table(["attention", *cells, "commit"], rows)
@@ -326,18 +331,20 @@ def parallel_training() -> str:
         cells = [f"{speed.time_ms:.1f}", f"{speed.peak_bytes / 2**30:.1f}"]
         rate = speed.tokens_per_s / speed.devices
         runs.append((run, header, curves.losses(lines)[run], rate, cells))
-    alone = {(x[0], str(x[1].training)): x for x in runs if x[1].parallel is None}
+    key = lambda run, header: json.dumps([run, *watched.task_of(header)], sort_keys=True)
+    alone = {key(x[0], x[1]): x for x in runs if x[1].parallel is None}
     rows = []
     for run, header, losses, rate, cells in runs:
         at = header.training
         beside = [MISSING] * 3
-        if header.parallel is not None and (run, str(at)) in alone:
-            _, _, others, single, _ = alone[run, str(at)]
-            far = np.abs(losses / others - 1)
+        if header.parallel is not None and key(run, header) in alone:
+            _, _, others, single, _ = alone[key(run, header)]
+            steps = min(len(losses), len(others))
+            far = np.abs(losses[:steps] / others[:steps] - 1)
             first = far[: watched.PARITY_STEPS].max()
             beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
-        how, steps = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
-        rows.append([header.framework, how, steps, *cells, *beside, f"{header.commit:.7}"])
+        how, tokens = curves.devices(header), f"{at['batch']} x {at['seq_len']}"
+        rows.append([header.framework, how, tokens, *cells, *beside, f"{header.commit:.7}"])
     rows.sort(key=lambda row: (row[2], row[0] != "torch", row[1]))
     head = ["framework", "GPUs", "tokens a step", "ms a step", "GiB a GPU", "tokens/s kept"]
     head += [f"losses apart, first {watched.PARITY_STEPS} steps", "all steps", "commit"]

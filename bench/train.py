@@ -133,8 +133,9 @@ SAVE_EVERY = flags.DEFINE_integer(
 GRAPH = flags.DEFINE_bool(
     "graph",
     None,
-    "torch on a GPU: forward and backward are one CUDA graph; default: where they can be. With "
-    "--parallel=ddp gradients are added up after it; --nograph: DistributedDataParallel.",
+    "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
+    "compiled. With --parallel=ddp gradients are added up after it, and there is no "
+    "DistributedDataParallel.",
     **_own,
 )
 SPREAD = spread.Flags(FLAGS)
@@ -259,7 +260,7 @@ def _variant(
             "collectives from hooks, which a graph does not run, and --compile captures nothing "
             "of its own"
         )
-    graph = can if GRAPH.value is None else GRAPH.value
+    graph = can and parallel.kind == "none" if GRAPH.value is None else GRAPH.value
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)
 
 

@@ -51,6 +51,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--step_tokens", type=int, default=256, help="new tokens of a step, of all requests")
     add("--gpu_time", action="store_true", help="sum up the time of kernels, in a second run")
     add("--out", type=Path, help="a file to append a line of JSON a run to")
+    add("--commit", help="of this tree, for that line")
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
@@ -160,9 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     print("attention".ljust(16) + "".join(name.rjust(12) for name in names))
     if flags.out:
         about = {name: x for name, x in vars(flags).items() if name not in ("attention", "out")}
+        about |= {"device": where, "torch": torch.__version__}
         with flags.out.open("a") as file:
             for name, row in rows.items():
-                line = {"attention": name, "device": where} | about | row
+                line = {"attention": name} | about | row
                 file.write(json.dumps(line) + "\n")
     for measure in rows[names[0]]:
         print(measure.ljust(16) + "".join(f"{rows[x][measure]:12.2f}" for x in names))

@@ -30,6 +30,12 @@ def losses(folder: Path) -> np.ndarray:
     return next(iter(curves.losses(log.read(folder / "train.jsonl")).values()))
 
 
+def norms(folder: Path) -> list[float]:
+    """Of each step's gradient; the steps of the folder's last run."""
+    lines = log.read(folder / "train.jsonl")
+    return [line.grad_norm for line in lines if isinstance(line, log.Step)]
+
+
 def apart(one, other) -> float:
     assert len(one) == len(other)
     return float(np.max(np.abs(np.array(one) / np.array(other) - 1)))
@@ -49,7 +55,7 @@ def one(tmp_path_factory):
     for name, (todo, options) in runs.items():
         folder = tmp_path_factory.mktemp(name)
         run = run_of(folder, Ranks(), Parallel(), todo, **options)
-        found[name] = loop.run(run, StopAt(0, False)), losses(folder)
+        found[name] = loop.run(run, StopAt(0, False)), losses(folder), norms(folder)
     return found | {"moved": found["packed"], "graph": found["packed"]}
 
 
@@ -81,9 +87,10 @@ def told(several, name: str) -> list:
 @pytest.mark.parametrize("name", ["ddp4", "moved", "packed", "graph", "bf16", "dense"])
 def test_losses_are_those_of_one_process(several, one, name):
     folder, _ = several
-    (summary, expected), found = one[name], losses(folder / name)
+    (summary, expected, sizes), found = one[name], losses(folder / name)
     tolerance = TOLERANCE["bfloat16" if name == "bf16" else "float32"]
     assert len(found) == worker.TRAINING.steps and apart(found, expected) < tolerance
+    assert apart(norms(folder / name), sizes) < 10 * tolerance
     ended = curves.last(log.read(folder / name / "train.jsonl"), log.Summary)
     assert apart([x.held_out_loss for x in ended.values()], [summary.held_out_loss]) < tolerance
 

@@ -177,6 +177,10 @@ def test_runs_side_by_side_are_a_figure(tmp_path):
     assert "torch-nsa, 1: 1.0000" in text and "torch-nsa, 2 ddp, graph: 1.0000" in text
     with pytest.raises(ValueError, match=r"both.jsonl must hold one run, got \['torch-dense'"):
         run(figure, *files)
+    other = tmp_path / "other.jsonl"
+    log.append(other, [header(spread, lr=2.0), *rates([1.0] * 30)])
+    with pytest.raises(ValueError, match=r"other.jsonl must hold the same task as .*one.jsonl"):
+        run(figure, files[0], other)
     with pytest.raises(Exception, match="a figure and two files or more"):
         run(figure, files[0])
 
@@ -298,6 +302,48 @@ def test_more_devices_than_there_are(tmp_path):
     run = run_of(tmp_path, Ranks(), Parallel("ddp", 64), todo, framework="jax")
     with pytest.raises(ValueError, match="devices must be at most the 8 there are, got 64"):
         variants.learner(run.variant, run.task, tmp_path)
+
+
+def variant_of(*arguments: str) -> variants.Variant:
+    own = train.FLAGS
+    for flag in own:
+        own[flag].unparse()
+    own.unparse_flags()
+    own(["train", "--framework=torch", *arguments])
+    return train._variant("torch", DENSE, "math")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "graph"),
+    [
+        ("", True),
+        ("--accumulate=2", True),
+        ("--nograph", False),
+        ("--compile", False),
+        ("--parallel=ddp", False),
+        ("--parallel=ddp --graph", True),
+        ("--parallel=ddp --ddp_safe", False),
+        ("--parallel=fsdp", False),
+    ],
+)
+def test_what_is_a_graph(arguments, graph):
+    assert variant_of(*arguments.split()).graph == graph
+
+
+@pytest.mark.parametrize(
+    "beside", ["--compile", "--parallel=fsdp", "--parallel=ddp --ddp_safe"]
+)
+def test_what_a_graph_cannot_be_beside(beside):
+    with pytest.raises(NotImplementedError, match="--graph captures what a process computes"):
+        variant_of("--graph", *beside.split())
+
+
+def test_a_header_says_graph_where_there_is_one(tmp_path):
+    """On a CPU there is none."""
+    run = run_of(tmp_path, Ranks(), Parallel(accumulate=2), DENSE, graph=True)
+    loop.run(run, StopAt(1, True))
+    (about,) = curves.last(log.read(run.path), log.Header).values()
+    assert about.parallel["accumulate"] == 2 and about.parallel["graph"] is False
 
 
 @pytest.mark.parametrize(

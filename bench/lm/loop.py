@@ -139,7 +139,7 @@ def _run(run: Run, stop: Stop) -> log.Summary:
             input_sha256=run.batches.sha256,
             device=variants.device(run.variant.framework),
             time=records.utc_now(),
-            parallel=run.variant.spread,
+            parallel=_spread(run, learner),
             **records.environment(run.commit),
         )
     )
@@ -218,6 +218,14 @@ def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Wa
     run.write(found)
     if run.ranks.rank == 0:
         watch.observed(found)
+
+
+def _spread(run: Run, learner: Learner) -> dict | None:
+    """What a header says of several devices or micro-batches."""
+    spread = run.variant.parallel
+    if spread == type(spread)():
+        return None
+    return spread.as_dict() | {"graph": getattr(learner, "graph", False)}
 
 
 def _save(run: Run, learner: Learner, step: int) -> Path:

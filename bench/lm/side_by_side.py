@@ -21,7 +21,7 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     """Writes the figure of the runs of files, by name.
 
     Raises:
-      ValueError: files of several runs, or of no run.
+      ValueError: files of several runs, or of no run; runs of different tasks.
     """
     import matplotlib
 
@@ -35,6 +35,10 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
             raise ValueError(f"{name} must hold one run, got {sorted(headers)}")
         (run,) = headers
         runs[name] = run, headers[run], curves.losses(lines)[run]
+    first = next(header for _, header, _ in runs.values())
+    for name, (_, header, _) in runs.items():
+        if watched.task_of(header) != watched.task_of(first):
+            raise ValueError(f"{name} must hold the same task as {next(iter(runs))}")
     alone = {run: losses for run, header, losses in runs.values() if header.parallel is None}
     figure, (above, below) = pyplot.subplots(
         2, sharex=True, figsize=(9, 7), height_ratios=(3, 2), layout="constrained"
@@ -46,7 +50,7 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
             steps = min(len(losses), len(alone[run]))
             apart = np.abs(losses[:steps] / alone[run][:steps] - 1)
             below.semilogy(np.maximum(apart, 1e-9), linewidth=0.8, label=label)
-    bound = watched.PARITY[header.dtype]
+    bound = watched.PARITY[first.dtype]
     below.plot(
         [0, watched.PARITY_STEPS], [bound, bound], "k:", label="bound of the first steps"
     )
@@ -55,9 +59,9 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
     below.set_ylabel("|several - one| / one")
     below.set_xlabel("step")
     below.legend()
-    at = header.training
-    size = f"{header.parameters / 1e6:.3g}M parameters, {at['batch']} x {at['seq_len']} a step"
-    above.set_title(f"{header.device}, {size}, {header.dtype}", size=9, loc="left")
+    at = first.training
+    size = f"{first.parameters / 1e6:.3g}M parameters, {at['batch']} x {at['seq_len']} a step"
+    above.set_title(f"{first.device}, {size}, {first.dtype}", size=9, loc="left")
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(
             path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None

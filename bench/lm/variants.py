@@ -42,13 +42,6 @@ class Variant:
             "implementation": self.label,
         }
 
-    @property
-    def spread(self) -> dict[str, Any] | None:
-        """What a header says of several devices or micro-batches."""
-        if self.parallel == Parallel():
-            return None
-        return self.parallel.as_dict() | {"graph": self.framework == "torch" and self.graph}
-
 
 def dense(framework: str, name: str, dtype: str) -> Variant:
     """Dense attention by the backend `name`, or "auto".
@@ -182,6 +175,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     from bench.lm import torch_parallel
 
     if spread.kind == "ddp" and variant.graph:
+        if spread.safe or spread.compiled:
+            raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe is about")
         return torch_parallel.GraphLearner(*at, ranks=ranks, **options)
     ddp, fsdp = torch_parallel.DDPLearner, torch_parallel.FSDPLearner
     kind = ddp if spread.kind == "ddp" else fsdp

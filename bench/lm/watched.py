@@ -77,7 +77,7 @@ def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
         (_, run, single, expected), (path, name, several, losses) = one, other
         if run != name or single.parallel is not None or several.parallel is None:
             continue
-        if _task(single) != _task(several) or expected is None or losses is None:
+        if task_of(single) != task_of(several) or expected is None or losses is None:
             continue
         steps = min(len(expected), len(losses), PARITY_STEPS)
         values = np.abs(losses[:steps] / expected[:steps] - 1)
@@ -124,7 +124,8 @@ def _by_run[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, list[L]]
     return found
 
 
-def _task(header: Header) -> list[Any]:
+def task_of(header: Header) -> list[Any]:
+    """What is equal of runs whose losses should be."""
     return [header.model, header.training, header.dtype, header.input_sha256]
 
 
