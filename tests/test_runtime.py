@@ -385,6 +385,19 @@ def test_launches_that_come_again_are_a_graph(saved):
         assert len(told) == 3 and "no CUDA graph of copy, copy" in told[0].getMessage()
         recorder.recorder_fail(b"", 0)
 
+        # Addresses that come four times and never again: few graphs.
+        sequence.GRAPHS = 1024
+        both = sequence.LaunchSequence(plans, [(0, 1, 2), (1, 3, 2)])
+        for start in range(200):
+            for _ in range(4):
+                launched(5, start << 20)
+        assert sequence.FREE <= len(both.graphs) < sequence.FREE + 5
+        # Those that do come again get theirs.
+        for _ in range(40):
+            for start in range(200, 260):
+                launched(5, start << 20)
+        assert all(place(start << 20) in both.graphs for start in range(200, 260))
+
         # Clusters are those of a launch.
         import dataclasses
         wide = dataclasses.replace(cubin, cluster=2)

@@ -8,7 +8,8 @@ same addresses again and again; a graph holds those of the launches it was made 
     ... and again          cuGraphLaunch
 
 The graph is made node by node, not by a capture: while a stream is captured, no other thread may
-wait for the device.
+wait for the device. To make one costs what several launches of it save. Where addresses rarely
+come again, few are made.
 """
 
 import collections
@@ -25,6 +26,8 @@ from kernels_pallas.runtime.plan import LaunchPlan
 GRAPH_AFTER = 3  # runs with the same addresses before there is a graph
 GRAPHS = 1024  # of the process at most, the oldest dropped first
 COUNTED = 256  # addresses of a sequence whose runs are counted
+FREE, USES = 16, 8  # graphs of a sequence before another one takes so many uses of those made,
+OFTEN = 16  # or so many runs with its addresses
 
 _made: "collections.deque[weakref.ref[_Graph]]" = collections.deque()
 _lock = threading.Lock()
@@ -47,6 +50,7 @@ class LaunchSequence:
         self.context = plans[0].context
         self.graphs: dict[Sequence[int], _Graph] = {}
         self._runs: dict[Sequence[int], int] = {}
+        self._made = self._used = 0
         self._lock = threading.Lock()
         self._off = False  # no graph could be made
 
@@ -61,6 +65,7 @@ class LaunchSequence:
         """
         graph = self.graphs.get(addresses)
         if graph is not None and graph.launch(stream):
+            self._used += 1
             return
         for plan, pick in self.plans:
             plan.launch(stream, pick(addresses))
@@ -69,10 +74,12 @@ class LaunchSequence:
 
     def _count(self, addresses: tuple[int, ...]) -> None:
         with self._lock:
+            if addresses in self.graphs:  # another thread was faster
+                return
             runs = self._runs.pop(addresses, 0) + 1
-            if runs >= GRAPH_AFTER:
-                if addresses not in self.graphs:
-                    self._make(addresses)
+            worth = self._used >= USES * (self._made - FREE) or runs >= OFTEN
+            if runs >= GRAPH_AFTER and worth:
+                self._make(addresses)
                 return
             if len(self._runs) >= COUNTED:
                 self._runs.pop(next(iter(self._runs)))
@@ -86,6 +93,7 @@ class LaunchSequence:
             self._off = True
             return
         self.graphs[addresses] = graph
+        self._made += 1
         with _lock:
             _made.append(weakref.ref(graph))
             oldest = _made.popleft()() if len(_made) > GRAPHS else None
