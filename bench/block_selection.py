@@ -40,7 +40,9 @@ KV_HEADS = flags.DEFINE_integer("kv_heads", 4, "Key/value heads.", lower_bound=1
 WIDTH = flags.DEFINE_integer("dk", 128, "Columns of a head.", lower_bound=1, **at)
 BLOCK = flags.DEFINE_integer("block", 128, "Tokens of a block.", lower_bound=1, **at)
 CHOSEN = flags.DEFINE_integer("n_sel", 16, "Blocks of a query.", lower_bound=1, **at)
-DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "", **at)
+DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Precision.", **at
+)
 DEVICE = flags.DEFINE_string("device", None, "cuda or cpu; default: a GPU if any.", **at)
 MODE = flags.DEFINE_multi_enum("mode", list(MODES), MODES, "Repeatable.", **at)
 NAMES = flags.DEFINE_multi_enum(
@@ -115,6 +117,8 @@ def random_blocks(
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
+    """Of a length and a mode of `MODES`; the other sizes are flags."""
+
     length: int
     mode: str
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import flags
 
 from bench.harness import cli, records, seed_names
@@ -339,8 +338,7 @@ def parallel_training() -> str:
         beside = [MISSING] * 3
         if header.parallel is not None and key(run, header) in alone:
             _, _, others, single, _ = alone[key(run, header)]
-            steps = min(len(losses), len(others))
-            far = np.abs(losses[:steps] / others[:steps] - 1)
+            far = curves.difference(losses, others)
             first = far[: watched.PARITY_STEPS].max()
             beside = [f"{rate / single:.1%}", f"{first:.1e}", f"{far.max():.1e}"]
         how, tokens = curves.devices(header), f"{at['batch']} x {at['seq_len']}"

@@ -38,7 +38,7 @@ from nsa_torch.program_steps import (
 )
 from nsa_torch.shared import SHARED
 
-ROW = 3  # launches that are worth a step of their own; one of them costs the host about a graph
+ROW = 3  # launches that become one step; of fewer a graph would save the host little
 
 
 class Program:
@@ -220,16 +220,16 @@ class _BoundCall:
 class _BoundTogether:
     """`MergedCasts` on a device."""
 
-    __slots__ = ("device", "drops", "first", "results", "step")
+    __slots__ = ("device", "drops", "results", "step")
 
     def __init__(self, step: MergedCasts, drops, device):
-        self.step, self.drops, self.device, self.first = step, drops, device, step.first
+        self.step, self.drops, self.device = step, drops, device
         self.results = [(x, i * step.bytes) for i, x in enumerate(step.results)]
 
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
-        _, shape, strides, dtype, *_ = self.step
-        found = torch.empty(shape, dtype=dtype, device=self.device)
-        found.copy_(torch.as_strided(tensors[self.first], shape, strides))
+        step = self.step
+        found = torch.empty(step.shape, dtype=step.dtype, device=self.device)
+        found.copy_(torch.as_strided(tensors[step.first], step.shape, step.strides))
         start = found.data_ptr()
         for number, offset in self.results:
             tensors[number] = found

@@ -51,6 +51,17 @@ def test_the_length_from_which_it_is_faster(gains, length):
     assert panel(sweep(gains)).crossover == length
 
 
+def test_several_queries_are_a_problem_of_their_own():
+    """Of a decode step: rows of four new tokens do not stand among those of one."""
+    rows = sweep({1024: 0.5, 2048: 2.0}, mode="decode", T=1)
+    rows += sweep({1024: 4.0, 2048: 4.0, 4096: 8.0}, mode="decode", T=4)
+    found = list(crossover.runs(rows, []))
+    assert {run.problem for run in found[:6]}.isdisjoint(run.problem for run in found[6:])
+    assert "4 queries each" in found[-1].about and "queries" not in found[0].about
+    one = [row for row in rows if row.T == 1]
+    assert panel(one, "decode").crossover == 2048
+
+
 def test_answers_in_words():
     def answer(gains, **fields):
         found = [*sweep(gains), *sweep({512: 1.0, 1024: 1.0}, mode="decode"), *fields.values()]

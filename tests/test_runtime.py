@@ -360,7 +360,7 @@ def test_launches_that_come_again_are_a_graph(saved):
         for start in (1 << 21, 1 << 22, 1 << 23):
             for _ in range(sequence.GRAPH_AFTER):
                 launched(5, start)
-        assert len(both.graphs) == len(sequence._made) == 2
+        assert len(both.graphs) == len(sequence._graphs) == 2
         assert [x["capture_mode"] for x in said("cuGraphExecDestroy")] == [driver.RELAXED]
         assert launched(5, 1 << 23)[1] and not launched(5, 1 << 20)[1]
 
@@ -374,7 +374,7 @@ def test_launches_that_come_again_are_a_graph(saved):
         told = []
         handler = logging.Handler()
         handler.emit = told.append
-        driver.LOG.addHandler(handler)
+        sequence.LOG.addHandler(handler)
         failing = b"cuGraphCreate", b"cuGraphAddKernelNode_v2", b"cuGraphInstantiateWithFlags"
         for name in failing:
             recorder.recorder_fail(name, 1)
@@ -391,7 +391,7 @@ def test_launches_that_come_again_are_a_graph(saved):
         for start in range(200):
             for _ in range(4):
                 launched(5, start << 20)
-        assert sequence.FREE <= len(both.graphs) < sequence.FREE + 5
+        assert sequence.FREE_GRAPHS <= len(both.graphs) < sequence.FREE_GRAPHS + 5
         # Those that do come again get theirs.
         for _ in range(40):
             for start in range(200, 260):

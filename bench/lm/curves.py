@@ -48,15 +48,19 @@ def last[L: Line](lines: Sequence[Line], kind: type[L]) -> dict[str, L]:
     return {line.run: line for line in lines if isinstance(line, kind)}
 
 
+def difference(losses: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """`|losses - expected| / expected` of each step that both have."""
+    steps = min(len(losses), len(expected))
+    return np.abs(losses[:steps] - expected[:steps]) / expected[:steps]
+
+
 def apart(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """`|jax - torch| / torch` of each step that both have, for each attention."""
     found = {}
     for attention in COLORS:
         runs = [f"{framework}-{attention}" for framework in ("jax", "torch")]
         if all(run in curves for run in runs):
-            steps = min(len(curves[run]) for run in runs)
-            jax, torch = (curves[run][:steps] for run in runs)
-            found[attention] = np.abs(jax - torch) / torch
+            found[attention] = difference(*(curves[run] for run in runs))
     return found
 
 

@@ -47,8 +47,7 @@ def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:
         label = f"{run}, {curves.devices(header)}"
         above.plot(losses, label=f"{label}: {curves.final(losses):.4f}", linewidth=1)
         if header.parallel is not None and run in alone:
-            steps = min(len(losses), len(alone[run]))
-            apart = np.abs(losses[:steps] / alone[run][:steps] - 1)
+            apart = curves.difference(losses, alone[run])
             below.semilogy(np.maximum(apart, 1e-9), linewidth=0.8, label=label)
     bound = watched.PARITY[first.dtype]
     below.plot(

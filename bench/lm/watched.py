@@ -79,10 +79,9 @@ def parity(training: Sequence[tuple[str, Sequence[Line]]]) -> list[Verdict]:
             continue
         if task_of(single) != task_of(several) or expected is None or losses is None:
             continue
-        steps = min(len(expected), len(losses), PARITY_STEPS)
-        values = np.abs(losses[:steps] / expected[:steps] - 1)
+        values = curves.difference(losses, expected)[:PARITY_STEPS]
         question = f"Losses of {_spread(several)} are those of one device, {run}"
-        where = f", step {values.argmax()} of {steps}, {Path(path).parent.name}"
+        where = f", step {values.argmax()} of {len(values)}, {Path(path).parent.name}"
         bound = PARITY[several.dtype]
         verdicts.append(Verdict(question, float(values.max()), bound, where))
     speeds = [x for _, lines in training for x in lines if isinstance(x, Speed)]

@@ -3,14 +3,12 @@
 import contextlib
 import ctypes
 import functools
-import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kernels_pallas.runtime.cubin import Cubin
 
 DRIVER = "libcuda.so.1"
-LOG = logging.getLogger("kernels_pallas.runtime")
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # What a driver says of machine code that a later ptxas made.

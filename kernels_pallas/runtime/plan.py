@@ -64,11 +64,15 @@ class _Layout(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What `cuLaunchKernelEx` takes; `kept` is the memory that it refers to."""
+    """What `cuLaunchKernelEx` takes: a pointer to `launch`, and `parameters`; the others are
+    memory that these refer to.
+    """
 
     config: Any
     parameters: Any
-    kept: tuple[Any, ...]
+    launch: driver.LaunchConfig
+    attributes: ctypes.Array
+    memory: ctypes.Array
 
 
 class LaunchPlan:
@@ -162,15 +166,11 @@ class LaunchPlan:
           as `launch`.
         """
         bound = self._bind((0, *addresses))
+        launch, parameters = bound.launch, ctypes.cast(bound.parameters, ctypes.c_void_p)
         node = driver.KernelNode(
-            self._handle.value,
-            self.grid,
-            self.cubin.block,
-            self.cubin.shared_bytes,
-            ctypes.cast(bound.parameters, ctypes.c_void_p),
+            self._handle.value, launch.grid, launch.block, launch.shared_bytes, parameters
         )
-        attributes = driver.cluster_attributes(self.cubin.cluster)
-        return driver.add_kernel(graph, after, node, attributes, self.cubin.name)
+        return driver.add_kernel(graph, after, node, bound.attributes, self.cubin.name)
 
     def _remembered(self, key: tuple[int, ...]) -> _Bound:
         """`_bind`, for the next launches too."""
@@ -217,7 +217,7 @@ class LaunchPlan:
             ctypes.cast(attributes, ctypes.c_void_p) if attributes else None,
             len(attributes),
         )
-        return _Bound(ctypes.byref(config), places, (memory, config, attributes))
+        return _Bound(ctypes.byref(config), places, config, attributes, memory)
 
     def _fail(self, name: str, error: int) -> None:
         of = f" of {self.sizes}" if self.sizes else ""

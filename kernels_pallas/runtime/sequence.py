@@ -14,6 +14,7 @@ come again, few are made.
 
 import collections
 import ctypes
+import logging
 import operator
 import threading
 import weakref
@@ -23,13 +24,15 @@ from typing import Any
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.plan import LaunchPlan
 
+LOG = logging.getLogger("kernels_pallas.runtime")
 GRAPH_AFTER = 3  # runs with the same addresses before there is a graph
-GRAPHS = 1024  # of the process at most, the oldest dropped first
 COUNTED = 256  # addresses of a sequence whose runs are counted
-FREE, USES = 16, 8  # graphs of a sequence before another one takes so many uses of those made,
-OFTEN = 16  # or so many runs with its addresses
+GRAPHS = 1024  # of the process at most, the oldest dropped first
+# A sequence with FREE_GRAPHS graphs makes another one where those beyond them were worth it, each
+# used USES_OF_A_GRAPH times, or where the same addresses have come MANY_RUNS times.
+FREE_GRAPHS, USES_OF_A_GRAPH, MANY_RUNS = 16, 8, 16
 
-_made: "collections.deque[weakref.ref[_Graph]]" = collections.deque()
+_graphs: "collections.deque[weakref.ref[_Graph]]" = collections.deque()  # the oldest first
 _lock = threading.Lock()
 
 
@@ -50,7 +53,7 @@ class LaunchSequence:
         self.context = plans[0].context
         self.graphs: dict[Sequence[int], _Graph] = {}
         self._runs: dict[Sequence[int], int] = {}
-        self._made = self._used = 0
+        self._graphs_made = self._graph_uses = 0
         self._lock = threading.Lock()
         self._off = False  # no graph could be made
 
@@ -65,7 +68,7 @@ class LaunchSequence:
         """
         graph = self.graphs.get(addresses)
         if graph is not None and graph.launch(stream):
-            self._used += 1
+            self._graph_uses += 1
             return
         for plan, pick in self.plans:
             plan.launch(stream, pick(addresses))
@@ -77,7 +80,8 @@ class LaunchSequence:
             if addresses in self.graphs:  # another thread was faster
                 return
             runs = self._runs.pop(addresses, 0) + 1
-            worth = self._used >= USES * (self._made - FREE) or runs >= OFTEN
+            wanted = USES_OF_A_GRAPH * (self._graphs_made - FREE_GRAPHS)
+            worth = self._graph_uses >= wanted or runs >= MANY_RUNS
             if runs >= GRAPH_AFTER and worth:
                 self._make(addresses)
                 return
@@ -89,14 +93,14 @@ class LaunchSequence:
         try:
             graph = _Graph(self, addresses)
         except RuntimeError as error:  # launches do as well
-            driver.LOG.warning("no CUDA graph of %s: %s", self.name, error)
+            LOG.warning("no CUDA graph of %s: %s", self.name, error)
             self._off = True
             return
         self.graphs[addresses] = graph
-        self._made += 1
+        self._graphs_made += 1
         with _lock:
-            _made.append(weakref.ref(graph))
-            oldest = _made.popleft()() if len(_made) > GRAPHS else None
+            _graphs.append(weakref.ref(graph))
+            oldest = _graphs.popleft()() if len(_graphs) > GRAPHS else None
         if oldest is not None:
             oldest.drop()
 
