@@ -1,5 +1,6 @@
 """The scripts in examples/ run as a new user would run them."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -16,20 +17,28 @@ def serve(*flags):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_serve_prints_a_row_a_measure():
-    done = serve(*SMALL.split(), "--kv_heads", "1", "--head_dim", "16")
+def test_serve_prints_a_row_a_measure(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    kept = "--out", str(path), "--commit", "c0ffee"
+    done = serve(*SMALL.split(), "--kv_heads", "1", "--head_dim", "16", *kept)
     assert not done.returncode, done.stderr
     about, head, *rows = done.stdout.splitlines()
     assert about == "2 requests, prompts up to 70 tokens, on cpu"
     assert head.split() == ["attention", "nsa", "dense"]
     assert [row[:16].strip() for row in rows][:2] == ["seconds", "new tokens/s"]
     assert all(float(x) > 0 for row in rows for x in row[16:].split())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["attention"] for line in lines] == ["nsa", "dense"]
+    for line in lines:
+        assert (line["commit"], line["device"], line["layers"]) == ("c0ffee", "cpu", 1)
+        assert {row[:16].strip() for row in rows} <= line.keys()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--attention", "fast"], "--attention must be of nsa, dense, got 'fast'"),
+        (["--gpu_time", "--device", "cpu"], "--gpu_time needs a GPU, got --device cpu"),
         (["--requests", "0"], "--requests must be at least 1, got 0"),
     ],
 )
