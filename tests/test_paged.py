@@ -406,3 +406,49 @@ def test_cache_of_bad_sizes():
     for module in (nsa_torch, nsa_jax):
         with pytest.raises(ValueError, match="num_pages must be an int >= 1, got 0"):
             module.PagedCache(0, 2, 8, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [0, 2])
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
+def test_a_table_of_anything_on_a_gpu(implementation, around):
+    """What lies around the pages, and pages that no entry names, are as before; an entry of no
+    page reads as the nearest one. `around`: pages in the same allocation, before and behind; with
+    0 a memory checker sees every access beside them.
+    """
+    config, pool, kv_heads, width, batch = NSAConfig(), 24, 2, 64, 6
+    make = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
+
+    slots = [config.select_block] * 2 + [config.select_block // config.compress_stride] * 2
+    whole = [normal(pool + 2 * around, n, kv_heads, width) for n in slots]
+    inner = [x[around : around + pool] for x in whole]
+    pair = {"compressed_key": inner[2], "compressed_value": inner[3]}
+    cache = nsa_torch.PagedCache.view(*inner[:2], config=config, **pair)
+    table = torch.randint(-3 * pool, 4 * pool, (batch, 20), generator=make, device="cuda")
+    table[:, ::3] = torch.tensor([-(2**31), 2**31 - 1, -1, pool, 2**20, -pool], device="cuda")[
+        :, None
+    ]
+    table[2, 9], table[5, 2] = 5, 7  # of the last tokens of two rows
+    table = table.to(torch.int32)
+    lengths = torch.tensor([0, 1, 640, 1280, 2**31 - 1, 130], device="cuda", dtype=torch.int32)
+    before = [x.clone() for x in whole]
+    named = torch.zeros(pool + 2 * around, dtype=torch.bool, device="cuda")
+    exists = table[(table >= 0) & (table < pool)].long()
+    named[exists + around] = True
+    for tokens in (1, 4):
+        query, gates = normal(batch * tokens, 32, width), normal(batch * tokens, 32, 3)
+        new = normal(batch * tokens, kv_heads, width), normal(batch * tokens, kv_heads, width)
+        nsa_torch.append(cache, *new, table, lengths)
+        outs = [
+            nsa_torch.paged_attention(
+                query, gates, cache, entries, lengths, implementation=implementation
+            )
+            for entries in (table, table.clamp(0, pool - 1))
+        ]
+        assert torch.equal(*outs) and outs[0].isfinite().all()
+        for x, y in zip(whole, before, strict=True):
+            assert torch.equal(x[~named], y[~named])
+    assert not torch.equal(whole[0], before[0])

@@ -1,0 +1,78 @@
+"""`bench.host_time`: its rows from posed samples, and its two forms."""
+
+import json
+import sys
+
+import pytest
+import torch
+from absl import flags
+
+from bench import host_time
+from kernels_pallas.runtime import sequence
+
+
+def posed(form, factor):
+    """What a process prints: every sample of a form is its factor times a number of its own."""
+    names = [f"{shape}/{which}" for shape in host_time.SHAPES for which in host_time.PASSES]
+    samples = {
+        name: {part: [factor * (i + j)] * 3 for j, part in enumerate(host_time.TIMES)}
+        for i, name in enumerate(names)
+    }
+    return {"samples": samples, "python_million_ms": 70.0 * factor, "torch_add_ms": 0.007}
+
+
+def test_a_row_a_shape_pass_and_form():
+    rows = host_time.summary({"graphs": [posed("graphs", 1)] * 2, "each": [posed("each", 3)]})
+    assert len(rows) == len(host_time.SHAPES) * len(host_time.PASSES) * 2
+    last = {row["form"]: row for row in rows[-2:]}
+    assert last["graphs"]["replay_ms"] == len(rows) / 2 - 1 + 3
+    assert last["each"]["replay_ms"] == 3 * last["graphs"]["replay_ms"]
+    assert last["each"]["python_million_ms"] == 210
+    assert {row["shape"] for row in rows} == set(host_time.SHAPES)
+
+
+def test_percentiles_are_of_all_rounds():
+    rounds = [posed("each", factor) for factor in (1, 2, 3)]
+    row = host_time.summary({"each": rounds})[0]
+    assert (row["done_p20"], row["done_ms"], row["done_p80"]) == (1, 2, 3)
+
+
+def test_a_form_ends_with_its_block(monkeypatch):
+    monkeypatch.setattr(sequence, "GRAPH_AFTER", 3)
+    with host_time.form("graphs"):
+        assert sequence.GRAPH_AFTER == 3
+    with pytest.raises(KeyError), host_time.form("each"):
+        assert sequence.GRAPH_AFTER > 10**9
+        raise KeyError
+    assert sequence.GRAPH_AFTER == 3
+
+
+def main(*words):
+    own = host_time.FLAGS
+    own.unparse_flags()
+    own(["host_time", *words])
+    return host_time.main([])
+
+
+def test_a_lost_process_fails_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "executable", "false")
+    assert main("--rounds=1") == 1
+    assert "graphs: exit status 1" in capsys.readouterr().out
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        main()
+    with pytest.raises(flags.IllegalFlagValueError):
+        main("--calls=0")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, capsys):
+    out = tmp_path / "host.jsonl"
+    assert main("--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
+    assert all(row["commit"] == "abc" for row in rows)
