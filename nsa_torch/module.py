@@ -12,26 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
 from nsa_jax.types import Branches
-from nsa_torch import cache, context, functional, geometry
-
-
-def apply_rope(
-    x: Tensor, position: Tensor, *, base: float = 10000.0, scale: float = 1.0
-) -> Tensor:
-    """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
-    width = x.shape[-1]
-    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
-    angle = (position.to(torch.float32) / scale)[..., None] * base**-exponent
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angle.cos()[:, :, None].to(wide), angle.sin()[:, :, None].to(wide)
-    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+from nsa_torch import cache, context, functional, geometry, heads
 
 
 class Gate(nn.Module):
@@ -227,23 +214,17 @@ class NSAAttention(nn.Module):
     def project(self, x: Tensor, position: Tensor):
         """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes."""
         spec = self.spec
-
-        def rotate(x):
-            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
-
-        query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, spec.d_k)))
-        key = Branches(
-            *(
-                rotate(linear(x).unflatten(-1, (spec.n_kv_groups, spec.d_k)))
-                for linear in (self.W_K_cmp, self.W_K_sel, self.W_K_win)
-            )
+        keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
+        values = self.W_V_cmp, self.W_V_sel, self.W_V_win
+        sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys))
+        query, key, value = heads.heads_of(
+            heads.product(x, (self.W_Q, *keys, *values)),
+            position,
+            sizes,
+            base=spec.rope_base,
+            scale=spec.rope_scale,
         )
-        value = Branches(
-            *(
-                linear(x).unflatten(-1, (spec.n_kv_groups, spec.d_v))
-                for linear in (self.W_V_cmp, self.W_V_sel, self.W_V_win)
-            )
-        )
+        key, value = Branches(*key), Branches(*value)
         pooled = query.unflatten(2, (spec.n_kv_groups, -1)).mean(dim=3)
         gates = self.gate(pooled).repeat_interleave(spec.n_heads // spec.n_kv_groups, dim=2)
         return query, key, value, gates

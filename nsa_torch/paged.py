@@ -194,7 +194,7 @@ def append_why_not(pages: Tensor) -> str | None:
     """Why the Triton kernel cannot write such pages, or None."""
     if pages.device.type != "cuda":
         return f"needs an NVIDIA GPU, got {pages.device.type}"
-    return capability.append_why_not(capability_of(pages.device.index), pages.dtype)
+    return capability.copies_why_not(capability_of(pages.device.index), pages.dtype)
 
 
 def _compress(cache, page_table, tokens, params) -> None:

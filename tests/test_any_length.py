@@ -160,9 +160,11 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
     )
     tensors = [normal(*shape) for shape in shapes]
-    for _ in range(24):  # results of two calls are there at a time: addresses take turns
+    for _ in range(24):
+        repeated = None  # so that addresses come again
         repeated = both(tensors)
-    assert graphs
+    # Of packed rows torch works between launches, so that no three of them follow each other.
+    assert bool(graphs) == (name != "packed")
     for x in tensors:  # in the same memory
         x.copy_(normal(*x.shape))
     listed = both(tensors)

@@ -14,8 +14,7 @@ from nsa_jax.layer import GATES, KIND_KEY, PHI, LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
-from nsa_torch import reference
-from nsa_torch.module import apply_rope as torch_rope
+from nsa_torch import heads, reference
 
 SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
 
@@ -229,9 +228,12 @@ def test_rope_depends_on_the_distance_only():
     assert np.abs(product(17, 5) - product(17, 6)).max() > 1e-2
     position = np.arange(6, dtype=np.int32)[None]
     x = rng.normal(size=(1, 6, 3, 8)).astype(np.float32)
+    product = torch.from_numpy(x).flatten(2)
+    at = torch.from_numpy(position)
+    query, *_ = heads.heads_of(product, at, heads.Heads(3, 1, 8, 8, branches=0), scale=3.0)
     np.testing.assert_allclose(
         np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(position), scale=3.0)),
-        torch_rope(torch.from_numpy(x), torch.from_numpy(position), scale=3.0).numpy(),
+        query.numpy(),
         atol=1e-6,
     )
 

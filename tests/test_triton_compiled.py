@@ -40,6 +40,8 @@ COMPILED = (
     ("G6", 100, "scores:best_blocks"),
     ("G6", 120, "interval:dq"),
     ("G6", 120, "dkv:merge"),
+    ("G6", 90, "split_heads:split_heads"),
+    ("wide", 86, "split_heads:join_heads"),
     ("float32", 89, "interval:forward"),
     ("decode", 80, "decode:partials"),
     ("decode", 90, "decode:finish"),
@@ -57,7 +59,9 @@ def test_kernels_compile_within_the_limits_of_an_architecture():
         assert report.name == name and report.capability == arch, about
         assert report.shared <= smem_of(divmod(arch, 10)), about
         assert report.registers <= 255 and report.spills <= SPILLS, about
-        products = not name.startswith(("combine", "dkv:merge", "selected:tile", "paged"))
+        products = not name.startswith(
+            ("combine", "dkv:merge", "selected:tile", "paged", "split")
+        )
         assert report.tensor_cores == (products and "float32" not in shape), about
 
 

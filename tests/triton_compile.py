@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kernels_pallas.kernel import Array
-from kernels_pallas.triton import decode_descriptions
+from kernels_pallas.triton import decode_descriptions, descriptions
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_jax import paged_layout, triton_backward, triton_decode, triton_forward
 from nsa_jax.config import NSAConfig
@@ -110,6 +110,12 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     triton_forward.select_blocks(ops, query, pairs[0][0], lse, *layout.rest, 0)
     triton_backward.delta_of(ops, added, added, added, added)
     triton_backward.gated_sum(ops, [added] * 3, [gate] * 3)
+    heads, tokens = descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3), case.B * case.T
+    angles = [array(tokens, case.D // 2).to(torch.float32)] * 2
+    apart = ops.run(
+        descriptions.split_heads(heads, tokens, case.dtype), array(tokens, heads.row), *angles
+    )
+    ops.run(descriptions.join_heads(heads, tokens, case.dtype), *apart, *angles)
     return list({repr(x): x for x in ops.launches}.values())
 
 

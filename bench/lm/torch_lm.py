@@ -16,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.lm.spec import ModelSpec
 from interop import weights
+from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.layer import LayerSpec
-from nsa_torch.module import NSAAttention, apply_rope
+from nsa_torch import heads
+from nsa_torch.module import NSAAttention
 
 NORM_EPS = 1e-6
 BACKENDS = {
@@ -69,13 +71,13 @@ class DenseAttention(nn.Module):
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
         if packing is not None:
             position = packing.position
-
-        def rotate(x):
-            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
-
-        query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, -1)))
-        key = rotate(self.W_K(x).unflatten(-1, (spec.n_kv_groups, -1)))
-        value = self.W_V(x).unflatten(-1, (spec.n_kv_groups, -1))
+        query, (key,), (value,) = heads.heads_of(
+            heads.product(x, (self.W_Q, self.W_K, self.W_V)),
+            position,
+            Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),
+            base=spec.rope_base,
+            scale=spec.rope_scale,
+        )
         if packing is not None and x.is_cuda and self.backend == BACKENDS["flash"]:
             return self.out(self._varlen(query, key, value, packing)), None
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))

@@ -25,7 +25,7 @@ from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.plan import LaunchPlan
 
 LOG = logging.getLogger("kernels_pallas.runtime")
-GRAPH_AFTER = 3  # runs with the same addresses before there is a graph
+GRAPH_AFTER: int = 3  # runs with the same addresses before there is a graph
 COUNTED = 256  # addresses of a sequence whose runs are counted
 GRAPHS = 1024  # of the process at most, the oldest dropped first
 # A sequence with FREE_GRAPHS graphs makes another one where those beyond them were worth it, each

@@ -43,8 +43,10 @@ def decode_why_not(problem: Any) -> str | None:
     return why_not(problem)
 
 
-def append_why_not(found: tuple[int, int], dtype: object) -> str | None:
-    """Why `paged_append.py` cannot write pages of a dtype on a GPU of this capability, or None."""
+def copies_why_not(found: tuple[int, int], dtype: object) -> str | None:
+    """Why kernels that multiply no matrices (`paged_append.py`, `split_heads.py`) cannot run for
+    a dtype on a GPU of this capability, or None.
+    """
     name = str(dtype).removeprefix("torch.")
     if found < AMPERE:
         return f"needs compute capability {AMPERE} or more, got {found}"

@@ -490,3 +490,60 @@ def deltas(out: Array, count: int) -> TritonKernel:
     *rows, width = out.shape
     results = [Array(tuple(rows), "float32")] * count
     return _rowwise("delta" if count == 1 else "deltas", math.prod(rows), width, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """What a row of a layer's one product holds: query heads of D columns, then `branches` times
+    the key heads of D, then as many times the value heads of Dv.
+    """
+
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    branches: int
+
+    @property
+    def row(self) -> int:
+        """Columns of the product."""
+        return self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
+
+
+def split_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
+    """Arrays: the product `[tokens, heads.row]`, cos and sin, float32 `[tokens, D / 2]`.
+
+    Results: query `[tokens, H, D]`, key and value `[branches, tokens, Hkv, .]`.
+    """
+    query = Array((tokens, heads.H, heads.D), dtype)
+    pair = [
+        Array((heads.branches, tokens, heads.Hkv, width), dtype)
+        for width in (heads.D, heads.Dv)
+    ]
+    return _heads("split_heads", heads, tokens, (query, *pair))
+
+
+def join_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
+    """Arrays: what `split_heads` results in, cos and sin; result: the product."""
+    return _heads("join_heads", heads, tokens, (Array((tokens, heads.row), dtype),))
+
+
+def _heads(function: str, heads: Heads, tokens: int, outputs) -> TritonKernel:
+    columns, value_columns = power(heads.D), power(heads.Dv)
+    rows = max(4096 // max(columns, value_columns), 1)
+    return TritonKernel(
+        f"{HERE}.split_heads:{function}",
+        cdiv(tokens, rows) * (heads.H + 2 * heads.branches * heads.Hkv),
+        (tokens,),
+        outputs,
+        {
+            "H": heads.H,
+            "HKV": heads.Hkv,
+            "BRANCHES": heads.branches,
+            "D": heads.D,
+            "DV": heads.Dv,
+            "COLUMNS": columns,
+            "VALUE_COLUMNS": value_columns,
+            "ROWS": rows,
+        },
+    )

@@ -16,9 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.layer import KIND_KEY
 from nsa_jax.types import Branches
-from nsa_torch import geometry
+from nsa_torch import geometry, heads
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
@@ -26,7 +27,7 @@ from nsa_torch.huggingface.continuous import ContinuousBatch, check_version
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
-from nsa_torch.module import MLP, Gate, NSAAttention, apply_rope, reset_pool
+from nsa_torch.module import MLP, Gate, NSAAttention, reset_pool
 
 
 class DenseAttention(nn.Module):
@@ -60,19 +61,19 @@ class DenseAttention(nn.Module):
           paged: what transformers' continuous batching hands to attention functions.
         """
         spec = self.spec
-
-        def rotate(x):
-            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
-
-        query = rotate(self.W_Q(x).unflatten(-1, (spec.n_heads, spec.d_k)))
-        key = rotate(self.W_K(x).unflatten(-1, (spec.n_kv_groups, spec.d_k)))
-        value = self.W_V(x).unflatten(-1, (spec.n_kv_groups, spec.d_v))
+        query, (key,), (value,) = heads.heads_of(
+            heads.product(x, (self.W_Q, self.W_K, self.W_V)),
+            position,
+            Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),
+            base=spec.rope_base,
+            scale=spec.rope_scale,
+        )
         if layer is not None:
             key, value = layer.append(key, value, count)
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        heads = (each.transpose(1, 2) for each in (query, key, value))
-        out, _ = attend(self, *heads, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
+        apart = (each.transpose(1, 2) for each in (query, key, value))
+        out, _ = attend(self, *apart, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
         return self.out(out.flatten(2))
 
 

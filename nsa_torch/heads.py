@@ -1,0 +1,162 @@
+"""Query, keys and values out of one product with a layer's input, and rotary positions.
+
+    x -> product [B, T, query | keys of each branch | values of each branch] -> heads apart, rotated
+
+On an NVIDIA GPU the heads are one Triton launch forward and one backward
+(`kernels_pallas/triton/split_heads.py`), elsewhere operators of torch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels_pallas.triton import capability
+from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from nsa_torch.torch_ops import capability_of
+
+# Tokens from which one product is made: the weights are put side by side for it at each call,
+# which costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
+ONE_PRODUCT = 8192
+
+type Split = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """What `layers` make of `x` [B, T, dim], side by side in the last axis."""
+    if x.shape[:-1].numel() >= ONE_PRODUCT and all(_plain(each, x) for each in layers):
+        return F.linear(x, torch.cat([each.weight for each in layers]))
+    return torch.cat([each(x) for each in layers], dim=-1)
+
+
+def heads_of(
+    product: Tensor,
+    position: Tensor,
+    sizes: Heads,
+    *,
+    base: float = 10000.0,
+    scale: float = 1.0,
+) -> Split:
+    """Query and, for each branch, key and value, contiguous; query and keys are rotated.
+
+    Args:
+      product: `[B, T, sizes.row]`.
+      position: `[B, T]`, of the tokens.
+      base, scale: of the rotation.
+
+    Returns:
+      query `[B, T, H, D]`, keys of `[B, T, Hkv, D]`, values of `[B, T, Hkv, Dv]`.
+    """
+    cos, sin = _angles(position, sizes.D, base, scale)
+    if _by_kernel(product, sizes):
+        query, key, value = _split(product, cos, sin, list(dataclasses.astuple(sizes)))
+        return query, key.unbind(0), value.unbind(0)
+    pairs = sizes.branches * sizes.Hkv
+    query, key, value = product.split(
+        [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
+    )
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    query = _rotated(query.unflatten(-1, (sizes.H, sizes.D)), cos, sin)
+    key = _rotated(key.unflatten(-1, (pairs, sizes.D)), cos, sin)
+    value = value.unflatten(-1, (pairs, sizes.Dv))
+    keys, values = (
+        tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
+    )
+    return query, keys, values
+
+
+def _angles(position: Tensor, width: int, base: float, scale: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=position.device) / width
+    angle = (position.to(torch.float32) / scale)[..., None] * base**-exponent
+    return angle.cos(), angle.sin()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(wide), sin.to(wide)
+    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def _plain(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer is its product and nothing else: no adapter, hook, shard or bias."""
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        return False
+    hooks = layer._forward_hooks, layer._forward_pre_hooks
+    hooks = *hooks, layer._backward_hooks, layer._backward_pre_hooks
+    weight = layer.weight
+    whole = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device
+    return whole and not any(hooks)
+
+
+def _by_kernel(product: Tensor, sizes: Heads) -> bool:
+    if product.device.type != "cuda" or sizes.D % 2:
+        return False
+    found = capability_of(product.device.index)
+    return capability.copies_why_not(found, product.dtype) is None
+
+
+@torch.library.custom_op("nsa::split_heads", mutates_args=(), device_types="cuda")
+def _split(
+    product: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Heads(*sizes)` of product `[B, T, row]`: query `[B, T, H, D]`, keys and values
+    `[branches, B, T, Hkv, .]`.
+    """
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(product))
+    made = TRITON_OPS.run(kernel, product, cos, sin)
+    query, key, value = (
+        x.view(shape) for x, shape in zip(made, _apart(product, sizes), strict=True)
+    )
+    return query, key, value
+
+
+@_split.register_fake
+def _(product, cos, sin, sizes):
+    return tuple(product.new_empty(shape) for shape in _apart(product, sizes))
+
+
+@torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
+def _join(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]
+) -> Tensor:
+    """The product's gradient `[B, T, row]`, given those of what `_split` returned."""
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(query))
+    (made,) = TRITON_OPS.run(kernel, query, key, value, cos, -sin)
+    return made.view(*cos.shape[:-1], Heads(*sizes).row)
+
+
+@_join.register_fake
+def _(query, key, value, cos, sin, sizes):
+    return query.new_empty((*cos.shape[:-1], Heads(*sizes).row))
+
+
+def _keep(ctx, inputs, output):
+    _, cos, sin, ctx.sizes = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _gradients(ctx, query, key, value):
+    return _join(query, key, value, *ctx.saved_tensors, ctx.sizes), None, None, None
+
+
+_split.register_autograd(_gradients, setup_context=_keep)
+
+
+def _apart(product: Tensor, sizes: list[int]) -> list[tuple[int, ...]]:
+    """Shapes of query, keys and values."""
+    heads, rows = Heads(*sizes), product.shape[:-1]
+    each = (heads.branches, *rows, heads.Hkv)
+    return [(*rows, heads.H, heads.D), (*each, heads.D), (*each, heads.Dv)]
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,218 @@
+"""Query, keys and values out of one product: the operators of torch and the Triton kernel against
+complex numbers, and the layer with one product against the layer with one a weight.
+
+Where the interpreter is not asked for, this file runs once more in a process that asks for it.
+"""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from nsa_torch import heads
+from nsa_torch.module import NSAAttention
+from tests import interpreted_triton
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+
+SIZES = (
+    Heads(6, 2, 8, 8, 3),
+    Heads(4, 1, 12, 6, 3),  # widths that are no power of two, and of values others
+    Heads(3, 3, 16, 32, 1),  # dense attention
+)
+BASE, SCALE = 100.0, 2.0
+by_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def expected(product, position, sizes):
+    """Pairs of columns as complex numbers, in float64: `query, keys, values` of each branch."""
+    rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D)
+    turns = np.exp(1j * position[..., None] / SCALE * rates)[:, :, None]
+
+    def turned(x):
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * turns
+        return np.stack([spun.real, spun.imag], axis=-1).reshape(x.shape)
+
+    found, at = [], 0
+    for width in [sizes.D] * (1 + sizes.branches) + [sizes.Dv] * sizes.branches:
+        count = sizes.Hkv if found else sizes.H
+        part = product[..., at : at + count * width].astype(np.float64)
+        part = part.reshape(*part.shape[:-1], count, width)
+        found.append(turned(part) if len(found) <= sizes.branches else part)
+        at += count * width
+    assert at == product.shape[-1] == sizes.row
+    return found
+
+
+def angles(position, sizes):
+    return heads._angles(position, sizes.D, BASE, SCALE)
+
+
+@by_size
+def test_heads_by_operators_of_torch(sizes):
+    product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
+    query, keys, values = heads.heads_of(
+        torch.from_numpy(product), torch.from_numpy(position), sizes, base=BASE, scale=SCALE
+    )
+    found = query, *keys, *values
+    for x, y in zip(found, expected(product, position, sizes), strict=True):
+        np.testing.assert_allclose(x.numpy(), y, atol=tolerance(position))
+        assert x.is_contiguous()
+
+
+def tolerance(position):
+    """Of angles rounded to float32, for normal numbers."""
+    return 4e-7 * (1 + position.max() / SCALE)
+
+
+def by_kernel(sizes, product, position):
+    """Query, then all keys, then all values."""
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
+    rows = torch.from_numpy(product).to(DEVICE).flatten(0, 1)
+    made = split_heads(sizes, len(rows), "float32")
+    apart = TRITON_OPS.run(made, rows, cos, sin)
+    back = join_heads(sizes, len(rows), "float32")
+    (joined,) = TRITON_OPS.run(back, *apart, cos, -sin)
+    return apart, joined.cpu().numpy()
+
+
+@kernel
+@by_size
+def test_heads_by_the_kernel(sizes, monkeypatch):
+    """Of tokens that several programs share, the last not full; joined again, they are as before,
+    since the way back of a rotation is its gradient.
+    """
+    tokens = 1100 // max(sizes.D, sizes.Dv)
+    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
+    if INTERPRETED:
+        from kernels_pallas.triton import descriptions
+
+        made = descriptions._heads
+
+        def smaller(function, sizes, tokens, outputs):
+            found = made(function, sizes, tokens, outputs)
+            rows = found.constants["ROWS"] // 16
+            heads = sizes.H + 2 * sizes.branches * sizes.Hkv
+            constants = {**found.constants, "ROWS": rows}
+            return dataclasses.replace(
+                found, constants=constants, programs=-(-tokens // rows) * heads
+            )
+
+        monkeypatch.setattr(descriptions, "_heads", smaller)
+    (query, key, value), joined = by_kernel(sizes, product, position)
+    found = query, *key, *value
+    for x, y in zip(found, expected(product, position, sizes), strict=True):
+        near = {"atol": tolerance(position)}
+        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), **near)
+    np.testing.assert_allclose(joined, product.reshape(joined.shape), atol=2e-6)
+
+
+def layer(**changes):
+    torch.manual_seed(0)
+    sizes = {"dim": 24, "n_heads": 6, "n_kv_groups": 2, "d_k": 8, "d_v": 4}
+    blocks = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 3, "w": 9}
+    return NSAAttention(**sizes | blocks | changes)
+
+
+def outcome(module, x):
+    """Output and all gradients."""
+    x = x.clone().requires_grad_()
+    y, _ = module(x)
+    y.square().sum().backward()
+    return [y, x.grad, *(each.grad for each in module.parameters())]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_one_product_is_the_layers_products(monkeypatch):
+    module, x = layer(), torch.from_numpy(drawn(2, 40, 24))
+    products = []
+    linear = torch.nn.functional.linear
+
+    def noted(x, weight, bias=None):
+        products.append(tuple(weight.shape))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    apart = outcome(copy.deepcopy(module), x)
+    assert (48, 24) in products
+    products.clear()
+    monkeypatch.setattr(heads, "ONE_PRODUCT", 80)
+    one = outcome(module, x)
+    assert (48 + 3 * 2 * (8 + 4), 24) in products and (48, 24) not in products
+    for a, b in zip(apart, one, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Adapter(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def adapted(module):
+    other = Adapter(24, 48, bias=False)
+    other.load_state_dict(module.W_Q.state_dict())
+    module.W_Q = other
+
+
+def biased(module):
+    module.W_K_sel = nn.Linear(24, 16)
+
+
+def hooked(module):
+    module.W_V_win.register_forward_hook(lambda layer, args, out: 2 * out)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+@pytest.mark.parametrize("change", [adapted, biased, hooked])
+def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
+    module, x = layer(), torch.from_numpy(drawn(1, 40, 24))
+    plain = module(x)[0]
+    change(module)
+    wanted = module(x)[0]
+    assert not torch.allclose(wanted, plain)
+    monkeypatch.setattr(heads, "ONE_PRODUCT", 1)
+    torch.testing.assert_close(module(x)[0], wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@by_size
+def test_the_operator_on_a_gpu(sizes, dtype):
+    """Its output and gradient are those of torch's operators, and it is an operator."""
+    product = torch.from_numpy(drawn(2, 700, sizes.row)).to("cuda", getattr(torch, dtype))
+    position = torch.arange(1400, device="cuda").view(2, 700) * 50
+    results = []
+    for by_kernel in (True, False):
+        leaf = product.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
+            query, keys, values = heads.heads_of(leaf, position, sizes)
+        apart = query, *keys, *values
+        assert all(x.is_contiguous() and x.dtype == product.dtype for x in apart)
+        weights = [
+            torch.sin(torch.arange(x.numel(), device="cuda")).view(x.shape) for x in apart
+        ]
+        loss = sum((x.float() * w).sum() for x, w in zip(apart, weights, strict=True))
+        results.append([*apart, *torch.autograd.grad(loss, leaf)])
+    steps = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=steps, atol=steps)
+    tables = heads._angles(position, sizes.D, 10000.0, 1.0)
+    given = product.requires_grad_(), *tables, list(dataclasses.astuple(sizes))
+    torch.library.opcheck(heads._split, given)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs here")
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_interpreted():
+    interpreted_triton.run_again(__file__)
