@@ -14,7 +14,9 @@ A document names a table between two comments, and this command fills what stand
 | `branches` | the time of each branch, a row a shape | `mode`, `framework` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
-| `training` | time of a training step of the 124 M model | |
+| `training` | time of a training step of the 124 M model | `device` |
+| `host` | what a call takes of the host (`bench.host_time`) | `device` |
+| `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -154,9 +156,9 @@ def branches(mode: str = "forward", framework: str = "torch") -> str:
     return table([*SHAPE_HEAD, *BRANCHES, "commit"], rows)
 
 
-def lines_of(name: str) -> list[dict[str, Any]]:
-    """A file of the device's folder that holds other lines than records."""
-    return [data for _, data in records.read_lines(DEVICE / name)]
+def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
+    """A file of a device's folder that holds other lines than records."""
+    return [data for _, data in records.read_lines(DEVICE.parent / device / name)]
 
 
 def variants(kernel: str) -> str:
@@ -184,10 +186,11 @@ def counters() -> str:
     return table([name.replace("_", " ") for name in (*names, "commit")], rows)
 
 
-def training() -> str:
+def training(device: str = DEVICE.name) -> str:
     newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for name in ("train.jsonl", "train_mlp_pe.jsonl"):
-        for line in lines_of(name):
+    files = [DEVICE.parent / device / name for name in ("train.jsonl", "train_mlp_pe.jsonl")]
+    for path in filter(Path.exists, files):
+        for _, line in records.read_lines(path):
             if line["kind"] == "speed" and line["status"] == "ok":
                 shape = newest.setdefault((line["batch"], line["seq_len"]), {})
                 # NSA's implementations share a column: one kernel choice a line.
@@ -205,6 +208,62 @@ def training() -> str:
         for framework, which in columns
     ]
     return table(["tokens a step", *names, "commit"], rows)
+
+
+def host(device: str) -> str:
+    """The newest rows of `bench.host_time`: median, and 20th to 80th percentile."""
+    newest = {
+        (line["shape"], line["pass"], line["form"]): line
+        for line in lines_of("kernel_log/host.jsonl", device)
+    }
+    names = {"graphs": "as graphs", "each": "each by itself"}
+    parts = ("host", "done", "row", "replay")
+    rows = [
+        [
+            shape,
+            which,
+            names[form],
+            *(
+                f"{line[f'{part}_ms']:.3f} ({line[f'{part}_p20']:.3f} to {line[f'{part}_p80']:.3f})"
+                for part in parts
+            ),
+            line["commit"][:7],
+        ]
+        for (shape, which, form), line in newest.items()
+    ]
+    head = ["shape", "pass", "launches", "host", "until done", "calls in a row", "CUDA graph"]
+    return table([*head, "commit"], rows)
+
+
+def first_call(device: str) -> str:
+    """What `bench.first_call` measured last beside what was wanted."""
+    stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
+    cold, warm, lengths = (stage[name] for name in ("cold", "warm", "lengths"))
+    jax, again = stage["jax"], stage["jax_again"]
+    more = lengths["after_all_mib"] - lengths["longest_alone_mib"]
+    rows = [
+        ["all kernels built on 16 cores, once a machine", "12 s", f"{cold['build_s']:.1f} s"]
+        + ["the same kernels"],
+        ["first forward and backward of a process that finds them", "0.5 s; JAX 1.5 s"]
+        + [f"{warm['first_both_s']:.2f} s"]
+        + [
+            f"{jax['first_both_s']:.1f} s; {again['first_both_s']:.2f} s with JAX's "
+            "persistent cache"
+        ],
+        ["a length never seen, more than the second call", "10 ms; JAX 1.5 s"]
+        + [
+            f"{lengths['more_ms_median']:.1f} ms median, {lengths['more_ms_p90']:.1f} at the "
+            f"90th percentile, {lengths['more_ms_max']:.0f} at most of {lengths['lengths']}"
+        ]
+        + [
+            f"{jax['new_length_s_median']:.1f} s median, {jax['new_length_s_max']:.1f} at most "
+            f"of {jax['lengths']}"
+        ],
+        [f"held after {lengths['lengths']} lengths, more than after the longest alone"]
+        + ["64 MB", f"{more * 2**20 / 1e6:.0f} MB", "not measured"],
+    ]
+    commit = ", ".join(dict.fromkeys(stage[name]["commit"][:7] for name in stage))
+    return table(["", "wanted", f"torch, {commit}", f"JAX, {commit}"], rows)
 
 
 def selection() -> str:
@@ -229,10 +288,10 @@ def selection() -> str:
     return table([*head, *map(kernel_name, kernels), "commit"], rows)
 
 
-def block_selection() -> str:
+def block_selection(device: str = DEVICE.name) -> str:
     """A released model's attention over blocks: ours beside transformers' own, the newest."""
     newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
-    for line in lines_of("kernel_log/block_selection.jsonl"):
+    for line in lines_of("kernel_log/block_selection.jsonl", device):
         newest.setdefault((line["S"], line["mode"]), {})[line["implementation"]] = line
     names = ("nsa_blocks", "sdpa", "eager")
 
@@ -255,7 +314,7 @@ def block_selection() -> str:
     return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
 
 
-def serving() -> str:
+def serving(device: str = DEVICE.name) -> str:
     """The lines of `examples/serve.py --gpu_time`."""
     cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
     cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
@@ -265,7 +324,7 @@ def serving() -> str:
             *(f"{line[cell]:g}" for cell in cells),
             (line["commit"] or MISSING)[:7],
         ]
-        for line in lines_of("kernel_log/serve.jsonl")
+        for line in lines_of("kernel_log/serve.jsonl", device)
     ]
     return table(["attention", *cells, "commit"], rows)
 
@@ -355,6 +414,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "variants": variants,
     "counters": counters,
     "training": training,
+    "host": host,
+    "first_call": first_call,
     "parallel_training": parallel_training,
     "selection": selection,
     "block_selection": block_selection,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from interop import launch
 
-BYTES = 40 * 2**20  # kept at most, of all devices, besides what the last calls used
+BYTES = 24 * 2**20  # kept at most, of all devices, besides what the last calls used
 RECENT = 32  # uses of tensors: more than a call has, forward and backward
 
 
