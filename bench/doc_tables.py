@@ -12,7 +12,7 @@ A document names a table between two comments, and this command fills what stand
 |---|---|---|
 | `attention` | whole NSA beside dense attention, a row a shape | `mode` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework` |
-| `variants` | one kernel's variants that were measured while it was written | `kernel` |
+| `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device` |
@@ -161,9 +161,10 @@ def lines_of(name: str, device: str = DEVICE.name) -> list[dict[str, Any]]:
     return [data for _, data in records.read_lines(DEVICE.parent / device / name)]
 
 
-def variants(kernel: str) -> str:
+def variants(kernel: str, device: str = DEVICE.name) -> str:
     """A row a variant, a column a shape; the one in use is bold."""
-    found = [line for line in lines_of("kernel_log/variants.jsonl") if line["kernel"] == kernel]
+    lines = lines_of("kernel_log/variants.jsonl", device)
+    found = [line for line in lines if line["kernel"] == kernel]
     if not found:
         raise ValueError(f"kernel_log/variants.jsonl has no kernel {kernel!r}")
     shapes = list(dict.fromkeys(line["shape"] for line in found))
@@ -227,11 +228,13 @@ def host(device: str) -> str:
                 f"{line[f'{part}_ms']:.3f} ({line[f'{part}_p20']:.3f} to {line[f'{part}_p80']:.3f})"
                 for part in parts
             ),
+            f"{line['graphs_a_call']:g}",
             line["commit"][:7],
         ]
         for (shape, which, form), line in newest.items()
     ]
     head = ["shape", "pass", "launches", "host", "until done", "calls in a row", "CUDA graph"]
+    head += ["graphs a call"]
     return table([*head, "commit"], rows)
 
 

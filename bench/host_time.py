@@ -17,6 +17,8 @@ For each shape and pass, ms, median and 20th and 80th percentile of all rounds:
     row      of a call where calls follow each other
     replay   of the same call as one CUDA graph of torch, the GPU's own time
 
+and how many of our own graphs a call launches (`graphs_a_call`).
+
 Beside them stand what this host takes for a million additions in Python and for `add_` of torch
 on eight numbers.
 """
@@ -28,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -109,6 +112,24 @@ def timed(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
     return found
 
 
+def graphs_a_call(call: Callable[[], Any], calls: int = 20) -> float:
+    """Mean number of graphs that a call launches."""
+    from kernels_pallas.runtime.sequence import _Graph
+
+    launches, start = [], _Graph.launch
+
+    def counted(graph, stream):
+        done = start(graph, stream)
+        launches.append(done)
+        return done
+
+    with mock.patch.object(_Graph, "launch", counted):
+        for _ in range(calls):
+            call()
+            torch.cuda.synchronize()
+    return sum(launches) / calls
+
+
 @contextlib.contextmanager
 def form(name: str) -> Iterator[None]:
     """Within: launches in a row are graphs, or each is a launch."""
@@ -142,13 +163,14 @@ def probes() -> dict[str, float]:
 
 def one_form(name: str) -> dict[str, Any]:
     """Samples of every shape and pass, and the probes."""
+    samples, graphs = {}, {}
     with form(name):
-        samples = {
-            f"{shape}/{which}": timed(call_of(tensors_of(sizes), which), CALLS.value)
-            for shape, sizes in SHAPES.items()
-            for which in PASSES
-        }
-    return {"samples": samples} | probes()
+        for shape, sizes in SHAPES.items():
+            for which in PASSES:
+                call = call_of(tensors_of(sizes), which)
+                samples[f"{shape}/{which}"] = timed(call, CALLS.value)
+                graphs[f"{shape}/{which}"] = graphs_a_call(call)
+    return {"samples": samples, "graphs": graphs} | probes()
 
 
 def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -162,6 +184,8 @@ def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
                     samples = [x["samples"][f"{shape}/{which}"][part] for x in found]
                     p20, median, p80 = np.percentile(np.concatenate(samples), [20, 50, 80])
                     row |= {f"{part}_ms": median, f"{part}_p20": p20, f"{part}_p80": p80}
+                counts = [x["graphs"][f"{shape}/{which}"] for x in found]
+                row["graphs_a_call"] = float(np.mean(counts))
                 for probe in ("python_million_ms", "torch_add_ms"):
                     row[probe] = float(np.median([x[probe] for x in found]))
                 rows.append(row)
@@ -189,7 +213,10 @@ def main(argv: Sequence[str]) -> int:
             f"{part} {row[f'{part}_ms']:.3f} ({row[f'{part}_p20']:.3f} to {row[f'{part}_p80']:.3f})"
             for part in TIMES
         )
-        print(f"{row['shape']:18} {row['pass']:13} {row['form']:6} {times}", flush=True)
+        graphs = f"{row['graphs_a_call']:g} graphs a call"
+        print(
+            f"{row['shape']:18} {row['pass']:13} {row['form']:6} {times}, {graphs}", flush=True
+        )
     print(
         f"a million additions in Python {rows[0]['python_million_ms']:.1f} ms, "
         f"`add_` of torch {rows[0]['torch_add_ms'] * 1e3:.1f} us"

@@ -8,6 +8,7 @@ On an NVIDIA GPU the heads are one Triton launch forward and one backward
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,14 @@ from nsa_torch.torch_ops import capability_of
 # which costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
 ONE_PRODUCT = 8192
 
-type Split = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+
+class Apart(NamedTuple):
+    """The heads of a layer; keys and values by branch."""
+
+    query: Tensor  # [B, T, H, D]
+    keys: tuple[Tensor, ...]  # [B, T, Hkv, D]
+    values: tuple[Tensor, ...]  # [B, T, Hkv, Dv]
+    mean: Tensor | None  # of each key/value head's query heads, [B, T, Hkv, D], if asked for
 
 
 def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -38,21 +46,18 @@ def heads_of(
     *,
     base: float = 10000.0,
     scale: float = 1.0,
-) -> Split:
+) -> Apart:
     """Query and, for each branch, key and value, contiguous; query and keys are rotated.
 
     Args:
       product: `[B, T, sizes.row]`.
       position: `[B, T]`, of the tokens.
       base, scale: of the rotation.
-
-    Returns:
-      query `[B, T, H, D]`, keys of `[B, T, Hkv, D]`, values of `[B, T, Hkv, Dv]`.
     """
     cos, sin = _angles(position, sizes.D, base, scale)
     if _by_kernel(product, sizes):
-        query, key, value = _split(product, cos, sin, list(dataclasses.astuple(sizes)))
-        return query, key.unbind(0), value.unbind(0)
+        query, key, value, mean = _split(product, cos, sin, _numbers(sizes))
+        return Apart(query, key.unbind(0), value.unbind(0), mean if sizes.means else None)
     pairs = sizes.branches * sizes.Hkv
     query, key, value = product.split(
         [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
@@ -64,7 +69,8 @@ def heads_of(
     keys, values = (
         tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
     )
-    return query, keys, values
+    mean = query.unflatten(2, (sizes.Hkv, -1)).mean(dim=3) if sizes.means else None
+    return Apart(query, keys, values, mean)
 
 
 def _angles(position: Tensor, width: int, base: float, scale: float) -> tuple[Tensor, Tensor]:
@@ -103,39 +109,42 @@ def _by_kernel(product: Tensor, sizes: Heads) -> bool:
 @torch.library.custom_op("nsa::split_heads", mutates_args=(), device_types="cuda")
 def _split(
     product: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Heads(*sizes)` of product `[B, T, row]`: query `[B, T, H, D]`, keys and values
-    `[branches, B, T, Hkv, .]`.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`Heads(*sizes).apart` of a product `[B, T, row]`."""
     from nsa_torch.triton_ops import TRITON_OPS
 
     kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(product))
     made = TRITON_OPS.run(kernel, product, cos, sin)
-    query, key, value = (
-        x.view(shape) for x, shape in zip(made, _apart(product, sizes), strict=True)
-    )
-    return query, key, value
+    shapes = Heads(*sizes).apart(*product.shape[:-1])
+    query, key, value, mean = (x.view(y) for x, y in zip(made, shapes, strict=True))
+    return query, key, value, mean
 
 
 @_split.register_fake
 def _(product, cos, sin, sizes):
-    return tuple(product.new_empty(shape) for shape in _apart(product, sizes))
+    return tuple(product.new_empty(x) for x in Heads(*sizes).apart(*product.shape[:-1]))
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
 def _join(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mean: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sizes: list[int],
 ) -> Tensor:
     """The product's gradient `[B, T, row]`, given those of what `_split` returned."""
     from nsa_torch.triton_ops import TRITON_OPS
 
     kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(query))
-    (made,) = TRITON_OPS.run(kernel, query, key, value, cos, -sin)
+    (made,) = TRITON_OPS.run(kernel, query, key, value, mean, cos, -sin)
     return made.view(*cos.shape[:-1], Heads(*sizes).row)
 
 
 @_join.register_fake
-def _(query, key, value, cos, sin, sizes):
+def _(query, key, value, mean, cos, sin, sizes):
     return query.new_empty((*cos.shape[:-1], Heads(*sizes).row))
 
 
@@ -144,18 +153,15 @@ def _keep(ctx, inputs, output):
     ctx.save_for_backward(cos, sin)
 
 
-def _gradients(ctx, query, key, value):
-    return _join(query, key, value, *ctx.saved_tensors, ctx.sizes), None, None, None
+def _gradients(ctx, *apart):
+    return _join(*apart, *ctx.saved_tensors, ctx.sizes), None, None, None
 
 
 _split.register_autograd(_gradients, setup_context=_keep)
 
 
-def _apart(product: Tensor, sizes: list[int]) -> list[tuple[int, ...]]:
-    """Shapes of query, keys and values."""
-    heads, rows = Heads(*sizes), product.shape[:-1]
-    each = (heads.branches, *rows, heads.Hkv)
-    return [(*rows, heads.H, heads.D), (*each, heads.D), (*each, heads.Dv)]
+def _numbers(sizes: Heads) -> list[int]:
+    return list(dataclasses.astuple(sizes))
 
 
 def _name(x: Tensor) -> str:

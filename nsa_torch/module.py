@@ -216,18 +216,17 @@ class NSAAttention(nn.Module):
         spec = self.spec
         keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
         values = self.W_V_cmp, self.W_V_sel, self.W_V_win
-        sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys))
-        query, key, value = heads.heads_of(
+        sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys), means=1)
+        query, key, value, mean = heads.heads_of(
             heads.product(x, (self.W_Q, *keys, *values)),
             position,
             sizes,
             base=spec.rope_base,
             scale=spec.rope_scale,
         )
-        key, value = Branches(*key), Branches(*value)
-        pooled = query.unflatten(2, (spec.n_kv_groups, -1)).mean(dim=3)
-        gates = self.gate(pooled).repeat_interleave(spec.n_heads // spec.n_kv_groups, dim=2)
-        return query, key, value, gates
+        group = spec.n_heads // spec.n_kv_groups
+        gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
+        return query, Branches(*key), Branches(*value), gates
 
     def forward(
         self,

@@ -18,7 +18,13 @@ def posed(form, factor):
         name: {part: [factor * (i + j)] * 3 for j, part in enumerate(host_time.TIMES)}
         for i, name in enumerate(names)
     }
-    return {"samples": samples, "python_million_ms": 70.0 * factor, "torch_add_ms": 0.007}
+    graphs = dict.fromkeys(names, 2.0 if form == "graphs" else 0.0)
+    return {
+        "samples": samples,
+        "graphs": graphs,
+        "python_million_ms": 70.0 * factor,
+        "torch_add_ms": 0.007,
+    }
 
 
 def test_a_row_a_shape_pass_and_form():
@@ -28,6 +34,7 @@ def test_a_row_a_shape_pass_and_form():
     assert last["graphs"]["replay_ms"] == len(rows) / 2 - 1 + 3
     assert last["each"]["replay_ms"] == 3 * last["graphs"]["replay_ms"]
     assert last["each"]["python_million_ms"] == 210
+    assert [last[form]["graphs_a_call"] for form in host_time.FORMS] == [2, 0]
     assert {row["shape"] for row in rows} == set(host_time.SHAPES)
 
 
@@ -76,3 +83,5 @@ def test_on_a_gpu(tmp_path, capsys):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
     assert all(row["commit"] == "abc" for row in rows)
+    for row in rows:
+        assert (row["graphs_a_call"] > 0) == (row["form"] == "graphs"), row

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
@@ -19,8 +20,8 @@ from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 
 SIZES = (
-    Heads(6, 2, 8, 8, 3),
-    Heads(4, 1, 12, 6, 3),  # widths that are no power of two, and of values others
+    Heads(6, 2, 8, 8, 3, means=1),
+    Heads(4, 1, 12, 6, 3, means=1),  # widths that are no power of two, and of values others
     Heads(3, 3, 16, 32, 1),  # dense attention
 )
 BASE, SCALE = 100.0, 2.0
@@ -32,7 +33,7 @@ def drawn(*shape, seed=0):
 
 
 def expected(product, position, sizes):
-    """Pairs of columns as complex numbers, in float64: `query, keys, values` of each branch."""
+    """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean."""
     rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D)
     turns = np.exp(1j * position[..., None] / SCALE * rates)[:, :, None]
 
@@ -49,7 +50,14 @@ def expected(product, position, sizes):
         found.append(turned(part) if len(found) <= sizes.branches else part)
         at += count * width
     assert at == product.shape[-1] == sizes.row
-    return found
+    groups = found[0].reshape(*product.shape[:-1], sizes.Hkv, -1, sizes.D)
+    return [*found, groups.mean(axis=-2)] if sizes.means else found
+
+
+def listed(apart):
+    """The same tensors, of what `heads_of` gives."""
+    query, keys, values, mean = apart
+    return [query, *keys, *values] + ([] if mean is None else [mean])
 
 
 def angles(position, sizes):
@@ -59,11 +67,10 @@ def angles(position, sizes):
 @by_size
 def test_heads_by_operators_of_torch(sizes):
     product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
-    query, keys, values = heads.heads_of(
+    found = heads.heads_of(
         torch.from_numpy(product), torch.from_numpy(position), sizes, base=BASE, scale=SCALE
     )
-    found = query, *keys, *values
-    for x, y in zip(found, expected(product, position, sizes), strict=True):
+    for x, y in zip(listed(found), expected(product, position, sizes), strict=True):
         np.testing.assert_allclose(x.numpy(), y, atol=tolerance(position))
         assert x.is_contiguous()
 
@@ -73,48 +80,69 @@ def tolerance(position):
     return 4e-7 * (1 + position.max() / SCALE)
 
 
-def by_kernel(sizes, product, position):
-    """Query, then all keys, then all values."""
+@pytest.fixture
+def small(monkeypatch):
+    """In the interpreter tiles are small, so that few tokens are several programs."""
+    if not INTERPRETED:
+        return
+    made = descriptions._heads
+
+    def smaller(function, sizes, tokens, outputs, means):
+        found = made(function, sizes, tokens, outputs, means)
+        rows = found.constants["ROWS"] // 16
+        count = -(-tokens // rows) * (sizes.H + (2 * sizes.branches + means) * sizes.Hkv)
+        constants = {**found.constants, "ROWS": rows}
+        return dataclasses.replace(found, constants=constants, programs=count)
+
+    monkeypatch.setattr(descriptions, "_heads", smaller)
+
+
+def by_kernel(describe, sizes, position, *arrays):
+    """What a kernel makes of arrays `[tokens, ..]` and the angles, the opposite ones on its way
+    back.
+    """
     from nsa_torch.triton_ops import TRITON_OPS
 
     cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
-    rows = torch.from_numpy(product).to(DEVICE).flatten(0, 1)
-    made = split_heads(sizes, len(rows), "float32")
-    apart = TRITON_OPS.run(made, rows, cos, sin)
-    back = join_heads(sizes, len(rows), "float32")
-    (joined,) = TRITON_OPS.run(back, *apart, cos, -sin)
-    return apart, joined.cpu().numpy()
+    sin = -sin if describe is join_heads else sin
+    kernel = describe(sizes, position.size, "float32")
+    return TRITON_OPS.run(kernel, *(torch.from_numpy(x).to(DEVICE) for x in arrays), cos, sin)
 
 
 @kernel
 @by_size
-def test_heads_by_the_kernel(sizes, monkeypatch):
-    """Of tokens that several programs share, the last not full; joined again, they are as before,
-    since the way back of a rotation is its gradient.
+def test_heads_by_the_kernel(sizes, small):
+    """Of tokens that several programs share, the last not full."""
+    tokens = 1100 // max(sizes.D, sizes.Dv)
+    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
+    rows = product.reshape(2 * tokens, sizes.row)
+    query, key, value, mean = by_kernel(split_heads, sizes, position, rows)
+    found = listed((query, key, value, mean if sizes.means else None))
+    near = {"atol": tolerance(position)}
+    for x, y in zip(found, expected(product, position, sizes), strict=True):
+        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), **near)
+
+
+@kernel
+@by_size
+def test_the_way_back_is_the_gradient(sizes, small):
+    """Of a linear map: sum(g * split(x)) = sum(x * join(g)) for any x and g, here token by token,
+    since neither map mixes tokens.
     """
     tokens = 1100 // max(sizes.D, sizes.Dv)
     product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
-    if INTERPRETED:
-        from kernels_pallas.triton import descriptions
-
-        made = descriptions._heads
-
-        def smaller(function, sizes, tokens, outputs):
-            found = made(function, sizes, tokens, outputs)
-            rows = found.constants["ROWS"] // 16
-            heads = sizes.H + 2 * sizes.branches * sizes.Hkv
-            constants = {**found.constants, "ROWS": rows}
-            return dataclasses.replace(
-                found, constants=constants, programs=-(-tokens // rows) * heads
-            )
-
-        monkeypatch.setattr(descriptions, "_heads", smaller)
-    (query, key, value), joined = by_kernel(sizes, product, position)
-    found = query, *key, *value
-    for x, y in zip(found, expected(product, position, sizes), strict=True):
-        near = {"atol": tolerance(position)}
-        np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), **near)
-    np.testing.assert_allclose(joined, product.reshape(joined.shape), atol=2e-6)
+    rows = product.reshape(2 * tokens, sizes.row)
+    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.apart(2 * tokens), 1)]
+    (joined,) = by_kernel(join_heads, sizes, position, *given)
+    query, key, value, mean = given
+    parts = listed((query, key, value, mean if sizes.means else None))
+    apart = expected(product, position, sizes)
+    whole = sum(
+        (x.reshape(y.shape).astype(np.float64) * y).reshape(2 * tokens, -1).sum(axis=1)
+        for x, y in zip(parts, apart, strict=True)
+    )
+    found = (rows.astype(np.float64) * joined.cpu().numpy()).sum(axis=1)
+    np.testing.assert_allclose(found, whole, atol=sizes.row**0.5 * 10 * tolerance(position))
 
 
 def layer(**changes):
@@ -196,8 +224,7 @@ def test_the_operator_on_a_gpu(sizes, dtype):
         leaf = product.clone().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
-            query, keys, values = heads.heads_of(leaf, position, sizes)
-        apart = query, *keys, *values
+            apart = listed(heads.heads_of(leaf, position, sizes))
         assert all(x.is_contiguous() and x.dtype == product.dtype for x in apart)
         weights = [
             torch.sin(torch.arange(x.numel(), device="cuda")).view(x.shape) for x in apart
@@ -208,7 +235,7 @@ def test_the_operator_on_a_gpu(sizes, dtype):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=steps, atol=steps)
     tables = heads._angles(position, sizes.D, 10000.0, 1.0)
-    given = product.requires_grad_(), *tables, list(dataclasses.astuple(sizes))
+    given = product.requires_grad_(), *tables, heads._numbers(sizes)
     torch.library.opcheck(heads._split, given)
 
 

@@ -110,7 +110,10 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     triton_forward.select_blocks(ops, query, pairs[0][0], lse, *layout.rest, 0)
     triton_backward.delta_of(ops, added, added, added, added)
     triton_backward.gated_sum(ops, [added] * 3, [gate] * 3)
-    heads, tokens = descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3), case.B * case.T
+    heads, tokens = (
+        descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3, means=1),
+        case.B * case.T,
+    )
     angles = [array(tokens, case.D // 2).to(torch.float32)] * 2
     apart = ops.run(
         descriptions.split_heads(heads, tokens, case.dtype), array(tokens, heads.row), *angles

@@ -71,7 +71,7 @@ class DenseAttention(nn.Module):
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
         if packing is not None:
             position = packing.position
-        query, (key,), (value,) = heads.heads_of(
+        query, (key,), (value,), _ = heads.heads_of(
             heads.product(x, (self.W_Q, self.W_K, self.W_V)),
             position,
             Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),

@@ -496,6 +496,8 @@ def deltas(out: Array, count: int) -> TritonKernel:
 class Heads:
     """What a row of a layer's one product holds: query heads of D columns, then `branches` times
     the key heads of D, then as many times the value heads of Dv.
+
+    `means`: 1 where the mean of each key/value head's query heads is made beside them, or 0.
     """
 
     H: int
@@ -503,37 +505,40 @@ class Heads:
     D: int
     Dv: int
     branches: int
+    means: int = 0
 
     @property
     def row(self) -> int:
         """Columns of the product."""
         return self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
 
+    def apart(self, *tokens: int) -> list[tuple[int, ...]]:
+        """Shapes of query, key, value and mean; of no mean, one without a number."""
+        each = self.branches, *tokens, self.Hkv
+        mean = (*tokens, self.Hkv, self.D) if self.means else (0,)
+        return [(*tokens, self.H, self.D), (*each, self.D), (*each, self.Dv), mean]
+
 
 def split_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
     """Arrays: the product `[tokens, heads.row]`, cos and sin, float32 `[tokens, D / 2]`.
 
-    Results: query `[tokens, H, D]`, key and value `[branches, tokens, Hkv, .]`.
+    Results: those of `heads.apart`.
     """
-    query = Array((tokens, heads.H, heads.D), dtype)
-    pair = [
-        Array((heads.branches, tokens, heads.Hkv, width), dtype)
-        for width in (heads.D, heads.Dv)
-    ]
-    return _heads("split_heads", heads, tokens, (query, *pair))
+    outputs = tuple(Array(shape, dtype) for shape in heads.apart(tokens))
+    return _heads("split_heads", heads, tokens, outputs, heads.means)
 
 
 def join_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
     """Arrays: what `split_heads` results in, cos and sin; result: the product."""
-    return _heads("join_heads", heads, tokens, (Array((tokens, heads.row), dtype),))
+    return _heads("join_heads", heads, tokens, (Array((tokens, heads.row), dtype),), 0)
 
 
-def _heads(function: str, heads: Heads, tokens: int, outputs) -> TritonKernel:
+def _heads(function: str, heads: Heads, tokens: int, outputs, means: int) -> TritonKernel:
     columns, value_columns = power(heads.D), power(heads.Dv)
     rows = max(4096 // max(columns, value_columns), 1)
     return TritonKernel(
         f"{HERE}.split_heads:{function}",
-        cdiv(tokens, rows) * (heads.H + 2 * heads.branches * heads.Hkv),
+        cdiv(tokens, rows) * (heads.H + (2 * heads.branches + means) * heads.Hkv),
         (tokens,),
         outputs,
         {
@@ -542,6 +547,7 @@ def _heads(function: str, heads: Heads, tokens: int, outputs) -> TritonKernel:
             "BRANCHES": heads.branches,
             "D": heads.D,
             "DV": heads.Dv,
+            "MEANS": heads.means,
             "COLUMNS": columns,
             "VALUE_COLUMNS": value_columns,
             "ROWS": rows,

@@ -5,10 +5,15 @@ and those of each branch's values. A program has one of these heads of `ROWS` to
 keys it turns pairs of columns by their token's angle:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        back: by the opposite angle
+
+A layer's gates look at the mean of a group's query heads. Forward, programs of their own make it
+of what the L2 cache still has; back, a head's gradient gets its share, dmean / G.
 """
 
 import triton
 import triton.language as tl
+
+from kernels_pallas.triton.rows import load_rows, store_rows
 
 
 @triton.jit
@@ -26,7 +31,7 @@ def _turned(x, cos, sin, token, there, WIDTH: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _move(
+def _split(
     product,
     apart,
     cos,
@@ -38,63 +43,70 @@ def _move(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
-    BACK: tl.constexpr,
 ):
-    """A head of tokens, at `inside` of the product and in rows `row` of `apart`."""
+    """A head of tokens, at `inside` of the product, to rows `row` of `apart`."""
     column = tl.arange(0, COLUMNS)
     mask = there[:, None] & (column < WIDTH)[None, :]
-    joined = product + inside[:, None] + column[None, :]
-    split = apart + row[:, None] * WIDTH + column[None, :]
-    if BACK:
-        source, target = split, joined
-    else:
-        source, target = joined, split
-    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(product + inside[:, None] + column[None, :], mask=mask, other=0.0)
     if TURN:
-        x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
-    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+        x = _turned(x.to(tl.float32), cos, sin, token, there, WIDTH, COLUMNS)
+    store_rows(apart, row, x, there, WIDTH, COLUMNS)
 
 
 @triton.jit
-def _walk(
+def _join(
     product,
-    query,
-    key,
-    value,
+    apart,
+    mean,
     cos,
     sin,
-    count,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
+    token,
+    there,
+    inside,
+    row,
+    mean_row,
+    WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BACK: tl.constexpr,
+    TURN: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """The head of this program, of all that a row holds."""
-    PAIRS: tl.constexpr = BRANCHES * HKV  # a branch and a head of it
-    KEYS: tl.constexpr = H * D
-    VALUES: tl.constexpr = KEYS + PAIRS * D
-    ROW: tl.constexpr = VALUES + PAIRS * DV
-    program = tl.program_id(0)
-    token = (program // (H + 2 * PAIRS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = token < count
-    head = program % (H + 2 * PAIRS)
-    begin = token * ROW
-    if head < H:
-        at, row = begin + head * D, token * H + head
-        _move(product, query, cos, sin, token, there, at, row, D, COLUMNS, True, BACK)
-    elif head < H + PAIRS:
-        pair = head - H
-        at, row = begin + KEYS + pair * D, (pair // HKV * count + token) * HKV + pair % HKV
-        _move(product, key, cos, sin, token, there, at, row, D, COLUMNS, True, BACK)
-    else:
-        pair = head - H - PAIRS
-        at, row = begin + VALUES + pair * DV, (pair // HKV * count + token) * HKV + pair % HKV
-        _move(product, value, cos, sin, token, there, at, row, DV, VALUE_COLUMNS, False, BACK)
+    """The way back, with a part of the mean's gradient where a mean was made of `GROUP` heads."""
+    x = load_rows(apart, row, there, WIDTH, COLUMNS).to(tl.float32)
+    if GROUP > 0:
+        x += load_rows(mean, mean_row, there, WIDTH, COLUMNS).to(tl.float32) / GROUP
+    if TURN:
+        x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    at = product + inside[:, None] + column[None, :]
+    tl.store(at, x.to(product.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mean(
+    product,
+    mean,
+    cos,
+    sin,
+    token,
+    there,
+    inside,
+    row,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The mean of `GROUP` query heads, the first at `inside`, each rounded as the query is."""
+    column = tl.arange(0, COLUMNS)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i in range(GROUP):
+        at = product + inside[:, None] + i * WIDTH + column[None, :]
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
+        total += x.to(product.dtype.element_ty).to(tl.float32)
+    store_rows(mean, row, total / GROUP, there, WIDTH, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -106,20 +118,41 @@ def split_heads(
     query,
     key,
     value,
+    mean,
     H: tl.constexpr,
     HKV: tl.constexpr,
     BRANCHES: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    MEANS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Programs: ceil(count / ROWS) times the heads of a row."""
-    _walk(
-        product, query, key, value, cos, sin, count,
-        H, HKV, BRANCHES, D, DV, COLUMNS, VALUE_COLUMNS, ROWS, False,
-    )  # fmt: skip
+    """Programs: ceil(count / ROWS) times the heads of a row and, with `MEANS`, the means."""
+    PAIRS: tl.constexpr = BRANCHES * HKV  # a branch and a head of it
+    ALL: tl.constexpr = H + 2 * PAIRS + MEANS * HKV
+    program = tl.program_id(0)
+    token = (program // ALL).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = token < count
+    begin = token * (H * D + PAIRS * (D + DV))
+    head = program % ALL
+    if head < H:
+        at, row = begin + head * D, token * H + head
+        _split(product, query, cos, sin, token, there, at, row, D, COLUMNS, True)
+    elif head < H + PAIRS:
+        pair = head - H
+        at, row = begin + head * D, (pair // HKV * count + token) * HKV + pair % HKV
+        _split(product, key, cos, sin, token, there, at, row, D, COLUMNS, True)
+    elif head < H + 2 * PAIRS:
+        pair = head - H - PAIRS
+        at, row = begin + (H + PAIRS) * D + pair * DV, (pair // HKV * count + token) * HKV
+        row += pair % HKV
+        _split(product, value, cos, sin, token, there, at, row, DV, VALUE_COLUMNS, False)
+    else:
+        group = head - H - 2 * PAIRS
+        at, row = begin + group * (H // HKV * D), token * HKV + group
+        _mean(product, mean, cos, sin, token, there, at, row, D, COLUMNS, H // HKV, ROWS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +160,7 @@ def join_heads(
     query,
     key,
     value,
+    mean,
     cos,
     sin,
     count,
@@ -136,12 +170,38 @@ def join_heads(
     BRANCHES: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    MEANS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The gradient of `split_heads`, where `sin` is that of the opposite angle."""
-    _walk(
-        product, query, key, value, cos, sin, count,
-        H, HKV, BRANCHES, D, DV, COLUMNS, VALUE_COLUMNS, ROWS, True,
-    )  # fmt: skip
+    """The gradient of `split_heads`, where `sin` is that of the opposite angle.
+
+    Programs: ceil(count / ROWS) times the heads of a row.
+    """
+    PAIRS: tl.constexpr = BRANCHES * HKV
+    ALL: tl.constexpr = H + 2 * PAIRS
+    GROUP: tl.constexpr = H // HKV
+    program = tl.program_id(0)
+    token = (program // ALL).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = token < count
+    begin = token * (H * D + PAIRS * (D + DV))
+    head = program % ALL
+    if head < H:
+        at, row, group = begin + head * D, token * H + head, token * HKV + head // GROUP
+        _join(
+            product, query, mean, cos, sin, token, there, at, row, group,
+            D, COLUMNS, True, MEANS * GROUP,
+        )  # fmt: skip
+    elif head < H + PAIRS:
+        pair = head - H
+        at, row = begin + head * D, (pair // HKV * count + token) * HKV + pair % HKV
+        _join(product, key, mean, cos, sin, token, there, at, row, row, D, COLUMNS, True, 0)
+    else:
+        pair = head - H - PAIRS
+        at, row = begin + (H + PAIRS) * D + pair * DV, (pair // HKV * count + token) * HKV
+        row += pair % HKV
+        _join(
+            product, value, mean, cos, sin, token, there, at, row, row,
+            DV, VALUE_COLUMNS, False, 0,
+        )  # fmt: skip

@@ -61,7 +61,7 @@ class DenseAttention(nn.Module):
           paged: what transformers' continuous batching hands to attention functions.
         """
         spec = self.spec
-        query, (key,), (value,) = heads.heads_of(
+        query, (key,), (value,), _ = heads.heads_of(
             heads.product(x, (self.W_Q, self.W_K, self.W_V)),
             position,
             Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),
