@@ -15,6 +15,7 @@ A document names a table between two comments, and this command fills what stand
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | `device` |
+| `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
@@ -189,8 +190,10 @@ def counters() -> str:
 
 def training(device: str = DEVICE.name) -> str:
     newest: dict[tuple[int, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
-    files = [DEVICE.parent / device / name for name in ("train.jsonl", "train_mlp_pe.jsonl")]
-    for path in filter(Path.exists, files):
+    found = sorted((DEVICE.parent / device).glob("train*.jsonl"))
+    if not found:
+        raise ValueError(f"{device} has no train*.jsonl")
+    for path in found:
         for _, line in records.read_lines(path):
             if line["kind"] == "speed" and line["status"] == "ok":
                 shape = newest.setdefault((line["batch"], line["seq_len"]), {})
@@ -209,6 +212,35 @@ def training(device: str = DEVICE.name) -> str:
         for framework, which in columns
     ]
     return table(["tokens a step", *names, "commit"], rows)
+
+
+def decode(device: str) -> str:
+    """The newest steps from pages, beside dense attention to the same keys."""
+    newest: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records.read(DEVICE.parent / device / "decode.jsonl"):
+        names = {"all": "paged/", "dense": ""}
+        if record.implementation.startswith(names.get(record.branch, "-")):
+            shape = record.H, record.Hkv, record.D, record.Dv, record.B, record.T, record.S
+            newest.setdefault(shape, {})[record.implementation] = record
+    rows = []
+    for (heads, kv_heads, width, value_width, batch, new, tokens), found in newest.items():
+        ours = next((x for name, x in found.items() if name.startswith("paged/")), None)
+        dense = [found.get(name) for name in ("flash", "cudnn")]
+        cells = [
+            MISSING if x is None or x.time_ms is None else f"{x.time_ms:.3f}"
+            for x in (ours, *dense)
+        ]
+        sizes = f"{heads} / {kv_heads} ({heads // kv_heads})", f"{width} / {value_width}"
+        rows.append([*sizes, str(batch), length(tokens), str(new), *cells, commits([ours])])
+    head = [
+        "heads: query / kv (group)",
+        "D / Dv",
+        "rows",
+        "tokens",
+        "new a row",
+        "NSA from pages",
+    ]
+    return table([*head, *map(kernel_name, ("flash", "cudnn")), "commit"], rows)
 
 
 def host(device: str) -> str:
@@ -417,6 +449,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "variants": variants,
     "counters": counters,
     "training": training,
+    "decode": decode,
     "host": host,
     "first_call": first_call,
     "parallel_training": parallel_training,

@@ -15,7 +15,7 @@ For each shape and pass, ms, median and 20th and 80th percentile of all rounds:
     host     until a call returns, the GPU idle before
     done     until the GPU is done too
     row      of a call where calls follow each other
-    replay   of the same call as one CUDA graph of torch, the GPU's own time
+    replay   of the same call as one CUDA graph of torch, replays following each other
 
 and how many of our own graphs a call launches (`graphs_a_call`).
 

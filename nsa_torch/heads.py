@@ -8,7 +8,7 @@ On an NVIDIA GPU the heads are one Triton launch forward and one backward
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,41 @@ class Apart(NamedTuple):
 
 def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """What `layers` make of `x` [B, T, dim], side by side in the last axis."""
-    if x.shape[:-1].numel() >= ONE_PRODUCT and all(_plain(each, x) for each in layers):
-        return F.linear(x, torch.cat([each.weight for each in layers]))
-    return torch.cat([each(x) for each in layers], dim=-1)
+    if x.shape[:-1].numel() < ONE_PRODUCT or not all(_plain(each, x) for each in layers):
+        return torch.cat([each(x) for each in layers], dim=-1)
+    weights = [each.weight for each in layers]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [each.to(dtype) for each in weights]
+    return _OneProduct.apply(x, *weights)
+
+
+class _OneProduct(torch.autograd.Function):
+    """`x @ cat(weights).T`. The weights are kept for the gradient, not what lies beside each
+    other: sharded training frees them until then.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, *weights):
+        return F.linear(x, torch.cat(weights))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        wanted_x, *wanted = ctx.needs_input_grad
+        grad_x = grad @ torch.cat(weights) if wanted_x else None
+        rows = x.flatten(0, -2)
+        sizes = [each.shape[0] for each in weights]
+        if all(wanted):
+            return grad_x, *(grad.flatten(0, -2).T @ rows).split(sizes)
+        parts = zip(wanted, grad.flatten(0, -2).split(sizes, dim=-1), strict=True)
+        return grad_x, *(part.T @ rows if each else None for each, part in parts)
 
 
 def heads_of(
@@ -51,13 +83,16 @@ def heads_of(
 
     Args:
       product: `[B, T, sizes.row]`.
-      position: `[B, T]`, of the tokens.
+      position: `[B, T]` of the tokens, or `[1, T]` where all rows have the same.
       base, scale: of the rotation.
     """
+    rows = product.shape[:-1]
     cos, sin = _angles(position, sizes.D, base, scale)
     if _by_kernel(product, sizes):
-        query, key, value, mean = _split(product, cos, sin, _numbers(sizes))
-        return Apart(query, key.unbind(0), value.unbind(0), mean if sizes.means else None)
+        cos, sin = (x.expand(*rows, -1) for x in (cos, sin))
+        query, *each, mean = _split(product, cos, sin, _numbers(sizes))
+        keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
+        return Apart(query, keys, values, mean if sizes.means else None)
     pairs = sizes.branches * sizes.Hkv
     query, key, value = product.split(
         [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
@@ -89,35 +124,47 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its product and nothing else: no adapter, hook, shard or bias."""
+    """Whether a layer is its product and nothing else: no adapter, hook, shard, bias or other
+    `forward`.
+    """
     if type(layer) is not nn.Linear or layer.bias is not None:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks
     hooks = *hooks, layer._backward_hooks, layer._backward_pre_hooks
-    weight = layer.weight
-    whole = type(weight) in (nn.Parameter, Tensor) and weight.device == x.device
-    return whole and not any(hooks)
+    if any(hooks) or nn.modules.module._has_any_global_hook() or "forward" in vars(layer):
+        return False
+    return type(layer.weight) in (nn.Parameter, Tensor) and layer.weight.device == x.device
 
 
 def _by_kernel(product: Tensor, sizes: Heads) -> bool:
-    if product.device.type != "cuda" or sizes.D % 2:
+    if product.device.type != "cuda" or sizes.D % 2 or not product.numel():
         return False
-    found = capability_of(product.device.index)
-    return capability.copies_why_not(found, product.dtype) is None
+    return _kernel_runs(product.device.index, product.dtype)
 
 
-@torch.library.custom_op("nsa::split_heads", mutates_args=(), device_types="cuda")
-def _split(
-    product: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.compiler.assume_constant_result
+def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
+    return capability.copies_why_not(capability_of(device), dtype) is None
+
+
+type _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op(
+    "nsa::split_heads",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor product, Tensor cos, Tensor sin, SymInt[] sizes) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _split(product: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> _Eight:
     """`Heads(*sizes).apart` of a product `[B, T, row]`."""
     from nsa_torch.triton_ops import TRITON_OPS
 
     kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(product))
     made = TRITON_OPS.run(kernel, product, cos, sin)
     shapes = Heads(*sizes).apart(*product.shape[:-1])
-    query, key, value, mean = (x.view(y) for x, y in zip(made, shapes, strict=True))
-    return query, key, value, mean
+    return cast(_Eight, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
 
 
 @_split.register_fake
@@ -126,26 +173,18 @@ def _(product, cos, sin, sizes):
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
-def _join(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mean: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    sizes: list[int],
-) -> Tensor:
+def _join(apart: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
     """The product's gradient `[B, T, row]`, given those of what `_split` returned."""
     from nsa_torch.triton_ops import TRITON_OPS
 
-    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(query))
-    (made,) = TRITON_OPS.run(kernel, query, key, value, mean, cos, -sin)
+    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(apart[0]))
+    (made,) = TRITON_OPS.run(kernel, *apart, cos, -sin)
     return made.view(*cos.shape[:-1], Heads(*sizes).row)
 
 
 @_join.register_fake
-def _(query, key, value, mean, cos, sin, sizes):
-    return query.new_empty((*cos.shape[:-1], Heads(*sizes).row))
+def _(apart, cos, sin, sizes):
+    return apart[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
 
 
 def _keep(ctx, inputs, output):
@@ -154,7 +193,7 @@ def _keep(ctx, inputs, output):
 
 
 def _gradients(ctx, *apart):
-    return _join(*apart, *ctx.saved_tensors, ctx.sizes), None, None, None
+    return _join(list(apart), *ctx.saved_tensors, ctx.sizes), None, None, None
 
 
 _split.register_autograd(_gradients, setup_context=_keep)

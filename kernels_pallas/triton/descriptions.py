@@ -494,8 +494,8 @@ def deltas(out: Array, count: int) -> TritonKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What a row of a layer's one product holds: query heads of D columns, then `branches` times
-    the key heads of D, then as many times the value heads of Dv.
+    """What a row of a layer's one product holds: query heads of D columns, then the key heads of D
+    of 1 to 3 branches, then the value heads of Dv of as many.
 
     `means`: 1 where the mean of each key/value head's query heads is made beside them, or 0.
     """
@@ -513,10 +513,13 @@ class Heads:
         return self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
 
     def apart(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of query, key, value and mean; of no mean, one without a number."""
-        each = self.branches, *tokens, self.Hkv
+        """Shapes of query, three keys, three values and mean; what is not there has no number."""
+        absent = [(0,)] * (3 - self.branches)
+        keys, values = (
+            [(*tokens, self.Hkv, width)] * self.branches + absent for width in (self.D, self.Dv)
+        )
         mean = (*tokens, self.Hkv, self.D) if self.means else (0,)
-        return [(*tokens, self.H, self.D), (*each, self.D), (*each, self.Dv), mean]
+        return [(*tokens, self.H, self.D), *keys, *values, mean]
 
 
 def split_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:

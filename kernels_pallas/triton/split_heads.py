@@ -17,6 +17,16 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 
 
 @triton.jit
+def _of_branch(branch, compressed, selected, sliding):
+    found = compressed
+    if branch == 1:
+        found = selected
+    elif branch == 2:
+        found = sliding
+    return found
+
+
+@triton.jit
 def _turned(x, cos, sin, token, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Float32 rows `x` [ROWS, COLUMNS] by the angles `[.., WIDTH / 2]` of tokens."""
     PAIRS: tl.constexpr = COLUMNS // 2
@@ -116,8 +126,12 @@ def split_heads(
     sin,
     count,
     query,
-    key,
-    value,
+    compressed_key,
+    selected_key,
+    sliding_key,
+    compressed_value,
+    selected_value,
+    sliding_value,
     mean,
     H: tl.constexpr,
     HKV: tl.constexpr,
@@ -142,12 +156,13 @@ def split_heads(
         _split(product, query, cos, sin, token, there, at, row, D, COLUMNS, True)
     elif head < H + PAIRS:
         pair = head - H
-        at, row = begin + head * D, (pair // HKV * count + token) * HKV + pair % HKV
+        key = _of_branch(pair // HKV, compressed_key, selected_key, sliding_key)
+        at, row = begin + head * D, token * HKV + pair % HKV
         _split(product, key, cos, sin, token, there, at, row, D, COLUMNS, True)
     elif head < H + 2 * PAIRS:
         pair = head - H - PAIRS
-        at, row = begin + (H + PAIRS) * D + pair * DV, (pair // HKV * count + token) * HKV
-        row += pair % HKV
+        value = _of_branch(pair // HKV, compressed_value, selected_value, sliding_value)
+        at, row = begin + (H + PAIRS) * D + pair * DV, token * HKV + pair % HKV
         _split(product, value, cos, sin, token, there, at, row, DV, VALUE_COLUMNS, False)
     else:
         group = head - H - 2 * PAIRS
@@ -158,8 +173,12 @@ def split_heads(
 @triton.jit(do_not_specialize=["count"])
 def join_heads(
     query,
-    key,
-    value,
+    compressed_key,
+    selected_key,
+    sliding_key,
+    compressed_value,
+    selected_value,
+    sliding_value,
     mean,
     cos,
     sin,
@@ -195,12 +214,13 @@ def join_heads(
         )  # fmt: skip
     elif head < H + PAIRS:
         pair = head - H
-        at, row = begin + head * D, (pair // HKV * count + token) * HKV + pair % HKV
+        key = _of_branch(pair // HKV, compressed_key, selected_key, sliding_key)
+        at, row = begin + head * D, token * HKV + pair % HKV
         _join(product, key, mean, cos, sin, token, there, at, row, row, D, COLUMNS, True, 0)
     else:
         pair = head - H - PAIRS
-        at, row = begin + (H + PAIRS) * D + pair * DV, (pair // HKV * count + token) * HKV
-        row += pair % HKV
+        value = _of_branch(pair // HKV, compressed_value, selected_value, sliding_value)
+        at, row = begin + (H + PAIRS) * D + pair * DV, token * HKV + pair % HKV
         _join(
             product, value, mean, cos, sin, token, there, at, row, row,
             DV, VALUE_COLUMNS, False, 0,
