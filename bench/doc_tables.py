@@ -323,7 +323,7 @@ def selection() -> str:
     return table([*head, *map(kernel_name, kernels), "commit"], rows)
 
 
-def block_selection(device: str = DEVICE.name) -> str:
+def block_selection(device: str) -> str:
     """A released model's attention over blocks: ours beside transformers' own, the newest."""
     newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/block_selection.jsonl", device):
@@ -349,14 +349,14 @@ def block_selection(device: str = DEVICE.name) -> str:
     return table(["tokens", "pass", *(f"`{name}`" for name in names), "commit"], rows)
 
 
-def serving(device: str = DEVICE.name) -> str:
+def serving(device: str) -> str:
     """The lines of `examples/serve.py --gpu_time`."""
     cells = ("seconds", "GPU seconds", "new tokens/s", "prompt tokens/s")
     cells += ("first p50 ms", "first p99 ms", "next p50 ms", "next p99 ms")
     rows = [
         [
             line["attention"],
-            *(f"{line[cell]:g}" for cell in cells),
+            *(f"{line[cell]:.4g}" for cell in cells),
             (line["commit"] or MISSING)[:7],
         ]
         for line in lines_of("kernel_log/serve.jsonl", device)

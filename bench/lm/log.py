@@ -122,11 +122,12 @@ class Summary(Line):
     reason: str = ""
     steps: int  # done
     held_out_loss: float | None = None
+    recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
 
 
 KINDS = {cls.kind: cls for cls in (Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"parallel", "devices"})
+OPTIONAL = frozenset({"parallel", "devices", "recall_gain"})
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:

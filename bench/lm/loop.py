@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from bench.harness import records, timing
-from bench.lm import checkpoint, health, log, speed, variants
+from bench.lm import checkpoint, health, log, recall, speed, variants
 from bench.lm import share as shares
 from bench.lm.data import Batch, Batches
 from bench.lm.progress import Progress
@@ -197,7 +197,21 @@ def steps(
     parts = [run.batches.evaluation(EVALUATED_BATCHES, rows) for rows in slices]
     held_out = [shares.joined(list(each)) for each in zip(*parts, strict=True)]
     loss = float(np.mean([learner.loss(batch) for batch in held_out]))
-    return summary(status="ok", steps=training.steps, held_out_loss=loss)
+    gain = _recall(run, learner)
+    return summary(status="ok", steps=training.steps, held_out_loss=loss, recall_gain=gain)
+
+
+def _recall(run: Run, learner: Learner) -> float | None:
+    """What a passage read before gains on held-out text, by `recall`."""
+    training, window = run.task.training, run.task.model.layer.w
+    losses = []
+    for i, batch in enumerate(run.batches.evaluation(EVALUATED_BATCHES)):
+        pair = recall.pair(batch, window, (training.seed, 4, i))
+        if pair is None:
+            return None
+        mine = [learner.share.of(lambda rows, x=x: Batch(x.tokens[rows])) for x in pair]
+        losses.append([learner.loss(x) for x in mine])
+    return recall.gain(np.array(losses), training.seq_len)
 
 
 def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:

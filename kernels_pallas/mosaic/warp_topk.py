@@ -125,10 +125,12 @@ class WarpTopK:
         token = (lane >> 2) // self.heads
         tokens = [token, token + 8 // self.heads][: len(own)]
         base = wg * (ROWS // self.heads) + warp.warp() * self.tokens
-        for token, mine, over in zip(tokens, own, following, strict=True):
-            score_row = self._score_row(scores, base + token) + start * 4
+        rows = [self._score_row(scores, base + token) + start * 4 for token in tokens]
+        warp.sync()  # the lane that wrote a carry is not the one that reads it,
+        carries = [warp.real(warp.read(row)) for row in rows]
+        warp.sync()  # nor is the one that writes over it
+        for score_row, carry, mine, over in zip(rows, carries, own, following, strict=True):
             mine, over = (_sums_of_heads(x, lane, sharing) for x in (mine, over))
-            carry = warp.real(warp.read(score_row))
             for m, ((a, b), (x, y)) in enumerate(zip(mine, over, strict=True)):
                 turned = warp.real(warp.shuffle(warp.bits(y), left))
                 before = warp.where(first, carry, turned)
@@ -168,6 +170,8 @@ class WarpTopK:
             state.append([top, at, [warp.word(NO_BLOCK)] * slot_words, values])
             fixed.append((score_row, slots, shift, low, count))
 
+        warp.sync()  # a lane read its column; the lane of a stripe writes to it
+
         def one(i, state):
             return [self._take(i, *each, *now) for each, now in zip(fixed, state, strict=True)]
 
@@ -195,7 +199,9 @@ class WarpTopK:
         indices = [warp.where(hit, block, x) for hit, x in zip(hits, indices, strict=True)]
         if front:
             values = [warp.where(hit, most, x) for hit, x in zip(hits, values, strict=True)]
-        place = score_row + (column + warp.smaller(lane, self.stripes - 1) * STRIPE_WORDS) * 4
+        place = score_row + (column + lane * STRIPE_WORDS) * 4
+        if self.stripes < LANES:  # the other lanes read what nobody writes to now
+            place = warp.where(lane < self.stripes, place, slots)
         value = warp.read(place)
         free = warp.below(column + lane * LANES - low, count)
         if front:
