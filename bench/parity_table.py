@@ -28,8 +28,8 @@ Older rows were judged by maximum and mean only: they have no rms and no slope, 
 says of how many problems no newer row does. The slope is judged of 10^5 elements or more. Parts of
 a contiguous decode step measured until f764ddc contain a copy of all values, which the whole step
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
-`unsupported` and have been renamed `oom`. `kernel_log/serve.jsonl`: figures typed from what the
-example printed.
+`unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
+`bench.train --throughput`, typed.
 
 """
 COLUMNS = (
