@@ -16,7 +16,7 @@ A document names a table between two comments, and this command fills what stand
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | `device` |
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
-| `host` | what a call takes of the host (`bench.host_time`) | `device` |
+| `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
@@ -243,11 +243,12 @@ def decode(device: str) -> str:
     return table([*head, *map(kernel_name, ("flash", "cudnn")), "commit"], rows)
 
 
-def host(device: str) -> str:
+def host(device: str, implementation: str = "mosaic") -> str:
     """The newest rows of `bench.host_time`: median, and 20th to 80th percentile."""
     newest = {
         (line["shape"], line["pass"], line["form"]): line
         for line in lines_of("kernel_log/host.jsonl", device)
+        if line["implementation"] == implementation
     }
     names = {"graphs": "as graphs", "each": "each by itself"}
     parts = ("host", "done", "row", "replay")

@@ -2,8 +2,10 @@
 
     python -m bench.host_time
     python -m bench.host_time --rounds 4 --out host.jsonl
+    python -m bench.host_time --implementation triton
 
-`nsa_torch.attention` of the same tensors again and again, on `mosaic`, so a Hopper GPU. Machines
+`nsa_torch.attention` of the same tensors again and again, on `mosaic`, so a Hopper GPU, or on
+`triton`, whose launches are no graphs of ours: both forms are the same there. Machines
 and minutes differ by more than what is compared, so both forms take turns, each in a process of
 its own:
 
@@ -44,6 +46,9 @@ CALLS = flags.DEFINE_integer("calls", 200, "Timed a form and round.", lower_boun
 ROUNDS = flags.DEFINE_integer("rounds", 2, "Processes a form.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
 COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
+)
 FORMS = ("graphs", "each")
 FORM = flags.DEFINE_enum("form", None, FORMS, "Only this one, in this process.", **at)
 
@@ -76,10 +81,10 @@ def call_of(tensors: Sequence[torch.Tensor], which: str) -> Callable[[], Any]:
 
     def forward():
         with torch.no_grad():
-            return nsa_torch.attention(*tensors, implementation="mosaic")
+            return nsa_torch.attention(*tensors, implementation=IMPLEMENTATION.value)
 
     def both():
-        out = nsa_torch.attention(*tensors, implementation="mosaic")
+        out = nsa_torch.attention(*tensors, implementation=IMPLEMENTATION.value)
         return torch.autograd.grad(out, tensors, out)
 
     return forward if which == "forward" else both
@@ -194,7 +199,7 @@ def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
 
 def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
+        raise NotImplementedError("a GPU is needed, for mosaic a Hopper one")
     if FORM.value:
         print(json.dumps(one_form(FORM.value)), flush=True)
         return exit_status.OK
@@ -202,6 +207,7 @@ def main(argv: Sequence[str]) -> int:
     for _ in range(ROUNDS.value):
         for name, found in rounds.items():
             words = ["-m", "bench.host_time", f"--calls={CALLS.value}", f"--form={name}"]
+            words.append(f"--implementation={IMPLEMENTATION.value}")
             done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{name}: exit status {done.returncode}", flush=True)
@@ -223,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if OUT.value:
         about = {"device": torch.cuda.get_device_name(), "time": records.utc_now()}
-        about |= records.environment(COMMIT.value)
+        about |= {"implementation": IMPLEMENTATION.value} | records.environment(COMMIT.value)
         records.append_lines(OUT.value, [about | row for row in rows])
     return exit_status.OK
 

@@ -82,6 +82,6 @@ def test_on_a_gpu(tmp_path, capsys):
     assert main("--rounds=1", "--calls=5", f"--out={out}", "--commit=abc") == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 12 and all(0 < row["host_ms"] <= row["done_ms"] for row in rows)
-    assert all(row["commit"] == "abc" for row in rows)
+    assert {(row["commit"], row["implementation"]) for row in rows} == {("abc", "mosaic")}
     for row in rows:
         assert (row["graphs_a_call"] > 0) == (row["form"] == "graphs"), row

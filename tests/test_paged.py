@@ -453,3 +453,56 @@ def test_a_table_of_anything_on_a_gpu(implementation, around):
         for x, y in zip(whole, before, strict=True):
             assert torch.equal(x[~named], y[~named])
     assert not torch.equal(whole[0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_one_graph_over_500_steps(implementation):
+    """Rows grow by a token a step, end and begin again: a replay has the bits of an eager step on
+    a cache of its own, and both caches end alike.
+    """
+    config, kv_heads, width, batch, pages = NSAConfig(), 2, 64, 4, 20
+    make = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
+
+    sizes = batch * pages, kv_heads, width, width
+    captured, eager = (
+        nsa_torch.PagedCache(*sizes, config=config, device="cuda") for _ in range(2)
+    )
+    order = torch.randperm(batch * pages, generator=make, device="cuda")
+    table = order.view(batch, pages).to(torch.int32)
+    starts = torch.tensor([0, 700, 63, 500], device="cuda", dtype=torch.int32)
+    for cache in (captured, eager):
+        for x in cache.tensors().values():
+            x.normal_(generator=make.manual_seed(1))  # what stands there of rows that begin so
+    lengths = starts.clone()
+    query, gates = normal(batch, 32, width), normal(batch, 32, 3)
+    new = normal(batch, kv_heads, width), normal(batch, kv_heads, width)
+
+    def step(cache):
+        nsa_torch.append(cache, *new, table, lengths)
+        return nsa_torch.paged_attention(
+            query, gates, cache, table, lengths, implementation=implementation
+        )
+
+    step(eager)
+    step(captured)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for i in range(500):
+        grown = starts + i + 1
+        grown[3] = (
+            0 if i < 5 or 200 <= i < 210 else i % 200
+        )  # padding, and again from the start
+        lengths.copy_(grown)
+        for x in (query, gates, *new):
+            x.normal_(generator=make)
+        graph.replay()
+        found, wanted = out.clone(), step(eager)
+        assert torch.equal(found, wanted) and found.isfinite().all(), f"step {i}"
+    for name, x in captured.tensors().items():
+        assert torch.equal(x, eager.tensors()[name]), name
+    assert lengths[1] == 1200
