@@ -218,29 +218,19 @@ def decode(device: str) -> str:
     """The newest steps from pages, beside dense attention to the same keys."""
     newest: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records.read(DEVICE.parent / device / "decode.jsonl"):
-        names = {"all": "paged/", "dense": ""}
-        if record.implementation.startswith(names.get(record.branch, "-")):
-            shape = record.H, record.Hkv, record.D, record.Dv, record.B, record.T, record.S
-            newest.setdefault(shape, {})[record.implementation] = record
+        if record.implementation.startswith("paged/"):
+            newest.setdefault((shape_of(record), record.S), {})["paged"] = record
+        elif record.branch == "dense":
+            newest.setdefault((shape_of(record), record.S), {})[record.implementation] = record
     rows = []
-    for (heads, kv_heads, width, value_width, batch, new, tokens), found in newest.items():
-        ours = next((x for name, x in found.items() if name.startswith("paged/")), None)
-        dense = [found.get(name) for name in ("flash", "cudnn")]
-        cells = [
-            MISSING if x is None or x.time_ms is None else f"{x.time_ms:.3f}"
-            for x in (ours, *dense)
-        ]
-        sizes = f"{heads} / {kv_heads} ({heads // kv_heads})", f"{width} / {value_width}"
-        rows.append([*sizes, str(batch), length(tokens), str(new), *cells, commits([ours])])
-    head = [
-        "heads: query / kv (group)",
-        "D / Dv",
-        "rows",
-        "tokens",
-        "new a row",
-        "NSA from pages",
-    ]
-    return table([*head, *map(kernel_name, ("flash", "cudnn")), "commit"], rows)
+    for (shape, tokens), found in newest.items():
+        new, *sizes, _ = described(shape)
+        cells = [found.get(name) for name in ("paged", *USUAL)]
+        times = [x.time_ms if x is not None else None for x in cells]
+        shown = [MISSING if time is None else f"{time:.3f}" for time in times]
+        rows.append([new, length(tokens), *sizes, *shown, commits(cells[:1])])
+    head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
+    return table([*head, *map(kernel_name, USUAL), "commit"], rows)
 
 
 def host(device: str, implementation: str = "mosaic") -> str:
@@ -276,27 +266,34 @@ def first_call(device: str) -> str:
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
     cold, warm, lengths = (stage[name] for name in ("cold", "warm", "lengths"))
     jax, again = stage["jax"], stage["jax_again"]
-    more = lengths["after_all_mib"] - lengths["longest_alone_mib"]
+    more = (lengths["after_all_mib"] - lengths["longest_alone_mib"]) * 2**20 / 1e6
+    new_length = (
+        f"{lengths['more_ms_median']:.1f} ms median, {lengths['more_ms_p90']:.1f} at the 90th "
+        f"percentile, {lengths['more_ms_max']:.0f} at most of {lengths['lengths']}"
+    )
+    new_length_jax = (
+        f"{jax['new_length_s_median']:.1f} s median, {jax['new_length_s_max']:.1f} at most of "
+        f"{jax['lengths']}"
+    )
+    first_jax = f"{jax['first_both_s']:.1f} s; {again['first_both_s']:.2f} s with JAX's cache"
+    first = f"{warm['first_both_s']:.2f} s"
+    built = f"{cold['build_s']:.1f} s"
+    held = f"held after {lengths['lengths']} lengths, more than after the longest alone"
     rows = [
-        ["all kernels built on 16 cores, once a machine", "12 s", f"{cold['build_s']:.1f} s"]
-        + ["the same kernels"],
-        ["first forward and backward of a process that finds them", "0.5 s; JAX 1.5 s"]
-        + [f"{warm['first_both_s']:.2f} s"]
-        + [
-            f"{jax['first_both_s']:.1f} s; {again['first_both_s']:.2f} s with JAX's "
-            "persistent cache"
-        ],
-        ["a length never seen, more than the second call", "10 ms; JAX 1.5 s"]
-        + [
-            f"{lengths['more_ms_median']:.1f} ms median, {lengths['more_ms_p90']:.1f} at the "
-            f"90th percentile, {lengths['more_ms_max']:.0f} at most of {lengths['lengths']}"
-        ]
-        + [
-            f"{jax['new_length_s_median']:.1f} s median, {jax['new_length_s_max']:.1f} at most "
-            f"of {jax['lengths']}"
-        ],
-        [f"held after {lengths['lengths']} lengths, more than after the longest alone"]
-        + ["64 MB", f"{more * 2**20 / 1e6:.0f} MB", "not measured"],
+        ("all kernels built on 16 cores, once a machine", "12 s", built, "the same kernels"),
+        (
+            "first forward and backward of a process that finds them",
+            "0.5 s; JAX 1.5 s",
+            first,
+            first_jax,
+        ),
+        (
+            "a length never seen, more than the second call",
+            "10 ms; JAX 1.5 s",
+            new_length,
+            new_length_jax,
+        ),
+        (held, "64 MB", f"{more:.0f} MB", "not measured"),
     ]
     commit = ", ".join(dict.fromkeys(stage[name]["commit"][:7] for name in stage))
     return table(["", "wanted", f"torch, {commit}", f"JAX, {commit}"], rows)

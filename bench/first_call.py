@@ -15,7 +15,6 @@ A new folder of kernels, then a process for each stage, and one row of JSON each
 Host time: microseconds until a call returns, the GPU left alone to finish.
 """
 
-import dataclasses
 import json
 import random
 import statistics
@@ -30,6 +29,7 @@ import torch
 from absl import app, flags
 
 from bench.harness import cli, exit_status, records
+from bench.harness.attention_calls import Calls
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
@@ -47,36 +47,8 @@ STAGE = flags.DEFINE_enum("stage", None, STAGES, "Only this one.", **at)
 FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **at)
 
 
-@dataclasses.dataclass(frozen=True)
-class Calls:
-    """Forward, and forward and backward, of one length."""
-
-    tensors: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, length: int) -> "Calls":
-        heads, kv_heads, width = HEADS.value, KV_HEADS.value, WIDTH.value
-        random_ = torch.Generator("cuda").manual_seed(length)
-        shapes = [(heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)]
-        query, key, value, gates = (
-            torch.randn(
-                1, length, *x, generator=random_, device="cuda", dtype=torch.bfloat16
-            ).requires_grad_()
-            for x in shapes
-        )
-        return cls((query, key, value, gates))
-
-    def forward(self):
-        import nsa_torch
-
-        with torch.no_grad():
-            return nsa_torch.attention(*self.tensors, implementation="mosaic")
-
-    def both(self):
-        import nsa_torch
-
-        out = nsa_torch.attention(*self.tensors, implementation="mosaic")
-        return torch.autograd.grad(out, self.tensors, out)
+def calls_of(length: int) -> Calls:
+    return Calls.of(1, length, HEADS.value, KV_HEADS.value, WIDTH.value)
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -128,7 +100,7 @@ def warm() -> dict:
     """The first calls of a process that finds all kernels on disk."""
     import nsa_torch.mosaic  # noqa: F401  what a program imports before its first call
 
-    calls = Calls.of(4096)
+    calls = calls_of(4096)
     first = seconds(calls.both)
     forward = seconds(calls.forward)
     again = {"forward_s": seconds(calls.forward), "both_s": seconds(calls.both)}
@@ -149,7 +121,7 @@ def new_lengths() -> dict:
     lengths = [LONGEST.value, *(draw.randint(65, LONGEST.value) for _ in range(LENGTHS.value))]
     more_ms, memory = [], []
     for length in lengths:
-        calls = Calls.of(length)
+        calls = calls_of(length)
         first = seconds(calls.both)
         more_ms.append((first - seconds(calls.both)) * 1e3)
         memory.append(torch.cuda.memory_reserved() / 2**20 + used_mib())

@@ -39,6 +39,7 @@ import torch
 from absl import flags
 
 from bench.harness import cli, exit_status, records
+from bench.harness.attention_calls import Calls
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
@@ -61,33 +62,6 @@ SHAPES: Mapping[str, tuple[int, int, int, int, int]] = {
 PASSES = ("forward", "with backward")
 TIMES = ("host", "done", "row", "replay")
 BEFORE = 40  # calls before the first that is timed: graphs are made in these
-
-
-def tensors_of(shape: tuple[int, int, int, int, int]) -> list[torch.Tensor]:
-    """query, key, value, gates."""
-    batch, tokens, heads, kv_heads, width = shape
-    make = torch.Generator("cuda").manual_seed(tokens)
-    columns = (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)
-    return [
-        torch.randn(
-            batch, tokens, *x, generator=make, device="cuda", dtype=torch.bfloat16
-        ).requires_grad_()
-        for x in columns
-    ]
-
-
-def call_of(tensors: Sequence[torch.Tensor], which: str) -> Callable[[], Any]:
-    import nsa_torch
-
-    def forward():
-        with torch.no_grad():
-            return nsa_torch.attention(*tensors, implementation=IMPLEMENTATION.value)
-
-    def both():
-        out = nsa_torch.attention(*tensors, implementation=IMPLEMENTATION.value)
-        return torch.autograd.grad(out, tensors, out)
-
-    return forward if which == "forward" else both
 
 
 def timed(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
@@ -171,8 +145,8 @@ def one_form(name: str) -> dict[str, Any]:
     samples, graphs = {}, {}
     with form(name):
         for shape, sizes in SHAPES.items():
-            for which in PASSES:
-                call = call_of(tensors_of(sizes), which)
+            calls = Calls.of(*sizes, IMPLEMENTATION.value)
+            for which, call in zip(PASSES, (calls.forward, calls.both), strict=True):
                 samples[f"{shape}/{which}"] = timed(call, CALLS.value)
                 graphs[f"{shape}/{which}"] = graphs_a_call(call)
     return {"samples": samples, "graphs": graphs} | probes()

@@ -1,9 +1,9 @@
-"""Query, keys and values out of one product with a layer's input, and rotary positions.
+"""The fused QKV projection of a layer, and rotary positions.
 
-    x -> product [B, T, query | keys of each branch | values of each branch] -> heads apart, rotated
+    x -> projection [B, T, query | keys of each branch | values of each branch] -> split, rotated
 
-On an NVIDIA GPU the heads are one Triton launch forward and one backward
-(`kernels_pallas/triton/split_heads.py`), elsewhere operators of torch.
+On an NVIDIA GPU heads are split and rotated in one Triton launch, as is the gradient
+(`kernels_pallas/triton/split_heads.py`), elsewhere by operators of torch.
 """
 
 import dataclasses
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from kernels_pallas.triton import capability
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from nsa_jax.layer import LayerSpec
+from nsa_jax.validate import dtype_name
 from nsa_torch.torch_ops import capability_of
 
-# Tokens from which one product is made: the weights are put side by side for it at each call,
-# which costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
-ONE_PRODUCT = 8192
+# Tokens from which the products are fused: the weights are concatenated for it at each call, which
+# costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
+FUSED_FROM = 8192
 
 
-class Apart(NamedTuple):
+class QKV(NamedTuple):
     """The heads of a layer; keys and values by branch."""
 
     query: Tensor  # [B, T, H, D]
@@ -32,20 +34,43 @@ class Apart(NamedTuple):
     mean: Tensor | None  # of each key/value head's query heads, [B, T, Hkv, D], if asked for
 
 
-def product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """What `layers` make of `x` [B, T, dim], side by side in the last axis."""
-    if x.shape[:-1].numel() < ONE_PRODUCT or not all(_plain(each, x) for each in layers):
+def project(
+    x: Tensor,
+    query: nn.Linear,
+    keys: Sequence[nn.Linear],
+    values: Sequence[nn.Linear],
+    position: Tensor,
+    spec: LayerSpec,
+    *,
+    means: bool = False,
+) -> QKV:
+    """Query, keys and values of `x` [B, T, dim]; query and keys are rotated.
+
+    Args:
+      query, keys, values: the projections, those of keys and values by branch.
+      position: as of `split`.
+      spec: sizes of the heads, and the rotation.
+      means: whether the mean of each key/value head's query heads is wanted too.
+    """
+    sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys), int(means))
+    projection = _projection(x, (query, *keys, *values))
+    return split(projection, position, sizes, base=spec.rope_base, scale=spec.rope_scale)
+
+
+def _projection(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """What `layers` make of `x` [B, T, dim], concatenated along the last axis."""
+    if x.shape[:-1].numel() < FUSED_FROM or not all(_is_plain(each, x) for each in layers):
         return torch.cat([each(x) for each in layers], dim=-1)
     weights = [each.weight for each in layers]
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [each.to(dtype) for each in weights]
-    return _OneProduct.apply(x, *weights)
+    return _FusedLinear.apply(x, *weights)
 
 
-class _OneProduct(torch.autograd.Function):
-    """`x @ cat(weights).T`. The weights are kept for the gradient, not what lies beside each
-    other: sharded training frees them until then.
+class _FusedLinear(torch.autograd.Function):
+    """`x @ cat(weights).T`. For the gradient it saves the weights, not their concatenation, which
+    sharded training could not free between forward and backward.
     """
 
     generate_vmap_rule = True
@@ -71,30 +96,29 @@ class _OneProduct(torch.autograd.Function):
         return grad_x, *(part.T @ rows if each else None for each, part in parts)
 
 
-def heads_of(
-    product: Tensor,
+def split(
+    projection: Tensor,
     position: Tensor,
     sizes: Heads,
     *,
     base: float = 10000.0,
     scale: float = 1.0,
-) -> Apart:
+) -> QKV:
     """Query and, for each branch, key and value, contiguous; query and keys are rotated.
 
     Args:
-      product: `[B, T, sizes.row]`.
+      projection: `[B, T, sizes.row]`.
       position: `[B, T]` of the tokens, or `[1, T]` where all rows have the same.
       base, scale: of the rotation.
     """
-    rows = product.shape[:-1]
     cos, sin = _angles(position, sizes.D, base, scale)
-    if _by_kernel(product, sizes):
-        cos, sin = (x.expand(*rows, -1) for x in (cos, sin))
-        query, *each, mean = _split(product, cos, sin, _numbers(sizes))
+    if _by_kernel(projection, sizes):
+        cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
+        query, *each, mean = _split(projection, cos, sin, list(dataclasses.astuple(sizes)))
         keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
-        return Apart(query, keys, values, mean if sizes.means else None)
+        return QKV(query, keys, values, mean if sizes.means else None)
     pairs = sizes.branches * sizes.Hkv
-    query, key, value = product.split(
+    query, key, value = projection.split(
         [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
     )
     cos, sin = cos[:, :, None], sin[:, :, None]
@@ -105,7 +129,7 @@ def heads_of(
         tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
     )
     mean = query.unflatten(2, (sizes.Hkv, -1)).mean(dim=3) if sizes.means else None
-    return Apart(query, keys, values, mean)
+    return QKV(query, keys, values, mean)
 
 
 def _angles(position: Tensor, width: int, base: float, scale: float) -> tuple[Tensor, Tensor]:
@@ -123,7 +147,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-def _plain(layer: nn.Module, x: Tensor) -> bool:
+def _is_plain(layer: nn.Module, x: Tensor) -> bool:
     """Whether a layer is its product and nothing else: no adapter, hook, shard, bias or other
     `forward`.
     """
@@ -136,10 +160,10 @@ def _plain(layer: nn.Module, x: Tensor) -> bool:
     return type(layer.weight) in (nn.Parameter, Tensor) and layer.weight.device == x.device
 
 
-def _by_kernel(product: Tensor, sizes: Heads) -> bool:
-    if product.device.type != "cuda" or sizes.D % 2 or not product.numel():
+def _by_kernel(projection: Tensor, sizes: Heads) -> bool:
+    if projection.device.type != "cuda" or sizes.D % 2 or not projection.numel():
         return False
-    return _kernel_runs(product.device.index, product.dtype)
+    return _kernel_runs(projection.device.index, projection.dtype)
 
 
 @torch.compiler.assume_constant_result
@@ -154,37 +178,38 @@ type _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     "nsa::split_heads",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor product, Tensor cos, Tensor sin, SymInt[] sizes) -> "
+    schema="(Tensor projection, Tensor cos, Tensor sin, SymInt[] sizes) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _split(product: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> _Eight:
-    """`Heads(*sizes).apart` of a product `[B, T, row]`."""
+def _split(projection: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> _Eight:
+    """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`."""
     from nsa_torch.triton_ops import TRITON_OPS
 
-    kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(product))
-    made = TRITON_OPS.run(kernel, product, cos, sin)
-    shapes = Heads(*sizes).apart(*product.shape[:-1])
+    kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), dtype_name(projection))
+    made = TRITON_OPS.run(kernel, projection, cos, sin)
+    shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
     return cast(_Eight, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
 
 
 @_split.register_fake
-def _(product, cos, sin, sizes):
-    return tuple(product.new_empty(x) for x in Heads(*sizes).apart(*product.shape[:-1]))
+def _(projection, cos, sin, sizes):
+    shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
+    return tuple(projection.new_empty(shape) for shape in shapes)
 
 
 @torch.library.custom_op("nsa::join_heads", mutates_args=(), device_types="cuda")
-def _join(apart: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
-    """The product's gradient `[B, T, row]`, given those of what `_split` returned."""
+def _join(grads: list[Tensor], cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
+    """The projection's gradient `[B, T, row]`, given those of what `_split` returned."""
     from nsa_torch.triton_ops import TRITON_OPS
 
-    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), _name(apart[0]))
-    (made,) = TRITON_OPS.run(kernel, *apart, cos, -sin)
+    kernel = join_heads(Heads(*sizes), cos.shape[:-1].numel(), dtype_name(grads[0]))
+    (made,) = TRITON_OPS.run(kernel, *grads, cos, -sin)
     return made.view(*cos.shape[:-1], Heads(*sizes).row)
 
 
 @_join.register_fake
-def _(apart, cos, sin, sizes):
-    return apart[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
+def _(grads, cos, sin, sizes):
+    return grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
 
 
 def _keep(ctx, inputs, output):
@@ -192,16 +217,8 @@ def _keep(ctx, inputs, output):
     ctx.save_for_backward(cos, sin)
 
 
-def _gradients(ctx, *apart):
-    return _join(list(apart), *ctx.saved_tensors, ctx.sizes), None, None, None
+def _gradients(ctx, *grads):
+    return _join(list(grads), *ctx.saved_tensors, ctx.sizes), None, None, None
 
 
 _split.register_autograd(_gradients, setup_context=_keep)
-
-
-def _numbers(sizes: Heads) -> list[int]:
-    return list(dataclasses.astuple(sizes))
-
-
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

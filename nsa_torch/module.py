@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
@@ -216,13 +215,8 @@ class NSAAttention(nn.Module):
         spec = self.spec
         keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
         values = self.W_V_cmp, self.W_V_sel, self.W_V_win
-        sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys), means=1)
-        query, key, value, mean = heads.heads_of(
-            heads.product(x, (self.W_Q, *keys, *values)),
-            position,
-            sizes,
-            base=spec.rope_base,
-            scale=spec.rope_scale,
+        query, key, value, mean = heads.project(
+            x, self.W_Q, keys, values, position, spec, means=True
         )
         group = spec.n_heads // spec.n_kv_groups
         gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)

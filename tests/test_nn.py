@@ -230,7 +230,7 @@ def test_rope_depends_on_the_distance_only():
     x = rng.normal(size=(1, 6, 3, 8)).astype(np.float32)
     product = torch.from_numpy(x).flatten(2)
     at = torch.from_numpy(position)
-    query, *_ = heads.heads_of(product, at, heads.Heads(3, 1, 8, 8, branches=0), scale=3.0)
+    query, *_ = heads.split(product, at, heads.Heads(3, 1, 8, 8, branches=0), scale=3.0)
     np.testing.assert_allclose(
         np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(position), scale=3.0)),
         query.numpy(),

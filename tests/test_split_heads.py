@@ -55,7 +55,7 @@ def expected(product, position, sizes):
 
 
 def listed(apart):
-    """The same tensors, of what `heads_of` gives."""
+    """The same tensors, of what `split` gives."""
     query, keys, values, mean = apart
     return [query, *keys, *values] + ([] if mean is None else [mean])
 
@@ -72,7 +72,7 @@ def angles(position, sizes):
 @by_size
 def test_heads_by_operators_of_torch(sizes):
     product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
-    found = heads.heads_of(
+    found = heads.split(
         torch.from_numpy(product), torch.from_numpy(position), sizes, base=BASE, scale=SCALE
     )
     for x, y in zip(listed(found), expected(product, position, sizes), strict=True):
@@ -136,7 +136,7 @@ def test_the_way_back_is_the_gradient(sizes, small):
     tokens = 1100 // max(sizes.D, sizes.Dv)
     product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
     rows = product.reshape(2 * tokens, sizes.row)
-    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.apart(2 * tokens), 1)]
+    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(2 * tokens), 1)]
     (joined,) = by_kernel(join_heads, sizes, position, *given)
     parts = there(given)
     apart = expected(product, position, sizes)
@@ -177,7 +177,7 @@ def test_one_product_is_the_layers_products(monkeypatch):
     apart = outcome(copy.deepcopy(module), x)
     assert (48, 24) in products
     products.clear()
-    monkeypatch.setattr(heads, "ONE_PRODUCT", 80)
+    monkeypatch.setattr(heads, "FUSED_FROM", 80)
     one = outcome(module, x)
     assert (48 + 3 * 2 * (8 + 4), 24) in products and (48, 24) not in products
     for a, b in zip(apart, one, strict=True):
@@ -223,10 +223,10 @@ def test_gradients_of_one_product(run, change, monkeypatch):
     module, x = layer(), torch.from_numpy(drawn(2, 40, 24))
     change(module)
     apart = run(copy.deepcopy(module), x)
-    monkeypatch.setattr(heads, "ONE_PRODUCT", 80)
+    monkeypatch.setattr(heads, "FUSED_FROM", 80)
     made = []
     if run is not compiled:
-        monkeypatch.setattr(heads, "_OneProduct", noted(made))
+        monkeypatch.setattr(heads, "_FusedLinear", noted(made))
     one = run(module, x)
     assert made or run is compiled
     near = (
@@ -240,13 +240,13 @@ def test_gradients_of_one_product(run, change, monkeypatch):
 
 
 def noted(made):
-    class Noted(heads._OneProduct):
+    class Noted(heads._FusedLinear):
         @staticmethod
         def forward(x, *weights):
             made.append(len(weights))
             return heads_product(x, *weights)
 
-    heads_product = heads._OneProduct.forward
+    heads_product = heads._FusedLinear.forward
     return Noted
 
 
@@ -256,7 +256,7 @@ def test_one_product_keeps_the_weights_themselves():
     weights = [torch.randn(n, 24, requires_grad=True) for n in (48, 16)]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        heads._OneProduct.apply(torch.randn(3, 24), *weights)
+        heads._FusedLinear.apply(torch.randn(3, 24), *weights)
     assert {x.data_ptr() for x in kept} >= {x.data_ptr() for x in weights}
     assert sum(x.numel() for x in kept) == (3 + 48 + 16) * 24
 
@@ -294,7 +294,7 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
     change(module)
     wanted = module(x)[0]
     assert not torch.allclose(wanted, plain)
-    monkeypatch.setattr(heads, "ONE_PRODUCT", 1)
+    monkeypatch.setattr(heads, "FUSED_FROM", 1)
     torch.testing.assert_close(module(x)[0], wanted)
 
 
@@ -314,7 +314,7 @@ def test_the_operator_on_a_gpu(sizes, dtype, rows):
         leaf = product.clone().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
-            apart = listed(heads.heads_of(leaf, position, sizes))
+            apart = listed(heads.split(leaf, position, sizes))
         assert all(x.is_contiguous() and x.dtype == product.dtype for x in apart)
         assert all(x.data_ptr() % 256 == 0 for x in apart)  # which attention's kernels need
         weights = [
@@ -326,7 +326,7 @@ def test_the_operator_on_a_gpu(sizes, dtype, rows):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=steps, atol=steps)
     tables = (x.expand(2, -1, -1) for x in heads._angles(position, sizes.D, 10000.0, 1.0))
-    given = product.requires_grad_(), *tables, heads._numbers(sizes)
+    given = product.requires_grad_(), *tables, list(dataclasses.astuple(sizes))
     torch.library.opcheck(heads._split, given)
 
 

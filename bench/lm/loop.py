@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -193,24 +194,22 @@ def steps(
             if done % run.save_every == 0 and done < training.steps:
                 _save_if_there_is_room(run, save, done)
     save(training.steps)
-    slices = learner.share.slices()
-    parts = [run.batches.evaluation(EVALUATED_BATCHES, rows) for rows in slices]
-    held_out = [shares.joined(list(each)) for each in zip(*parts, strict=True)]
-    loss = float(np.mean([learner.loss(batch) for batch in held_out]))
-    gain = _recall(run, learner)
+    held_out = run.batches.evaluation(EVALUATED_BATCHES)
+    mine = [learner.share.of_whole(batch) for batch in held_out]
+    loss = float(np.mean([learner.loss(batch) for batch in mine]))
+    gain = _recall(run, learner, held_out)
     return summary(status="ok", steps=training.steps, held_out_loss=loss, recall_gain=gain)
 
 
-def _recall(run: Run, learner: Learner) -> float | None:
+def _recall(run: Run, learner: Learner, held_out: Sequence[Batch]) -> float | None:
     """What a passage read before gains on held-out text, by `recall`."""
     training, window = run.task.training, run.task.model.layer.w
     losses = []
-    for i, batch in enumerate(run.batches.evaluation(EVALUATED_BATCHES)):
+    for i, batch in enumerate(held_out):
         pair = recall.pair(batch, window, (training.seed, 4, i))
         if pair is None:
             return None
-        mine = [learner.share.of(lambda rows, x=x: Batch(x.tokens[rows])) for x in pair]
-        losses.append([learner.loss(x) for x in mine])
+        losses.append([learner.loss(learner.share.of_whole(each)) for each in pair])
     return recall.gain(np.array(losses), training.seq_len)
 
 

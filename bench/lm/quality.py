@@ -20,7 +20,7 @@ import numpy as np
 from absl import app
 
 from bench.harness import cli
-from bench.lm import curves, log
+from bench.lm import curves, log, watched
 from bench.lm.log import Header, Line, Summary
 
 MEASURES = {"held-out loss": "held_out_loss", "recall": "recall_gain"}
@@ -37,8 +37,6 @@ class Difference:
     mean: float
     error: float
     seeds: tuple[int, ...]
-    steps: int
-    commit: str | None
 
     @property
     def t(self) -> float:
@@ -52,7 +50,7 @@ def differences(found: Mapping[str, Sequence[Line]]) -> list[Difference]:
       ValueError: a file without both attentions or with a run that did not end; tasks that
         differ in more than the seed; a seed twice; fewer than two seeds.
     """
-    pairs: dict[str, dict[int, tuple[Header, Summary, Summary]]] = {}
+    pairs: dict[str, dict[int, tuple[Summary, Summary]]] = {}
     tasks = set()
     for name, lines in found.items():
         headers, ends = curves.last(lines, Header), curves.last(lines, Summary)
@@ -63,11 +61,11 @@ def differences(found: Mapping[str, Sequence[Line]]) -> list[Difference]:
                 raise ValueError(f"{name} must hold a run that ended of {lost[0]}")
             header = headers[nsa]
             rest = {k: v for k, v in header.training.items() if k != "seed"}
-            tasks.add(repr((header.parameters, header.dtype, sorted(rest.items()))))
+            tasks.add(repr(watched.task_of(dataclasses.replace(header, training=rest))))
             seed = header.training["seed"]
             if seed in pairs.setdefault(framework, {}):
                 raise ValueError(f"{name} must have a seed of its own, got {seed} again")
-            pairs[framework][seed] = header, ends[nsa], ends[dense]
+            pairs[framework][seed] = ends[nsa], ends[dense]
     if len(tasks) > 1:
         raise ValueError(f"runs must be alike but for the seed, got {' and '.join(tasks)}")
     return [
@@ -85,17 +83,13 @@ def _status(summary: Summary | None) -> str | None:
 def _difference(framework, measure, field, of) -> Difference | None:
     if len(of) < 2:
         raise ValueError(f"a standard error needs two seeds, got {sorted(of)} of {framework}")
-    values = np.array([[getattr(x, field) for x in ends] for _, *ends in of.values()], float)
+    values = np.array([[getattr(x, field) for x in ends] for ends in of.values()], float)
     if np.isnan(values).any():  # rows that are too short for it
         return None
     apart = values[:, 0] - values[:, 1]
     error = apart.std(ddof=1) / len(apart) ** 0.5
-    header = next(iter(of.values()))[0]
-    means = *values.mean(axis=0), apart.mean(), error
-    nsa, dense, mean, error = map(float, means)
-    steps = header.training["steps"]
-    seeds = tuple(sorted(of))
-    return Difference(framework, measure, nsa, dense, mean, error, seeds, steps, header.commit)
+    nsa, dense, mean, error = map(float, (*values.mean(axis=0), apart.mean(), error))
+    return Difference(framework, measure, nsa, dense, mean, error, tuple(sorted(of)))
 
 
 HEAD = ("framework", "measure", "NSA", "dense", "NSA - dense", "standard error", "t", "seeds")

@@ -47,6 +47,11 @@ class Share:
         """The rows of all micro-batches, one after the other."""
         return joined([fetch(rows) for rows in self.slices()])
 
+    def of_whole(self, batch: Batch) -> Batch:
+        """`of` a batch that is at hand as a whole."""
+        tokens, ids = batch
+        return self.of(lambda rows: Batch(tokens[rows], None if ids is None else ids[rows]))
+
 
 def joined(parts: list[Batch]) -> Batch:
     """The rows of `parts`, one below the other."""

@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.lm.spec import ModelSpec
 from interop import weights
-from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.layer import LayerSpec
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
@@ -71,12 +70,8 @@ class DenseAttention(nn.Module):
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
         if packing is not None:
             position = packing.position
-        query, (key,), (value,), _ = heads.heads_of(
-            heads.product(x, (self.W_Q, self.W_K, self.W_V)),
-            position,
-            Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),
-            base=spec.rope_base,
-            scale=spec.rope_scale,
+        query, (key,), (value,), _ = heads.project(
+            x, self.W_Q, [self.W_K], [self.W_V], position, spec
         )
         if packing is not None and x.is_cuda and self.backend == BACKENDS["flash"]:
             return self.out(self._varlen(query, key, value, packing)), None

@@ -494,8 +494,8 @@ def deltas(out: Array, count: int) -> TritonKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What a row of a layer's one product holds: query heads of D columns, then the key heads of D
-    of 1 to 3 branches, then the value heads of Dv of as many.
+    """What a row of a layer's fused projection holds: query heads of D columns, then the key heads
+    of D of 1 to 3 branches, then the value heads of Dv of as many.
 
     `means`: 1 where the mean of each key/value head's query heads is made beside them, or 0.
     """
@@ -509,11 +509,11 @@ class Heads:
 
     @property
     def row(self) -> int:
-        """Columns of the product."""
+        """Columns of the projection."""
         return self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
 
-    def apart(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of query, three keys, three values and mean; what is not there has no number."""
+    def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
+        """Shapes of query, three keys, three values and mean; what is absent is empty."""
         absent = [(0,)] * (3 - self.branches)
         keys, values = (
             [(*tokens, self.Hkv, width)] * self.branches + absent for width in (self.D, self.Dv)
@@ -523,16 +523,16 @@ class Heads:
 
 
 def split_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
-    """Arrays: the product `[tokens, heads.row]`, cos and sin, float32 `[tokens, D / 2]`.
+    """Arrays: the projection `[tokens, heads.row]`, cos and sin, float32 `[tokens, D / 2]`.
 
-    Results: those of `heads.apart`.
+    Results: those of `heads.split_shapes`.
     """
-    outputs = tuple(Array(shape, dtype) for shape in heads.apart(tokens))
+    outputs = tuple(Array(shape, dtype) for shape in heads.split_shapes(tokens))
     return _heads("split_heads", heads, tokens, outputs, heads.means)
 
 
 def join_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
-    """Arrays: what `split_heads` results in, cos and sin; result: the product."""
+    """Arrays: gradients of the results of `split_heads`, cos and -sin; result: the projection's."""
     return _heads("join_heads", heads, tokens, (Array((tokens, heads.row), dtype),), 0)
 
 

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attenti
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from kernels_pallas.triton.descriptions import Heads
 from nsa_jax.layer import KIND_KEY
 from nsa_jax.types import Branches
 from nsa_torch import geometry, heads
@@ -61,19 +60,15 @@ class DenseAttention(nn.Module):
           paged: what transformers' continuous batching hands to attention functions.
         """
         spec = self.spec
-        query, (key,), (value,), _ = heads.heads_of(
-            heads.product(x, (self.W_Q, self.W_K, self.W_V)),
-            position,
-            Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, branches=1),
-            base=spec.rope_base,
-            scale=spec.rope_scale,
+        query, (key,), (value,), _ = heads.project(
+            x, self.W_Q, [self.W_K], [self.W_V], position, spec
         )
         if layer is not None:
             key, value = layer.append(key, value, count)
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        apart = (each.transpose(1, 2) for each in (query, key, value))
-        out, _ = attend(self, *apart, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
+        by_head = (each.transpose(1, 2) for each in (query, key, value))
+        out, _ = attend(self, *by_head, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
         return self.out(out.flatten(2))
 
 
