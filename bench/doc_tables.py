@@ -10,8 +10,8 @@ A document names a table between two comments, and this command fills what stand
 
 | table | what it shows | options |
 |---|---|---|
-| `attention` | whole NSA beside dense attention, a row a shape | `mode` |
-| `branches` | the time of each branch, a row a shape | `mode`, `framework` |
+| `attention` | whole NSA beside dense attention, a row a shape | `mode`, `implementation`, `device` |
+| `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `training` | time of a training step of the 124 M model | `device` |
@@ -63,9 +63,9 @@ def table(head: Cells, rows: Iterable[Cells]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def load() -> list[Record]:
+def load(device: str = DEVICE.name) -> list[Record]:
     """The measured records of whole calls and of branches, oldest first."""
-    found = records.read(DEVICE / "compare.jsonl")
+    found = records.read(DEVICE.parent / device / "compare.jsonl")
     return sorted((r for r in found if r.status == "ok"), key=lambda r: r.time)
 
 
@@ -124,8 +124,10 @@ class Newest:
 USUAL = ("cudnn", "flash")
 
 
-def attention(mode: str = "forward", implementation: str = "mosaic") -> str:
-    newest = Newest(load(), mode)
+def attention(
+    mode: str = "forward", implementation: str = "mosaic", device: str = DEVICE.name
+) -> str:
+    newest = Newest(load(device), mode)
     shapes = newest.shapes("all", implementation)
     kernels = [
         name
@@ -146,8 +148,10 @@ def attention(mode: str = "forward", implementation: str = "mosaic") -> str:
 BRANCHES = ("compressed", "scores", "selected", "sliding")
 
 
-def branches(mode: str = "forward", framework: str = "torch") -> str:
-    newest = Newest(load(), mode)
+def branches(
+    mode: str = "forward", framework: str = "torch", device: str = DEVICE.name
+) -> str:
+    newest = Newest(load(device), mode)
     rows = []
     shapes = [newest.shapes(branch, "mosaic") for branch in BRANCHES]
     for shape in sorted(set().union(*shapes), key=lambda s: (-s[0] * s[2], s[1], -s[5], s[6])):
