@@ -8,6 +8,7 @@ A kernel's tile has `tokens` tokens times the `G` query heads of a group; row `t
 import dataclasses
 from typing import Any
 
+from kernels_pallas.specs.tile import cdiv
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 
@@ -44,6 +45,15 @@ class VisibleCompressed:
     def of(self, ops: ArrayOps, layout: QueryLayout) -> tuple[Any, Any]:
         return visible_compressed(layout, self.config)
 
+    def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
+        """Tiles of `tile` keys that the tokens `first .. end - 1` of `tokens` see at most, from
+        the tile of the first one's first key on; of a row that is not packed.
+        """
+        block, stride = self.config.compress_block, self.config.compress_stride
+        if keys == self.config.num_compressed(tokens):  # fewer than `stride` tokens came before
+            keys = min(keys, (end + stride - block) // stride + 1)
+        return cdiv(max(keys, 0), tile)
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:
@@ -54,6 +64,11 @@ class Window:
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> tuple[Any, Any]:
         return window_bounds(ops, layout, self.config, self.num_keys)
+
+    def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
+        """As of `VisibleCompressed`."""
+        seen = min(keys, end - first + self.config.window - 1)
+        return cdiv(seen - 1, tile) + 1  # which may begin anywhere in a tile
 
 
 type Bounds = VisibleCompressed | Window

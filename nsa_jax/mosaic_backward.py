@@ -18,6 +18,7 @@ order.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -32,7 +33,7 @@ from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 from nsa_jax.gradients import Gradients, RowResiduals
-from nsa_jax.key_bounds import VisibleCompressed, Window
+from nsa_jax.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_jax.validate import dtype_name
 
@@ -78,13 +79,18 @@ def compressed(
     if key.shape[1] == 0:
         zero = ops.xp.zeros_like
         return Gradients(zero(query) if added is None else added, zero(key), zero(value))
-    bounds = VisibleCompressed(config)
-    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
-    # The first tokens are seen by nearly all queries: a tile of keys is several items.
-    tiles = base.B * base.Hkv * base.key_tiles
-    segments = work_items.interval_segments(tiles, base.query_tiles)
     return _interval(
-        ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
+        ops,
+        query,
+        key,
+        value,
+        do,
+        rows,
+        VisibleCompressed(config),
+        layout,
+        scale,
+        added,
+        work_items.causal_cuts,
     )
 
 
@@ -102,14 +108,15 @@ def sliding(
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
     bounds = Window(config, key.shape[1])
-    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, base, 1)
+    cut = work_items.window_cuts
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
 
 
 def _interval(
-    ops, query, key, value, do, rows, bounds, layout, scale, added, base, segments
+    ops, query, key, value, do, rows, bounds, layout, scale, added, cut
 ) -> Gradients:
-    """`base`: the `Dkv` but for its items, of which each key tile has `segments`."""
+    """`cut`: `work_items.causal_cuts` or `window_cuts`."""
+    base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
     tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
     spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
@@ -125,16 +132,29 @@ def _interval(
     kernel = interval.dq(spec)
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
-    spec = dataclasses.replace(base, work_items=segments * base.B * base.Hkv * base.key_tiles)
+    cuts = _cuts(cut, base, bounds, layout.packed)
+    heads = base.B * base.Hkv
+    items = heads * cuts.segments * cuts.tiles
+    spec = dataclasses.replace(base, work_items=items, interval_partials=heads * cuts.partials)
 
     def make():
         interval = key_bounds.bounds_of(ops, layout, bounds)
-        return work_items.interval_work_items(ops, interval, spec, segments)
+        return work_items.interval_work_items(ops, interval, spec, cuts)
 
     table, *sums = ops.cached(layout, ("items", bounds, spec), make)
     first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.query_tile, base.query_tiles)
     arrays = query, key, value, do, stats, table, first
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
+
+
+@functools.lru_cache
+def _cuts(cut, base: Dkv, bounds: Bounds, packed: bool) -> work_items.IntervalCuts:
+    def tiles_seen(first, end):
+        if packed:
+            return base.key_tiles
+        return bounds.tiles_seen(first, end, base.T, base.S, base.tile_keys)
+
+    return cut(base, tiles_seen)
 
 
 def selected(

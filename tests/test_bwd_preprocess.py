@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels_pallas.mosaic import bwd_preprocess
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.tile import LOG2E
 from tests.test_block_query_lists import needs_gpu
@@ -13,7 +14,7 @@ from tests.warp_emulation import Warps, emulated, interpreted
 
 SPECS = {
     "tiles": RowStats(2, 9, 32, 2, 4, 64, gated=True),
-    "tiles with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True),
+    "tiles with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True),
     "tokens": RowStats(2, 5, 8, 2, 1, 8, lse_grad=True),
     "several CTAs": RowStats(1, 40, 6, 1, 10, 64),
 }
@@ -27,6 +28,8 @@ def draw(spec):
     count = 2 + spec.gated + spec.lse_grad
     lse, delta, *extra = rng.normal(size=(count, *shape)).astype(np.float32) * 3
     lse[:, 1] = lse[:, -1, ::2] = -np.inf
+    if spec.gated:  # drawn of both signs
+        extra[0][:, 2] = [0.0, -0.0] * (spec.H // 2)
     for x in (delta, *extra):
         x[:, 1] = np.nan
     key_end = rng.integers(0, 2**20, size=shape[:2], dtype=np.int32)
@@ -43,10 +46,30 @@ def expected(spec, lse, delta, key_end, *extra):
         tile, place = divmod(t, spec.tokens)
         row = math.inf, 0.0, 0.0, 0.0
         if lse[b, t, h] > -math.inf:
-            delta_of_row = gate[b, t, h] * delta[b, t, h] - dlse[b, t, h]
-            row = lse[b, t, h] * np.float32(LOG2E), key_end[b, t], gate[b, t, h], delta_of_row
+            shift = lse[b, t, h] * LOG2E
+            if size := abs(gate[b, t, h]):
+                shift -= math.log2(size)
+            else:
+                shift = math.inf
+            row = shift, delta[b, t, h] - dlse[b, t, h], key_end[b, t], 0.0
         found[b, g, tile, place * spec.group + member] = row
     return found
+
+
+def check(spec, found, arrays):
+    """`found` against plain Python; the last bit of a shift is the sign of the gate."""
+    # A shift near 0 is a difference of larger numbers.
+    np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6, atol=3e-6)
+    if not spec.gated:
+        return
+    lse, gate = arrays[0], arrays[3]
+    last_bit = found[..., 0].view(np.uint32) & 1
+    counted = lse > -np.inf
+    for b, t, h in zip(*np.nonzero(counted), strict=True):
+        g, member = divmod(h, spec.H // spec.Hkv)
+        tile, place = divmod(t, spec.tokens)
+        sign = last_bit[b, g, tile, place * spec.group + member]
+        assert sign == (gate[b, t, h] < 0)
 
 
 @by_spec
@@ -54,12 +77,18 @@ def test_warps(name):
     spec = SPECS[name]
     arrays = draw(spec)
     (found,) = emulated(row_stats, interpreted(spec), *arrays)
-    np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
+    check(spec, found, arrays)
+
+
+def test_a_gated_branch_has_no_gradient_of_its_lse():
+    with pytest.raises(ValueError, match="log-sum-exp"):
+        RowStats(1, 7, 12, 2, 2, 16, gated=True, lse_grad=True)
 
 
 MUTANTS = {
     "statistics of what sees nothing": ("different", lambda self, a, b: self.same(a, a)),
     "no end of the tokens": ("where", lambda self, condition, a, b: self.word(a)),
+    "no logarithm": ("log2", lambda self, x: x),
     "the lane is the warp": ("lane", lambda self: self.word(0)),
 }
 
@@ -71,7 +100,18 @@ def test_mutants_are_caught(monkeypatch, mutant):
     monkeypatch.setattr(Warps, *MUTANTS[mutant])
     (found,) = emulated(row_stats, interpreted(spec), *arrays)
     with pytest.raises(AssertionError):
-        np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6)
+        check(spec, found, arrays)
+
+
+def test_a_lost_sign_is_caught(monkeypatch):
+    spec = SPECS["tiles"]
+    arrays = draw(spec)
+    signed = bwd_preprocess.WriteRow._gated
+    lost = lambda self, warp, lse, gate: signed(self, warp, lse, gate & 0x7FFFFFFF)
+    monkeypatch.setattr(bwd_preprocess.WriteRow, "_gated", lost)
+    (found,) = emulated(row_stats, interpreted(spec), *arrays)
+    with pytest.raises(AssertionError):
+        check(spec, found, arrays)
 
 
 @pytest.mark.gpu
@@ -83,4 +123,4 @@ def test_the_kernel(name):
     spec = SPECS[name]
     arrays = draw(spec)
     (found,) = launch(row_stats(spec), *(torch.from_numpy(x).cuda() for x in arrays))
-    np.testing.assert_allclose(found.cpu().numpy(), expected(spec, *arrays), rtol=1e-6)
+    check(spec, found.cpu().numpy(), arrays)

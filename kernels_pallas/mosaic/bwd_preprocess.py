@@ -1,6 +1,6 @@
-"""delta = gate * rowsum(dO * O) - dlse, lse_log2 = lse * log2(e): FlashAttention's preprocess.
+"""delta = rowsum(dO * O) - dlse, shift = lse * log2(e) - log2|gate|: FlashAttention's preprocess.
 
-Both stand beside the end of a row's keys and its gate, as the backward kernels read them
+Both stand beside the end of a row's keys, as the backward kernels read them
 (`specs/bwd_preprocess.py`). rowsum(dO * O), also the gradient of the gate, is of `combine.py`.
 
 Loop order: no loop; a lane makes one row, a warp 32 neighbouring rows of the query tiles.
@@ -45,24 +45,28 @@ class WriteRow:
 
         lse, delta = of_head(lse), of_head(delta)
         key_end = warp.fetch(warp.element(key_end, (b * sizes.T + token, 4)))
-        gate = warp.word(warp.integer(1.0))
+        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E))))
         if spec.gated:
-            gate = warp.bits(of_head(extra[0]))
-            delta = (
-                warp.real(gate) * delta
-            )  # dO_c = g_c dO, so rowsum(dO_c * O_c) = g_c delta_c
+            shift = self._gated(warp, shift, warp.bits(of_head(extra[0])))
         if spec.lse_grad:
             delta = delta - of_head(extra[-1])  # d lse / dS = P, so P * dlse is added to dS
         # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
         sees = is_query & warp.different(warp.bits(lse), warp.integer(-math.inf))
-        lse_log2_of_none = warp.where(is_query, warp.integer(math.inf), 0)
-        lse_log2 = lse * warp.real(warp.word(warp.integer(LOG2E)))
+        shift_of_none = warp.where(is_query, warp.integer(math.inf), 0)
         # The end of the keys is exact in a float32: there are at most `capability.LONGEST` keys.
-        columns = warp.bits(lse_log2), warp.bits(warp.floating(key_end)), gate, warp.bits(delta)
+        columns = shift, warp.bits(delta), warp.bits(warp.floating(key_end)), warp.word(0)
         lead = head * (sizes.tiles * spec.rows) + place, ROW_STATS * 4
         for i, x in enumerate(columns):
-            x = warp.where(sees, x, 0 if i else lse_log2_of_none)
+            x = warp.where(sees, x, 0 if i else shift_of_none)
             warp.put(warp.element(row_stats, lead, (warp.word(i), 4)), x, exists)
+
+    def _gated(self, warp, lse_log2, gate):
+        """lse_log2 - log2|gate| with the gate's sign as its last bit; bits of float32, all."""
+        size = warp.log2(warp.real(gate & 0x7FFFFFFF))
+        shift = warp.bits(warp.real(lse_log2) - size)
+        signed = (shift & ~1) | warp.number(gate < 0)
+        # The last bit would make NaN of what is infinite, where the gate is 0.
+        return warp.where(warp.same(shift, warp.integer(math.inf)), shift, signed)
 
 
 def row_stats(kernel: Kernel) -> Callable:

@@ -6,14 +6,14 @@ transposed, keys x queries:
 
     S^T   = K Q^T                                       [64 keys, 64 rows]
     dP^T  = V dO^T                                      [64, 64]
-    P^T   = exp2(scale * log2(e) * S^T - lse_log2)
-    dS^T  = P^T * (gate * dP^T - delta)
-    dV   += (gate * P^T) dO                             [64, Dv]
+    gP^T  = +-exp2(scale * log2(e) * S^T - shift)
+    dS^T  = gP^T * (dP^T - delta)
+    dV   += gP^T dO                                     [64, Dv]
     dK   += dS^T Q                                      [64, D], times scale at the end
 
-gate and delta are those of `row_stats`: delta = gate * rowsum(dO * O) - dlse. P^T and dS^T stay
-in registers, as the left operand of the last two wgmma. The G query heads of a key/value head
-are rows of the query tile, so these products sum over them: GQA needs no reduction of its own.
+shift and delta are those of `row_stats`; shift holds the gate. gP^T and dS^T stay in registers,
+as the left operand of the last two wgmma. The G query heads of a key/value head are rows of the
+query tile, so these products sum over them: GQA needs no reduction of its own.
 
 Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
 rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
@@ -42,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands
+from kernels_pallas.mosaic import operands, softmax
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROW_STATS, ROWS
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
@@ -62,7 +62,7 @@ def partials(kernel: Kernel):
     interpret = bool(spec.interpret)
     dtype = jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, query_tile, interpret)
-    scale_log2 = spec.scale * LOG2E
+    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, interpret)
     if not spec.gathered:
         operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
@@ -196,8 +196,11 @@ def partials(kernel: Kernel):
 
         # Products.
 
-        def step(wg, under_mask, i, carry):
-            """Adds the query rows of step `i` to dK `[64, D]` and dV `[64, Dv]`."""
+        def step(wg, key, value, under_mask, i, carry):
+            """Adds the query rows of step `i` to dK `[64, D]` and dV `[64, Dv]`.
+
+            `key`, `value`: the left operands, 64 keys.
+            """
             stage = stage_of(i)
             first = begin + i * per_step
             following = query_tiles_of_step(i + stages) if spec.gathered else ()
@@ -205,45 +208,42 @@ def partials(kernel: Kernel):
             plgpu.barrier_wait(refs.step_full.at[stage])
 
             def stats_of_columns(j):
-                """lse_log2, key_end, gate and delta of eight columns, `[8]`."""
+                """shift, delta and key_end of eight columns, `[8]`."""
                 stats = refs.stats_s.at[stage], j
                 if not spec.single_token:
                     stats = refs.stats_s.at[stage, slice(j, j + COLUMNS)], 0
                 of_single = group if spec.single_token else 0
                 return operands.column_stats(*stats, interpret, of_single)
 
-            s = buffers.start_product((refs.key_s, wg), (refs.query_s, stage))  # K Q^T
+            s = buffers.start_product(key, (refs.query_s, stage))  # K Q^T
             dp = None
             if spec.want_dk:
-                dp = buffers.start_product((refs.value_s, wg), (refs.do_s, stage))  # V dO^T
+                dp = buffers.start_product(value, (refs.do_s, stage))  # V dO^T
             (s,) = buffers.finish(s, running=0 if dp is None else 1)
             # Eight columns at a time, so that their statistics need few registers.
-            p, gated_p = [], []
+            p = []
             for j in range(0, ROWS, COLUMNS):
-                lse_log2, key_end, gate, _ = stats_of_columns(j)
+                shift, _, key_end = stats_of_columns(j)
                 if spec.block and not under_mask:
-                    lse_log2 = jnp.where(selected(j, marks), lse_log2, jnp.inf)
-                part = jnp.exp2(s[:, j : j + COLUMNS] * scale_log2 - down(lse_log2))
+                    shift = jnp.where(selected(j, marks), shift, jnp.inf)
+                seen = None
                 if under_mask:
                     seen = visible(wg, j, down(key_end).astype(jnp.int32), first, marks)
-                    part = jnp.where(seen, part, 0.0)
-                p.append(part)  # P^T [64, 8]
-                gated_p.append((part * down(gate) if spec.gated else part).astype(dtype))
+                part = backward.probabilities(s[:, j : j + COLUMNS], down(shift), seen)
+                p.append(part)  # gP^T [64, 8]
             sums = list(carry)
             if dp is not None:
                 (dp,) = buffers.finish(dp)
-            if spec.want_dv:  # dV += (g P^T) dO
-                gated_p = operands.side_by_side(gated_p, interpret)
-                sums[-1] = buffers.start_sum(sums[-1], gated_p, (refs.do_s, stage))
+            if spec.want_dv:  # dV += gP^T dO
+                left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
+                sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage))
             if dp is not None:  # dK += dS^T Q
                 ds = []
                 for j in range(0, ROWS, COLUMNS):
-                    # Read again: kept from above they would take 32 registers.
-                    _, _, gate, delta = stats_of_columns(j)
-                    part = dp[:, j : j + COLUMNS]
-                    if spec.gated:
-                        part = part * down(gate)
-                    ds.append((p[j // COLUMNS] * (part - down(delta))).astype(dtype))
+                    # Read again: kept from above they would take 16 registers.
+                    _, delta, _ = stats_of_columns(j)
+                    part = dp[:, j : j + COLUMNS] - down(delta)
+                    ds.append((p[j // COLUMNS] * part).astype(dtype))
                 ds = operands.side_by_side(ds, interpret)
                 sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage))
             sums = buffers.finish(*sums)
@@ -274,7 +274,9 @@ def partials(kernel: Kernel):
             sums = tuple(
                 operands.full((ROWS, width), 0.0, MATRIX) for width in spec.widths.values()
             )
-            masked, unmasked = (functools.partial(step, wg, mask) for mask in (True, False))
+            left = buffers.left_operands(spec, (refs.key_s, wg), (refs.value_s, wg))
+            step_here = functools.partial(step, wg, *left)
+            masked, unmasked = (functools.partial(step_here, mask) for mask in (True, False))
             first, unmasked_first, unmasked_last, last = steps_of(wg)
             if not spec.gathered:
                 lax.fori_loop(0, first, skip, None)

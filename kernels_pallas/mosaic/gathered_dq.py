@@ -3,7 +3,7 @@
 Algorithm: with the statistics of the whole row, so that partials only have to be added up
 (`gathered_merge.py`):
 
-    S = Q K_j^T, dP = dO V_j^T [64, 64],  dS = P * (dP - delta),  dQ_j = scale dS K_j
+    S = Q K_j^T, dP = dO V_j^T [64, 64],  dS = gP * (dP - delta),  dQ_j = scale dS K_j
 
 (formulas: `softmax.py`).
 
@@ -27,7 +27,8 @@ def build(kernel: Kernel):
     spec = kernel.spec
     walk = GatheredWalk(spec, {"query_tile": spec.D, "do_tile": spec.Dv}, spec.D)
     buffers, gathered_rows = walk.buffers, walk.gathered_rows
-    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    dtype = jnp.dtype(spec.dtype)
+    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
 
     def body(refs):
         def work(rows):
@@ -37,12 +38,11 @@ def build(kernel: Kernel):
                 rows.kv_head,
                 rows.token,
                 (spec.stats_unit[0], refs.sizes.stats_units),
-                spec.gated,
             )
 
             def compute(scores, dp, visible):
                 acc = softmax.zeros(spec.D)
-                ds = softmax.softmax_backward(scores, dp, c, stats, visible)  # [64, 64]
+                ds = backward.ds(scores, dp, stats, visible)  # [64, 64]
                 (acc,) = buffers.add_products((acc, ds.astype(dtype), (refs.key_tile, 0)))
                 return acc * spec.scale  # [64, D]
 

@@ -2,9 +2,9 @@
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of keys
 
-    S = Q K^T, dP = dO V^T [64, block],  dS = P * (dP - delta),  dQ += dS K
+    S = Q K^T, dP = dO V^T [64, block],  dS = gP * (dP - delta),  dQ += dS K
 
-and dQ is scaled at the end (formulas: `softmax.py`). P is computed again from lse_log2.
+and dQ is scaled at the end (formulas: `softmax.py`). gP, P times the gate, is computed again from `shift`.
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
 (`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then
@@ -33,26 +33,30 @@ def build(kernel: Kernel):
     buffers, tile, interpret = walk.buffers, spec.tile, bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
     gathered_rows = GatheredRows(tile.group, interpret)
-    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    dtype = jnp.dtype(spec.dtype)
+    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
 
     def body(refs):
         def work(at):
             token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
             units = tile.tokens, refs.sizes.stats_units
             stats = gathered_rows.softmax_stats(
-                refs.row_stats, at.b, at.kv_head, token, units, spec.gated
+                refs.row_stats, at.b, at.kv_head, token, units
+            )
+
+            query, do = buffers.left_operands(
+                spec, (refs.query_tile, at.wg), (refs.do_tile, at.wg)
             )
 
             def attend(block, _, acc):
                 stage = block.stage
                 plgpu.barrier_wait(refs.key_ready.at[stage])
                 plgpu.barrier_wait(refs.value_ready.at[stage])
-                query, do = (refs.query_tile, at.wg), (refs.do_tile, at.wg)
                 scores = buffers.start_product(query, (refs.key_ring, stage))  # [64, block]
                 dp = buffers.start_product(do, (refs.value_ring, stage))
                 scores, dp = buffers.finish(scores, dp)
                 plgpu.barrier_arrive(refs.value_free.at[stage])
-                ds = softmax.softmax_backward(scores, dp, c, stats, block.visible())
+                ds = backward.ds(scores, dp, stats, block.visible())
                 return acc, ds.astype(dtype)
 
             def multiply(factor, acc):

@@ -189,29 +189,46 @@ class Buffers:
     def _matrix_ref(self):
         return plgpu.RefType(self._matrix_transforms)
 
+    def left_operands(self, spec, *operands) -> tuple:
+        """Operands `(ref, copy)` as they are, or `[64, width]` in registers if
+        `spec.left_in_registers`: many products read them from there.
+        """
+        if not spec.left_in_registers:
+            return operands
+        return tuple(self._in_registers(*operand) for operand in operands)
+
+    def _in_registers(self, ref, copy):
+        if self.interpret:
+            return self._matrix(ref, copy)
+        slabs = range(self._slabs(ref))
+        parts = [plgpu.load(ref[0].at[copy, i], layout=MATRIX) for i in slabs]
+        return side_by_side(parts, interpret=False)
+
     def start_product(self, left, right):
         """Starts `left @ right.T` of operands `(ref, copy)`, the narrower of which says how many
-        columns count. What is returned belongs to `finish`: until then it counts as running, and
-        no loop may begin another round (`wgmma.py`).
+        columns count; the left one may be in registers. What is returned belongs to `finish`:
+        until then it counts as running, and no loop may begin another round (`wgmma.py`).
         """
+        registers = not isinstance(left, tuple)
         if self.interpret:
-            left, right = self._matrix(*left), self._matrix(*right)
+            left, right = left if registers else self._matrix(*left), self._matrix(*right)
             width = min(left.shape[1], right.shape[1])
             result = jnp.dot(left[:, :width], right[:, :width].T)
             plgpu.commit_smem()  # else the race detector takes these reads for later ones
             return result
-        (left, i), (right, j) = left, right
+        right, copy = right
         shape = ROWS, right[0].shape[2]
 
         @plgpu.inline_mgpu(
-            arg_types=(self._matrix_ref, self._matrix_ref),
+            arg_types=(MATRIX if registers else self._matrix_ref, self._matrix_ref),
             return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=MATRIX),
         )
         def start(_, left, right):
             wgmma.fence()
-            return wgmma.array(wgmma.product(wgmma.Operand(left), wgmma.Operand(right)))
+            left = wgmma.registers(left) if registers else wgmma.Operand(left)
+            return wgmma.array(wgmma.product(left, wgmma.Operand(right)))
 
-        return start(left[0].at[i], right[0].at[j])
+        return start(left if registers else left[0][0].at[left[1]], right[0].at[copy])
 
     def start_sum(self, total, left, right):
         """Starts `total + left @ right`, of registers and an operand `(ref, copy)`; as
@@ -299,8 +316,8 @@ class Buffers:
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
-    """lse_log2, key_end, gate and delta `[8]` of the columns from `start` on, where queries are
-    the columns of a product.
+    """shift, delta and key_end `[8]` of the columns from `start` on, where queries are the columns
+    of a product.
 
     Args:
       ref: float32 `[columns, 4]` in shared memory.
@@ -318,11 +335,11 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
             nothing = jnp.where(jnp.arange(ROW_STATS) == 0, jnp.inf, 0.0)
             nothing = jnp.broadcast_to(nothing, (columns, ROW_STATS)).astype(stats.dtype)
             stats = jnp.concatenate([stats, nothing])
-        return [stats[start : start + columns, i] for i in range(ROW_STATS)]
+        return [stats[start : start + columns, i] for i in range(3)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
     used = ref.shape[0] // ROW_STATS_MIN_ROWS * group if group else ref.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * ROW_STATS)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * 3)
     def load(_, ref):
         layout, shape = PER_COLUMN.to_mgpu(), (columns,)
         row_type, pair_type = (
@@ -332,7 +349,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
             np.array([np.inf, 0, 0, 0], np.float32), type=row_type
         )
         nothing = arith.constant(row_type, nothing)
-        registers = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
+        registers = [np.empty(layout.registers_shape(shape), object) for _ in range(3)]
         indices = list(np.ndindex(registers[0].shape))
         for index, (first,) in zip(indices, layout.thread_idxs(shape), strict=True):
             # A register holds two neighbours; one load has all statistics of one of them.
@@ -351,7 +368,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
                     exists = arith.cmpi(arith.CmpIPredicate.ult, column, _index(used))
                     row = arith.select(exists, row, nothing)
                 rows.append(row)
-            for k in range(ROW_STATS):
+            for k in range(3):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):
                     value = llvm.extractelement(row, wgmma.number(k))
@@ -380,6 +397,35 @@ def side_by_side(parts, interpret: bool):
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return join(*parts)
+
+
+def with_sign_bit(x, shift, interpret: bool):
+    """`x` from 0 with the sign that the last bit of `shift` says; float32 of one shape."""
+    if interpret:
+        bits, sign = (lax.bitcast_convert_type(y, jnp.uint32) for y in (x, shift))
+        return lax.bitcast_convert_type(bits | sign << 31, jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX, MATRIX),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=MATRIX),
+    )
+    def join(_, x, shift):
+        registers = np.empty_like(x.registers)
+        for i in np.ndindex(registers.shape):
+            vector = x.registers[i].type
+            kind = ir.VectorType.get(ir.VectorType(vector).shape, ir.IntegerType.get_signless(32))
+            bits, sign = (arith.bitcast(kind, y.registers[i]) for y in (x, shift))
+            places = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, _place(31)))
+            registers[i] = arith.bitcast(vector, arith.ori(bits, arith.shli(sign, places)))
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=x.layout, _is_signed=None
+        )
+
+    return join(x, shift)
+
+
+def _place(number: int):
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
 
 
 def _index(number: int):

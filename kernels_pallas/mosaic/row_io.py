@@ -78,15 +78,15 @@ class GatheredRows:
 
         return _by_row(load, [array], [b, length], [index], [jnp.int32])[0]
 
-    def softmax_stats(self, row_stats, b, kv_head, token, units: tuple, gated: bool):
+    def softmax_stats(self, row_stats, b, kv_head, token, units: tuple):
         """Of `token`, by row, what dq needs of `row_stats`; `units`: the tokens of a unit, and
         how many units there are.
         """
-        lse_log2, _, gate, delta = self._row_stats(row_stats, b, kv_head, token, *units)
-        return SoftmaxStats(lse_log2, gate if gated else None, delta)
+        return SoftmaxStats(*self._row_stats(row_stats, b, kv_head, token, *units))
 
     def _row_stats(self, row_stats, b, kv_head, token, unit, count):
-        """lse_log2, key_end, gate and delta."""
+        """shift and delta."""
+        columns = range(len(SoftmaxStats._fields))
         if self.interpret:
             stats = []
             for i in range(self.tokens):
@@ -97,7 +97,7 @@ class GatheredRows:
                 stats.append(own[...])
             stats = jnp.concatenate(stats)
             stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
-            return [stats[:, i] for i in range(ROW_STATS)]
+            return [stats[:, i] for i in columns]
 
         def load(row, refs, words, token):
             _, heads, _, rows, _ = refs[0].type.shape
@@ -107,9 +107,9 @@ class GatheredRows:
                 ((b * heads + kv_head) * count + token // unit, rows * 4 * ROW_STATS),
                 (token % unit * self.group + row % self.group, 4 * ROW_STATS),
             )
-            return [warp.real(warp.fetch(address, 4 * i)) for i in range(ROW_STATS)]
+            return [warp.real(warp.fetch(address, 4 * i)) for i in columns]
 
-        dtypes = [jnp.float32] * ROW_STATS
+        dtypes = [jnp.float32] * len(columns)
         return _by_row(load, [row_stats], [b, kv_head, count], [token], dtypes)
 
     def put(self, array, value, b, kv_head, length, index, only):

@@ -2,10 +2,10 @@
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of the list
 
-    S = Q K^T, dP = gate * dO V^T [64, block],  dS = P * (dP - delta),  dQ += dS K
+    S = Q K^T, dP = dO V^T [64, block],  dS = gP * (dP - delta),  dQ += dS K
 
 and dQ is scaled at the end (formulas: `softmax.py`). Rows of tokens that did not select the
-block have lse_log2 = +inf, so P = 0.
+block have shift = +inf, so gP = 0.
 
 Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
 selection block; two stages of keys and of values where two CTAs then fit on an SM
@@ -33,14 +33,15 @@ def build(kernel: Kernel):
     buffers, tile, interpret = walk.buffers, spec.tile, bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
     gathered_rows = GatheredRows(tile.group, interpret)
-    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    dtype = jnp.dtype(spec.dtype)
+    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
 
     def body(refs):
         def work(at):
             token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
             units = spec.stats_unit[0], refs.sizes.stats_units
             stats = gathered_rows.softmax_stats(
-                refs.row_stats, at.b, at.kv_head, token, units, spec.gated
+                refs.row_stats, at.b, at.kv_head, token, units
             )
 
             def step(block, acc):
@@ -52,9 +53,9 @@ def build(kernel: Kernel):
                     ((refs.query_tile, 0), key), ((refs.do_tile, 0), value)
                 )  # [64, block]
                 block.refill_value()
-                lse_log2 = jnp.where(block.member, stats.lse_log2, jnp.inf)
-                member_stats = stats._replace(lse_log2=lse_log2)
-                ds = softmax.softmax_backward(scores, dp, c, member_stats, block.visible)
+                shift = jnp.where(block.member, stats.shift, jnp.inf)
+                member_stats = stats._replace(shift=shift)
+                ds = backward.ds(scores, dp, member_stats, block.visible)
                 (acc,) = buffers.add_products((acc, ds.astype(dtype), key))
                 block.refill_key()
                 return acc  # [64, D]

@@ -8,14 +8,15 @@ With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
               O'  = O 2^(m - m') + P V                    acc
     result    O / l,  lse = (m + log2 l) ln 2
 
-    backward  P   = 2^(c S - lse_log2)
-              dP  = gate * dO V^T
-              dS  = P * (dP - delta)                      delta = gate * rowsum(dO * O) - dlse
+    backward  gP  = +-2^(c S - shift)                     shift = lse log2(e) - log2|gate|
+              dP  = dO V^T
+              dS  = gP * (dP - delta)                     delta = rowsum(dO * O) - dlse
               dQ  = scale * dS K
 
 The callers multiply matrices; what stands here is by element.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,10 +38,9 @@ class SoftmaxState(NamedTuple):
 
 
 class SoftmaxStats(NamedTuple):
-    """What the backward pass needs of each row, `[64]`."""
+    """What the backward pass needs of each row, `[64]` (`specs/bwd_preprocess.py`)."""
 
-    lse_log2: Any  # +inf: all probabilities are 0
-    gate: Any  # or None, for 1
+    shift: Any  # +inf: all probabilities are 0
     delta: Any
 
 
@@ -102,20 +102,29 @@ def normalizer(state: SoftmaxState):
     return inverse, jnp.where(seen, (row_max + jnp.log2(row_sum)) / LOG2E, -jnp.inf)
 
 
-def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
-    """dS = P * (dP - delta) `[64, keys]` of a block, with P = 2^(c S - lse_log2).
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Of a branch: `c` = scale * log2(e); whether it is `gated`; `interpret` as of the kernel."""
 
-    Args:
-      scores: S, `[64, keys]`.
-      dp: dO V^T, `[64, keys]`, without the gate.
-      c: scale * log2(e).
-      stats: of the rows.
-      visible: `[64, keys]`, the keys that each row sees; None: all.
-    """
-    lse_log2, gate, delta = stats
-    p = jnp.exp2(scores * c - across(lse_log2, scores.shape))
-    if visible is not None:
-        p = jnp.where(visible, p, 0.0)
-    if gate is not None:
-        dp = dp * across(gate, dp.shape)
-    return p * (dp - across(delta, dp.shape))
+    c: float
+    gated: bool
+    interpret: bool
+
+    def probabilities(self, scores, shift, visible=None):
+        """gP = +-2^(c S - shift) of scores S, all of one shape; 0 where a key is not visible."""
+        p = jnp.exp2(scores * self.c - shift)
+        if self.gated:
+            p = operands.with_sign_bit(p, shift, self.interpret)
+        return p if visible is None else jnp.where(visible, p, 0.0)
+
+    def ds(self, scores, dp, stats: SoftmaxStats, visible=None):
+        """dS = gP * (dP - delta) `[64, keys]` of a block.
+
+        Args:
+          scores: S, `[64, keys]`.
+          dp: dO V^T, `[64, keys]`.
+          stats: of the rows.
+          visible: `[64, keys]`, the keys that each row sees; None: all.
+        """
+        shift, delta = (across(x, scores.shape) for x in stats)
+        return self.probabilities(scores, shift, visible) * (dp - delta)

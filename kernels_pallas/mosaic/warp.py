@@ -162,6 +162,11 @@ def floating(x: Word) -> Word:
     return Word(arith.sitofp(ir.F32Type.get(), x.value))
 
 
+def log2(x: Word) -> Word:
+    """Of float32, within 2^-22, or relative to a result beyond 1."""
+    return _ptx("lg2.approx.f32 $0, $1;", x, result=ir.F32Type.get())
+
+
 def pack(low: Word, high: Word, dtype: str) -> Word:
     """Two float32 as two numbers of `dtype` in one word."""
     return _ptx(f"cvt.rn.{TYPES[dtype]}x2.f32 $0, $2, $1;", low, high)

@@ -83,6 +83,10 @@ class Warps:
     def floating(self, x):
         return x.astype(np.float32)
 
+    def log2(self, x):
+        with np.errstate(divide="ignore"):
+            return np.log2(x)
+
     def pack(self, low, high, dtype):
         pair = np.stack([self.word(low), self.word(high)], -1).astype(ml_dtype(dtype))
         return pair.view(np.int32)[..., 0]

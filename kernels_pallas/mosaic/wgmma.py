@@ -98,8 +98,9 @@ class Operand:
         return slab * self._slab_bytes + column * BYTES >> 4
 
 
-def product(left: Operand, right: Operand) -> list[ir.Value]:
-    """Starts `left @ right.T`; the narrower one says how many columns of both count.
+def product(left: Operand | Sequence[ir.Value], right: Operand) -> list[ir.Value]:
+    """Starts `left @ right.T`; `left` may be in registers. The narrower one says how many columns
+    of both count.
 
     Returns:
       Registers that are under way, in the order of `registers`.
@@ -107,6 +108,9 @@ def product(left: Operand, right: Operand) -> list[ir.Value]:
     Raises:
       ValueError: no instruction has these sizes.
     """
+    if not isinstance(left, Operand):
+        depth = min(_depth(left), right.width)
+        return _start([], left, _registers_of_step, right, right.rows, depth, flags="0")
 
     def of_step(step: int, word: str) -> tuple[str, str]:
         return left.descriptor("a", word, step), "a"
@@ -119,15 +123,20 @@ def added(
     total: Sequence[ir.Value], left: Sequence[ir.Value], right: Operand
 ) -> list[ir.Value]:
     """Starts `total + left @ right`, of registers and a transposed operand; as `product`."""
-    depth, columns = right.rows, right.width
-    if not right.transposed or len(left) * 2 * THREADS != ROWS * depth:
+    if not right.transposed or _depth(left) != right.rows:
         raise ValueError(f"{len(left)} registers are no left operand of {right}")
+    return _start(total, left, _registers_of_step, right, right.width, right.rows, flags="1")
 
-    def of_step(step: int, word: str) -> tuple[str, str]:
-        first = int(word.removeprefix("$")) + 4 * step
-        return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
 
-    return _start(total, left, of_step, right, columns, depth, flags="1")
+def _depth(left: Sequence[ir.Value]) -> int:
+    """Columns of a left operand in registers, each of which holds two numbers."""
+    return len(left) * 2 * THREADS // ROWS
+
+
+def _registers_of_step(step: int, word: str) -> tuple[str, str]:
+    """`of_step` of a left operand in registers."""
+    first = int(word.removeprefix("$")) + 4 * step
+    return "", "{" + ",".join(f"${first + i}" for i in range(4)) + "}"
 
 
 def _start(

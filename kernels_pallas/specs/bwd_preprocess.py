@@ -2,13 +2,15 @@
 
 A row is a query head of a token; the rows of a query tile lie together, four float32 each:
 
-    lse_log2 = lse * log2(e)                 P  = exp2(scale * log2(e) * Q K^T - lse_log2)
-    key_end  = end of the keys that it sees  P  = 0 from there on
-    gate     = g_c, or 1                     dV += (g_c * P)^T dO
-    delta    = g_c * delta_c - dlse          dS = P * (g_c * dO V^T - delta)
+    shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
+    delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
+    key_end  = end of the keys that it sees  gP = 0 from there on
+    nothing
 
-where delta_c = rowsum(dO * O_c) is of the branch's own output (`specs.combine.deltas`) and dlse
-is the gradient of the log-sum-exp.
+where delta_c = rowsum(dO * O_c) is of the branch's own output (`specs.combine.deltas`). The gate
+g_c stands in the exponent, so that nothing is multiplied by it in a loop; its sign is the last
+bit of `shift`, which is worth 2^-23 of it at most. Without a gate it is 1, and only then there
+may be a gradient dlse of the log-sum-exp.
 """
 
 import dataclasses
@@ -35,6 +37,10 @@ class RowStats:
     interpret: bool | object = False
     any_length: bool = False
 
+    def __post_init__(self):
+        if self.gated and self.lse_grad:
+            raise ValueError("a gated branch has no gradient of its log-sum-exp")
+
     def for_any_length(self) -> Self:
         """The same with nominal lengths."""
         return dataclasses.replace(self, any_length=True, B=2, T=NOMINAL_LENGTH)
@@ -60,9 +66,9 @@ def row_stats(spec: RowStats) -> Kernel:
       gate: if `gated`;
       dlse: if `lse_grad`, the gradient of the log-sum-exp.
 
-    Output: float32 `[B, Hkv, tiles, rows, 4]`: lse_log2, key_end, gate or 1, delta. A row that
-    sees nothing has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO
-    are zeros too, so it adds nothing.
+    Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, key_end, 0. A row that sees nothing
+    has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO are zeros too,
+    so it adds nothing. Where the gate is 0, shift is +inf.
     """
     by_head = Array((spec.B, spec.T, spec.H), "float32")
     key_end = Array((spec.B, spec.T), "int32")

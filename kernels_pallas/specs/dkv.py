@@ -18,8 +18,7 @@ A work item is eight int32, and sixteen of an interval:
 | 1        | first key                                                                     |
 | 2, 5     | begin and end of its query tiles, or list entries                             |
 | 3, 4     | of a list, begin and end of those that see all keys of the tile: no key is    |
-|          | compared; with marks, tokens that did not select the block have lse_log2 =    |
-|          | +inf                                                                          |
+|          | compared; with marks, tokens that did not select the block have shift = +inf  |
 | 6        | which partial it writes                                                       |
 | 7        | nothing                                                                       |
 | 8 to 11  | of an interval, what 2 to 5 are, of the first 64 keys of the tile; not before |
@@ -51,6 +50,7 @@ class Dkv(AttentionSizes):
 
     Attributes:
       work_items: in the table; some may be empty.
+      interval_partials: of intervals, how many partials there may be.
       list_entries: of the query lists, for the selected branch; 0: intervals.
       block: keys of a selected block, if each list entry has a mark, which says where its block
         begins and which tokens of the query tile selected it; 0: all tokens of an entry
@@ -61,6 +61,7 @@ class Dkv(AttentionSizes):
     """
 
     work_items: int
+    interval_partials: int = 0
     gated: bool = False
     list_entries: int = 0
     block: int = 0
@@ -70,9 +71,9 @@ class Dkv(AttentionSizes):
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths, of tables and lists too."""
-        entries = NOMINAL_LENGTH if self.gathered else 0
-        spec = super().for_any_length()
-        return dataclasses.replace(spec, work_items=NOMINAL_LENGTH, list_entries=entries)
+        length = "list_entries" if self.gathered else "interval_partials"
+        nominal = {"work_items": NOMINAL_LENGTH, length: NOMINAL_LENGTH}
+        return dataclasses.replace(super().for_any_length(), **nominal)
 
     # Sizes of a CTA: no length counts.
 
@@ -148,9 +149,10 @@ class Dkv(AttentionSizes):
 
     @property
     def partials(self) -> dict[str, Array]:
-        """Float32 sums of the work items."""
+        """Float32 sums: one a work item, or as many as intervals may have."""
+        count = self.work_items if self.gathered else self.interval_partials
         return {
-            f"{name}_partials": Array((self.work_items, self.tile_keys, width), "float32")
+            f"{name}_partials": Array((count, self.tile_keys, width), "float32")
             for name, width in self.widths.items()
         }
 

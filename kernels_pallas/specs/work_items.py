@@ -12,7 +12,8 @@ queries that they read are in L2 together.
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
     count     [B, Hkv, tiles]     and how many
 
-    order of work items           interval   [segment, row of B x Hkv, tile]
+    order of work items           interval   [segment, tile, row of B x Hkv], the last segment first
+                                  window     [tile of a segment, segment, row]
                                   equal      [segment, row, tile, work item of the list]
                                   halving    [row, segment, tile, work item of the list]
     order of partials             [row, tile, segment, work item of the list]
@@ -20,14 +21,18 @@ queries that they read are in L2 together.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, warp_grid
 
-GPU_ITEMS = 2112  # work items that fill a GPU: 16 an SM of the 132 of an H100
-MIN_INTERVAL = 64  # query tiles of a work item of an interval
+SMS = 132  # of an H100
+GPU_ITEMS = 16 * SMS  # work items that fill a GPU
+SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
+MIN_INTERVAL = 16  # query tiles of a work item of an interval
+ITEM_STEPS = 5  # of 64 rows, in the time that a CTA takes to begin and to write its partial
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
 MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
@@ -68,14 +73,62 @@ def entries_of_item(entries: int) -> int:
 # Queries that see a key are an interval.
 
 
-def interval_segments(key_tiles: int, query_tiles: int) -> int:
-    """Segments of the tokens: several where `key_tiles`, those of all rows of `[B, Hkv]`, would
-    be too few work items.
+@dataclasses.dataclass(frozen=True)
+class IntervalCuts:
+    """How the work of an interval branch is cut: static sizes.
+
+    Attributes:
+      segments: of the tokens.
+      tiles: of keys that a segment's tokens see at most.
+      partials: of a row of `[B, Hkv]` at most.
+      streams: the order is `[tile of a segment, segment, row]`, else `[segment, tile, row]`
+        with the last segment first.
     """
-    return max(min(-(-GPU_ITEMS // key_tiles), query_tiles // MIN_INTERVAL), 1)
+
+    segments: int
+    tiles: int
+    partials: int
+    streams: bool = False
 
 
-def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
+def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCuts:
+    """Where a query sees all keys before it: of some numbers of segments the one by which an SM
+    has the fewest steps to do. The last segment, which has most items, comes first.
+
+    Args:
+      spec: a `Dkv`.
+      tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most.
+    """
+
+    def steps(cuts):
+        items = -(-cuts.partials * spec.B * spec.Hkv // SMS)
+        return items * (-(-spec.query_tiles // cuts.segments) + ITEM_STEPS)
+
+    counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
+    return min((_cuts(spec, tiles_seen, x) for x in counts), key=steps)
+
+
+def window_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCuts:
+    """Where a query sees a window: so many segments that each has one SM for each tile of keys
+    that a query sees. A segment's tiles then follow one another as a stream: those that run
+    together read the same queries at about the same time, and L2 has them.
+
+    Args: as of `causal_cuts`.
+    """
+    streams = SMS // (tiles_seen(0, 1) * spec.B * spec.Hkv)
+    streams = max(min(streams, spec.query_tiles // MIN_INTERVAL), 1)
+    return dataclasses.replace(_cuts(spec, tiles_seen, streams), streams=True)
+
+
+def _cuts(spec: Any, tiles_seen: Callable[[int, int], int], segments: int) -> IntervalCuts:
+    tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
+    begins = [i * tokens for i in range(segments)]
+    seen = [tiles_seen(min(x, spec.T), min(x + tokens, spec.T)) for x in begins]
+    seen = [min(x, spec.key_tiles) for x in seen]
+    return IntervalCuts(segments, max(seen), sum(seen))
+
+
+def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
     """`table`, `first` and `count`, made with the array operations of a framework.
 
     Args:
@@ -83,17 +136,17 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
       bounds: the keys `first .. last - 1` that each token sees, both `[B, T]`, neither
         decreasing.
       spec: a `Dkv`.
-      segments: of the tokens.
+      cuts: how the work is cut.
     """
     first, last = bounds
     tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
-    span = -(-spec.query_tiles // segments)
+    segments, span = cuts.segments, -(-spec.query_tiles // cuts.segments)
     xp, integers = ops.xp, ops.to_int32
 
     def token_after(bound, key, side):
         return integers(ops.searchsorted(bound, key, side))
 
-    # The query tiles that see some of each 64 keys, and those that see all.
+    # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
     begin = token_after(last, start, "right") // tokens
@@ -101,36 +154,52 @@ def interval_work_items(ops: Any, bounds, spec: Any, segments: int):
     unmasked_end = token_after(first, start, "right") // tokens
     end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
     bounds = xp.stack([begin, unmasked_begin, unmasked_end, xp.maximum(begin, end)], -1)
-    bounds = bounds.reshape(1, spec.B, 1, tiles, spec.consumers, len(PART_COLUMNS))
-    begin = bounds[..., 0, 0]
-    end = xp.maximum(begin, bounds[..., -1, -1])
+    bounds = bounds.reshape(spec.B, tiles, spec.consumers * len(PART_COLUMNS))
+    begin = bounds[..., 0]
+    end = xp.maximum(begin, bounds[..., -1])
 
-    shape = (segments, spec.B, spec.Hkv, tiles)
-    segment = ops.arange(first, segments).reshape(-1, 1, 1, 1)
-    row = ops.arange(first, heads).reshape(1, spec.B, spec.Hkv, 1)
-    tile = ops.arange(first, tiles).reshape(1, 1, 1, -1)
-    lower, upper = xp.maximum(begin, segment * span), xp.minimum(end, (segment + 1) * span)
+    # The partials of a tile stand together, in the order of its segments: `[B, tiles]`.
+    first_segment = begin // span
+    count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
+    before = integers(xp.cumsum(count, 1)) - count
+
+    # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first one seen.
+    shape = cuts.tiles, segments, heads
+    n = ops.arange(first, cuts.tiles).reshape(-1, 1, 1)
+    segment = ops.arange(first, segments).reshape(1, -1, 1)
+    row = ops.arange(first, heads).reshape(1, 1, -1)
+    first_token = (segment * (span * tokens)).clip(0, spec.T - 1)
+    batch, segment, row = (xp.broadcast_to(x, shape) for x in (row // spec.Hkv, segment, row))
+    tile = integers(first[batch, xp.broadcast_to(first_token, shape)]) // spec.tile_keys + n
+    exists, tile = tile < tiles, tile.clip(0, tiles - 1)
+
+    lower = xp.maximum(begin[batch, tile], segment * span)
+    upper = xp.minimum(end[batch, tile], (segment + 1) * span)
     upper = xp.maximum(lower, upper)
-    bounds = xp.minimum(xp.maximum(bounds, lower[..., None, None]), upper[..., None, None])
     item = WorkItem(
-        row=xp.where(lower < upper, row, -1),
+        row=xp.where(exists & (lower < upper), row, -1),
         first_key=tile * spec.tile_keys,
         begin=lower,
         unmasked_begin=lower,
         unmasked_end=lower,
         end=upper,
-        partial=(row * tiles + tile) * segments + segment,
+        partial=row * cuts.partials
+        + (before[batch, tile] + segment - first_segment[batch, tile]),
     )
-    columns = [xp.broadcast_to(x, shape)[..., None] for x in item]
-    bounds = xp.broadcast_to(bounds, (*shape, *bounds.shape[4:])).reshape(*shape, -1)
+    own = xp.maximum(bounds[batch, tile], lower[..., None])
+    own = xp.minimum(own, upper[..., None])
+    columns = [x[..., None] for x in item]
     unused = WORK_ITEM_INTS - len(columns), INTERVAL_ITEM_INTS - part_column(spec.consumers)
-    before, after = (columns[:1] * count for count in unused)
-    table = xp.concatenate([*columns, *before, bounds, *after], -1)
-    table = integers(table.reshape(-1, INTERVAL_ITEM_INTS))
-    first_segment = begin // span
-    first_partial = (row * tiles + tile) * segments + first_segment
-    count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
-    return table, *(xp.broadcast_to(x[0], shape[1:]) for x in (first_partial, count))
+    fill, more = (columns[:1] * missing for missing in unused)
+    table = integers(xp.concatenate([*columns, *fill, own, *more], -1))
+    if not cuts.streams:
+        table = xp.flip(xp.swapaxes(table, 0, 1), (0,))
+
+    by_row = spec.B, spec.Hkv, tiles
+    place = ops.arange(first, heads).reshape(spec.B, spec.Hkv, 1) * cuts.partials
+    firsts = place + before[:, None]
+    counts = xp.broadcast_to(count[:, None], by_row)
+    return table.reshape(-1, INTERVAL_ITEM_INTS), integers(firsts), integers(counts)
 
 
 # Queries that selected a block are entries of a list.

@@ -1,0 +1,184 @@
+"""Work items of intervals: every query tile meets every tile of keys that it sees once, and each
+item has a partial of its own; the oracle counts pairs in plain Python.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kernels_pallas.specs import work_items
+from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
+from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
+from nsa_jax.config import NSAConfig
+from nsa_jax.key_bounds import VisibleCompressed, Window
+from nsa_jax.mosaic_backward import _cuts
+from nsa_torch.torch_ops import TorchOps
+
+CONFIG = NSAConfig()
+CUTS = {"compressed": work_items.causal_cuts, "window": work_items.window_cuts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """`lengths` of packed sequences; `before`: tokens before the queries."""
+
+    branch: str
+    B: int = 1
+    T: int = 3000
+    group: int = 16
+    Hkv: int = 2
+    before: int = 0
+    window: int = 512
+    lengths: tuple[int, ...] = ()
+    width: int = 128
+
+    @property
+    def bounds(self):
+        config = dataclasses.replace(CONFIG, window=self.window)
+        if self.branch == "compressed":
+            return VisibleCompressed(config)
+        return Window(config, self.S)
+
+    @property
+    def S(self):
+        if self.branch == "window":
+            return self.T + self.before
+        parts = self.lengths or (self.T + self.before,)
+        return sum(CONFIG.num_compressed(x) for x in parts)
+
+    def intervals(self):
+        """`[T]` both."""
+        end = np.arange(self.before, self.T + self.before) + 1
+        start = np.zeros_like(end)
+        compressed_start = start
+        if self.lengths:
+            begins = np.cumsum([0, *self.lengths])[:-1]
+            start = np.repeat(begins, self.lengths)
+            counts = [CONFIG.num_compressed(x) for x in self.lengths]
+            compressed_start = np.repeat(np.cumsum([0, *counts])[:-1], self.lengths)
+        if self.branch == "window":
+            return np.maximum(start, end - self.window), end
+        block, stride = CONFIG.compress_block, CONFIG.compress_stride
+        count = np.maximum((end - start + stride - block) // stride, 0)
+        return compressed_start, compressed_start + count
+
+
+PROBLEMS = {
+    "compressed": Problem("compressed", T=40_000),
+    "compressed, rows": Problem("compressed", B=3, T=2048, group=6, width=64),
+    "compressed, a chunk": Problem("compressed", T=700, before=5000),
+    "compressed, a few tokens before": Problem("compressed", T=5000, before=15),
+    "compressed, packed": Problem("compressed", T=3000, lengths=(20, 1500, 31, 32, 1417)),
+    "compressed, one tile of queries": Problem("compressed", T=33, group=1),
+    "window": Problem("window", T=9000),
+    "window, rows": Problem("window", B=5, T=2048, group=6, width=64),
+    "window, a chunk": Problem("window", T=900, before=4000),
+    "window, packed": Problem("window", T=3000, lengths=(20, 1500, 31, 32, 1417)),
+    "window, of one key": Problem("window", T=700, window=1),
+    "window, beyond all keys": Problem("window", T=700, window=10_000),
+    "window, tiles of 64 keys": Problem("window", T=3000, width=256),
+}
+
+
+def found(problem):
+    """The sizes, the cuts, and `table`, `first`, `count` of the problem."""
+    heads = {"H": problem.group * problem.Hkv, "Hkv": problem.Hkv}
+    spec = Dkv(
+        B=problem.B,
+        T=problem.T,
+        S=problem.S,
+        **heads,
+        D=problem.width,
+        Dv=problem.width,
+        dtype="bfloat16",
+        scale=1.0,
+        work_items=0,
+    )
+    cuts = _cuts(CUTS[problem.branch], spec, problem.bounds, bool(problem.lengths))
+    bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
+    arrays = work_items.interval_work_items(TorchOps(), bounds, spec, cuts)
+    return spec, cuts, [x.numpy() for x in arrays]
+
+
+def check(problem, spec, cuts, table, first, count):
+    begin, end = problem.intervals()
+    tokens, tile_keys = spec.query_tile.tokens, spec.tile_keys
+    assert len(table) == problem.B * problem.Hkv * cuts.segments * cuts.tiles
+    met, partials = set(), {}
+    for row in table.tolist():
+        item = WorkItem(*row[: len(WorkItem._fields)])
+        if item.row < 0:
+            continue
+        assert item.begin < item.end and item.first_key % tile_keys == 0
+        tile = item.first_key // tile_keys
+        partials.setdefault((item.row, tile), []).append((item.begin, item.partial))
+        for part in range(spec.consumers):
+            at = WORK_ITEM_INTS + len(PART_COLUMNS) * part
+            own, whole, whole_end, own_end = row[at : at + len(PART_COLUMNS)]
+            assert item.begin <= own <= own_end <= item.end
+            key = item.first_key + part * ROWS
+            unmasked = slice(whole * tokens, min(max(whole_end, whole) * tokens, problem.T))
+            assert (begin[unmasked] <= key).all() and (end[unmasked] >= key + ROWS).all()
+            for query in range(own, own_end):
+                pair = item.row, key, query
+                assert pair not in met
+                met.add(pair)
+    wanted = set()
+    for token, (low, high) in enumerate(zip(begin, end, strict=True)):
+        blocks = range(low // ROWS, -(-high // ROWS)) if low < high else ()
+        wanted |= {(block * ROWS, token // tokens) for block in blocks}
+    rows = range(problem.B * problem.Hkv)
+    assert {(row, *pair) for row, pair in itertools.product(rows, wanted)} <= met
+
+    places = [place for found in partials.values() for _, place in found]
+    assert len(set(places)) == len(places)
+    assert max(places) < problem.B * problem.Hkv * cuts.partials
+    for row, tile in itertools.product(rows, range(spec.key_tiles)):
+        b, g = divmod(row, problem.Hkv)
+        mine = [place for _, place in sorted(partials.get((row, tile), []))]
+        low = first[b, g, tile]
+        assert mine == list(range(low, low + count[b, g, tile]))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_items(name):
+    spec, cuts, arrays = found(PROBLEMS[name])
+    check(PROBLEMS[name], spec, cuts, *arrays)
+
+
+def test_long_sequences_fill_every_sm_alike():
+    """At 64k 32 segments have as many items of equal length as 132 SMs do in 16 turns."""
+    problem = Problem("compressed", T=65536, Hkv=4)
+    _, cuts, (table, *_) = found(problem)
+    lengths = [row[5] - row[2] for row in table.tolist() if row[0] >= 0]
+    assert cuts.segments == 32
+    assert len(lengths) == 16 * 132
+    assert lengths[0] == max(lengths)
+
+
+def test_streams():
+    """Tiles of keys that a segment sees stand `segments * rows` items apart, in their order."""
+    problem = Problem("window", T=65536, Hkv=4)
+    spec, cuts, (table, *_) = found(problem)
+    apart = cuts.segments * problem.Hkv
+    assert (cuts.streams, apart) == (True, 24)
+    keys = table[::apart, 1][table[::apart, 0] >= 0]
+    assert (np.diff(keys) == spec.tile_keys).all()
+
+
+@pytest.mark.parametrize("change", ["tiles", "partials"])
+def test_too_little_room_is_caught(change):
+    problem = PROBLEMS["window"]
+    spec, cuts, _ = found(problem)
+    assert cuts.segments > 1
+    # Without a partial more for a tile that two segments see.
+    room = {"tiles": cuts.tiles - 1, "partials": spec.key_tiles}[change]
+    less = dataclasses.replace(cuts, **{change: room})
+    bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
+    arrays = work_items.interval_work_items(TorchOps(), bounds, spec, less)
+    with pytest.raises(AssertionError):
+        check(problem, spec, less, *(x.numpy() for x in arrays))
