@@ -125,8 +125,7 @@ def _interval(
         longest_first=isinstance(bounds, VisibleCompressed),
         **tiles,
     )
-    _, last = key_bounds.bounds_of(ops, layout, bounds)
-    stats = row_stats(ops, rows, last, base)
+    stats = row_stats(ops, rows, base, *key_bounds.bounds_of(ops, layout, bounds))
     by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     kernel = interval.dq(spec)
@@ -142,8 +141,7 @@ def _interval(
         return work_items.interval_work_items(ops, interval, spec, cuts)
 
     table, *sums = ops.cached(layout, ("items", bounds, spec), make)
-    first, _ = key_bounds.bounds_by_row(ops, layout, bounds, base.query_tile, base.query_tiles)
-    arrays = query, key, value, do, stats, table, first
+    arrays = query, key, value, do, stats, table
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
 
@@ -200,7 +198,7 @@ def selected(
     )
     if block_lists is None:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
-    stats = row_stats(ops, rows, key_bounds.causal_end(ops, layout), base)
+    stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     arrays = query, key, value
@@ -240,15 +238,17 @@ def _dkv(ops, spec, arrays, sums):
     return gradients
 
 
-def row_stats(ops: ArrayOps, rows: RowResiduals, last, base):
+def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
     """What `bwd_preprocess.row_stats` gives for the units of `base`, a `Dkv`.
 
-    `last`: the end of the keys that each query sees `[B, T]`.
+    `first`, `last`: bounds of the keys that each query sees `[B, T]`; first: None for 0.
     """
+    keys = [ops.to_int32(x) for x in (last, first) if x is not None]
     extra = [ops.to_float32(x) for x in (rows.gate, rows.dlse) if x is not None]
-    arrays = rows.lse, rows.delta, ops.to_int32(last), *extra
+    arrays = rows.lse, rows.delta, *keys, *extra
     spec = RowStats(
         *(base.B, base.T, base.H, base.Hkv, base.query_tile.tokens, base.stats_rows),
+        interval=first is not None,
         gated=rows.gate is not None,
         lse_grad=rows.dlse is not None,
         interpret=base.interpret,

@@ -17,6 +17,7 @@ SPECS = {
     "tiles with rows of none": RowStats(1, 7, 12, 2, 2, 16, gated=True),
     "tokens": RowStats(2, 5, 8, 2, 1, 8, lse_grad=True),
     "several CTAs": RowStats(1, 40, 6, 1, 10, 64),
+    "intervals": RowStats(1, 40, 6, 1, 10, 64, interval=True, gated=True),
 }
 by_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -32,12 +33,13 @@ def draw(spec):
         extra[0][:, 2] = [0.0, -0.0] * (spec.H // 2)
     for x in (delta, *extra):
         x[:, 1] = np.nan
-    key_end = rng.integers(0, 2**20, size=shape[:2], dtype=np.int32)
-    return [lse, delta, key_end, *extra]
+    first, end = rng.integers(0, 2**20, size=(2, *shape[:2]), dtype=np.int32)
+    return [lse, delta, end, *([first] if spec.interval else []), *extra]
 
 
 def expected(spec, lse, delta, key_end, *extra):
     extra = list(extra)
+    first_key = extra.pop(0) if spec.interval else np.zeros_like(key_end)
     gate = extra.pop(0) if spec.gated else np.ones_like(delta)
     dlse = extra.pop(0) if spec.lse_grad else np.zeros_like(delta)
     found = np.zeros((spec.B, spec.Hkv, spec.tiles, spec.rows, 4), np.float32)
@@ -51,7 +53,7 @@ def expected(spec, lse, delta, key_end, *extra):
                 shift -= math.log2(size)
             else:
                 shift = math.inf
-            row = shift, delta[b, t, h] - dlse[b, t, h], key_end[b, t], 0.0
+            row = shift, delta[b, t, h] - dlse[b, t, h], first_key[b, t], key_end[b, t]
         found[b, g, tile, place * spec.group + member] = row
     return found
 
@@ -60,10 +62,11 @@ def check(spec, found, arrays):
     """`found` against plain Python; the last bit of a shift is the sign of the gate."""
     # A shift near 0 is a difference of larger numbers.
     np.testing.assert_allclose(found, expected(spec, *arrays), rtol=1e-6, atol=3e-6)
-    if not spec.gated:
-        return
-    lse, gate = arrays[0], arrays[3]
     last_bit = found[..., 0].view(np.uint32) & 1
+    if not spec.gated:
+        assert not last_bit.any()
+        return
+    lse, gate = arrays[0], arrays[-1]
     counted = lse > -np.inf
     for b, t, h in zip(*np.nonzero(counted), strict=True):
         g, member = divmod(h, spec.H // spec.Hkv)

@@ -170,6 +170,9 @@ def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
     monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
     monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
+    mosaic_backward._cuts.cache_clear()
+    yield
+    mosaic_backward._cuts.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -230,6 +233,14 @@ def test_queries_that_see_nothing(interpreted):
     indices[:, ::4] = -1
     check_step(p, "selected_attention", jnp.asarray(indices, jnp.int32))
     check_step(p, "sliding_attention")
+
+
+def test_gates_of_any_sign(interpreted, in_pieces):
+    """The exponent has the size of a gate and its last bit the sign; many are 0."""
+    p = problem(dataclasses.replace(TINY, T=40, S=40))
+    gates = normal(p.gates.shape, jnp.float32).round(1)
+    assert (gates < 0).any() and (gates == 0).any()
+    check_whole(dataclasses.replace(p, gates=gates.astype(p.gates.dtype)))
 
 
 def test_causality(interpreted):

@@ -44,8 +44,14 @@ class WriteRow:
             return warp.real(warp.fetch(at))
 
         lse, delta = of_head(lse), of_head(delta)
-        key_end = warp.fetch(warp.element(key_end, (b * sizes.T + token, 4)))
-        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E))))
+        def key_of(source):
+            """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
+            key = warp.fetch(warp.element(source, (b * sizes.T + token, 4)))
+            return warp.bits(warp.floating(key))
+
+        key_end = key_of(key_end)
+        first_key = key_of(extra.pop(0)) if spec.interval else warp.word(0)
+        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E)))) & ~1
         if spec.gated:
             shift = self._gated(warp, shift, warp.bits(of_head(extra[0])))
         if spec.lse_grad:
@@ -53,8 +59,7 @@ class WriteRow:
         # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
         sees = is_query & warp.different(warp.bits(lse), warp.integer(-math.inf))
         shift_of_none = warp.where(is_query, warp.integer(math.inf), 0)
-        # The end of the keys is exact in a float32: there are at most `capability.LONGEST` keys.
-        columns = shift, warp.bits(delta), warp.bits(warp.floating(key_end)), warp.word(0)
+        columns = shift, warp.bits(delta), first_key, key_end
         lead = head * (sizes.tiles * spec.rows) + place, ROW_STATS * 4
         for i, x in enumerate(columns):
             x = warp.where(sees, x, 0 if i else shift_of_none)

@@ -18,7 +18,7 @@ query tile, so these products sum over them: GQA needs no reduction of its own.
 Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
 rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
 between them no key is compared. A warpgroup leaves out the steps of which no query sees its 64
-keys. P is made while dP is multiplied, dS while dV is.
+keys. dP is multiplied beside dV, and dS is made beside the latter.
 
 | queries   | a CTA                                        | keys | stages                    |
 |-----------|----------------------------------------------|------|---------------------------|
@@ -62,7 +62,7 @@ def partials(kernel: Kernel):
     interpret = bool(spec.interpret)
     dtype = jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, query_tile, interpret)
-    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, interpret)
+    c = spec.scale * LOG2E
     if not spec.gathered:
         operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
@@ -170,29 +170,26 @@ def partials(kernel: Kernel):
             mark = marks[j // query_tile.rows]
             return lax.shift_right_logical(mark, token) & 1 == 1
 
-        def visible(wg, j, key_end, first, marks):
-            """Which query of these columns sees which key, `[64, 8]`; `first`: the first query
-            tile or entry of the step.
+        def visible(wg, j, key_begin, key_end, first, marks):
+            """Which query of these columns sees which key, `[64, 8]`; `key_begin`, `key_end`: of
+            their statistics, float32; `first`: the first query tile or entry of the step.
             """
             key = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 0, layout=MATRIX)
-            key += first_key + wg * ROWS
+            key = (key + (first_key + wg * ROWS)).astype(jnp.float32)
             if not spec.gathered:
-                query_tile_of_all = b * refs.sizes.query_tiles + first
-                key_begin = refs.first_keys.at[query_tile_of_all, pl.ds(j, COLUMNS)]
-                key_begin = plgpu.load(key_begin, layout=PER_COLUMN, optimized=False)
-                return (key >= down(key_begin)) & (key < key_end)
+                return (key >= down(key_begin)) & (key < down(key_end))
             if spec.single_token:
                 exists = first + token_of_column(j) < end
-                return key < jnp.where(down(exists), key_end, 0)
+                return key < down(jnp.where(exists, key_end, 0.0))
             t = j // query_tile.rows
-            key_end = jnp.where(first + t < end, key_end, 0)
+            key_end = jnp.where(first + t < end, key_end, 0.0)
             if not spec.block:
-                return key < key_end
+                return key < down(key_end)
             offset = lax.shift_right_logical(marks[t], BLOCK_OFFSET_SHIFT)
-            key_begin = offset - BLOCK_OFFSET_BIAS + first_key
+            key_begin = (offset - BLOCK_OFFSET_BIAS + first_key).astype(jnp.float32)
             key_end = jnp.minimum(key_end, key_begin + spec.block)
-            key_end = jnp.where(down(selected(j, marks)), key_end, 0)
-            return (key >= key_begin) & (key < key_end)
+            key_end = jnp.where(selected(j, marks), key_end, 0.0)
+            return (key >= key_begin) & (key < down(key_end))
 
         # Products.
 
@@ -208,7 +205,7 @@ def partials(kernel: Kernel):
             plgpu.barrier_wait(refs.step_full.at[stage])
 
             def stats_of_columns(j):
-                """shift, delta and key_end of eight columns, `[8]`."""
+                """shift, delta, first_key and key_end of eight columns, `[8]`."""
                 stats = refs.stats_s.at[stage], j
                 if not spec.single_token:
                     stats = refs.stats_s.at[stage, slice(j, j + COLUMNS)], 0
@@ -216,32 +213,32 @@ def partials(kernel: Kernel):
                 return operands.column_stats(*stats, interpret, of_single)
 
             s = buffers.start_product(key, (refs.query_s, stage))  # K Q^T
-            dp = None
-            if spec.want_dk:
-                dp = buffers.start_product(value, (refs.do_s, stage))  # V dO^T
-            (s,) = buffers.finish(s, running=0 if dp is None else 1)
+            (s,) = buffers.finish(s)
             # Eight columns at a time, so that their statistics need few registers.
             p = []
             for j in range(0, ROWS, COLUMNS):
-                shift, _, key_end = stats_of_columns(j)
+                shift, _, *bounds = stats_of_columns(j)
                 if spec.block and not under_mask:
                     shift = jnp.where(selected(j, marks), shift, jnp.inf)
                 seen = None
                 if under_mask:
-                    seen = visible(wg, j, down(key_end).astype(jnp.int32), first, marks)
-                part = backward.probabilities(s[:, j : j + COLUMNS], down(shift), seen)
+                    seen = visible(wg, j, *bounds, first, marks)
+                part = softmax.probabilities(s[:, j : j + COLUMNS], c, down(shift), seen)
+                if spec.gated:
+                    part = operands.with_sign_bit(part, down(shift), interpret)
                 p.append(part)  # gP^T [64, 8]
             sums = list(carry)
-            if dp is not None:
-                (dp,) = buffers.finish(dp)
+            if spec.want_dk:
+                dp = buffers.start_product(value, (refs.do_s, stage))  # V dO^T
             if spec.want_dv:  # dV += gP^T dO
                 left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
                 sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage))
-            if dp is not None:  # dK += dS^T Q
+            if spec.want_dk:  # dK += dS^T Q
+                (dp,) = buffers.finish(dp, running=int(spec.want_dv))
                 ds = []
                 for j in range(0, ROWS, COLUMNS):
                     # Read again: kept from above they would take 16 registers.
-                    _, delta, _ = stats_of_columns(j)
+                    delta = stats_of_columns(j)[1]
                     part = dp[:, j : j + COLUMNS] - down(delta)
                     ds.append((p[j // COLUMNS] * part).astype(dtype))
                 ds = operands.side_by_side(ds, interpret)
@@ -286,13 +283,11 @@ def partials(kernel: Kernel):
             if not spec.gathered:
                 lax.fori_loop(last, steps, skip, None)
 
-            @pl.when(refs.work_items[item, 0] >= 0)
-            def _():
-                keys = pl.ds(wg * ROWS, ROWS)
-                if spec.want_dv:
-                    refs.dv_partials.at[partial, keys][...] = sums.pop()
-                if spec.want_dk:
-                    refs.dk_partials.at[partial, keys][...] = sums.pop() * spec.scale
+            keys = pl.ds(wg * ROWS, ROWS)
+            if spec.want_dv:
+                refs.dv_partials.at[partial, keys][...] = sums.pop()
+            if spec.want_dk:
+                refs.dk_partials.at[partial, keys][...] = sums.pop() * spec.scale
 
         def produce():
             """Fills the stages with query tiles, as consumers leave them."""
@@ -314,21 +309,26 @@ def partials(kernel: Kernel):
 
                 lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
+        exists = refs.work_items[item, 0] >= 0
         if spec.gathered:
-            clear_rows_of_no_head()
-            for i in range(stages):
-                load_step(jnp.int32(i), query_tiles_of_step(jnp.int32(i)))
-            consume(0)
+
+            @pl.when(exists)
+            def _():
+                clear_rows_of_no_head()
+                for i in range(stages):
+                    load_step(jnp.int32(i), query_tiles_of_step(jnp.int32(i)))
+                consume(0)
+
             return
         wg = lax.axis_index("wg")
 
-        @pl.when(wg < spec.consumers)
+        @pl.when(exists & (wg < spec.consumers))
         def _():
             if not interpret:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             consume(wg)
 
-        @pl.when(wg == spec.consumers)
+        @pl.when(exists & (wg == spec.consumers))
         def _():
             clear_rows_of_no_head()
             if not interpret:

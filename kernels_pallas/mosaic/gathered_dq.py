@@ -3,7 +3,7 @@
 Algorithm: with the statistics of the whole row, so that partials only have to be added up
 (`gathered_merge.py`):
 
-    S = Q K_j^T, dP = dO V_j^T [64, 64],  dS = gP * (dP - delta),  dQ_j = scale dS K_j
+    S = Q K_j^T, dP = dO V_j^T [64, 64],  dS = |g| P * (dP - delta),  dQ_j = scale dS K_j
 
 (formulas: `softmax.py`).
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import softmax
 from kernels_pallas.mosaic.gathered_walk import GatheredWalk
-from kernels_pallas.mosaic.operands import LOG2E
+from kernels_pallas.mosaic.operands import LOG2E, across
 
 
 def build(kernel: Kernel):
@@ -27,8 +27,7 @@ def build(kernel: Kernel):
     spec = kernel.spec
     walk = GatheredWalk(spec, {"query_tile": spec.D, "do_tile": spec.Dv}, spec.D)
     buffers, gathered_rows = walk.buffers, walk.gathered_rows
-    dtype = jnp.dtype(spec.dtype)
-    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
+    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
 
     def body(refs):
         def work(rows):
@@ -42,9 +41,9 @@ def build(kernel: Kernel):
 
             def compute(scores, dp, visible):
                 acc = softmax.zeros(spec.D)
-                ds = backward.ds(scores, dp, stats, visible)  # [64, 64]
+                ds = softmax.softmax_backward(scores, dp, c, stats, visible)  # [64, 64]
                 (acc,) = buffers.add_products((acc, ds.astype(dtype), (refs.key_tile, 0)))
-                return acc * spec.scale  # [64, D]
+                return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]
 
             return compute
 

@@ -2,9 +2,10 @@
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of keys
 
-    S = Q K^T, dP = dO V^T [64, block],  dS = gP * (dP - delta),  dQ += dS K
+    S = Q K^T, dP = dO V^T [64, block],  dS = |g| P * (dP - delta),  dQ += dS K
 
-and dQ is scaled at the end (formulas: `softmax.py`). gP, P times the gate, is computed again from `shift`.
+and dQ is scaled, and takes the gate's sign, at the end (formulas: `softmax.py`). |g| P is
+computed again from `shift`.
 
 Loop order: query-stationary, persistent, two computing warpgroups and a copying one
 (`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import softmax
 from kernels_pallas.mosaic.interval_walk import IntervalWalk, Work
-from kernels_pallas.mosaic.operands import LOG2E
+from kernels_pallas.mosaic.operands import LOG2E, across
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 
 
@@ -33,8 +34,7 @@ def build(kernel: Kernel):
     buffers, tile, interpret = walk.buffers, spec.tile, bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
     gathered_rows = GatheredRows(tile.group, interpret)
-    dtype = jnp.dtype(spec.dtype)
-    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
+    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
 
     def body(refs):
         def work(at):
@@ -56,7 +56,7 @@ def build(kernel: Kernel):
                 dp = buffers.start_product(do, (refs.value_ring, stage))
                 scores, dp = buffers.finish(scores, dp)
                 plgpu.barrier_arrive(refs.value_free.at[stage])
-                ds = backward.ds(scores, dp, stats, block.visible())
+                ds = softmax.softmax_backward(scores, dp, c, stats, block.visible())
                 return acc, ds.astype(dtype)
 
             def multiply(factor, acc):
@@ -66,7 +66,10 @@ def build(kernel: Kernel):
                 plgpu.barrier_arrive(refs.key_free.at[stage])
                 return acc  # [64, D]
 
-            return Work(softmax.zeros(spec.D), attend, multiply, lambda acc: acc * spec.scale)
+            def finish(acc):
+                return acc * across(stats.sign * spec.scale, acc.shape)
+
+            return Work(softmax.zeros(spec.D), attend, multiply, finish)
 
         walk.run(refs, [refs.query, refs.do], refs.dq, work)
 

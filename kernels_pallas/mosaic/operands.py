@@ -316,7 +316,7 @@ class Buffers:
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
-    """shift, delta and key_end `[8]` of the columns from `start` on, where queries are the columns
+    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, where queries are the columns
     of a product.
 
     Args:
@@ -335,11 +335,11 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
             nothing = jnp.where(jnp.arange(ROW_STATS) == 0, jnp.inf, 0.0)
             nothing = jnp.broadcast_to(nothing, (columns, ROW_STATS)).astype(stats.dtype)
             stats = jnp.concatenate([stats, nothing])
-        return [stats[start : start + columns, i] for i in range(3)]
+        return [stats[start : start + columns, i] for i in range(ROW_STATS)]
     column = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=PER_COLUMN)
     used = ref.shape[0] // ROW_STATS_MIN_ROWS * group if group else ref.shape[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * 3)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[column] * ROW_STATS)
     def load(_, ref):
         layout, shape = PER_COLUMN.to_mgpu(), (columns,)
         row_type, pair_type = (
@@ -349,7 +349,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
             np.array([np.inf, 0, 0, 0], np.float32), type=row_type
         )
         nothing = arith.constant(row_type, nothing)
-        registers = [np.empty(layout.registers_shape(shape), object) for _ in range(3)]
+        registers = [np.empty(layout.registers_shape(shape), object) for _ in range(ROW_STATS)]
         indices = list(np.ndindex(registers[0].shape))
         for index, (first,) in zip(indices, layout.thread_idxs(shape), strict=True):
             # A register holds two neighbours; one load has all statistics of one of them.
@@ -368,7 +368,7 @@ def column_stats(ref, start: int, interpret: bool, group: int = 0):
                     exists = arith.cmpi(arith.CmpIPredicate.ult, column, _index(used))
                     row = arith.select(exists, row, nothing)
                 rows.append(row)
-            for k in range(3):
+            for k in range(ROW_STATS):
                 pair = llvm.mlir_undef(pair_type)
                 for i, row in enumerate(rows):
                     value = llvm.extractelement(row, wgmma.number(k))

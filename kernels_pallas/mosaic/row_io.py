@@ -20,7 +20,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from kernels_pallas.mosaic import warp
-from kernels_pallas.mosaic.operands import PER_ROW, ROW_STATS, ROWS, row_index
+from kernels_pallas.mosaic.operands import (
+    PER_ROW,
+    ROW_STATS,
+    ROWS,
+    row_index,
+    with_sign_bit,
+)
 from kernels_pallas.mosaic.softmax import SoftmaxStats
 from kernels_pallas.mosaic.warp import Word
 
@@ -85,8 +91,7 @@ class GatheredRows:
         return SoftmaxStats(*self._row_stats(row_stats, b, kv_head, token, *units))
 
     def _row_stats(self, row_stats, b, kv_head, token, unit, count):
-        """shift and delta."""
-        columns = range(len(SoftmaxStats._fields))
+        """shift, delta and the sign that is the last bit of shift."""
         if self.interpret:
             stats = []
             for i in range(self.tokens):
@@ -97,7 +102,8 @@ class GatheredRows:
                 stats.append(own[...])
             stats = jnp.concatenate(stats)
             stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
-            return [stats[:, i] for i in columns]
+            shift, delta = stats[:, 0], stats[:, 1]
+            return shift, delta, with_sign_bit(jnp.ones_like(shift), shift, interpret=True)
 
         def load(row, refs, words, token):
             _, heads, _, rows, _ = refs[0].type.shape
@@ -107,9 +113,11 @@ class GatheredRows:
                 ((b * heads + kv_head) * count + token // unit, rows * 4 * ROW_STATS),
                 (token % unit * self.group + row % self.group, 4 * ROW_STATS),
             )
-            return [warp.real(warp.fetch(address, 4 * i)) for i in columns]
+            shift, delta = (warp.fetch(address, 4 * i) for i in range(2))
+            sign = shift << 31 | warp.integer(1.0)
+            return [warp.real(x) for x in (shift, delta, sign)]
 
-        dtypes = [jnp.float32] * len(columns)
+        dtypes = [jnp.float32] * len(SoftmaxStats._fields)
         return _by_row(load, [row_stats], [b, kv_head, count], [token], dtypes)
 
     def put(self, array, value, b, kv_head, length, index, only):

@@ -2,10 +2,10 @@
 
 Algorithm: FlashAttention's backward with the queries standing still; per block of the list
 
-    S = Q K^T, dP = dO V^T [64, block],  dS = gP * (dP - delta),  dQ += dS K
+    S = Q K^T, dP = dO V^T [64, block],  dS = |g| P * (dP - delta),  dQ += dS K
 
-and dQ is scaled at the end (formulas: `softmax.py`). Rows of tokens that did not select the
-block have shift = +inf, so gP = 0.
+and dQ is scaled, and takes the gate's sign, at the end (formulas: `softmax.py`). Rows of tokens that did not select the
+block have shift = +inf, so P = 0.
 
 Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
 selection block; two stages of keys and of values where two CTAs then fit on an SM
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import softmax
-from kernels_pallas.mosaic.operands import LOG2E
+from kernels_pallas.mosaic.operands import LOG2E, across
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
 from kernels_pallas.mosaic.selected_walk import SelectedWalk, Work
 
@@ -33,8 +33,7 @@ def build(kernel: Kernel):
     buffers, tile, interpret = walk.buffers, spec.tile, bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
     gathered_rows = GatheredRows(tile.group, interpret)
-    dtype = jnp.dtype(spec.dtype)
-    backward = softmax.Backward(spec.scale * LOG2E, spec.gated, bool(spec.interpret))
+    c, dtype = spec.scale * LOG2E, jnp.dtype(spec.dtype)
 
     def body(refs):
         def work(at):
@@ -55,12 +54,15 @@ def build(kernel: Kernel):
                 block.refill_value()
                 shift = jnp.where(block.member, stats.shift, jnp.inf)
                 member_stats = stats._replace(shift=shift)
-                ds = backward.ds(scores, dp, member_stats, block.visible)
+                ds = softmax.softmax_backward(scores, dp, c, member_stats, block.visible)
                 (acc,) = buffers.add_products((acc, ds.astype(dtype), key))
                 block.refill_key()
                 return acc  # [64, D]
 
-            return Work(softmax.zeros(spec.D), step, lambda acc: acc * spec.scale)
+            def finish(acc):
+                return acc * across(stats.sign * spec.scale, acc.shape)
+
+            return Work(softmax.zeros(spec.D), step, finish)
 
         walk.run(refs, [refs.query, refs.do], refs.dq, work)
 

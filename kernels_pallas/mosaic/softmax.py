@@ -8,15 +8,14 @@ With S = Q K^T [64, keys] in float32 and c = scale * log2(e):
               O'  = O 2^(m - m') + P V                    acc
     result    O / l,  lse = (m + log2 l) ln 2
 
-    backward  gP  = +-2^(c S - shift)                     shift = lse log2(e) - log2|gate|
+    backward  |g| P = 2^(c S - shift)                     shift = lse log2(e) - log2|g|
               dP  = dO V^T
-              dS  = gP * (dP - delta)                     delta = rowsum(dO * O) - dlse
-              dQ  = scale * dS K
+              dS  = +-|g| P * (dP - delta)                delta = rowsum(dO * O) - dlse
+              dQ  = scale * dS K                          the sign of the gate g at the end
 
 The callers multiply matrices; what stands here is by element.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ class SoftmaxStats(NamedTuple):
 
     shift: Any  # +inf: all probabilities are 0
     delta: Any
+    sign: Any  # of the gate, 1 or -1
 
 
 def zeros(width: int):
@@ -102,29 +102,21 @@ def normalizer(state: SoftmaxState):
     return inverse, jnp.where(seen, (row_max + jnp.log2(row_sum)) / LOG2E, -jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True)
-class Backward:
-    """Of a branch: `c` = scale * log2(e); whether it is `gated`; `interpret` as of the kernel."""
+def probabilities(scores, c: float, shift, visible=None):
+    """|g| P = 2^(c S - shift) of scores S, all of one shape; 0 where a key is not visible."""
+    p = jnp.exp2(scores * c - shift)
+    return p if visible is None else jnp.where(visible, p, 0.0)
 
-    c: float
-    gated: bool
-    interpret: bool
 
-    def probabilities(self, scores, shift, visible=None):
-        """gP = +-2^(c S - shift) of scores S, all of one shape; 0 where a key is not visible."""
-        p = jnp.exp2(scores * self.c - shift)
-        if self.gated:
-            p = operands.with_sign_bit(p, shift, self.interpret)
-        return p if visible is None else jnp.where(visible, p, 0.0)
+def softmax_backward(scores, dp, c: float, stats: SoftmaxStats, visible=None):
+    """dS `[64, keys]` of a block but for the sign of the gate: |g| P * (dP - delta).
 
-    def ds(self, scores, dp, stats: SoftmaxStats, visible=None):
-        """dS = gP * (dP - delta) `[64, keys]` of a block.
-
-        Args:
-          scores: S, `[64, keys]`.
-          dp: dO V^T, `[64, keys]`.
-          stats: of the rows.
-          visible: `[64, keys]`, the keys that each row sees; None: all.
-        """
-        shift, delta = (across(x, scores.shape) for x in stats)
-        return self.probabilities(scores, shift, visible) * (dp - delta)
+    Args:
+      scores: S, `[64, keys]`.
+      dp: dO V^T, `[64, keys]`.
+      c: scale * log2(e).
+      stats: of the rows.
+      visible: `[64, keys]`, the keys that each row sees; None: all.
+    """
+    shift, delta = (across(x, scores.shape) for x in (stats.shift, stats.delta))
+    return probabilities(scores, c, shift, visible) * (dp - delta)

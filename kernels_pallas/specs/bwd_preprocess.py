@@ -4,13 +4,12 @@ A row is a query head of a token; the rows of a query tile lie together, four fl
 
     shift    = lse * log2(e) - log2|g_c|     gP = g_c P = +-exp2(scale * log2(e) * Q K^T - shift)
     delta    = delta_c, or delta_c - dlse    dS = gP * (dO V^T - delta),  dV += gP^T dO
-    key_end  = end of the keys that it sees  gP = 0 from there on
-    nothing
+    first_key, key_end                       gP = 0 before the one, and from the other on
 
 where delta_c = rowsum(dO * O_c) is of the branch's own output (`specs.combine.deltas`). The gate
-g_c stands in the exponent, so that nothing is multiplied by it in a loop; its sign is the last
-bit of `shift`, which is worth 2^-23 of it at most. Without a gate it is 1, and only then there
-may be a gradient dlse of the log-sum-exp.
+g_c stands in the exponent, so that nothing is multiplied by it in a loop; the last bit of `shift`,
+worth 2^-23 of it at most, is 1 where the gate is negative. Without a gate g_c is 1, and only then
+there may be a gradient dlse of the log-sum-exp.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from kernels_pallas.specs import tile
 @dataclasses.dataclass(frozen=True)
 class RowStats:
     """Static sizes. A query tile has `tokens` tokens and `rows` rows, of which `tokens * group`
-    stand for a query head and the others for none.
+    stand for a query head and the others for none. `interval`: rows have a first key, else 0.
     """
 
     B: int
@@ -32,6 +31,7 @@ class RowStats:
     Hkv: int
     tokens: int
     rows: int
+    interval: bool = False
     gated: bool = False
     lse_grad: bool = False
     interpret: bool | object = False
@@ -63,16 +63,19 @@ def row_stats(spec: RowStats) -> Kernel:
       lse: natural log-sum-exp of a branch, -inf where a query sees nothing;
       delta: delta_c = rowsum(dO * O_c);
       key_end: int32 `[B, T]`, end of the keys that a token may see;
+      first_key: if `interval`, int32 `[B, T]`;
       gate: if `gated`;
       dlse: if `lse_grad`, the gradient of the log-sum-exp.
 
-    Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, key_end, 0. A row that sees nothing
-    has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO are zeros too,
+    Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row that sees
+    nothing has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO are
+    zeros too,
     so it adds nothing. Where the gate is 0, shift is +inf.
     """
     by_head = Array((spec.B, spec.T, spec.H), "float32")
-    key_end = Array((spec.B, spec.T), "int32")
-    inputs = {"lse": by_head, "delta": by_head, "key_end": key_end}
+    key = Array((spec.B, spec.T), "int32")
+    inputs = {"lse": by_head, "delta": by_head, "key_end": key}
+    inputs |= {"first_key": key} if spec.interval else {}
     inputs |= {"gate": by_head} if spec.gated else {}
     inputs |= {"dlse": by_head} if spec.lse_grad else {}
     outputs = {"row_stats": tile.row_stats(spec, spec.tokens, spec.rows)}

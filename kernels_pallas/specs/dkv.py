@@ -166,7 +166,6 @@ def partials(spec: Dkv) -> Kernel:
       row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
         G count;
       work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
-      first_keys: for intervals, int32 `[B * query_tiles, rows]`, the first key by row;
       query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry;
       marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
         first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it.
@@ -185,15 +184,12 @@ def partials(spec: Dkv) -> Kernel:
         inputs["query_list"] = ints((spec.list_entries,))
         if spec.block:
             inputs["marks"] = ints((spec.list_entries,))
-    else:
-        inputs["first_keys"] = ints((spec.B * spec.query_tiles, query_tile.rows))
     return Kernel.named(
         "dkv_partials",
         spec,
         "kernels_pallas.mosaic.dkv:partials",
         inputs,
         spec.partials,
-        sizes={} if spec.gathered else {"query_tiles": spec.query_tiles},
         grid=(spec.work_items,),
         source="kernels_pallas.specs.dkv:partials",
     )

@@ -13,7 +13,7 @@ from kernels_pallas.kernel import Array
 LOG2E = math.log2(math.e)
 ROWS = 64  # the M of every wgmma
 LANES = 32  # of a warp, and bits of a word
-ROW_STATS = 4  # of a query row for the backward pass: shift, delta, key_end, nothing
+ROW_STATS = 4  # of a query row for the backward pass: shift, delta, first_key, key_end
 ROW_STATS_MIN_ROWS = 8  # whose statistics are 128 bytes, the least that a TMA copy moves
 WORK_ITEM_INTS = (
     8  # of a row of a table of work items: 32 bytes, so that no row crosses a sector
