@@ -10,7 +10,7 @@ A document names a table between two comments, and this command fills what stand
 
 | table | what it shows | options |
 |---|---|---|
-| `attention` | whole NSA beside dense attention, a row a shape | `mode`, `implementation`, `device` |
+| `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
@@ -148,9 +148,7 @@ def attention(
 BRANCHES = ("compressed", "scores", "selected", "sliding")
 
 
-def branches(
-    mode: str = "forward", framework: str = "torch", device: str = DEVICE.name
-) -> str:
+def branches(mode: str = "forward", framework: str = "torch", device: str = DEVICE.name) -> str:
     newest = Newest(load(device), mode)
     rows = []
     shapes = [newest.shapes(branch, "mosaic") for branch in BRANCHES]

@@ -112,9 +112,7 @@ def sliding(
     return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
 
 
-def _interval(
-    ops, query, key, value, do, rows, bounds, layout, scale, added, cut
-) -> Gradients:
+def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut) -> Gradients:
     """`cut`: `work_items.causal_cuts` or `window_cuts`."""
     base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
     tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])

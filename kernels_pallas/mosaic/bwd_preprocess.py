@@ -44,6 +44,7 @@ class WriteRow:
             return warp.real(warp.fetch(at))
 
         lse, delta = of_head(lse), of_head(delta)
+
         def key_of(source):
             """The int32 of this row's token, exact in a float32: `capability.LONGEST`."""
             key = warp.fetch(warp.element(source, (b * sizes.T + token, 4)))

@@ -217,23 +217,24 @@ def partials(kernel: Kernel):
             # Eight columns at a time, so that their statistics need few registers.
             p = []
             for j in range(0, ROWS, COLUMNS):
-                shift, _, *bounds = stats_of_columns(j)
+                shift, _, key_begin, key_end = stats_of_columns(j)
                 if spec.block and not under_mask:
                     shift = jnp.where(selected(j, marks), shift, jnp.inf)
                 seen = None
                 if under_mask:
-                    seen = visible(wg, j, *bounds, first, marks)
+                    seen = visible(wg, j, key_begin, key_end, first, marks)
                 part = softmax.probabilities(s[:, j : j + COLUMNS], c, down(shift), seen)
                 if spec.gated:
                     part = operands.with_sign_bit(part, down(shift), interpret)
                 p.append(part)  # gP^T [64, 8]
             sums = list(carry)
+            dp = None
             if spec.want_dk:
                 dp = buffers.start_product(value, (refs.do_s, stage))  # V dO^T
             if spec.want_dv:  # dV += gP^T dO
                 left = operands.side_by_side([part.astype(dtype) for part in p], interpret)
                 sums[-1] = buffers.start_sum(sums[-1], left, (refs.do_s, stage))
-            if spec.want_dk:  # dK += dS^T Q
+            if dp is not None:  # dK += dS^T Q
                 (dp,) = buffers.finish(dp, running=int(spec.want_dv))
                 ds = []
                 for j in range(0, ROWS, COLUMNS):

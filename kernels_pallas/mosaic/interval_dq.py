@@ -40,9 +40,7 @@ def build(kernel: Kernel):
         def work(at):
             token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
             units = tile.tokens, refs.sizes.stats_units
-            stats = gathered_rows.softmax_stats(
-                refs.row_stats, at.b, at.kv_head, token, units
-            )
+            stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, units)
 
             query, do = buffers.left_operands(
                 spec, (refs.query_tile, at.wg), (refs.do_tile, at.wg)

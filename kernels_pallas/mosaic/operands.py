@@ -316,8 +316,8 @@ class Buffers:
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):
-    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, where queries are the columns
-    of a product.
+    """shift, delta, first_key and key_end `[8]` of the columns from `start` on, where queries are
+    the columns of a product.
 
     Args:
       ref: float32 `[columns, 4]` in shared memory.
@@ -413,13 +413,13 @@ def with_sign_bit(x, shift, interpret: bool):
         registers = np.empty_like(x.registers)
         for i in np.ndindex(registers.shape):
             vector = x.registers[i].type
-            kind = ir.VectorType.get(ir.VectorType(vector).shape, ir.IntegerType.get_signless(32))
+            kind = ir.VectorType.get(
+                ir.VectorType(vector).shape, ir.IntegerType.get_signless(32)
+            )
             bits, sign = (arith.bitcast(kind, y.registers[i]) for y in (x, shift))
             places = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, _place(31)))
             registers[i] = arith.bitcast(vector, arith.ori(bits, arith.shli(sign, places)))
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=x.layout, _is_signed=None
-        )
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return join(x, shift)
 

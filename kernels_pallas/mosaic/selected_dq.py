@@ -4,8 +4,8 @@ Algorithm: FlashAttention's backward with the queries standing still; per block 
 
     S = Q K^T, dP = dO V^T [64, block],  dS = |g| P * (dP - delta),  dQ += dS K
 
-and dQ is scaled, and takes the gate's sign, at the end (formulas: `softmax.py`). Rows of tokens that did not select the
-block have shift = +inf, so P = 0.
+and dQ is scaled, and takes the gate's sign, at the end (formulas: `softmax.py`). Rows of tokens
+that did not select the block have shift = +inf, so P = 0.
 
 Loop order: query-stationary, one tile a CTA (`selected_walk.py`). Tiles: 64 rows x one
 selection block; two stages of keys and of values where two CTAs then fit on an SM
@@ -39,9 +39,7 @@ def build(kernel: Kernel):
         def work(at):
             token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
             units = spec.stats_unit[0], refs.sizes.stats_units
-            stats = gathered_rows.softmax_stats(
-                refs.row_stats, at.b, at.kv_head, token, units
-            )
+            stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, units)
 
             def step(block, acc):
                 key = refs.key_ring, block.key_stage
