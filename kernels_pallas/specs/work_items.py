@@ -30,9 +30,11 @@ from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, 
 
 SMS = 132  # of an H100
 GPU_ITEMS = 16 * SMS  # work items that fill a GPU
+MOST_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
 MIN_INTERVAL = 16  # query tiles of a work item of an interval
-ITEM_STEPS = 5  # of 64 rows, in the time that a CTA takes to begin and to write its partial
+ITEM_STEPS = 12  # in the time that an item takes to begin and to end, and its partial to be merged
+MASKED_STEP = 1.15  # of a step whose keys are compared; others take 1
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
 MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
@@ -100,12 +102,21 @@ def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCut
       tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most.
     """
 
+    heads, samples = spec.B * spec.Hkv, 64
+    ends = (spec.T * (2 * i + 1) // (2 * samples) for i in range(samples))
+    total = heads * spec.query_tiles / samples * sum(tiles_seen(0, end) for end in ends)
+
     def steps(cuts):
-        items = -(-cuts.partials * spec.B * spec.Hkv // SMS)
-        return items * (-(-spec.query_tiles // cuts.segments) + ITEM_STEPS)
+        """Of the SM that is done last, as measured on an H200 (docs/kernels.md, "dkv")."""
+        items, longest = cuts.partials * heads, -(-spec.query_tiles // cuts.segments)
+        if items <= SMS:
+            return MASKED_STEP * longest + ITEM_STEPS
+        return (total + ITEM_STEPS * items) / SMS + longest
 
     counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
-    return min((_cuts(spec, tiles_seen, x) for x in counts), key=steps)
+    cuts = [_cuts(spec, tiles_seen, x) for x in counts]
+    few = [x for x in cuts if x.partials * heads <= MOST_ITEMS] or cuts[:1]
+    return min(few, key=steps)
 
 
 def window_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCuts:
