@@ -109,7 +109,7 @@ def test_which_fa2_and_whose_kernels(monkeypatch):
     """torch's copy of FA-2 is called that; a peer's kernel has a column where it was measured."""
     shape = {"S": 4096, "bench": "compare"}
     rows = [record("all", "mosaic", 1.0, **shape), record("dense", "flash", 3.0, **shape)]
-    monkeypatch.setattr(doc_tables, "load", lambda: rows)
+    monkeypatch.setattr(doc_tables, "load", lambda device: rows)
     head, _, line = doc_tables.attention().splitlines()
     assert "| cuDNN | FA-2 (torch's bundled copy) | commit |" in head
     assert "| - | 1.00 | - | 3.00 |" in line
