@@ -42,14 +42,11 @@ def build(kernel: Kernel):
             units = tile.tokens, refs.sizes.stats_units
             stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, units)
 
-            query, do = buffers.left_operands(
-                spec, (refs.query_tile, at.wg), (refs.do_tile, at.wg)
-            )
-
             def attend(block, _, acc):
                 stage = block.stage
                 plgpu.barrier_wait(refs.key_ready.at[stage])
                 plgpu.barrier_wait(refs.value_ready.at[stage])
+                query, do = (refs.query_tile, at.wg), (refs.do_tile, at.wg)
                 scores = buffers.start_product(query, (refs.key_ring, stage))  # [64, block]
                 dp = buffers.start_product(do, (refs.value_ring, stage))
                 scores, dp = buffers.finish(scores, dp)

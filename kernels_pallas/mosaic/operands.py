@@ -189,15 +189,8 @@ class Buffers:
     def _matrix_ref(self):
         return plgpu.RefType(self._matrix_transforms)
 
-    def left_operands(self, spec, *operands) -> tuple:
-        """Operands `(ref, copy)` as they are, or `[64, width]` in registers if
-        `spec.left_in_registers`: many products read them from there.
-        """
-        if not spec.left_in_registers:
-            return operands
-        return tuple(self._in_registers(*operand) for operand in operands)
-
-    def _in_registers(self, ref, copy):
+    def in_registers(self, ref, copy):
+        """An operand `[64, width]` in registers, for products that read it as the left one."""
         if self.interpret:
             return self._matrix(ref, copy)
         slabs = range(self._slabs(ref))

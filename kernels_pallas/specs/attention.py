@@ -42,13 +42,6 @@ class AttentionSizes:
         """Query heads of a key/value head."""
         return self.H // self.Hkv
 
-    @property
-    def left_in_registers(self) -> bool:
-        """In a backward pass the left operands of both first products, K and V or Q and dO, are in
-        registers, not in shared memory, where the sums leave room for them.
-        """
-        return self.D + self.Dv <= 128
-
     def rows(self, width: int, tokens: int | None = None) -> Array:
         """`[B, tokens, H, width]`: query, output or a gradient of them; by default all T tokens."""
         return Array((self.B, self.T if tokens is None else tokens, self.H, width), self.dtype)

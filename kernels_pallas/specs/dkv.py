@@ -88,6 +88,13 @@ class Dkv(AttentionSizes):
         return 1 if self.gathered or self.D + self.Dv > 384 else 2
 
     @property
+    def keys_in_registers(self) -> bool:
+        """K and V, the left operands of the first two products, are in registers and not in shared
+        memory, where the sums leave room for them.
+        """
+        return self.D + self.Dv <= 128
+
+    @property
     def item_ints(self) -> int:
         """Of a work item."""
         return WORK_ITEM_INTS if self.gathered else INTERVAL_ITEM_INTS

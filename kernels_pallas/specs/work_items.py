@@ -33,7 +33,9 @@ GPU_ITEMS = 16 * SMS  # work items that fill a GPU
 MOST_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
 MIN_INTERVAL = 16  # query tiles of a work item of an interval
-ITEM_STEPS = 12  # in the time that an item takes to begin and to end, and its partial to be merged
+ITEM_STEPS = (
+    12  # in the time that an item takes to begin and to end, and its partial to be merged
+)
 MASKED_STEP = 1.15  # of a step whose keys are compared; others take 1
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
