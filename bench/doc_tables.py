@@ -134,11 +134,16 @@ def attention(
         for name in KERNEL_NAMES
         if name in USUAL or any(newest.get(shape, "dense", "torch", name) for shape in shapes)
     ]
-    head = [*SHAPE_HEAD, "NSA, JAX", "NSA, torch", *map(kernel_name, kernels)]
+    frameworks = {
+        name: title
+        for name, title in (("jax", "NSA, JAX"), ("torch", "NSA, torch"))
+        if any(newest.get(shape, "all", name, implementation) for shape in shapes)
+    }
+    head = [*SHAPE_HEAD, *frameworks.values(), *map(kernel_name, kernels)]
     head += ["commit", "... of dense"]
     rows = []
     for shape in shapes:
-        ours = [newest.get(shape, "all", name, implementation) for name in ("jax", "torch")]
+        ours = [newest.get(shape, "all", name, implementation) for name in frameworks]
         dense = [newest.get(shape, "dense", "torch", name) for name in kernels]
         times = [ms(record) for record in (*ours, *dense)]
         rows.append([*described(shape), *times, commits(ours), commits(dense)])

@@ -49,10 +49,12 @@ class VisibleCompressed:
         """Tiles of `tile` keys that the tokens `first .. end - 1` of `tokens` see at most, from
         the tile of the first one's first key on; of a row that is not packed.
         """
-        block, stride = self.config.compress_block, self.config.compress_stride
-        if keys == self.config.num_compressed(tokens):  # fewer than `stride` tokens came before
-            keys = min(keys, (end + stride - block) // stride + 1)
-        return cdiv(max(keys, 0), tile)
+        stride = self.config.compress_stride
+        # No more compressed tokens than of the queries' own: fewer than `compress_block` tokens
+        # came before them, so that no query before `end` is at `end + compress_block - 1`.
+        if keys <= tokens // stride:
+            keys = min(keys, cdiv(end, stride))
+        return cdiv(keys, tile)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,7 +112,7 @@ def test_which_fa2_and_whose_kernels(monkeypatch):
     monkeypatch.setattr(doc_tables, "load", lambda device: rows)
     head, _, line = doc_tables.attention().splitlines()
     assert "| cuDNN | FA-2 (torch's bundled copy) | commit |" in head
-    assert "| - | 1.00 | - | 3.00 |" in line
+    assert "JAX" not in head and "| 1.00 | - | 3.00 |" in line
     rows += [record("dense", name, 2.0, **shape) for name in ("fa4", "flash_attn")]
     head, _, line = doc_tables.attention().splitlines()
     assert "FA-2 (torch's bundled copy) | FA-2 (flash-attn) | FA-4 (flash-attn-4) |" in head

@@ -34,6 +34,7 @@ class Problem:
     before: int = 0
     window: int = 512
     lengths: tuple[int, ...] = ()
+    unused: int = 0  # compressed tokens that nobody sees
     width: int = 128
 
     @property
@@ -48,7 +49,7 @@ class Problem:
         if self.branch == "window":
             return self.T + self.before
         parts = self.lengths or (self.T + self.before,)
-        return sum(CONFIG.num_compressed(x) for x in parts)
+        return sum(CONFIG.num_compressed(x) for x in parts) + self.unused
 
     def intervals(self):
         """`[T]` both."""
@@ -72,6 +73,9 @@ PROBLEMS = {
     "compressed, rows": Problem("compressed", B=3, T=2048, group=6, width=64),
     "compressed, a chunk": Problem("compressed", T=700, before=5000),
     "compressed, a few tokens before": Problem("compressed", T=5000, before=15),
+    # As many compressed tokens as strides, of which the last one nobody sees; or all do.
+    "compressed, one more": Problem("compressed", T=8192, unused=1),
+    "compressed, as many as strides": Problem("compressed", T=8192, before=31),
     "compressed, packed": Problem("compressed", T=3000, lengths=(20, 1500, 31, 32, 1417)),
     "compressed, one tile of queries": Problem("compressed", T=33, group=1),
     "window": Problem("window", T=9000),
@@ -158,6 +162,14 @@ def test_long_sequences_fill_every_sm_alike():
     assert cuts.segments == 32
     assert len(lengths) == 16 * 132
     assert lengths[0] == max(lengths)
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_cuts_do_not_depend_on_an_unused_token(unused):
+    """Torch's means have one: 512 of 8192 tokens, of which 511 are seen."""
+    problem = Problem("compressed", T=8192, Hkv=4, unused=unused)
+    _, cuts, _ = found(problem)
+    assert (cuts.segments, cuts.partials) == (12, 33)
 
 
 def test_streams():
