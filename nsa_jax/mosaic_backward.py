@@ -2,14 +2,14 @@
 
 For branch c with gate g_c, output O_c and output gradient dO of the gated sum:
 
-    dO_c    = g_c dO
     delta_c = rowsum(dO * O_c) = dg_c
-    P_c     = exp(scale * Q K_c^T - lse_c)
-    dS_c    = P_c * (dO_c V_c^T - (g_c delta_c - dlse_c))
+    gP_c    = g_c exp(scale * Q K_c^T - lse_c)
+    dS_c    = gP_c * (dO V_c^T - delta_c)
     dQ      = scale * sum_c dS_c K_c
     dK_c    = scale * dS_c^T Q
-    dV_c    = P_c^T dO_c
+    dV_c    = gP_c^T dO
 
+A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
 dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
@@ -118,7 +118,6 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
     spec = interval.IntervalAttention(
         **sizes_of(query, key, value, scale),
-        gated=base.gated,
         added=added is not None,
         longest_first=isinstance(bounds, VisibleCompressed),
         **tiles,
@@ -129,7 +128,7 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     kernel = interval.dq(spec)
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
-    cuts = _cuts(cut, base, bounds, layout.packed)
+    cuts = _interval_cuts(cut, base, bounds, layout.packed)
     heads = base.B * base.Hkv
     items = heads * cuts.segments * cuts.tiles
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * cuts.partials)
@@ -143,8 +142,8 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
 
-@functools.lru_cache
-def _cuts(cut, base: Dkv, bounds: Bounds, packed: bool) -> work_items.IntervalCuts:
+@functools.lru_cache(1024)
+def _interval_cuts(cut, base: Dkv, bounds: Bounds, packed: bool) -> work_items.IntervalCuts:
     def tiles_seen(first, end):
         if packed:
             return base.key_tiles
@@ -186,7 +185,6 @@ def selected(
         **sizes,
         n=block_indices.shape[-1],
         block=block,
-        gated=base.gated,
         added=added is not None,
         stats_unit=(base.query_tile.tokens, base.stats_rows),
         gather_limit=mosaic_gather.gather_limit(

@@ -314,9 +314,9 @@ def short(monkeypatch):
     monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
     monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
     monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
-    mosaic_backward._cuts.cache_clear()
+    mosaic_backward._interval_cuts.cache_clear()
     yield
-    mosaic_backward._cuts.cache_clear()
+    mosaic_backward._interval_cuts.cache_clear()
 
 
 @pytest.fixture(params=["long", "short"])

@@ -15,7 +15,7 @@ from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
 from nsa_jax.config import NSAConfig
 from nsa_jax.key_bounds import VisibleCompressed, Window
-from nsa_jax.mosaic_backward import _cuts
+from nsa_jax.mosaic_backward import _interval_cuts
 from nsa_torch.torch_ops import TorchOps
 
 CONFIG = NSAConfig()
@@ -34,7 +34,7 @@ class Problem:
     before: int = 0
     window: int = 512
     lengths: tuple[int, ...] = ()
-    unused: int = 0  # compressed tokens that nobody sees
+    unused: int = 0  # keys behind all that is seen
     width: int = 128
 
     @property
@@ -47,7 +47,7 @@ class Problem:
     @property
     def S(self):
         if self.branch == "window":
-            return self.T + self.before
+            return self.T + self.before + self.unused
         parts = self.lengths or (self.T + self.before,)
         return sum(CONFIG.num_compressed(x) for x in parts) + self.unused
 
@@ -82,6 +82,11 @@ PROBLEMS = {
     "window, rows": Problem("window", B=5, T=2048, group=6, width=64),
     "window, a chunk": Problem("window", T=900, before=4000),
     "window, packed": Problem("window", T=3000, lengths=(20, 1500, 31, 32, 1417)),
+    "window, keys behind the queries": Problem("window", T=5, window=20, unused=515),
+    "window, rows with keys behind": Problem(
+        "window", B=2, T=333, group=6, unused=900, width=64
+    ),
+    "compressed, keys behind": Problem("compressed", B=2, T=333, group=6, unused=400, width=64),
     "window, of one key": Problem("window", T=700, window=1),
     "window, beyond all keys": Problem("window", T=700, window=10_000),
     "window, tiles of 64 keys": Problem("window", T=3000, width=256),
@@ -102,7 +107,7 @@ def found(problem):
         scale=1.0,
         work_items=0,
     )
-    cuts = _cuts(CUTS[problem.branch], spec, problem.bounds, bool(problem.lengths))
+    cuts = _interval_cuts(CUTS[problem.branch], spec, problem.bounds, bool(problem.lengths))
     bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
     arrays = work_items.interval_work_items(TorchOps(), bounds, spec, cuts)
     return spec, cuts, [x.numpy() for x in arrays]

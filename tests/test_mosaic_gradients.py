@@ -170,9 +170,9 @@ def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
     monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
     monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
-    mosaic_backward._cuts.cache_clear()
+    mosaic_backward._interval_cuts.cache_clear()
     yield
-    mosaic_backward._cuts.cache_clear()
+    mosaic_backward._interval_cuts.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,6 +241,27 @@ def test_gates_of_any_sign(interpreted, in_pieces):
     gates = normal(p.gates.shape, jnp.float32).round(1)
     assert (gates < 0).any() and (gates == 0).any()
     check_whole(dataclasses.replace(p, gates=gates.astype(p.gates.dtype)))
+
+
+def test_keys_behind_the_queries(interpreted):
+    """Of a cache whose room is not filled: their gradients are zero, all others as without them."""
+    length, config = 60, dataclasses.replace(TINY.config, window=20)
+    p = problem(Case(5, 520, H=16, Hkv=1, B=1, config=config, dtype="bfloat16"))
+    do = normal((*p.query.shape[:3], p.case.Dv), jnp.bfloat16)
+
+    def gradients(key, value, kv_len):
+        def attend(query, key, value):
+            options = {"config": config, "kv_len": kv_len, "implementation": "mosaic"}
+            return nsa_jax.sliding_attention(query, key, value, **options)[0]
+
+        return pulled(attend, (p.query, key, value), do)
+
+    found = gradients(p.key, p.value, jnp.int32(length))
+    wanted = gradients(p.key[:, :length], p.value[:, :length], length)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    for grad, own in zip(found[1:], wanted[1:], strict=True):
+        np.testing.assert_array_equal(grad[:, :length], own)
+        assert not grad[:, length:].any()
 
 
 def test_causality(interpreted):

@@ -35,8 +35,6 @@ COMPILED = (
     ("wide", 90, "selected:forward"),
     ("G4", 80, "selected:tile_block_lists"),
     ("G4", 86, "selected:forward"),
-    ("G6", 86, "selected:forward"),
-    ("G6", 90, "selected:dq"),
     ("G6", 86, "dkv:of_blocks"),
     ("G6", 90, "dkv:of_intervals"),
     ("G6", 100, "scores:best_blocks"),
@@ -70,20 +68,7 @@ def test_kernels_compile_within_the_limits_of_an_architecture():
 def test_nothing_that_a_length_changes_is_compiled_in():
     """Another length and batch have the same kernels, but for what they are launched with."""
     for shape in SHAPES.values():
-        shorter = dataclasses.replace(shape, T=shape.T - 37, S=shape.S - 101, B=3)
-        for one, other in zip(launches(shape, (8, 0)), launches(shorter, (8, 0)), strict=True):
+        longer = dataclasses.replace(shape, T=shape.T + 37, S=shape.S + 101, B=3)
+        for one, other in zip(launches(shape, (8, 0)), launches(longer, (8, 0)), strict=True):
             assert one.kernel.constants == other.kernel.constants
             assert one.dtypes == other.dtypes
-
-
-@pytest.mark.parametrize(
-    "group, short, long", [(1, 16, 16), (2, 16, 8), (6, 10, 2), (16, 1, 1)]
-)
-def test_small_groups_have_two_forms_of_selected(group, short, long):
-    """Of up to 16 tokens a tile, as fill 64 rows, where 16 of at most 32 blocks are selected."""
-    for keys, tokens in ((2048, short), (2049, long)):
-        shape = Case(2000, keys, 2 * group, 2, 64, 64, 1, PAPER, dtype="bfloat16")
-        found = [x.kernel for x in launches(shape, (9, 0))]
-        selected = [x for x in found if x.function.rpartition(".")[2].startswith("selected:")]
-        assert len(selected) >= 2
-        assert {x.constants["TOKENS"] for x in selected} == {tokens}

@@ -1,6 +1,6 @@
 """delta = rowsum(dO * O) - dlse, shift = lse * log2(e) - log2|gate|: FlashAttention's preprocess.
 
-Both stand beside the end of a row's keys, as the backward kernels read them
+Both stand beside the bounds of a row's keys, as the backward kernels read them
 (`specs/bwd_preprocess.py`). rowsum(dO * O), also the gradient of the gate, is of `combine.py`.
 
 Loop order: no loop; a lane makes one row, a warp 32 neighbouring rows of the query tiles.
@@ -52,9 +52,11 @@ class WriteRow:
 
         key_end = key_of(key_end)
         first_key = key_of(extra.pop(0)) if spec.interval else warp.word(0)
-        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E)))) & ~1
+        shift = warp.bits(lse * warp.real(warp.word(warp.integer(LOG2E))))
         if spec.gated:
             shift = self._gated(warp, shift, warp.bits(of_head(extra[0])))
+        else:
+            shift = shift & ~1
         if spec.lse_grad:
             delta = delta - of_head(extra[-1])  # d lse / dS = P, so P * dlse is added to dS
         # Of a query that sees nothing, and of padding, they may be NaN: none may reach a sum.
@@ -71,7 +73,8 @@ class WriteRow:
         size = warp.log2(warp.real(gate & 0x7FFFFFFF))
         shift = warp.bits(warp.real(lse_log2) - size)
         signed = (shift & ~1) | warp.number(gate < 0)
-        # The last bit would make NaN of what is infinite, where the gate is 0.
+        # The last bit would make NaN of what is infinite, where the gate is 0. (Of a gate that is
+        # not finite gradients are not finite.)
         return warp.where(warp.same(shift, warp.integer(math.inf)), shift, signed)
 
 

@@ -58,7 +58,7 @@ class RowStats:
 
 @described
 def row_stats(spec: RowStats) -> Kernel:
-    """Inputs, float32 `[B, T, H]` but for the third:
+    """Inputs, float32 `[B, T, H]` but for the bounds of keys:
 
       lse: natural log-sum-exp of a branch, -inf where a query sees nothing;
       delta: delta_c = rowsum(dO * O_c);
@@ -69,8 +69,7 @@ def row_stats(spec: RowStats) -> Kernel:
 
     Output: float32 `[B, Hkv, tiles, rows, 4]`: shift, delta, first_key, key_end. A row that sees
     nothing has +inf, 0, 0, 0; a row that stands for no query 0, 0, 0, 0: its query and dO are
-    zeros too,
-    so it adds nothing. Where the gate is 0, shift is +inf.
+    zeros too, so it adds nothing. Where the gate is 0, shift is +inf.
     """
     by_head = Array((spec.B, spec.T, spec.H), "float32")
     key = Array((spec.B, spec.T), "int32")

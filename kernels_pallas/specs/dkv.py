@@ -89,8 +89,8 @@ class Dkv(AttentionSizes):
 
     @property
     def keys_in_registers(self) -> bool:
-        """K and V, the left operands of the first two products, are in registers and not in shared
-        memory, where the sums leave room for them.
+        """K and V, the left operands of the first two products, are read from registers and not from
+        shared memory, where the sums leave room for them.
         """
         return self.D + self.Dv <= 128
 
@@ -177,8 +177,9 @@ def partials(spec: Dkv) -> Kernel:
       marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
         first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it.
 
-    Outputs, as wanted: dk_partials float32 `[work_items, tile_keys, D]` and dv_partials
-    `[work_items, tile_keys, Dv]`; an empty work item writes none.
+    Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
+    `[count, tile_keys, Dv]`, of lists one a work item, of intervals `interval_partials`; an empty
+    work item writes none.
     """
     query_tile, ints = spec.query_tile, functools.partial(Array, dtype="int32")
     inputs = {

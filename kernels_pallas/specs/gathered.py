@@ -38,7 +38,7 @@ class GatheredAttention(AttentionSizes):
     segment_tokens: int
     segments: int
     items: int  # work items of a segment
-    gated: bool = False  # merge multiplies the output by a gate; dq reads it of `row_stats`
+    gated: bool = False  # merge multiplies the output by a gate
     stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
 
     def for_any_length(self) -> Self:

@@ -20,7 +20,7 @@ CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 class IntervalAttention(AttentionSizes):
     """Sizes of the problem and of a CTA, and what is fused."""
 
-    gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
+    gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
     longest_first: bool = False  # later tokens see more keys: start them first
     block: int = 128  # keys of a block
@@ -111,7 +111,7 @@ def forward(spec: IntervalAttention) -> Kernel:
 
 @described
 def dq(spec: IntervalAttention) -> Kernel:
-    """dQ = added + scale dS K with dS = P * (dP - delta), the gradient of `forward`'s query.
+    """dQ = added + scale dS K with dS = gP * (dP - delta), the gradient of `forward`'s query.
 
     Inputs, after `forward`'s first five:
       do: `[B, T, H, Dv]`, the gradient of the output.

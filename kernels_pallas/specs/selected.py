@@ -29,7 +29,7 @@ class SelectedAttention(AttentionSizes):
 
     n: int  # selected blocks of a token
     block: int  # keys of a selection block
-    gated: bool = False  # forward multiplies the output by a gate; dq reads it of `row_stats`
+    gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
     stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
@@ -116,8 +116,8 @@ def forward(spec: SelectedAttention) -> Kernel:
 def dq(spec: SelectedAttention) -> Kernel:
     """dQ = added + scale dS K, the gradient of `forward`'s query.
 
-    dS = P * (dP - delta) with dP = gate * dO V^T, P = exp2(scale * log2(e) * Q K^T - lse_log2);
-    gate, delta and lse_log2 are those of `row_stats` (`specs/bwd_preprocess.py`).
+    dS = gP * (dP - delta) with dP = dO V^T and gP = +-exp2(scale * log2(e) * Q K^T - shift); shift,
+    which holds the gate, and delta are those of `row_stats` (`specs/bwd_preprocess.py`).
 
     Inputs, after `forward`'s first seven:
       do: `[B, T, H, Dv]`, the gradient of the output.

@@ -5,8 +5,8 @@ A work item is a tile of keys and the queries that it meets: an interval of quer
 with many queries has several, so that no CTA has much more work than another. In `dkv` each
 writes a partial, and a second kernel adds the partials of a tile in order.
 
-Tokens are cut into segments, and items that run together belong to one segment, so that the
-queries that they read are in L2 together.
+Tokens are cut into segments. Items that run together read the same queries, so that L2 has them:
+they belong to one segment, or, of a window, are neighbours in each segment.
 
     table     [items, 8] int32    a `WorkItem` a row; of intervals [items, 16]
     first     [B, Hkv, tiles]     of the partials of a tile of keys, the first
@@ -36,7 +36,7 @@ MIN_INTERVAL = 16  # query tiles of a work item of an interval
 ITEM_STEPS = (
     12  # in the time that an item takes to begin and to end, and its partial to be merged
 )
-MASKED_STEP = 1.15  # of a step whose keys are compared; others take 1
+MASKED = 1.15  # where all items run at once, the last one is one whose keys are all compared
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
 MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
@@ -112,7 +112,7 @@ def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCut
         """Of the SM that is done last, as measured on an H200 (docs/kernels.md, "dkv")."""
         items, longest = cuts.partials * heads, -(-spec.query_tiles // cuts.segments)
         if items <= SMS:
-            return MASKED_STEP * longest + ITEM_STEPS
+            return MASKED * longest + ITEM_STEPS
         return (total + ITEM_STEPS * items) / SMS + longest
 
     counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
@@ -162,7 +162,9 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
     # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
-    begin = token_after(last, start, "right") // tokens
+    begin = token_after(last, start, "right")
+    # A tile behind all that is seen has no queries, not the last one's.
+    begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
     unmasked_begin = (token_after(last, start + ROWS, "left") + (tokens - 1)) // tokens
     unmasked_end = token_after(first, start, "right") // tokens
     end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens

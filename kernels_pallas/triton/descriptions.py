@@ -242,17 +242,12 @@ def _merge(p: Problem, tiles: int, items: int, block: int, keys: int) -> TritonK
     )
 
 
-MOST_ROWS, MOST_TOKENS = 64, 16  # of a tile of the selected branch
-
-
 @dataclasses.dataclass(frozen=True)
 class Selected:
     """The selected branch: `n` blocks of `block` keys a token.
 
     A tile has the heads of one token where they fill 16 rows or more, else of as many
-    neighbouring tokens as 16 rows hold. Where a token selects half of the blocks or more, so that
-    the tokens of a tile share most of theirs, small groups have tiles of up to 64 rows: more
-    tokens share a read. No row depends on its tile, whose blocks pass in the order of the keys.
+    neighbouring tokens as 16 rows hold.
     """
 
     problem: Problem
@@ -262,24 +257,14 @@ class Selected:
     @property
     def limits(self) -> tuple[int, int]:
         """Rows and keys of a tile, at most."""
-        return min(power(self.tokens * self.problem.group), MOST_ROWS), self._keys
-
-    @property
-    def _keys(self) -> int:
-        return min(power(self.block), 64)
+        return min(power(self.problem.group), 64), min(power(self.block), 64)
 
     def _tiling(self, kernel: str) -> Tiling:
         return self.problem.tiling(kernel, *self.limits)
 
     @property
     def tokens(self) -> int:
-        p = self.problem
-        rows = LEAST
-        if p.group < LEAST and cdiv(p.S, self.block) <= 2 * self.n:
-            # Of both kernels, which read the same block lists.
-            tilings = (p.tiling(kernel, MOST_ROWS, self._keys) for kernel in ("forward", "dq"))
-            rows = min(tiling.rows for tiling in tilings)
-        return max(min(rows // p.group, MOST_TOKENS), 1)
+        return max(LEAST // self.problem.group, 1)
 
     @property
     def tiles(self) -> int:
