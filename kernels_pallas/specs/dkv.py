@@ -89,7 +89,7 @@ class Dkv(AttentionSizes):
 
     @property
     def keys_in_registers(self) -> bool:
-        """K and V, the left operands of the first two products, are read from registers and not from
+        """K and V, the left operands of the first two products, are read from registers, not from
         shared memory, where the sums leave room for them.
         """
         return self.D + self.Dv <= 128
