@@ -29,7 +29,8 @@ says of how many problems no newer row does. The slope is judged of 10^5 element
 a contiguous decode step measured until f764ddc contain a copy of all values, which the whole step
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
-`bench.train --throughput` and of torch's profiler, typed.
+`bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
+kernel (`dkv_segments`), typed.
 
 """
 COLUMNS = (

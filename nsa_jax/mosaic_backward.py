@@ -79,19 +79,8 @@ def compressed(
     if key.shape[1] == 0:
         zero = ops.xp.zeros_like
         return Gradients(zero(query) if added is None else added, zero(key), zero(value))
-    return _interval(
-        ops,
-        query,
-        key,
-        value,
-        do,
-        rows,
-        VisibleCompressed(config),
-        layout,
-        scale,
-        added,
-        work_items.causal_cuts,
-    )
+    bounds, cut = VisibleCompressed(config), work_items.causal_cuts
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
 
 
 def sliding(
@@ -107,8 +96,7 @@ def sliding(
     added=None,
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
-    bounds = Window(config, key.shape[1])
-    cut = work_items.window_cuts
+    bounds, cut = Window(config, key.shape[1]), work_items.window_cuts
     return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
 
 

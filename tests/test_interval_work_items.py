@@ -108,9 +108,14 @@ def found(problem):
         work_items=0,
     )
     cuts = _interval_cuts(CUTS[problem.branch], spec, problem.bounds, bool(problem.lengths))
+    return spec, cuts, cut_by(problem, spec, cuts)
+
+
+def cut_by(problem, spec, cuts):
+    """`table`, `first`, `count`."""
     bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
     arrays = work_items.interval_work_items(TorchOps(), bounds, spec, cuts)
-    return spec, cuts, [x.numpy() for x in arrays]
+    return [x.numpy() for x in arrays]
 
 
 def check(problem, spec, cuts, table, first, count):
@@ -195,7 +200,6 @@ def test_too_little_room_is_caught(change):
     # Without a partial more for a tile that two segments see.
     room = {"tiles": cuts.tiles - 1, "partials": spec.key_tiles}[change]
     less = dataclasses.replace(cuts, **{change: room})
-    bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
-    arrays = work_items.interval_work_items(TorchOps(), bounds, spec, less)
+    arrays = cut_by(problem, spec, less)
     with pytest.raises(AssertionError):
-        check(problem, spec, less, *(x.numpy() for x in arrays))
+        check(problem, spec, less, *arrays)

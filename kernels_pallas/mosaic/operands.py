@@ -393,7 +393,9 @@ def side_by_side(parts, interpret: bool):
 
 
 def with_sign_bit(x, shift, interpret: bool):
-    """`x` from 0 with the sign that the last bit of `shift` says; float32 of one shape."""
+    """`x`, which is not negative, with the sign that the last bit of `shift` stands for; float32,
+    both of one shape.
+    """
     if interpret:
         bits, sign = (lax.bitcast_convert_type(y, jnp.uint32) for y in (x, shift))
         return lax.bitcast_convert_type(bits | sign << 31, jnp.float32)
@@ -410,15 +412,12 @@ def with_sign_bit(x, shift, interpret: bool):
                 ir.VectorType(vector).shape, ir.IntegerType.get_signless(32)
             )
             bits, sign = (arith.bitcast(kind, y.registers[i]) for y in (x, shift))
-            places = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, _place(31)))
+            place = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 31)
+            places = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, place))
             registers[i] = arith.bitcast(vector, arith.ori(bits, arith.shli(sign, places)))
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return join(x, shift)
-
-
-def _place(number: int):
-    return ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
 
 
 def _index(number: int):

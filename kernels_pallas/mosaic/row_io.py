@@ -88,10 +88,7 @@ class GatheredRows:
         """Of `token`, by row, what dq needs of `row_stats`; `units`: the tokens of a unit, and
         how many units there are.
         """
-        return SoftmaxStats(*self._row_stats(row_stats, b, kv_head, token, *units))
-
-    def _row_stats(self, row_stats, b, kv_head, token, unit, count):
-        """shift, delta and the sign that is the last bit of shift."""
+        unit, count = units
         if self.interpret:
             stats = []
             for i in range(self.tokens):
@@ -103,7 +100,8 @@ class GatheredRows:
             stats = jnp.concatenate(stats)
             stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
             shift, delta = stats[:, 0], stats[:, 1]
-            return shift, delta, with_sign_bit(jnp.ones_like(shift), shift, interpret=True)
+            sign = with_sign_bit(jnp.ones_like(shift), shift, interpret=True)
+            return SoftmaxStats(shift, delta, sign)
 
         def load(row, refs, words, token):
             _, heads, _, rows, _ = refs[0].type.shape
@@ -118,7 +116,7 @@ class GatheredRows:
             return [warp.real(x) for x in (shift, delta, sign)]
 
         dtypes = [jnp.float32] * len(SoftmaxStats._fields)
-        return _by_row(load, [row_stats], [b, kv_head, count], [token], dtypes)
+        return SoftmaxStats(*_by_row(load, [row_stats], [b, kv_head, count], [token], dtypes))
 
     def put(self, array, value, b, kv_head, length, index, only):
         """`array[b, kv_head, index] = value` where `only`, by row; float32 `[B, Hkv, length]`,

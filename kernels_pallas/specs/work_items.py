@@ -33,10 +33,9 @@ GPU_ITEMS = 16 * SMS  # work items that fill a GPU
 MOST_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
 MIN_INTERVAL = 16  # query tiles of a work item of an interval
-ITEM_STEPS = (
-    12  # in the time that an item takes to begin and to end, and its partial to be merged
-)
-MASKED = 1.15  # where all items run at once, the last one is one whose keys are all compared
+# Of intervals, in steps of 64 rows: what an item takes to begin, to end and to be merged. Where all
+# items run at once, the last to end is one whose keys are all compared: its steps take this longer.
+ITEM_STEPS, COMPARED = 12, 1.15
 MAX_ENTRIES = 2048  # entries of a work item of a list, since each has a partial of its own
 MIN_ENTRIES = 256  # entries that a work item of a list may always have
 MAX_HALVES = 15  # of a sequence: of at most `capability.LONGEST` tokens, 4096 in the first
@@ -112,11 +111,11 @@ def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCut
         """Of the SM that is done last, as measured on an H200 (docs/kernels.md, "dkv")."""
         items, longest = cuts.partials * heads, -(-spec.query_tiles // cuts.segments)
         if items <= SMS:
-            return MASKED * longest + ITEM_STEPS
+            return COMPARED * longest + ITEM_STEPS
         return (total + ITEM_STEPS * items) / SMS + longest
 
     counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
-    cuts = [_cuts(spec, tiles_seen, x) for x in counts]
+    cuts = [_cut_into(spec, tiles_seen, x) for x in counts]
     few = [x for x in cuts if x.partials * heads <= MOST_ITEMS] or cuts[:1]
     return min(few, key=steps)
 
@@ -130,10 +129,10 @@ def window_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCut
     """
     streams = SMS // (tiles_seen(0, 1) * spec.B * spec.Hkv)
     streams = max(min(streams, spec.query_tiles // MIN_INTERVAL), 1)
-    return dataclasses.replace(_cuts(spec, tiles_seen, streams), streams=True)
+    return dataclasses.replace(_cut_into(spec, tiles_seen, streams), streams=True)
 
 
-def _cuts(spec: Any, tiles_seen: Callable[[int, int], int], segments: int) -> IntervalCuts:
+def _cut_into(spec: Any, tiles_seen: Callable[[int, int], int], segments: int) -> IntervalCuts:
     tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
     begins = [i * tokens for i in range(segments)]
     seen = [tiles_seen(min(x, spec.T), min(x + tokens, spec.T)) for x in begins]
