@@ -18,6 +18,7 @@ A document names a table between two comments, and this command fills what stand
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
+| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -36,7 +37,7 @@ from absl import flags
 from bench.harness import cli, records, seed_names
 from bench.harness.records import Record
 from bench.harness.scale_model import problem
-from bench.lm import curves, watched
+from bench.lm import curves, quality, watched
 from bench.lm import log as train_log
 from bench.lm.log import Header, Speed
 from bench.reports import crossover, sources
@@ -448,6 +449,15 @@ def parallel_training() -> str:
     return table(head, rows)
 
 
+SEEDS = records.FOLDER / "nvidia-h200" / "quality"
+
+
+def seeds() -> str:
+    """NSA against dense attention over seeds."""
+    found = {path.name: train_log.read(path) for path in sorted(SEEDS.glob("*.jsonl"))}
+    return table(quality.HEAD, quality.rows(quality.differences(found)))
+
+
 TABLES: Mapping[str, Callable[..., str]] = {
     "attention": attention,
     "branches": branches,
@@ -458,6 +468,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "host": host,
     "first_call": first_call,
     "parallel_training": parallel_training,
+    "quality": seeds,
     "selection": selection,
     "block_selection": block_selection,
     "serving": serving,

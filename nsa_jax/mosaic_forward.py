@@ -119,8 +119,10 @@ def selected(
 
     `block_lists`: `tile_block_lists` where they are there already.
     """
+    sizes = sizes_of(query, key, value, scale)
+    stages = selected_spec.forward_stages(sizes["D"], sizes["Dv"], config.select_block)
     spec = selected_spec.SelectedAttention(
-        **sizes_of(query, key, value, scale),
+        **sizes,
         n=block_indices.shape[-1],
         block=config.select_block,
         gated=gate is not None,
@@ -136,6 +138,7 @@ def selected(
             keys=key.shape[1],
             Dv=value.shape[-1],
             config=config,
+            otherwise=stages,
         ),
     )
     if block_lists is None:

@@ -21,10 +21,10 @@ import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
 from kernels_pallas.mosaic import (
     capability,
-    interval_forward,
     operands,
     scores_kq,
     softmax,
+    tile_steps,
 )
 from kernels_pallas.specs import scores
 from nsa_jax import geometry, key_bounds, mosaic
@@ -536,8 +536,8 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
             plgpu.barrier_wait(barrier)
         waits.append(barrier)
 
-    plgpu = interval_forward.plgpu
-    monkeypatch.setattr(interval_forward, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu = tile_steps.plgpu
+    monkeypatch.setattr(tile_steps, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     run(
         "sliding_attention",
         *(getattr(problem(TINY), name) for name in ARRAYS[:3]),

@@ -168,7 +168,7 @@ def test_records_and_tables_of_a_device_have_one_name():
 CHOSEN = {
     "compressed": {"block": 64, "stages": 3},
     "scores": {"stages": 3, "held": 512},
-    "selected": {"key_stages": 1, "value_stages": 2},
+    "selected": {"key_stages": 2, "value_stages": 2},
     "sliding": {"block": 64, "stages": 4},
 }
 
@@ -238,7 +238,7 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
     heuristics = {
         "compressed": {"block": 128, "stages": 2},
         "scores": {"stages": scores.Scores.stages, "held": scores.Scores.held},
-        "selected": {"key_stages": 2, "value_stages": 1},
+        "selected": {"key_stages": 1, "value_stages": 2},
         "sliding": {"block": 112, "stages": 2},
     }
     for kernel, wanted in (CHOSEN if device else heuristics).items():

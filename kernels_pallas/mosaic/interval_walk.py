@@ -21,7 +21,6 @@ Tiles: 64 rows x `block` keys a warpgroup (64 to 128 forward, 64 dq; `specs/inte
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -34,10 +33,9 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, Tile, Work, over_blocks
 from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
-
-NO_KEY = 1 << 30  # beyond every array
 
 
 class Pair(NamedTuple):
@@ -52,46 +50,6 @@ class Pair(NamedTuple):
     full_from: Any
     full_to: Any
     end: Any
-
-
-class Tile(NamedTuple):
-    """A warpgroup's tile of a pair."""
-
-    b: Any
-    kv_head: Any
-    index: Any  # along the tokens
-    wg: Any  # the warpgroup, and which of the scratch's tiles is its own
-
-
-class Block(NamedTuple):
-    """A block of keys, at `stage` of the ring buffers."""
-
-    stage: Any
-    visible: Callable[[], Any]  # [64, block], or None where every row sees all of it
-
-
-class Factor(NamedTuple):
-    """What is still to be multiplied with the keys or values of a block: P forward, dS in dq."""
-
-    stage: Any
-    matrix: Any  # [64, block], in the type of the operands
-
-
-class Work(NamedTuple):
-    """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
-    `value_ready` of a block's stage and arrives at `key_free` and `value_free`.
-
-    `attend(block, before, state)` returns the next state and the matrix of the block's factor;
-    `multiply(factor, state)` adds the product to the state. Of a walk that is `ahead` the
-    product of the factor `before` is `attend`'s, so that it runs beside the work by element;
-    otherwise, and for the first block, `before` is None. `finish(state)` is the result, float32
-    `[64, width]`.
-    """
-
-    state: Any
-    attend: Callable[[Block, Factor | None, Any], tuple[Any, Any]]
-    multiply: Callable[[Factor, Any], Any]
-    finish: Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,39 +241,26 @@ class IntervalWalk:
                     load_added(pair)
             plgpu.barrier_wait(refs.rows_ready.at[wg])
 
-            def stage_of(i):
-                return lax.rem(done + i, jnp.int32(spec.stages))
-
             def visible(i):
                 shape, first = (ROWS, block), key_at(i)
                 index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + first
                 return (index >= across(first_key, shape)) & (index < across(key_end, shape))
 
             def block_at(under_mask, i):
-                seen = (lambda: visible(i)) if under_mask else (lambda: None)
-                return Block(stage_of(i), seen)
-
-            def step(under_mask, i, carried):
-                state, matrix = carried
-                before = Factor(stage_of(i - 1), matrix)
-                return todo.attend(block_at(under_mask, i), before, state)
-
-            def step_alone(under_mask, i, state):
-                state, matrix = todo.attend(block_at(under_mask, i), None, state)
-                return todo.multiply(Factor(stage_of(i), matrix), state)
-
-            def over_blocks(first, body, carried):
-                border = jnp.maximum(masked, first)
-                carried = lax.fori_loop(first, border, functools.partial(body, True), carried)
-                return lax.fori_loop(border, blocks, functools.partial(body, False), carried)
+                stage = lax.rem(done + i, jnp.int32(spec.stages))
+                return Block(
+                    key_stage=stage,
+                    value_stage=stage,
+                    member=None,
+                    visible=lambda: visible(i) if under_mask else None,
+                    free_key=lambda: plgpu.barrier_arrive(refs.key_free.at[stage]),
+                    free_value=lambda: plgpu.barrier_arrive(refs.value_free.at[stage]),
+                )
 
             todo = work(tile)
-            if self.ahead:
-                carried = todo.attend(block_at(True, 0), None, todo.state)
-                state, matrix = over_blocks(1, step, carried)
-                state = todo.multiply(Factor(stage_of(blocks - 1), matrix), state)
-            else:
-                state = over_blocks(0, step_alone, todo.state)
+            state = over_blocks(
+                todo, block_at, masked, blocks, masked_first=True, ahead=self.ahead
+            )
             result = todo.finish(state)  # [64, width]
 
             def load_next_rows():

@@ -13,13 +13,13 @@ slowest grid axis, so that the keys of one head stay in L2.
     blocks        0                    ..                 whole         ..        count
 
 Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
-has 2 and 1 unless it is tuned (`tiles.py`), dq those of `specs.selected.dq_stages`.
+has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
+`specs.selected.dq_stages`.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,43 +30,9 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, Tile, Work, over_blocks
 from kernels_pallas.specs.selected import LIST_CHUNK, SelectedAttention
 from kernels_pallas.specs.tile import ROWS
-
-
-class Tile(NamedTuple):
-    """The tile of a CTA."""
-
-    b: Any
-    kv_head: Any
-    index: Any  # along the tokens
-
-
-class Block(NamedTuple):
-    """A block of a list, at these stages of the ring buffers.
-
-    `refill_key` and `refill_value` give a stage back, once: it is no more read, and the copy of
-    the block that takes it next starts.
-    """
-
-    key_stage: Any
-    value_stage: Any
-    member: Any  # [64], the rows whose token selected the block
-    visible: Any  # [64, block], or None where the members see all of it
-    refill_key: Callable[[], None]
-    refill_value: Callable[[], None]
-
-
-class Work(NamedTuple):
-    """What a kernel does with a tile, once its rows are there.
-
-    `step(block, state)` waits for `key_ready` and `value_ready` of the block's stages, refills
-    both and returns the next state; `finish(state)` is the result, float32 `[64, width]`.
-    """
-
-    state: Any
-    step: Callable[[Block, Any], Any]
-    finish: Callable[[Any], Any]
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
@@ -91,11 +57,13 @@ class SelectedWalk:
       rows: scratch for the tile's rows of each source of `run`, width by name. The first one,
         the query, is reused to stage `added` and the output, so it has the larger width.
       out_width: columns of the output.
+      ahead: whether the product of a block's factor runs beside the work on the next block.
     """
 
     spec: SelectedAttention
     rows: Mapping[str, int]
     out_width: int
+    ahead: bool = False
 
     @property
     def buffers(self) -> operands.Buffers:
@@ -143,7 +111,7 @@ class SelectedWalk:
         spec, buffers = self.spec, self.buffers
         b = lax.div(lax.axis_index("head"), jnp.int32(spec.Hkv))
         kv_head = lax.rem(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        tile = Tile(b, kv_head, lax.axis_index("tile"))
+        tile = Tile(b, kv_head, lax.axis_index("tile"), 0)
         self._load_list(refs, tile)
         tiles = [getattr(refs, name) for name in self.rows]
         for source, scratch, width in zip(sources, tiles, self.rows.values(), strict=True):
@@ -154,13 +122,20 @@ class SelectedWalk:
         key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
         token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
 
+        # A walk that is ahead begins with a block; of no block it lies where copies read zeros.
+        blocks = jnp.maximum(count, 1) if self.ahead else count
+
+        def start(i):
+            key = refs.starts[i]
+            return jnp.where(count > 0, key, NO_KEY) if self.ahead else key
+
         def load(source, ring, ready, stages, i):
             """Starts the copy of block `i`, if there is one."""
 
-            @pl.when(i < count)
+            @pl.when(i < blocks)
             def _():
                 stage = lax.rem(i, jnp.int32(stages))
-                keys = pl.ds(refs.starts[i], spec.block)
+                keys = pl.ds(start(i), spec.block)
                 buffers.load_keys(
                     lambda columns: source.at[b, keys, kv_head, columns],
                     ring,
@@ -182,7 +157,12 @@ class SelectedWalk:
             load_value(jnp.int32(i))
         plgpu.barrier_wait(refs.rows_ready)
 
-        def step(at_edge, i, state):
+        def visible(i):
+            shape = (ROWS, spec.block)
+            index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+            return index < across(key_end - start(i), shape)
+
+        def block_at(under_mask, i):
             key_stage = lax.rem(i, jnp.int32(spec.key_stages))
             value_stage = lax.rem(i, jnp.int32(spec.value_stages))
             bits = lax.broadcast(refs.members[0, i], (ROWS,))
@@ -190,26 +170,20 @@ class SelectedWalk:
                 high = lax.broadcast(refs.members[1, i], (ROWS,))
                 bits = jnp.where(token < 32, bits, high)
             member = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
-            visible = None
-            if at_edge:
-                shape = (ROWS, spec.block)
-                index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-                visible = index < across(key_end - refs.starts[i], shape)
 
-            def refill_key():
+            def free_key():
                 plgpu.commit_smem()  # all four warps are done with this stage
                 load_key(i + spec.key_stages)
 
-            def refill_value():
+            def free_value():
                 plgpu.commit_smem()
                 load_value(i + spec.value_stages)
 
-            block = Block(key_stage, value_stage, member, visible, refill_key, refill_value)
-            return todo.step(block, state)
+            seen = (lambda: visible(i)) if under_mask else (lambda: None)
+            return Block(key_stage, value_stage, member, seen, free_key, free_value)
 
         todo = work(tile)
-        state = lax.fori_loop(0, whole, functools.partial(step, False), todo.state)
-        state = lax.fori_loop(whole, count, functools.partial(step, True), state)
+        state = over_blocks(todo, block_at, whole, blocks, masked_first=False, ahead=self.ahead)
         result = todo.finish(state)  # [64, width]
 
         out_tile, width, added = tiles[0], self.out_width, None
@@ -226,7 +200,7 @@ class SelectedWalk:
 
     def _load_list(self, refs, tile: Tile):
         """Starts copies of the tile's block list and its members."""
-        b, kv_head, index = tile
+        b, kv_head, index, _ = tile
         for i in range(0, self.spec.entries, LIST_CHUNK):
             chunk = pl.ds(i, LIST_CHUNK)
             plgpu.copy_gmem_to_smem(

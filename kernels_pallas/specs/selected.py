@@ -20,6 +20,7 @@ from kernels_pallas.specs.tile import (
 )
 
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
+FORWARD_REGISTERS = 192  # of a thread that hold matrices
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
 
@@ -33,7 +34,7 @@ class SelectedAttention(AttentionSizes):
     added: bool = False  # add the result to an array of its shape
     stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
-    key_stages: int = 2
+    key_stages: int = 1
     value_stages: int = 1
 
     @property
@@ -55,6 +56,11 @@ class SelectedAttention(AttentionSizes):
         return cdiv(self.tile.tokens, 32)
 
     @property
+    def ahead(self) -> bool:
+        """Whether forward multiplies P V of a block beside the work on the next one."""
+        return is_ahead(self.D, self.Dv, self.block)
+
+    @property
     def sizes(self) -> dict[str, int]:
         return {"T": self.T, "tiles": self.tiles}
 
@@ -72,6 +78,22 @@ class SelectedAttention(AttentionSizes):
             "block_counts": Array((self.B * self.Hkv * self.tiles, 2), "int32"),
             "key_end": Array((self.B * self.tiles, ROWS), "int32"),
         }
+
+
+def is_ahead(key_width: int, value_width: int, block: int) -> bool:
+    """Whether forward has registers for an output, S, and the P of two blocks, and shared memory
+    for a stage of values more and one of keys less.
+    """
+    return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
+
+
+def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
+    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: a walk that is
+    ahead gives keys back early and values late.
+    """
+    if is_ahead(key_width, value_width, block):
+        return {"key_stages": 1, "value_stages": 2}
+    return {"key_stages": 2, "value_stages": 1}
 
 
 def dq_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:

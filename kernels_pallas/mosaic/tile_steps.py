@@ -1,0 +1,104 @@
+"""What forward and dq of attention do with a tile of queries, on either walk (`tile_walk.py`).
+
+Per block of keys, formulas as in `softmax.py`:
+
+    forward   S = Q K^T [64, block],  P = 2^(c S - m),  O += P V           c = scale * log2(e)
+    dq        S = Q K^T, dP = dO V^T,  dS = |g| P * (dP - delta),  dQ += dS K
+
+in which P = 0 for keys that a row must not see and for rows that do not have the block. At the
+end out = gate * O / l + added, and dQ is scaled and takes the gate's sign.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.mosaic import softmax
+from kernels_pallas.mosaic.operands import LOG2E, Buffers, across
+from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
+from kernels_pallas.mosaic.tile_walk import Tile, Work
+
+
+def forward(spec: Any, buffers: Buffers, refs: Any, at: Tile) -> Work:
+    """Of the tile `at`; `spec`: an `IntervalAttention` or a `SelectedAttention`."""
+    tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    tile_rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
+
+    def attend(block, before, state):
+        acc = state.acc
+        plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
+        key = refs.key_ring, block.key_stage
+        scores = buffers.start_product((refs.query_tile, at.copy), key)
+        if before is not None:
+            acc = start_multiply(before, acc)
+        (scores,) = buffers.finish(scores, running=0 if before is None else 1)
+        block.free_key()
+        visible = block.visible()
+        p, row_max = softmax.block_softmax(state.row_max, scores, c, visible, block.member)
+        if before is not None:
+            acc = finish_multiply(before, acc)
+        state = softmax.rescaled(state._replace(acc=acc), row_max, p)
+        # Converted before the wait, P would serialize the products (`wgmma.py`).
+        return state, p.astype(dtype)
+
+    def start_multiply(before, acc):
+        stage = before.block.value_stage
+        plgpu.barrier_wait(refs.value_ready.at[stage])
+        return buffers.start_sum(acc, before.matrix, (refs.value_ring, stage))
+
+    def finish_multiply(before, acc):
+        (acc,) = buffers.finish(acc)
+        before.block.free_value()
+        return acc  # [64, Dv]
+
+    def multiply(factor, state):
+        acc = finish_multiply(factor, start_multiply(factor, state.acc))
+        return state._replace(acc=acc)
+
+    def finish(state):
+        inverse, lse = softmax.normalizer(state)  # [64]
+        rows = at.b, at.index * tile.tokens, at.kv_head * tile.group, refs.sizes.T
+        tile_rows.put(refs.lse, lse, *rows)
+        if spec.gated:
+            inverse *= tile_rows.values(refs.gate, *rows)
+        return state.acc * across(inverse, state.acc.shape)
+
+    return Work(softmax.initial_state(spec.Dv), attend, multiply, finish)
+
+
+def dq(spec: Any, buffers: Buffers, refs: Any, at: Tile, stats_tokens: int) -> Work:
+    """As `forward`; `stats_tokens`: of a unit of `refs.row_stats`."""
+    tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
+    interpret = bool(spec.interpret)
+    tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
+    token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
+    units = stats_tokens, refs.sizes.stats_units
+    gathered_rows = GatheredRows(tile.group, interpret)
+    stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, units)
+
+    def attend(block, _, acc):
+        plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
+        plgpu.barrier_wait(refs.value_ready.at[block.value_stage])
+        query, do = (refs.query_tile, at.copy), (refs.do_tile, at.copy)
+        scores = buffers.start_product(query, (refs.key_ring, block.key_stage))  # [64, block]
+        dp = buffers.start_product(do, (refs.value_ring, block.value_stage))
+        scores, dp = buffers.finish(scores, dp)
+        block.free_value()
+        of_rows = stats
+        if block.member is not None:
+            of_rows = stats._replace(shift=jnp.where(block.member, stats.shift, jnp.inf))
+        ds = softmax.softmax_backward(scores, dp, c, of_rows, block.visible())
+        return acc, ds.astype(dtype)
+
+    def multiply(factor, acc):
+        block, ds = factor
+        acc = buffers.start_sum(acc, ds, (refs.key_ring, block.key_stage))
+        (acc,) = buffers.finish(acc)
+        block.free_key()
+        return acc  # [64, D]
+
+    def finish(acc):
+        return acc * across(stats.sign * spec.scale, acc.shape)
+
+    return Work(softmax.zeros(spec.D), attend, multiply, finish)
