@@ -18,7 +18,7 @@ A document names a table between two comments, and this command fills what stand
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
-| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | |
+| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -449,12 +449,10 @@ def parallel_training() -> str:
     return table(head, rows)
 
 
-SEEDS = records.FOLDER / "nvidia-h200" / "quality"
-
-
-def seeds() -> str:
-    """NSA against dense attention over seeds."""
-    found = {path.name: train_log.read(path) for path in sorted(SEEDS.glob("*.jsonl"))}
+def quality_over_seeds(device: str) -> str:
+    """NSA against dense attention."""
+    paths = sorted((DEVICE.parent / device / "quality").glob("*.jsonl"))
+    found = {path.name: train_log.read(path) for path in paths}
     return table(quality.HEAD, quality.rows(quality.differences(found)))
 
 
@@ -468,7 +466,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "host": host,
     "first_call": first_call,
     "parallel_training": parallel_training,
-    "quality": seeds,
+    "quality": quality_over_seeds,
     "selection": selection,
     "block_selection": block_selection,
     "serving": serving,

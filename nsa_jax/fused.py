@@ -189,6 +189,7 @@ def backward(
     deltas = None
     if outputs is not None:
         deltas = Branches(*steps.backward.delta_of(ops, do, *outputs))
+        ops.release(outputs)
 
     def rows_of(branch, again):
         """Of a branch; `again()` is its `(out, lse)`, of which the output is dropped here."""

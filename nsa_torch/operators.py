@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nsa_jax.config import NSAConfig
-from nsa_torch import replay
+from nsa_torch import early_release, replay
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -126,20 +126,31 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
             ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
             ctx.pair, ctx.addresses = pair, _addresses(arguments) if pair else None
+            ctx.alone = results is not None  # nobody else has what was kept
+            ctx.spoilt = False
             ctx.set_materialize_grads(False)
             return output[:results]
 
         @staticmethod
         @once_differentiable
         def backward(ctx, grad, *_):
+            if ctx.spoilt:
+                raise RuntimeError(
+                    f"the backward pass of {name} ended with an error before, and what it needs "
+                    "is gone: run the forward pass again, or pass retain_graph=True"
+                )
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
-            # What was saved may come back as other tensors: from another device, say.
-            if ctx.pair and replay.plain([grad]) and _addresses(arguments) == ctx.addresses:
-                found = gradient.again(ctx.pair.backward(grad), grad, *arguments)
-            else:
-                found = call(f"{name}_backward", grad, *arguments)
+            plain = replay.plain([grad])
+            ctx.spoilt = ctx.alone and plain and early_release.is_last_pass()
+            with early_release.allowed(ctx.spoilt):
+                # What was saved may come back as other tensors: from another device, say.
+                if ctx.pair and plain and _addresses(arguments) == ctx.addresses:
+                    found = gradient.again(ctx.pair.backward(grad), grad, *arguments)
+                else:
+                    found = call(f"{name}_backward", grad, *arguments)
+            ctx.spoilt = False
             return None, None, None, *found, *nothing
 
     def dispatched(*inputs):

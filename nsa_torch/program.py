@@ -8,6 +8,7 @@ which much memory is given back.
 """
 
 import collections
+import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from interop import launch
+from nsa_torch import early_release
 from nsa_torch.program_steps import (
     SMALL_BYTES,
     Call,
@@ -50,6 +52,8 @@ class Program:
       constants: what no step makes. They are asked for at each call: they may have been dropped,
         and a stream or a CUDA graph that did not make them has to be told.
       results: numbers of what it returns.
+      released: numbers of tensors of the call that may be given back once they were read
+        (`early_release`).
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Program:
         constants: Sequence[Constants],
         steps: Sequence[Step],
         results: Sequence[int],
+        released: Sequence[int] = (),
     ):
         self.device, self.constants, self.count = device, constants, count
         self.known = [number for each in constants for number in each.results]
@@ -84,6 +89,9 @@ class Program:
         for number, i in last.items():
             if number >= count and number not in self.results and number not in places:
                 drops[i].append(number)
+        ends = collections.defaultdict(list)
+        for number in released:
+            ends[last[number]].append(number)
         small = {*self.known, *(x for x, array in made.items() if array.bytes <= SMALL_BYTES)}
         for step in self.recorded:
             if isinstance(step, MergedCasts) and step.bytes <= SMALL_BYTES:
@@ -94,7 +102,7 @@ class Program:
             if isinstance(step, Launch):
                 allocated = [(x, made[x]) for x in step.made if x not in places]
                 row.append(_BoundLaunch.of(step.kernel, numbers, allocated, drops[i], device))
-                if small.issuperset(drops[i]):
+                if small.issuperset(drops[i]) and i not in ends:
                     continue
             self.steps += _in_a_row(row)
             row = []
@@ -102,6 +110,8 @@ class Program:
                 self.steps.append(_BoundCall(step, drops[i]))
             elif isinstance(step, MergedCasts):
                 self.steps.append(_BoundTogether(step, drops[i], device))
+            if i in ends:
+                self.steps.append(_Release(ends[i]))
         self.steps += _in_a_row(row)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
@@ -236,6 +246,16 @@ class _BoundTogether:
             addresses[number] = start + offset
         for number in self.drops:
             tensors[number] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Release:
+    """Gives back memory of tensors of the call, where that is allowed."""
+
+    numbers: Sequence[int]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        early_release.release([tensors[number] for number in self.numbers])
 
 
 def _filled(x: Any, tensors: Sequence[Any]) -> Any:

@@ -63,6 +63,7 @@ class Recording(TorchDispatchMode):
         # What was made is not kept: a recorded call takes no more memory than any other. One that
         # is gone loses its number, since another may get its identity.
         self._made: dict[int, weakref.ref] = {}
+        self.free: list[int] = []
         self.paused = False
 
     def __enter__(self):
@@ -99,6 +100,10 @@ class Recording(TorchDispatchMode):
         self.steps.append(Launch(kernel, (*inputs, *outputs), made))
         return results
 
+    def released(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that tensors of the call are read no more."""
+        self.free += [self._known(x) for x in tensors]
+
     def called(self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]):
         """Notes a call of any function of tensors alone."""
         if self.paused:
@@ -119,7 +124,8 @@ class Recording(TorchDispatchMode):
     def program(self, device: torch.device, results: Iterable[Tensor]) -> Program:
         """What was recorded, up to these results."""
         numbers = [self._known(x) for x in results]
-        return Program(device, self.count, self.slots, self.asked, self.steps, numbers)
+        counts = self.count, self.slots
+        return Program(device, *counts, self.asked, self.steps, numbers, self.free)
 
     def _call(self, function, args, options, given, found, writes=False):
         """`given`: tensors that results may be views of."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic import capability
 from nsa_jax.array_ops import ArrayOps
-from nsa_torch import replay
+from nsa_torch import early_release, replay
 
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
 
@@ -34,6 +34,12 @@ class TorchOps(ArrayOps):
 
     def cached(self, layout, name, make):
         return layout.cached(name, make)
+
+    def release(self, arrays):
+        arrays = early_release.worth_it(arrays)
+        if recording := replay.recording():
+            recording.released(arrays)
+        early_release.release(arrays)
 
     def arange(self, like, count):
         return torch.arange(count, dtype=torch.int32, device=like.device)[None]

@@ -5,6 +5,7 @@ give from the list of a public call: `test_any_length.py`, on a GPU.
 """
 
 import dataclasses
+import functools
 import threading
 import warnings
 
@@ -16,7 +17,7 @@ import interop.launch
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_jax import debug, policy
-from nsa_torch import Branches, alike, checks, operators, replay, torch_ops
+from nsa_torch import Branches, alike, checks, early_release, operators, replay, torch_ops
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu, tensors_at
 
@@ -185,6 +186,73 @@ def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
         (known,) = alike.DECIDED._values.values()
         lists = [x.program for x in known.replayed._backward._values.values()]
         assert len(lists) == (i > 0) and None not in lists
+
+
+def test_outputs_of_branches_go_once_they_were_read(monkeypatch):
+    """Not before the last pass through the graph; from a list too."""
+    monkeypatch.setattr(early_release, "SMALL_BYTES", 0)
+    left, release = [], early_release.release
+
+    def noted(tensors):
+        release(tensors)
+        left.append([x.untyped_storage().nbytes() for x in tensors])
+
+    monkeypatch.setattr(early_release, "release", noted)
+    for _ in range(4):
+        arguments = good(scale=0.3)  # no list of another test
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        out = nsa_torch.attention(**arguments)
+        grad = torch.ones_like(out)
+        found = [torch.autograd.grad(out, leaves, grad, retain_graph=x) for x in (True, False)]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert left == [[out.nbytes] * 3, [0] * 3]
+        left.clear()
+
+
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_pass_that_failed(retain_graph, monkeypatch):
+    """What was kept is whole after one that was not the last; else an error says what to do."""
+    arguments = good(scale=0.5 + retain_graph)
+    leaves = [arguments[x].requires_grad_() for x in GIVEN]
+    out = nsa_torch.attention(**arguments)
+    again = functools.partial(torch.autograd.grad, out, leaves, torch.ones_like(out))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch_ops, "launch", raising(MemoryError))
+        again(retain_graph=retain_graph)
+    if retain_graph:
+        again()
+    else:
+        with pytest.raises(RuntimeError, match="run the forward pass again"):
+            again()
+
+
+def raising(error):
+    def launch(*arguments, **options):
+        raise error
+
+    return launch
+
+
+@pytest.mark.parametrize("how", ["dispatched", "recomputed", "a part"])
+def test_what_others_may_have_stays(how, monkeypatch):
+    monkeypatch.setattr(early_release, "SMALL_BYTES", 0)
+    seen, release = [], early_release.release
+
+    def noted(tensors):
+        seen.extend(tensors)
+        release(tensors)
+
+    monkeypatch.setattr(early_release, "release", noted)
+    if how == "dispatched":
+        monkeypatch.setattr(replay, "plain", lambda tensors: False)
+    part = elsewhere if how == "a part" else lambda x: x
+    arguments = good(recompute=how == "recomputed", scale=0.4)
+    leaves = [arguments[x].requires_grad_() for x in GIVEN]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, part):
+        out = nsa_torch.attention(**arguments)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(seen) == (3 if how == "dispatched" else 0)
+    assert all(x.untyped_storage().nbytes() for x in seen)
 
 
 def test_gradients_of_other_shapes_are_not_alike(monkeypatch):

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
+from kernels_pallas import tiles
 from kernels_pallas.mosaic import (
     capability,
     operands,
@@ -109,6 +110,13 @@ def check_steps(p, names):
         )
         rough = rough.astype(out.dtype)
         assert_parity("whole", np.asarray(out), exact, rough, dtype=out.dtype)
+
+
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (3, 1), (1, 3), (2, 3)])
+def test_selected_with_other_stages(stages, interpreted):
+    chosen = dict(zip(("key_stages", "value_stages"), stages, strict=True))
+    with tiles.forced(selected=chosen):
+        check_steps(problem(TINY), ("selected_attention",))
 
 
 def attention(p, implementation="mosaic", **options):
@@ -528,7 +536,8 @@ def test_scores_that_depend_on_their_place_are_caught(mutant, monkeypatch):
         check_ties(TIES[0])
 
 
-def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
+@pytest.mark.parametrize("name", ["sliding_attention", "selected_attention"])
+def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
     waits = []
 
     def barrier_wait(barrier):
@@ -538,9 +547,5 @@ def test_a_wait_that_is_missing_is_a_race(mutant, monkeypatch):
 
     plgpu = tile_steps.plgpu
     monkeypatch.setattr(tile_steps, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
-    run(
-        "sliding_attention",
-        *(getattr(problem(TINY), name) for name in ARRAYS[:3]),
-        config=SMALL,
-    )
+    run(name, *steps_of(problem(TINY))[name], config=SMALL)
     assert any(detector.races_found for detector in mutant)

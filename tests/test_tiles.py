@@ -243,6 +243,27 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
     }
     for kernel, wanted in (CHOSEN if device else heuristics).items():
         assert {name: getattr(found[kernel], name) for name in wanted} == wanted
+        if device is None:  # what the tuner compares with
+            assert tile_search.heuristic(kernel, problems.settings("paper")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("widths", "block", "ahead"),
+    [
+        ((128, 128), 64, True),
+        ((256, 256), 64, True),
+        ((256, 256), 80, False),
+        ((128, 128), 128, True),
+        ((64, 80), 64, False),  # a second stage of values would take more than one of keys
+    ],
+)
+def test_forward_is_ahead_where_registers_hold_it(widths, block, ahead):
+    assert selected.is_ahead(*widths, block) == ahead
+    stages = selected.forward_stages(*widths, block)
+    assert stages == dict(key_stages=2 - ahead, value_stages=1 + ahead)
+    key, value = widths
+    needed = stages["key_stages"] * key + stages["value_stages"] * value
+    assert needed <= 2 * key + value  # as `capability.selected_bytes` counts
 
 
 @pytest.mark.parametrize("group", [1, 4, 6, 16, 64])

@@ -94,6 +94,8 @@ def heuristic(kernel: str, settings: Settings) -> dict[str, int]:
         window = None if kernel == "compressed" else settings.nsa.window
         group = model.n_heads // model.n_kv_groups
         return interval.forward_blocks(group, model.d_k, model.d_v, window)
+    if kernel == "selected":
+        return selected.forward_stages(model.d_k, model.d_v, settings.nsa.select_block)
     return {name: getattr(SPECS[kernel], name) for name in tiles.TUNABLE[kernel]}
 
 

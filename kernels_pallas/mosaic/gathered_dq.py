@@ -42,7 +42,7 @@ def build(kernel: Kernel):
             def compute(scores, dp, visible):
                 acc = softmax.zeros(spec.D)
                 ds = softmax.softmax_backward(scores, dp, c, stats, visible)  # [64, 64]
-                (acc,) = buffers.add_products((acc, ds.astype(dtype), (refs.key_tile, 0)))
+                acc = buffers.add_product(acc, ds.astype(dtype), (refs.key_tile, 0))
                 return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]
 
             return compute

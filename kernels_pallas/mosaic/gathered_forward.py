@@ -44,7 +44,7 @@ def build(kernel: Kernel):
                 acc, *state = softmax.initial_state(spec.Dv)
                 state = softmax.SoftmaxState(None, *state)
                 p, (_, row_max, row_sum) = softmax.online_softmax(state, scores, c, visible)
-                (acc,) = buffers.add_products((acc, p.astype(dtype), (refs.value_tile, 0)))
+                acc = buffers.add_product(acc, p.astype(dtype), (refs.value_tile, 0))
                 acc *= across(1 / row_sum, acc.shape)  # [64, Dv]
                 store_lse(rows, row_max + jnp.log2(row_sum))
                 return acc

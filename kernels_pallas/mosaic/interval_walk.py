@@ -33,7 +33,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, Tile, Work, over_blocks
+from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, TilePlace, TileWork, over_blocks
 from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 
@@ -175,7 +175,7 @@ class IntervalWalk:
             interpret=spec.interpret,
         )
 
-    def run(self, refs, sources: Iterable, out, work: Callable[[Tile], Work]) -> None:
+    def run(self, refs, sources: Iterable, out, work: Callable[[TilePlace], TileWork]) -> None:
         """The body of a kernel.
 
         Args:
@@ -224,7 +224,7 @@ class IntervalWalk:
 
         def take(turn, carry):
             done, pair = carry
-            tile = Tile(pair.b, pair.kv_head, pair.tile0 + wg, wg)
+            tile = TilePlace(pair.b, pair.kv_head, pair.tile0 + wg, wg)
             following = scheduler.pair(turn + 1)
             blocks, masked, key_at = split(pair, spec.block)
             first_key, key_end = (

@@ -263,7 +263,7 @@ class Buffers:
         `meanwhile` returns, which runs beside them. The narrower one says how many columns.
 
         Mosaic's own products suit operands that stay where they are: the compiler keeps their
-        descriptors. By `start_product` such kernels take up to 10 % longer (docs/kernels.md).
+        descriptors. By `start_product` such kernels take up to 11 % longer (docs/kernels.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()
@@ -279,33 +279,28 @@ class Buffers:
         shapes = [(left[0].shape[2], right[0].shape[2]) for (left, _), (right, _) in pairs]
         return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
-    def add_products(self, *terms):
-        """`total + left @ right` of each term `(total, left, (ref, copy))`, side by side."""
+    def add_product(self, total, left, right):
+        """`total + left @ right`, of registers and an operand `(ref, copy)`, at once."""
         if self.interpret:
-            return [self.start_sum(*term) for term in terms]
+            return self.start_sum(total, left, right)
+        right, copy = right
 
         @plgpu.inline_mgpu(
-            arg_types=(MATRIX, MATRIX, self._matrix_ref) * len(terms),
-            return_type=[
-                plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=MATRIX) for acc, *_ in terms
-            ],
+            arg_types=(MATRIX, MATRIX, self._matrix_ref),
+            return_type=plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=MATRIX),
         )
-        def product(_, *arguments):
-            sums = []
-            for i in range(0, len(arguments), 3):
-                total, weights, values = arguments[i : i + 3]
-                # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may
-                # lie anywhere: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
-                values = mgpu.memref_slice(values, (slice(None), slice(None), 0))
-                values = mgpu.memref_transpose(values, (1, 0, 2, 3))
-                total = mgpu.WGMMAAccumulator.from_registers(total)
-                sums.append(mgpu.wgmma(total, weights, values, swizzle=2 * self.slab))
-                nvvm.wgmma_commit_group_sync_aligned()
+        def product(_, total, left, right):
+            # `plgpu.wgmma` would take the slabs one by one, as narrow products. Tiles may
+            # lie anywhere: [slabs, keys / 8, 1, 8, slab] to [keys / 8, slabs, 8, slab].
+            right = mgpu.memref_slice(right, (slice(None), slice(None), 0))
+            right = mgpu.memref_transpose(right, (1, 0, 2, 3))
+            total = mgpu.WGMMAAccumulator.from_registers(total)
+            total = mgpu.wgmma(total, left, right, swizzle=2 * self.slab)
+            nvvm.wgmma_commit_group_sync_aligned()
             nvvm.wgmma_wait_group_sync_aligned(0)
-            return [mgpu.optimization_barrier(total.value) for total in sums]
+            return mgpu.optimization_barrier(total.value)
 
-        operands = [(acc, weights, ref[0].at[copy]) for acc, weights, (ref, copy) in terms]
-        return product(*(x for term in operands for x in term))
+        return product(total, left, right[0].at[copy])
 
 
 def column_stats(ref, start: int, interpret: bool, group: int = 0):

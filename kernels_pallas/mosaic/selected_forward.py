@@ -7,10 +7,10 @@ Loop order: query-stationary, one tile a CTA (`selected_walk.py`), S of the next
 of this one where registers hold both. Tiles: 64 rows x one selection block; stages:
 `specs.selected.forward_stages`.
 
-Bound: on random selections L2 to shared memory, which reads the blocks of a tile's list once;
-where lists are short, the products and exponentials of a step, one after the other. Floors at
+Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
+L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels.md). Floors at
 B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output once 0.64
-ms; the lists are 108 GB on random selections, 14 ms at the 7.7 TB/s of the copies alone.
+ms; the lists are 108 GB on random selections, 13 ms at 8.3 TB/s.
 """
 
 from kernels_pallas.kernel import Kernel

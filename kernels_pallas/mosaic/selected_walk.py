@@ -12,6 +12,8 @@ slowest grid axis, so that the keys of one head stay in L2.
     block list    |--- every member sees the whole block ---|--- some see a part ---|
     blocks        0                    ..                 whole         ..        count
 
+Forward is `ahead` (`tile_walk.py`) where `specs.selected.is_ahead`.
+
 Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
 has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
 `specs.selected.dq_stages`.
@@ -30,7 +32,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, Tile, Work, over_blocks
+from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
 from kernels_pallas.specs.selected import LIST_CHUNK, SelectedAttention
 from kernels_pallas.specs.tile import ROWS
 
@@ -99,7 +101,7 @@ class SelectedWalk:
             interpret=spec.interpret,
         )
 
-    def run(self, refs, sources: Iterable, out, work: Callable[[Tile], Work]) -> None:
+    def run(self, refs, sources: Iterable, out, work: Callable[[TilePlace], TileWork]) -> None:
         """The body of a kernel.
 
         Args:
@@ -111,7 +113,7 @@ class SelectedWalk:
         spec, buffers = self.spec, self.buffers
         b = lax.div(lax.axis_index("head"), jnp.int32(spec.Hkv))
         kv_head = lax.rem(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        tile = Tile(b, kv_head, lax.axis_index("tile"), 0)
+        tile = TilePlace(b, kv_head, lax.axis_index("tile"), 0)
         self._load_list(refs, tile)
         tiles = [getattr(refs, name) for name in self.rows]
         for source, scratch, width in zip(sources, tiles, self.rows.values(), strict=True):
@@ -122,20 +124,13 @@ class SelectedWalk:
         key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
         token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
 
-        # A walk that is ahead begins with a block; of no block it lies where copies read zeros.
-        blocks = jnp.maximum(count, 1) if self.ahead else count
-
-        def start(i):
-            key = refs.starts[i]
-            return jnp.where(count > 0, key, NO_KEY) if self.ahead else key
-
         def load(source, ring, ready, stages, i):
             """Starts the copy of block `i`, if there is one."""
 
-            @pl.when(i < blocks)
+            @pl.when(i < count)
             def _():
                 stage = lax.rem(i, jnp.int32(stages))
-                keys = pl.ds(start(i), spec.block)
+                keys = pl.ds(refs.starts[i], spec.block)
                 buffers.load_keys(
                     lambda columns: source.at[b, keys, kv_head, columns],
                     ring,
@@ -160,7 +155,7 @@ class SelectedWalk:
         def visible(i):
             shape = (ROWS, spec.block)
             index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-            return index < across(key_end - start(i), shape)
+            return index < across(key_end - refs.starts[i], shape)
 
         def block_at(under_mask, i):
             key_stage = lax.rem(i, jnp.int32(spec.key_stages))
@@ -183,7 +178,14 @@ class SelectedWalk:
             return Block(key_stage, value_stage, member, seen, free_key, free_value)
 
         todo = work(tile)
-        state = over_blocks(todo, block_at, whole, blocks, masked_first=False, ahead=self.ahead)
+        # Where there is no block, as in a gathered tile, there is nothing to walk over.
+        state = lax.cond(
+            count > 0,
+            lambda: over_blocks(
+                todo, block_at, whole, count, masked_first=False, ahead=self.ahead
+            ),
+            lambda: todo.state,
+        )
         result = todo.finish(state)  # [64, width]
 
         out_tile, width, added = tiles[0], self.out_width, None
@@ -198,7 +200,7 @@ class SelectedWalk:
         buffers.store_rows(out_tile, 0, width, self._rows_of(out, tile))
         plgpu.wait_smem_to_gmem(0)
 
-    def _load_list(self, refs, tile: Tile):
+    def _load_list(self, refs, tile: TilePlace):
         """Starts copies of the tile's block list and its members."""
         b, kv_head, index, _ = tile
         for i in range(0, self.spec.entries, LIST_CHUNK):
@@ -215,7 +217,7 @@ class SelectedWalk:
                     refs.list_ready,
                 )
 
-    def _count_blocks(self, refs, tile: Tile):
+    def _count_blocks(self, refs, tile: TilePlace):
         """How many blocks every member sees to their end, and how many there are."""
         counts, gather_limit = refs.block_counts, self.spec.gather_limit
         # Sums, not loads: under `shard_map` only they have the type of what varies.
@@ -226,7 +228,7 @@ class SelectedWalk:
             whole, count = (jnp.where(gathered, 0, x) for x in (whole, count))
         return whole, count
 
-    def _rows_of(self, array, tile: Tile):
+    def _rows_of(self, array, tile: TilePlace):
         """The tile of `[B, T, H, .]`, by columns."""
         size = self.spec.tile
         tokens = pl.ds(tile.index * size.tokens, size.tokens)

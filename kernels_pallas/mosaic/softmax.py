@@ -88,9 +88,9 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
     return SoftmaxState(acc, new_max, row_sum)
 
 
-def online_softmax(state: SoftmaxState, scores, c: float, visible=None, member=None):
+def online_softmax(state: SoftmaxState, scores, c: float, visible=None):
     """`block_softmax`'s P, and the state rescaled to its maximum."""
-    p, new_max = block_softmax(state.row_max, scores, c, visible, member)
+    p, new_max = block_softmax(state.row_max, scores, c, visible)
     return p, rescaled(state, new_max, p)
 
 

@@ -17,11 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.mosaic import softmax
 from kernels_pallas.mosaic.operands import LOG2E, Buffers, across
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
-from kernels_pallas.mosaic.tile_walk import Tile, Work
+from kernels_pallas.mosaic.tile_walk import TilePlace, TileWork
+from kernels_pallas.specs.interval import IntervalAttention
+from kernels_pallas.specs.selected import SelectedAttention
+
+type Spec = IntervalAttention | SelectedAttention
 
 
-def forward(spec: Any, buffers: Buffers, refs: Any, at: Tile) -> Work:
-    """Of the tile `at`; `spec`: an `IntervalAttention` or a `SelectedAttention`."""
+def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> TileWork:
+    """What forward does with the tile `at`."""
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
@@ -29,7 +33,7 @@ def forward(spec: Any, buffers: Buffers, refs: Any, at: Tile) -> Work:
         acc = state.acc
         plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
         key = refs.key_ring, block.key_stage
-        scores = buffers.start_product((refs.query_tile, at.copy), key)
+        scores = buffers.start_product((refs.query_tile, at.slot), key)
         if before is not None:
             acc = start_multiply(before, acc)
         (scores,) = buffers.finish(scores, running=0 if before is None else 1)
@@ -64,11 +68,13 @@ def forward(spec: Any, buffers: Buffers, refs: Any, at: Tile) -> Work:
             inverse *= tile_rows.values(refs.gate, *rows)
         return state.acc * across(inverse, state.acc.shape)
 
-    return Work(softmax.initial_state(spec.Dv), attend, multiply, finish)
+    return TileWork(softmax.initial_state(spec.Dv), attend, multiply, finish)
 
 
-def dq(spec: Any, buffers: Buffers, refs: Any, at: Tile, stats_tokens: int) -> Work:
-    """As `forward`; `stats_tokens`: of a unit of `refs.row_stats`."""
+def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> TileWork:
+    """What dq does with it; `stats_tokens`: of a query tile of `refs.row_stats`
+    (`specs/bwd_preprocess.py`).
+    """
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
@@ -80,7 +86,7 @@ def dq(spec: Any, buffers: Buffers, refs: Any, at: Tile, stats_tokens: int) -> W
     def attend(block, _, acc):
         plgpu.barrier_wait(refs.key_ready.at[block.key_stage])
         plgpu.barrier_wait(refs.value_ready.at[block.value_stage])
-        query, do = (refs.query_tile, at.copy), (refs.do_tile, at.copy)
+        query, do = (refs.query_tile, at.slot), (refs.do_tile, at.slot)
         scores = buffers.start_product(query, (refs.key_ring, block.key_stage))  # [64, block]
         dp = buffers.start_product(do, (refs.value_ring, block.value_stage))
         scores, dp = buffers.finish(scores, dp)
@@ -101,4 +107,4 @@ def dq(spec: Any, buffers: Buffers, refs: Any, at: Tile, stats_tokens: int) -> W
     def finish(acc):
         return acc * across(stats.sign * spec.scale, acc.shape)
 
-    return Work(softmax.zeros(spec.D), attend, multiply, finish)
+    return TileWork(softmax.zeros(spec.D), attend, multiply, finish)

@@ -22,13 +22,13 @@ from jax import lax
 NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
-class Tile(NamedTuple):
+class TilePlace(NamedTuple):
     """A warpgroup's tile."""
 
     b: Any
     kv_head: Any
     index: Any  # along the tokens
-    copy: Any  # which of the scratch's tiles is its own
+    slot: Any  # which of the scratch's tiles is its own
 
 
 class Block(NamedTuple):
@@ -53,7 +53,7 @@ class Factor(NamedTuple):
     matrix: Any  # [64, block], in the type of the operands
 
 
-class Work(NamedTuple):
+class TileWork(NamedTuple):
     """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
     `value_ready` of a block's stages, and frees both.
 
@@ -71,7 +71,7 @@ class Work(NamedTuple):
 
 
 def over_blocks(
-    work: Work,
+    work: TileWork,
     block_at: Callable[[bool, Any], Block],
     border: Any,
     blocks: Any,
@@ -79,12 +79,14 @@ def over_blocks(
     masked_first: bool,
     ahead: bool,
 ) -> Any:
-    """The state after all `blocks`, of which those before `border` are under a mask, or those
-    from it on.
+    """The last state of `work` on a tile.
 
     Args:
-      block_at: of whether it is under a mask, and its number.
-      ahead: there is at least one block, and the first one is under a mask in any case.
+      block_at: a block, of whether keys of it are masked, and its number.
+      border: number of the block from which on masking is another.
+      blocks: how many there are.
+      masked_first: whether those before `border` are masked, or those from it on.
+      ahead: whether the walk is. There must be a block then, and the first one is masked.
     """
 
     def step(under_mask, i, carried):

@@ -20,7 +20,7 @@ from kernels_pallas.specs.tile import (
 )
 
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
-FORWARD_REGISTERS = 192  # of a thread that hold matrices
+FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
 
@@ -34,7 +34,7 @@ class SelectedAttention(AttentionSizes):
     added: bool = False  # add the result to an array of its shape
     stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
-    key_stages: int = 1
+    key_stages: int = 1  # `forward_stages`, `dq_stages`; lists have nothing to do with them
     value_stages: int = 1
 
     @property
@@ -81,8 +81,9 @@ class SelectedAttention(AttentionSizes):
 
 
 def is_ahead(key_width: int, value_width: int, block: int) -> bool:
-    """Whether forward has registers for an output, S, and the P of two blocks, and shared memory
-    for a stage of values more and one of keys less.
+    """Whether forward can multiply P V of a block beside the work on the next one: a thread then
+    holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers of P of each of two
+    blocks, and a CTA a stage more of values and one less of keys.
     """
     return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
 
