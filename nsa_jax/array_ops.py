@@ -72,6 +72,7 @@ class ArrayOps(Protocol):
 
     def release(self, arrays: Iterable[Any]) -> None:
         """Says that these arrays, of which nothing else is a part, are read no more."""
+        ...
 
     def arange(self, like: Any, count: int) -> Any:
         """int32 `[1, count]`, `0 .. count - 1`, on the device of `like`."""

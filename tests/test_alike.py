@@ -207,6 +207,8 @@ def test_outputs_of_branches_go_once_they_were_read(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         assert left == [[out.nbytes] * 3, [0] * 3]
         left.clear()
+    (known,) = alike.DECIDED._values.values()
+    assert all(x.program for x in known.replayed._backward._values.values())
 
 
 @pytest.mark.parametrize("retain_graph", [True, False])

@@ -5,6 +5,7 @@ spills, is in `test_mosaic_compiled.py`; the kernels themselves run in `test_mos
 with the checks of this file.
 """
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -547,5 +548,7 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
 
     plgpu = tile_steps.plgpu
     monkeypatch.setattr(tile_steps, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
-    run(name, *steps_of(problem(TINY))[name], config=SMALL)
+    # Of a second block the interpreter misses the phase of the first.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        run(name, *steps_of(problem(TINY))[name], config=SMALL)
     assert any(detector.races_found for detector in mutant)
