@@ -71,7 +71,7 @@ class ArrayOps(Protocol):
         ...
 
     def release(self, arrays: Iterable[Any]) -> None:
-        """Says that these arrays, of which nothing else is a part, are read no more."""
+        """Says that these arrays, which share memory with nothing else, are read no more."""
         ...
 
     def arange(self, like: Any, count: int) -> Any:

@@ -1,10 +1,12 @@
 """Memory of what an operator kept for its gradient, given back as soon as it was read.
 
 torch gives it back after the operator's backward pass. The outputs of the three branches, half of
-what a call holds, are read by its first launch alone (`delta`), so dq can lie where they lay.
+what a call holds, are read by one of its first launches alone (`deltas`), so dq can reuse their
+memory.
 
-Only of a pass that is the last one through its graph (no `retain_graph`), of tensors that
-nothing else can have: `operators.differentiate` says so with `allowed`.
+Only in a pass that is the last one through its graph (no `retain_graph`), and where no hook had a
+look at what was saved: a hook may keep it, or bring it back from another stream. Whoever asks the
+node itself (`out.grad_fn.saved_tensors`) finds tensors without memory after the pass.
 """
 
 import contextlib
@@ -14,16 +16,24 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from nsa_torch.program_steps import SMALL_BYTES
+LEAST_BYTES = (
+    64 * 2**20
+)  # of a tensor that is worth a launch more, where launches were in a row
 
 _local = threading.local()
-# Of the pass that runs on this thread. torch has no public name for it.
+# torch has no public names for these.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def is_last_pass() -> bool:
     """In a backward pass: whether no other can follow through the same graph."""
     return not _keeps_graph()
+
+
+def has_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks`, checkpointing among them, are set."""
+    return _hooks(True) is not None
 
 
 @contextlib.contextmanager
@@ -39,7 +49,7 @@ def allowed(yes: bool) -> Iterator[None]:
 
 def worth_it(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those that are large and have their memory for themselves."""
-    large = [x for x in tensors if x.nbytes > SMALL_BYTES]
+    large = [x for x in tensors if x.nbytes >= LEAST_BYTES]
     return [x for x in large if x.untyped_storage().nbytes() == x.nbytes]
 
 

@@ -97,6 +97,15 @@ def define(name, tensors, results, function, shapes) -> None:
     _functions[name] = function
 
 
+def _refuse_empty(name: str, saved: Sequence[Any]) -> None:
+    """Raises where memory of what was saved is gone (`early_release`)."""
+    if any(x.numel() and not x.data_ptr() for x in _tensors(saved)):
+        raise RuntimeError(
+            f"the last backward pass of {name} did not end, and has given back memory of what it "
+            "needs: run the forward pass again, or pass retain_graph=True"
+        )
+
+
 def differentiate(name, tensors, floats, kept, backward, returned) -> None:
     """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`. The first
     `returned` outputs are what a caller wants, the others are there for the gradients.
@@ -126,31 +135,29 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
             ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
             ctx.pair, ctx.addresses = pair, _addresses(arguments) if pair else None
-            ctx.alone = results is not None  # nobody else has what was kept
-            ctx.spoilt = False
+            # Whether what was kept is this node's alone.
+            ctx.alone = (
+                results is not None and results <= first and not early_release.has_hooks()
+            )
             ctx.set_materialize_grads(False)
             return output[:results]
 
         @staticmethod
         @once_differentiable
         def backward(ctx, grad, *_):
-            if ctx.spoilt:
-                raise RuntimeError(
-                    f"the backward pass of {name} ended with an error before, and what it needs "
-                    "is gone: run the forward pass again, or pass retain_graph=True"
-                )
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
             plain = replay.plain([grad])
-            ctx.spoilt = ctx.alone and plain and early_release.is_last_pass()
-            with early_release.allowed(ctx.spoilt):
+            addresses = _addresses(arguments) if plain else None
+            if addresses and 0 in addresses:
+                _refuse_empty(name, arguments)
+            with early_release.allowed(ctx.alone and plain and early_release.is_last_pass()):
                 # What was saved may come back as other tensors: from another device, say.
-                if ctx.pair and plain and _addresses(arguments) == ctx.addresses:
+                if ctx.pair and addresses == ctx.addresses:
                     found = gradient.again(ctx.pair.backward(grad), grad, *arguments)
                 else:
                     found = call(f"{name}_backward", grad, *arguments)
-            ctx.spoilt = False
             return None, None, None, *found, *nothing
 
     def dispatched(*inputs):

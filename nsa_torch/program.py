@@ -89,9 +89,12 @@ class Program:
         for number, i in last.items():
             if number >= count and number not in self.results and number not in places:
                 drops[i].append(number)
+        read = {
+            all_roots.get(x, x): i for i, step in enumerate(self.recorded) for x in step.seen
+        }
         ends = collections.defaultdict(list)
-        for number in released:
-            ends[last[number]].append(number)
+        for number in {*released} & read.keys() - {all_roots.get(x, x) for x in self.results}:
+            ends[read[number]].append(number)
         small = {*self.known, *(x for x, array in made.items() if array.bytes <= SMALL_BYTES)}
         for step in self.recorded:
             if isinstance(step, MergedCasts) and step.bytes <= SMALL_BYTES:

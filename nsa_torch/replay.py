@@ -14,6 +14,7 @@ by bit: the same kernels read and write in the same order.
 """
 
 import collections
+import contextlib
 import functools
 import threading
 import weakref
@@ -64,7 +65,7 @@ class Recording(TorchDispatchMode):
         # is gone loses its number, since another may get its identity.
         self._made: dict[int, weakref.ref] = {}
         self.free: list[int] = []
-        self.paused = False
+        self.paused = self.failed = False
 
     def __enter__(self):
         _local.recording = self
@@ -79,38 +80,51 @@ class Recording(TorchDispatchMode):
         found = function(*args, **options)
         if not self.paused:
             given = [x for x in _pytree.tree_leaves((args, options)) if isinstance(x, Tensor)]
-            args, options = self._numbered(args), self._numbered(options)
-            writes = function._schema.is_mutable
-            call = self._call(function, args, options, given, listed(found), writes)
-            self.steps.append(call)
+            with self._noting():
+                args, options = self._numbered(args), self._numbered(options)
+                writes = function._schema.is_mutable
+                call = self._call(function, args, options, given, listed(found), writes)
+                self.steps.append(call)
         return found
+
+    @contextlib.contextmanager
+    def _noting(self):
+        """Within: what cannot be noted ends the recording, and the call goes on."""
+        try:
+            yield
+        except Unknown:
+            self.paused = self.failed = True
 
     def launched(self, kernel: Kernel, tensors, run: Callable[[], Sequence[Tensor]]):
         """Notes what `run` does: a launch of `kernel` on `tensors`."""
         if self.paused:
             return run()
         results = self._apart(run)
-        inputs = [self._known(x) for x in tensors]
-        outputs = [self._number(x) for x in results]
-        made = {
-            number: Array(x.shape, getattr(torch, x.dtype))
-            for number, x in zip(outputs, kernel.outputs, strict=True)
-            if number not in inputs
-        }
-        self.steps.append(Launch(kernel, (*inputs, *outputs), made))
+        with self._noting():
+            inputs = [self._known(x) for x in tensors]
+            outputs = [self._number(x) for x in results]
+            made = {
+                number: Array(x.shape, getattr(torch, x.dtype))
+                for number, x in zip(outputs, kernel.outputs, strict=True)
+                if number not in inputs
+            }
+            self.steps.append(Launch(kernel, (*inputs, *outputs), made))
         return results
 
     def released(self, tensors: Iterable[Tensor]) -> None:
         """Notes that tensors of the call are read no more."""
-        self.free += [self._known(x) for x in tensors]
+        if not self.paused:
+            with self._noting():
+                self.free += [self._known(x) for x in tensors]
 
     def called(self, function: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]):
         """Notes a call of any function of tensors alone."""
         if self.paused:
             return function(*tensors)
         results = self._apart(functools.partial(function, *tensors))
-        given = [Slot(self._known(x)) for x in tensors]
-        self.steps.append(self._call(function, given, {}, [], results))
+        with self._noting():
+            given = [Slot(self._known(x)) for x in tensors]
+            self.steps.append(self._call(function, given, {}, [], results))
         return results
 
     def constants(self, get: Callable[[], Iterable[Tensor]]) -> list[Tensor]:
@@ -122,7 +136,13 @@ class Recording(TorchDispatchMode):
         return found
 
     def program(self, device: torch.device, results: Iterable[Tensor]) -> Program:
-        """What was recorded, up to these results."""
+        """What was recorded, up to these results.
+
+        Raises:
+          Unknown: it cannot be run again.
+        """
+        if self.failed:
+            raise Unknown
         numbers = [self._known(x) for x in results]
         counts = self.count, self.slots
         return Program(device, *counts, self.asked, self.steps, numbers, self.free)
@@ -223,14 +243,14 @@ class Alike:
             self._seen = True
             return function()
         found = Recording(tensors)
+        with found:
+            results = function()
         try:
-            with found:
-                results = function()
-            self._as_returned = type(results)
-            self.program = found.program(tensors[0].device, results)
+            program = found.program(tensors[0].device, results)
         except Unknown:
             self._unknown = True
-            return function()
+        else:
+            self._as_returned, self.program = type(results), program
         return results
 
 

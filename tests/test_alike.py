@@ -4,8 +4,9 @@ Kernels are stand-ins here: each output is a number of the means of the inputs. 
 give from the list of a public call: `test_any_length.py`, on a GPU.
 """
 
+import contextlib
+import ctypes
 import dataclasses
-import functools
 import threading
 import warnings
 
@@ -188,73 +189,99 @@ def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
         assert len(lists) == (i > 0) and None not in lists
 
 
-def test_outputs_of_branches_go_once_they_were_read(monkeypatch):
-    """Not before the last pass through the graph; from a list too."""
-    monkeypatch.setattr(early_release, "SMALL_BYTES", 0)
+@pytest.fixture
+def released(monkeypatch):
+    """Bytes that each release leaves of its tensors; what is to go is written over first."""
+    monkeypatch.setattr(early_release, "LEAST_BYTES", 0)
     left, release = [], early_release.release
 
     def noted(tensors):
+        if getattr(early_release._local, "allowed", False):
+            for x in early_release.worth_it(tensors):
+                ctypes.memset(x.data_ptr(), 0xFF, x.nbytes)
         release(tensors)
         left.append([x.untyped_storage().nbytes() for x in tensors])
 
     monkeypatch.setattr(early_release, "release", noted)
+    return left
+
+
+def a_call(**changes):
+    """A function of `retain_graph` that gives the gradients of a call, its output, and inputs."""
+    arguments = good(**changes)
+    leaves = [arguments[x].requires_grad_() for x in GIVEN]
+    out = nsa_torch.attention(**arguments)
+    grad = torch.ones_like(out)
+    return lambda retain: torch.autograd.grad(out, leaves, grad, retain_graph=retain), out
+
+
+def test_outputs_of_branches_go_once_they_were_read(released):
+    """Not before the last pass through the graph; from a list too."""
     for _ in range(4):
-        arguments = good(scale=0.3)  # no list of another test
-        leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        out = nsa_torch.attention(**arguments)
-        grad = torch.ones_like(out)
-        found = [torch.autograd.grad(out, leaves, grad, retain_graph=x) for x in (True, False)]
+        gradients, out = a_call(scale=0.3)  # no list of another test
+        found = gradients(True), gradients(False)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-        assert left == [[out.nbytes] * 3, [0] * 3]
-        left.clear()
+        assert released == [[out.nbytes] * 3, [0] * 3]
+        released.clear()
     (known,) = alike.DECIDED._values.values()
     assert all(x.program for x in known.replayed._backward._values.values())
 
 
-@pytest.mark.parametrize("retain_graph", [True, False])
-def test_a_pass_that_failed(retain_graph, monkeypatch):
-    """What was kept is whole after one that was not the last; else an error says what to do."""
-    arguments = good(scale=0.5 + retain_graph)
-    leaves = [arguments[x].requires_grad_() for x in GIVEN]
-    out = nsa_torch.attention(**arguments)
-    again = functools.partial(torch.autograd.grad, out, leaves, torch.ones_like(out))
+@pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
+def test_what_others_may_have_stays(how, released, monkeypatch):
+    options = {"recompute": how == "recomputed", "scale": 0.4}
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        if how == "a mode forward":
+            patch.setattr(replay, "plain", lambda tensors: False)
+        if how == "hooks":
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            stack.enter_context(hooks)
+        gradients, out = a_call(**options)
+    gradients(False)
+    assert released == ([] if how == "recomputed" else [[out.nbytes] * 3])
+
+
+@pytest.mark.parametrize("launches", [0, 4])
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_pass_that_failed(retain, launches, released, monkeypatch):
+    """It is done again, or an error says what to do."""
+    gradients, _ = a_call(scale=0.5 + retain + 2 * launches)
+    left = iter(range(launches))
+
+    def failing(*arguments, **options):
+        if next(left, None) is None:
+            raise MemoryError
+        return stand_in(*arguments, **options)
+
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch_ops, "launch", raising(MemoryError))
-        again(retain_graph=retain_graph)
-    if retain_graph:
-        again()
+        patch.setattr(torch_ops, "launch", failing)
+        gradients(retain)
+    assert len(released) == (launches > 0)
+    if retain or not launches:
+        gradients(False)
     else:
         with pytest.raises(RuntimeError, match="run the forward pass again"):
-            again()
+            gradients(False)
 
 
-def raising(error):
-    def launch(*arguments, **options):
-        raise error
+def test_a_call_that_cannot_be_recorded_is_made_once(released, monkeypatch):
+    """What it has given back is not read again."""
+    asked = []
 
-    return launch
+    def unknown(*arguments):
+        asked.append(arguments)
+        raise replay.Unknown
 
-
-@pytest.mark.parametrize("how", ["dispatched", "recomputed", "a part"])
-def test_what_others_may_have_stays(how, monkeypatch):
-    monkeypatch.setattr(early_release, "SMALL_BYTES", 0)
-    seen, release = [], early_release.release
-
-    def noted(tensors):
-        seen.extend(tensors)
-        release(tensors)
-
-    monkeypatch.setattr(early_release, "release", noted)
-    if how == "dispatched":
-        monkeypatch.setattr(replay, "plain", lambda tensors: False)
-    part = elsewhere if how == "a part" else lambda x: x
-    arguments = good(recompute=how == "recomputed", scale=0.4)
-    leaves = [arguments[x].requires_grad_() for x in GIVEN]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, part):
-        out = nsa_torch.attention(**arguments)
-        torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert len(seen) == (3 if how == "dispatched" else 0)
-    assert all(x.untyped_storage().nbytes() for x in seen)
+    monkeypatch.setattr(replay.Recording, "program", unknown)
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        gradients, _ = a_call(scale=0.7)
+        found.append(gradients(False))
+        assert released.pop() == [0] * 3 and not released
+    assert len(asked) == 2  # forward and backward
+    for each in zip(*found, strict=True):
+        assert all(torch.equal(x, each[0]) for x in each)
 
 
 def test_gradients_of_other_shapes_are_not_alike(monkeypatch):

@@ -548,7 +548,7 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
 
     plgpu = tile_steps.plgpu
     monkeypatch.setattr(tile_steps, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
-    # Of a second block the interpreter misses the phase of the first.
+    # After the wait that was left out it may stop at the next one: the race is noted by then.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         run(name, *steps_of(problem(TINY))[name], config=SMALL)
     assert any(detector.races_found for detector in mutant)

@@ -34,7 +34,7 @@ class SelectedAttention(AttentionSizes):
     added: bool = False  # add the result to an array of its shape
     stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
-    key_stages: int = 1  # `forward_stages`, `dq_stages`; lists have nothing to do with them
+    key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
     value_stages: int = 1
 
     @property
