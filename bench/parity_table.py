@@ -31,7 +31,7 @@ does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory w
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
 kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `nvidia-h200/quality/`: every
-20th step of runs of 1000; the run of seed 2 was made on a working tree.
+20th step of runs of 1000.
 
 """
 COLUMNS = (

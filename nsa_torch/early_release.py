@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-LEAST_BYTES = (
-    64 * 2**20
-)  # of a tensor that is worth a launch more, where launches were in a row
+# Of a tensor. A release ends a row of launches, which costs the host one more.
+LEAST_BYTES = 64 * 2**20
 
 _local = threading.local()
 # torch has no public names for these.

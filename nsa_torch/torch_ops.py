@@ -36,9 +36,8 @@ class TorchOps(ArrayOps):
         return layout.cached(name, make)
 
     def release(self, arrays):
-        arrays = early_release.worth_it(arrays)
         if recording := replay.recording():
-            recording.released(arrays)
+            recording.released(early_release.worth_it(arrays))
         early_release.release(arrays)
 
     def arange(self, like, count):

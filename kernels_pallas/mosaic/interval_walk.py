@@ -33,9 +33,11 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.tile_walk import NO_KEY, Block, TilePlace, TileWork, over_blocks
+from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
 from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
+
+NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
 class Pair(NamedTuple):

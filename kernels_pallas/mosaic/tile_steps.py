@@ -72,8 +72,8 @@ def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> TileWork:
 
 
 def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> TileWork:
-    """What dq does with it; `stats_tokens`: of a query tile of `refs.row_stats`
-    (`specs/bwd_preprocess.py`).
+    """What dq does with the tile `at`; `stats_tokens`: tokens of a query tile of
+    `refs.row_stats` (`specs/bwd_preprocess.py`).
     """
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     interpret = bool(spec.interpret)

@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
-
 
 class TilePlace(NamedTuple):
-    """A warpgroup's tile."""
+    """Where the tile of a warpgroup is."""
 
     b: Any
     kv_head: Any
@@ -82,10 +80,10 @@ def over_blocks(
     """The last state of `work` on a tile.
 
     Args:
-      block_at: a block, of whether keys of it are masked, and its number.
-      border: number of the block from which on masking is another.
-      blocks: how many there are.
-      masked_first: whether those before `border` are masked, or those from it on.
+      block_at: gives a block by whether some of its keys are masked, and by its number.
+      border: of the `blocks` blocks, those before this number are masked and the others not, or
+        the other way round.
+      masked_first: whether it is those before it.
       ahead: whether the walk is. There must be a block then, and the first one is masked.
     """
 
