@@ -54,6 +54,12 @@ class ArrayOps(Protocol):
         """
         ...
 
+    def writes_in_place(self, kernel: Kernel) -> bool:
+        """Whether `run` gives back the memory of the last input as the first output, or a copy, so
+        that what `kernel` does not write has the input's numbers.
+        """
+        ...
+
     def device_name(self, x: Any) -> str | None:
         """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
         ...

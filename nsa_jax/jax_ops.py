@@ -20,6 +20,9 @@ class JaxOps(ArrayOps):
     def run(self, kernel, *arrays):
         return ffi.call(kernel, *arrays) if ffi.serves(kernel) else kernel(*arrays)
 
+    def writes_in_place(self, kernel):
+        return kernel.in_place and ffi.serves(kernel)
+
     def device_name(self, x):
         return jax_problem.device_name()  # the default device runs what is traced
 

@@ -13,8 +13,9 @@ A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
 dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
-another kernel merges. No gradient passes through scores and selection. Every sum has a fixed
-order.
+another kernel merges. Of large groups that chose blocks the kernel of dk and dv stores dS, and dq
+is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
+selection. Every sum has a fixed order.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
-from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
+from nsa_jax import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.config import NSAConfig
 from nsa_jax.gradients import Gradients, RowResiduals
@@ -167,6 +168,12 @@ def selected(
     alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
     if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
         base = dataclasses.replace(base, single_token=True)
+    if mosaic_stored_ds.serves(base, block_indices.shape[-1], block, layout.packed):
+        stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
+        arrays = query, key, value
+        return mosaic_stored_ds.gradients(
+            ops, base, arrays, block_indices, do, stats, layout, added, block_lists
+        )
     widths = query.shape[-1], value.shape[-1]
     stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
     spec = selected_spec.SelectedAttention(
@@ -208,15 +215,9 @@ def selected(
 
 
 def _dkv(ops, spec, arrays, sums):
-    """dk and dv, by one pass over the queries, or two where registers of one would not hold
-    both sums; `sums`: the first partial sum of each key tile, and their count.
-    """
-    passes = [{}]
-    if spec.D + spec.Dv > (320 if spec.gathered else 256):
-        passes = [{"want_dv": False}, {"want_dk": False}]
+    """dk and dv; `sums`: the first partial sum of each key tile, and their count."""
     gradients = []
-    for options in passes:
-        part = dataclasses.replace(spec, **options)
+    for part in spec.passes:
         partial = ops.run(dkv.partials(part), *arrays)
         gradients += ops.run(dkv.merge(part), *partial, *sums)
     return gradients

@@ -4,6 +4,7 @@
 |---|---|---|
 | block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
 | query list of a block | `dkv` | which queries chose the block |
+| the same where dS is stored | `dkv` | which queries, which slot |
 | the same of tokens that leave their tile | `gathered` | which queries, which slot |
 | work items | `dkv`, `gathered` | segments of query lists |
 """
@@ -29,15 +30,22 @@ def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
     return edges, *ops.run(query_list_kernels.fill_lists(spec), *arrays, edges)
 
 
+def selection_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec, *counts):
+    """`(edges, entries)`: as `block_query_lists`, where an entry says where in the selection it
+    stands; `counts`: of the tiles' block lists, if `spec` has a `limit`.
+    """
+    arrays = block_indices, layout.position, layout.key_start, *counts
+    edges = _edges(ops, arrays, spec)
+    return edges, *ops.run(query_list_kernels.fill_gather_lists(spec), *arrays, edges)
+
+
 def gathered_lists(ops: ArrayOps, block_indices, counts, layout: QueryLayout, spec):
     """`(table, entries)` that the gathering kernel reads.
 
     `spec`: a `WorkItems`; `counts`: of the tiles' block lists, which say which tiles are
     gathered.
     """
-    arrays = block_indices, layout.position, layout.key_start, counts
-    edges = _edges(ops, arrays, spec.lists)
-    (entries,) = ops.run(query_list_kernels.fill_gather_lists(spec.lists), *arrays, edges)
+    edges, entries = selection_lists(ops, block_indices, layout, spec.lists, counts)
     return work_items(ops, edges, layout, spec)[0], entries
 
 

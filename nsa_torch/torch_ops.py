@@ -25,6 +25,9 @@ class TorchOps(ArrayOps):
         recording = replay.recording()
         return recording.launched(kernel, tensors, run) if recording else run()
 
+    def writes_in_place(self, kernel):
+        return kernel.in_place
+
     def device_name(self, x):
         on_gpu = x.device.type == "cuda" and not capability.interpret.get()
         return device_name(x.device.index) if on_gpu else None

@@ -27,7 +27,9 @@ SHAPES = {
     "G1": Case(16384, 16384, 16, 16, 128, 128, 1, PAPER, dtype="float16"),
     "small": Case(2048, 2048, 12, 2, 64, 64, 8, PAPER, dtype="bfloat16"),
     # More blocks than scores are held at a time.
-    "long": Case(131072, 131072, 16, 1, 128, 128, 1, PAPER, dtype="bfloat16"),
+    "long": dataclasses.replace(PAPER_SHAPE, T=131072, S=131072, H=32, Hkv=2),
+    # dS of a row of [B, Hkv] would be many outputs.
+    "one row": dataclasses.replace(PAPER_SHAPE, H=16, Hkv=1),
 }
 # As far as `capability.why_not` goes.
 EDGES = {
@@ -37,12 +39,16 @@ EDGES = {
     "longest blocks": dataclasses.replace(
         PAPER_SHAPE, H=4, config=NSAConfig(select_block=128, num_selected=64)
     ),
+    "widest groups": dataclasses.replace(
+        PAPER_SHAPE, D=256, Dv=256, config=NSAConfig(num_selected=32)
+    ),
     "narrowest": dataclasses.replace(PAPER_SHAPE, D=16, Dv=16, config=NSAConfig(1, 1, 16)),
     "G64": dataclasses.replace(PAPER_SHAPE, H=64, Hkv=1, T=1000),
     "all forced": dataclasses.replace(PAPER_SHAPE, config=NSAConfig(num_selected=3)),
     "one token": dataclasses.replace(PAPER_SHAPE, T=1),
 }
-EDGES_BACKWARD = ("widest", "longest blocks", "narrowest")  # the others are like `SHAPES`
+# The others are like `SHAPES`.
+EDGES_BACKWARD = ("widest", "widest groups", "longest blocks", "narrowest")
 EACH_STEP = ("paper", "wide")  # where the steps are compiled by themselves too
 # The others are those of "paper" for other counts of heads.
 ONLY = {"long": "best_blocks"}
@@ -63,17 +69,19 @@ GRADIENTS = {
     "deltas",
     "dkv_merge",
     "dkv_partials",
-    "fill_lists",
     "gated_sum",
     "interval_dq",
-    "selected_dq",
     "work_items",
 }
+# dq of selected attention, and what tells `dkv` of the queries.
+FROM_STORED = {"fill_gather_lists", "stored_ds_dq"}
+BY_WALK = {"fill_lists", "selected_dq"}
 # Of gathered tiles, where a block list can be too long.
 LISTS = {"fill_gather_lists", "work_items"}
 FORWARD = LISTS | {"count_entries", "gathered_forward", "gathered_merge"}
 BACKWARD = LISTS | {"gathered_dq", "gathered_merge_dq"}
 GATHERED = ("G4", "G1")
+STORED = ("paper", "wide", "long")
 # Bytes a thread. The sums of both gradients and the products of a step fill the registers of
 # `dkv_partials`: what is left over, addresses of operands, costs a few local loads a step (most
 # at D=192). Four warpgroups that make scores have 128 registers a thread; at G=4 two of these
@@ -120,7 +128,8 @@ def kernels(name, backward=False):
         for function, *arrays in calls:
             function = functools.partial(function, config=case.config, kv_len=case.S)
             jax.eval_shape(pulled(function) if backward else function, *arrays)
-    wanted = [k for k in found if not backward or k.name in GRADIENTS | BACKWARD]
+    gradients = GRADIENTS | FROM_STORED | BY_WALK | BACKWARD
+    wanted = [k for k in found if not backward or k.name in gradients]
     return tuple(dict.fromkeys(wanted))
 
 
@@ -178,11 +187,14 @@ def names(name, backward=False):
 
 
 def test_every_kernel_is_compiled():
-    assert set().union(*map(names, SHAPES)) >= set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
+    allowed = set(ALLOWED) - GRADIENTS - BACKWARD | FORWARD
+    assert set().union(*map(names, SHAPES)) >= allowed
     for name in SHAPES:
         gathered = name in GATHERED
         assert bool(names(name) & FORWARD) == gathered
-        assert names(name, backward=True) == GRADIENTS | (BACKWARD if gathered else set())
+        of_query = FROM_STORED if name in STORED else BY_WALK
+        of_query |= BACKWARD if gathered else set()
+        assert names(name, backward=True) == GRADIENTS | of_query
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -18,7 +18,8 @@ query tile, so these products sum over them: GQA needs no reduction of its own.
 Loop order: for each work item (a CTA): its tile of keys; for each step: one query tile of 64
 rows, or several smaller ones that are gathered. Steps at both ends of an interval are masked;
 between them no key is compared. A warpgroup leaves out the steps of which no query sees its 64
-keys. dP is multiplied beside dV, and dS is made beside the latter.
+keys. dP is multiplied beside dV, and dS is made beside the latter. Of the selected branch dS may
+also be written to memory, where `stored_ds_dq.py` finds it.
 
 | queries   | a CTA                                        | keys | stages                    |
 |-----------|----------------------------------------------|------|---------------------------|
@@ -49,8 +50,10 @@ from kernels_pallas.mosaic import operands, softmax
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROW_STATS, ROWS
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
+from kernels_pallas.mosaic.stored_ds import NOWHERE, StoredDs
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
 from kernels_pallas.specs.dkv import Dkv
+from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
 
 COLUMNS = 8  # query rows whose statistics are in registers at a time
@@ -66,6 +69,7 @@ def partials(kernel: Kernel):
     dtype = jnp.dtype(spec.dtype)
     buffers = operands.Buffers(dtype, query_tile, interpret)
     c = spec.scale * LOG2E
+    stored = StoredDs(query_tile.rows, spec.slots, interpret)
     if not spec.gathered:
         operands.check_registers(*[CONSUMER_REGISTERS] * spec.consumers, PRODUCER_REGISTERS)
 
@@ -82,6 +86,8 @@ def partials(kernel: Kernel):
         first_key, begin, _, _, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
+        if spec.slots:
+            partial -= refs.window[FIRST_PARTIAL]
         step_tiles = jnp.int32(per_step)
         steps = lax.div(end - begin + (per_step - 1), step_tiles)
 
@@ -125,10 +131,25 @@ def partials(kernel: Kernel):
             at = [jnp.maximum(jnp.minimum(entry, end - 1), begin) for entry in at]
             return [array[entry] + 0 for entry in at]
 
+        def token_of(entry):
+            """Of an entry that is a place in the selection."""
+            return lax.div(entry, jnp.int32(spec.Hkv * spec.slots))
+
+        def places_of_step(i):
+            """The places in ds of the tokens of step `i`; past the last one nowhere."""
+            slots, places = jnp.int32(spec.slots), []
+            first = (row - refs.window[FIRST_ROW]) * refs.sizes.T
+            for t, entry in enumerate(entries_of_step(refs.query_list, i)):
+                place = (first + token_of(entry)) * slots + lax.rem(entry, slots)
+                places.append(jnp.where(begin + i * per_step + t < end, place, NOWHERE))
+            return places
+
         def query_tiles_of_step(i):
             """The query tiles of step `i`; none if they are single tokens, which are many:
             these are prefetched into L1, and `load_step` reads them there.
             """
+            if spec.slots:
+                return [token_of(entry) for entry in entries_of_step(refs.query_list, i)]
             if not spec.single_token:
                 return entries_of_step(refs.query_list, i)
             GatheredRows(group, interpret).prefetch_entries(
@@ -246,6 +267,8 @@ def partials(kernel: Kernel):
                     part = dp[:, j : j + COLUMNS] - down(delta)
                     ds.append((p[j // COLUMNS] * part).astype(dtype))
                 ds = operands.side_by_side(ds, interpret)
+                if spec.stored_rows:
+                    stored.write(refs.ds, ds, places_of_step(i))
                 sums[0] = buffers.start_sum(sums[0], ds, (refs.query_s, stage))
             sums = buffers.finish(*sums)
             if spec.gathered:

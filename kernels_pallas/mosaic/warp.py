@@ -5,6 +5,7 @@ bytes. `warp_emulation.Warps` has the same functions on NumPy arrays: a program 
 instructions as an argument runs on either (`warp_kernel.py`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -299,6 +300,43 @@ def put(address: Word, x: Number, only: Word) -> None:
     utils.inline_ptx(
         "st.global.b32 [$0], $1;", address.value, word(x).value, predicate=only.value
     )
+
+
+def put_four(address: Word, values: Sequence[Word], only: Word) -> None:
+    """Puts four integers in global memory, from a multiple of 16, where `only` holds."""
+    utils.inline_ptx(
+        "st.global.v4.b32 [$0], {$1, $2, $3, $4};",
+        address.value,
+        *(x.value for x in values),
+        predicate=only.value,
+    )
+
+
+def fetch_four(address: Word, only: Word) -> list[Word]:
+    """Four integers from global memory that is read once and not written, from a multiple of 16;
+    zeros where `only` does not hold.
+    """
+    load = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(4))
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; {zeros} @p {load} }}"
+    result = llvm.StructType.get_literal([_i32()] * 4)
+    found: Any = llvm.inline_asm(
+        result,
+        [address.value, number(only).value],
+        text,
+        "=&r,=&r,=&r,=&r,l,r",
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [Word(llvm.extractvalue(_i32(), found, [i])) for i in range(4)]
+
+
+def transposed(pair: Word) -> Word:
+    """An 8 x 8 matrix of 16-bit numbers whose row `l // 4` lane `l` has the columns `2 * (l % 4)`
+    and the next one of, transposed.
+    """
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return _ptx(text, pair, together=True, reads=True)
 
 
 def when(condition: Word, body) -> None:

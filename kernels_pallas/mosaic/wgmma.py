@@ -222,6 +222,20 @@ def array(registers: Sequence[ir.Value]) -> mgpu.FragmentedArray:
     )
 
 
+def array_of_pairs(registers: Sequence[ir.Value], dtype: ir.Type) -> mgpu.FragmentedArray:
+    """16-bit `[64, columns]` of its registers, as `registers` gives them."""
+    layout, i32 = mgpu.WGMMA_LAYOUT, ir.IntegerType.get_signless(32)
+    pair, single = ir.VectorType.get((2,), dtype), ir.VectorType.get((1,), i32)
+    vectors = np.empty(len(registers), object)
+    for i, x in enumerate(registers):
+        x = llvm.insertelement(llvm.mlir_undef(single), x, number(0))
+        vectors[i] = llvm.bitcast(pair, x)
+    shape = layout.registers_shape((ROWS, 4 * len(registers)))
+    return mgpu.FragmentedArray(
+        _registers=vectors.reshape(shape), _layout=layout, _is_signed=None
+    )
+
+
 def number(value: int) -> ir.Value:
     """A constant of 32 bits."""
     return arith.constant(ir.IntegerType.get_signless(32), value)

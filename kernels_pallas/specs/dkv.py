@@ -31,7 +31,7 @@ import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
-from kernels_pallas.specs import tile
+from kernels_pallas.specs import stored_ds, tile
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
     INTERVAL_ITEM_INTS,
@@ -58,6 +58,9 @@ class Dkv(AttentionSizes):
       single_token: a list entry is one token, not neighbours that share a copy; for groups of
         up to `ROW_STATS_MIN_ROWS` query heads.
       want_dk, want_dv: which gradients this kernel makes.
+      slots: list entries are places in a selection of so many blocks a token; 0: query tiles.
+      stored_rows: dS is written too, of so many rows of `[B, Hkv]` (`specs/stored_ds.py`), which
+        needs `slots`; 0: it is not.
     """
 
     work_items: int
@@ -68,11 +71,15 @@ class Dkv(AttentionSizes):
     single_token: bool = False
     want_dk: bool = True
     want_dv: bool = True
+    slots: int = 0
+    stored_rows: int = 0
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths, of tables and lists too."""
         length = "list_entries" if self.gathered else "interval_partials"
         nominal = {"work_items": NOMINAL_LENGTH, length: NOMINAL_LENGTH}
+        if self.stored_rows:
+            nominal["stored_rows"] = 2
         return dataclasses.replace(super().for_any_length(), **nominal)
 
     # Sizes of a CTA: no length counts.
@@ -109,13 +116,10 @@ class Dkv(AttentionSizes):
         """What one TMA copy per slab brings: neighbouring tokens, or a single one. Gathered
         tiles have the fewest rows in which the tokens of a copy have room.
         """
-        slab, rows = tile.slab_width(self.D, self.Dv), ROWS
+        slab = tile.slab_width(self.D, self.Dv)
         if self.single_token:
-            rows = self.group
-        elif self.gathered:
-            fits = (rows for rows in (16, 32) if Tile(self.group, slab, rows).tokens)
-            rows = next(fits, ROWS)
-        return Tile(self.group, slab, rows)
+            return Tile(self.group, slab, self.group)
+        return tile.gathered_tile(self.group, slab) if self.gathered else Tile(self.group, slab)
 
     @property
     def tiles_per_step(self) -> int:
@@ -137,6 +141,16 @@ class Dkv(AttentionSizes):
         operands = ROWS * (self.D + self.Dv) * 2  # K and V; as large again: Q and dO of a stage
         stats = self.tiles_per_step * self.stats_rows * ROW_STATS * 4
         return min(max((SMEM_HALF - operands) // (operands + stats), 2), 4)
+
+    @property
+    def passes(self) -> list[Self]:
+        """One kernel for dk and dv, or two where registers of one would not hold both sums; dS is
+        dk's.
+        """
+        if self.D + self.Dv <= (320 if self.gathered else 256):
+            return [self]
+        parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
+        return [dataclasses.replace(self, **part) for part in parts]
 
     @property
     def widths(self) -> dict[str, int]:
@@ -173,13 +187,15 @@ def partials(spec: Dkv) -> Kernel:
       row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
         G count;
       work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
-      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry;
+      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with `slots`
+        `(token * Hkv + head) * slots + slot`;
       marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
-        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it.
+        first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it;
+      window: with `slots`, of `stored_ds`: partials are counted from its first one.
 
     Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
     `[count, tile_keys, Dv]`, of lists one a work item, of intervals `interval_partials`; an empty
-    work item writes none.
+    work item writes none. Of `stored_rows` also ds.
     """
     query_tile, ints = spec.query_tile, functools.partial(Array, dtype="int32")
     inputs = {
@@ -192,12 +208,20 @@ def partials(spec: Dkv) -> Kernel:
         inputs["query_list"] = ints((spec.list_entries,))
         if spec.block:
             inputs["marks"] = ints((spec.list_entries,))
+    outputs, sizes = spec.partials, {}
+    if spec.slots:
+        inputs["window"] = stored_ds.WINDOW
+    if spec.stored_rows:
+        stored = spec.stored_rows, spec.T, spec.slots
+        outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)
+        sizes["T"] = spec.T
     return Kernel.named(
         "dkv_partials",
         spec,
         "kernels_pallas.mosaic.dkv:partials",
         inputs,
-        spec.partials,
+        outputs,
+        sizes=sizes,
         grid=(spec.work_items,),
         source="kernels_pallas.specs.dkv:partials",
     )

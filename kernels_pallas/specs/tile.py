@@ -46,6 +46,12 @@ class Tile:
         return self.tokens * self.group
 
 
+def gathered_tile(group: int, slab: int) -> Tile:
+    """The fewest rows in which the tokens of a TMA copy have room, at least 16."""
+    tiles = (Tile(group, slab, rows) for rows in (16, 32, ROWS))
+    return next((tile for tile in tiles if tile.tokens), Tile(group, slab))
+
+
 def cdiv(a: int, b: int) -> int:
     """`a / b`, rounded up."""
     return -(-a // b)

@@ -1,0 +1,178 @@
+"""How dS lies in memory between `dkv`, which writes it, and `stored_ds_dq`, which reads it.
+
+`dkv` has dS^T `[64 keys, 64 rows]` in registers as the left operand of a product; dq wants dS
+`[64 rows, 64 keys]` as one. A warp holds 16 rows of either, as matrices of 8 x 8. So the 16 keys
+x 16 rows of a warp of `dkv` are four such matrices, which `movmatrix` transposes. Then a lane has
+eight numbers that one lane of dq wants, and either moves them by one instruction:
+
+    place of a token and slot   [group_rows / 16, 4, 32, 8]
+
+    axis   who has it
+    0      16 heads: a warp of dq
+    1      16 keys: a warp of dkv
+    2      lane l
+    3      heads l / 4 (+ 8) x keys 2 (l % 4) (+ 1, + 8, + 9)
+
+In Pallas' interpreter a place is `[group_rows, 64]` in plain order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from kernels_pallas.mosaic import warp, wgmma
+from kernels_pallas.mosaic.operands import MATRIX
+from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.specs.stored_ds import KEYS
+from kernels_pallas.specs.tile import LANES, ROWS, WARPS
+
+PART = 16  # rows, or keys, of a warp
+LANE_BYTES = 16
+PART_KEYS_BYTES = LANES * LANE_BYTES  # of 16 rows and 16 keys
+PART_BYTES = KEYS // PART * PART_KEYS_BYTES  # of 16 rows and a block
+NOWHERE = -1  # the place of nothing, and the block of an empty slot
+PER_LANE = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a number of each thread
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDs:
+    """Access to ds (`specs/stored_ds.py`) of tokens with `group_rows` rows, by a warpgroup."""
+
+    group_rows: int
+    slots: int
+    interpret: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of 64 rows."""
+        return ROWS // self.group_rows
+
+    def write(self, ds, transposed, places) -> None:
+        """Writes `transposed`, dS^T `[64 keys, 64 rows]`: each token to its place in `ds`, if that
+        is not negative.
+        """
+        if self.interpret:
+            for t, place in enumerate(places):
+                rows = slice(t * self.group_rows, (t + 1) * self.group_rows)
+
+                @pl.when(place >= 0)
+                def _(place=place, rows=rows):
+                    ds[place] = transposed[:, rows].T.astype(ds.dtype)
+
+            return
+
+        def put(ds, *arguments):
+            *places, transposed = arguments
+            pairs = [Word(x) for x in wgmma.registers(transposed)]
+            for part in range(ROWS // PART):
+                place = places[part * PART // self.group_rows]
+                # From [keys, rows] by 8: (0, 0), (1, 0), (0, 1), (1, 1).
+                four = [warp.transposed(pairs[4 * part + i]) for i in (0, 2, 1, 3)]
+                address = self._address(ds, place, warp.word(part), warp.warp())
+                warp.put_four(address, four, place >= 0)
+
+        warp.each(put, [ds], places, [transposed], MATRIX)
+
+    def blocks_of_tile(self, indices, position, b, kv_head, first, length):
+        """The blocks that the tokens of 64 rows selected and see, for `read`.
+
+        Args:
+          indices, position: int32 `[B, T, Hkv, n]` and `[B, T]`.
+          first: the first of the tokens.
+          length: T.
+        """
+        if self.interpret:
+            return self._blocks_interpreted(indices, position, b, kv_head, first, length)
+
+        def load(_, indices, position, *scalars):
+            """A lane takes the slot of its number, of the token that its warp's rows are."""
+            b, kv_head, first, length = map(warp.scalar, scalars)
+            heads, slot = indices.type.shape[2], warp.lane()
+            token = first + self._token(warp.warp())
+            exists = (token < length) & (slot < self.slots)
+            token = b * length + warp.smaller(token, length - 1)
+            slot = warp.smaller(slot, self.slots - 1)
+            size = 4 * self.slots
+            at = (token, heads * size), (kv_head, size), (slot, 4)
+            block = warp.fetch(warp.element(indices, *at))
+            own = warp.fetch(warp.element(position, (token, 4)))
+            seen = exists & (own >= 0) & (block * KEYS <= own)
+            block = warp.where(seen, block, NOWHERE)
+            held = vector.broadcast(ir.VectorType.get((1,), block.value.type), block.value)
+            layout = PER_LANE.to_mgpu()
+            registers = np.array([held], object)
+            return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+        types = [plgpu.RefType()] * 2 + [warp.SCALAR] * 4
+        result = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=PER_LANE)
+        call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
+        return call(indices, position, b, kv_head, first, length)
+
+    def read(self, ds, blocks, block, token):
+        """dS `[64 rows, 64 keys]` of a block; zeros for tokens that did not select it or do not
+        see it.
+
+        Args:
+          blocks: of `blocks_of_tile`.
+          block: its number in the sequence.
+          token: where in ds the first token of the 64 rows is: `row * T + first`.
+        """
+        if self.interpret:
+            return self._read_interpreted(ds, blocks, block, token)
+
+        def load(_, ds, blocks, *scalars):
+            block, token = map(warp.scalar, scalars)
+            own = Word(vector.extract(blocks.registers.flat[0], [], [0]))
+            slot, part = warp.first_equal(own, block), warp.warp()
+            place = (token + self._token(part)) * self.slots + slot
+            pairs = []
+            for keys in range(KEYS // PART):
+                address = self._address(ds, place, part, warp.word(keys))
+                pairs += warp.fetch_four(address, slot >= 0)
+            dtype = ir.MemRefType(ds.type).element_type
+            return wgmma.array_of_pairs([x.value for x in pairs], dtype)
+
+        types = [plgpu.RefType(), PER_LANE, warp.SCALAR, warp.SCALAR]
+        result = plgpu.ShapeDtypeStruct((ROWS, KEYS), ds.dtype, layout=MATRIX)
+        call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
+        return call(ds, blocks, block, token)
+
+    def _blocks_interpreted(self, indices, position, b, kv_head, first, length):
+        """`[tokens, slots]`."""
+        tokens = []
+        for t in range(self.tokens):
+            token = jnp.minimum(first + t, length - 1)
+            own = jnp.where(first + t < length, position[b, token], NOWHERE)
+            blocks = [indices[b, token, kv_head, slot] for slot in range(self.slots)]
+            seen = [(own >= 0) & (block * KEYS <= own) for block in blocks]
+            pairs = zip(seen, blocks, strict=True)
+            tokens.append(jnp.stack([jnp.where(*pair, NOWHERE) for pair in pairs]))
+        return jnp.stack(tokens)
+
+    def _read_interpreted(self, ds, blocks, block, token):
+        parts = []
+        for t in range(self.tokens):
+            chosen = blocks[t] == block
+            place = (token + t) * self.slots + jnp.argmax(chosen).astype(jnp.int32)
+            place = jnp.where(chosen.any(), place, 0)
+            found = ds[place]
+            parts.append(jnp.where(chosen.any(), found, jnp.zeros_like(found)))
+        return jnp.concatenate(parts)
+
+    def _token(self, part: Any):
+        """Of the tile, that of 16 rows."""
+        return part // (self.group_rows // PART)
+
+    def _address(self, ds, place, part, keys):
+        """Of a lane's eight numbers of 16 rows and 16 keys; `part`: of the tile."""
+        parts = self.group_rows // PART
+        sizes = parts * PART_BYTES, PART_BYTES, PART_KEYS_BYTES, LANE_BYTES
+        numbers = place, part % parts, keys, warp.lane()
+        return warp.element(ds, *zip(numbers, sizes, strict=True))

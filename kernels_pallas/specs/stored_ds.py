@@ -1,0 +1,114 @@
+"""dS of the selected branch in memory: `dkv` writes it, and `dq` multiplies it with the keys.
+
+    ds  [rows * T * n, group_rows, 64]    place (row * T + token) * n + slot: heads of the group x
+                                          keys of the block in this slot of the token's selection
+
+`group_rows` is G rounded up to 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, stand in
+the order in which registers hold them (`mosaic/stored_ds.py`). Nothing is written for a slot that
+is empty, or whose block the token does not see.
+
+Rows of `[B, Hkv]` go in windows, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
+
+    window  int32 [64]    0: its first row, 1: the number of the first partial of that row
+"""
+
+import dataclasses
+from typing import Self
+
+from kernels_pallas.kernel import Array, Kernel, described
+from kernels_pallas.specs.attention import AttentionSizes
+from kernels_pallas.specs.selected import LIST_CHUNK
+from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, gathered_tile, slab_width
+
+WINDOW_WORDS = 64  # 256 bytes, as launches want them
+FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a window
+WINDOW = Array((WINDOW_WORDS,), "int32")
+KEYS = ROWS  # of a block
+MOST_SLOTS = LANES  # a lane of a warp looks after each
+
+
+def array(rows: int, length: int, slots: int, group_rows: int, dtype: str) -> Array:
+    """ds of `rows` rows of `[B, Hkv]` and `length` tokens."""
+    return Array((rows * length * slots, group_rows, KEYS), dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredDsQuery(AttentionSizes):
+    """Sizes of the problem, of a window and of a CTA.
+
+    Attributes:
+      stored_rows: rows of `[B, Hkv]` in the window.
+      n: selected blocks of a token.
+      added: add the result to an array of its shape.
+    """
+
+    stored_rows: int
+    n: int
+    added: bool = False
+
+    block = KEYS
+    words = 1  # of a tile's tokens in a block list
+
+    def for_any_length(self) -> Self:
+        """The same with nominal lengths."""
+        return dataclasses.replace(super().for_any_length(), stored_rows=2)
+
+    @property
+    def query_tile(self) -> Tile:
+        """A token: its heads, and rows of no head."""
+        return gathered_tile(self.group, slab_width(self.D, self.Dv))
+
+    @property
+    def tile(self) -> Tile:
+        """64 rows of whole tokens: what has a block list."""
+        return Tile(self.query_tile.rows, self.query_tile.slab)
+
+    @property
+    def tiles(self) -> int:
+        return cdiv(self.T, self.tile.tokens)
+
+    @property
+    def entries(self) -> int:
+        """Room in a tile's block list, a multiple of `LIST_CHUNK`."""
+        return cdiv(self.tile.tokens * self.n, LIST_CHUNK) * LIST_CHUNK
+
+
+@described
+def dq(spec: StoredDsQuery) -> Kernel:
+    """dQ = added + scale dS K of the rows of a window. Nothing is written for other rows, which in
+    place keep what `added` has.
+
+    Inputs:
+      key: `[B, S, Hkv, D]`.
+      block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
+      indices: int32 `[B, T, Hkv, n]`, position: int32 `[B, T]`: what the lists were made of.
+      window: as above.
+      ds: of its rows.
+      added: `[B, T, H, D]`, if `added`.
+
+    Output:
+      dq: `[B, T, H, D]`.
+    """
+    lists, out = (spec.B, spec.Hkv, spec.tiles), spec.rows(spec.D)
+    inputs = {
+        "key": spec.keys(spec.D),
+        "block_starts": Array((*lists, spec.entries), "int32"),
+        "block_counts": Array((spec.B * spec.Hkv * spec.tiles, 2), "int32"),
+        "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
+        "position": Array((spec.B, spec.T), "int32"),
+        "window": WINDOW,
+        "ds": array(spec.stored_rows, spec.T, spec.n, spec.query_tile.rows, spec.dtype),
+    }
+    if spec.added:
+        inputs["added"] = out
+    return Kernel.named(
+        "stored_ds_dq",
+        spec,
+        "kernels_pallas.mosaic.stored_ds_dq:build",
+        inputs,
+        {"dq": out},
+        in_place=spec.added,
+        sizes={"T": spec.T, "tiles": spec.tiles},
+        grid=(spec.stored_rows, spec.tiles),
+        source="kernels_pallas.specs.stored_ds:dq",
+    )

@@ -1,0 +1,143 @@
+"""Gradients of the selected branch where `dkv` stores dS, for either framework.
+
+The keys' kernel makes dS of every token and block that it selected. It writes them to memory, and
+the query's gradient is one product a block in place of three, without V, dO and exponentials:
+
+    entries of a block ──► dkv ──► dk, dv partials ──► merge
+                            │
+                            ▼ dS, of some rows of [B, Hkv]
+    block list of a tile ──► stored_ds_dq ──► dq of these rows, added in place
+
+dS of all rows at once would take several times the memory of an output, so rows go in windows.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from kernels_pallas.specs import dkv, stored_ds, work_items
+from kernels_pallas.specs.attention import AttentionSizes
+from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.stored_ds import StoredDsQuery
+from kernels_pallas.specs.tile import ROWS
+from nsa_jax import mosaic_lists
+from nsa_jax.array_ops import ArrayOps, QueryLayout
+from nsa_jax.gradients import Gradients
+
+MOST_BYTES = 2**30  # of dS at a time; or one row of [B, Hkv]
+MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
+
+
+def serves(base: Any, slots: int, block: int, packed: bool) -> bool:
+    """Whether dS is stored; it follows from no length that an int32 counts.
+
+    Args:
+      base: the `Dkv` of the branch.
+      slots: blocks that a token selects.
+      block: keys of a block.
+      packed: whether sequences may begin at any key.
+    """
+    whole_tokens = base.query_tile.tokens == 1 and not base.single_token
+    row_bytes, output_bytes = slots * ROWS * base.query_tile.rows, base.H * base.Dv
+    return (
+        whole_tokens
+        and block == ROWS
+        and not packed
+        and slots <= stored_ds.MOST_SLOTS
+        and row_bytes <= MOST_OUTPUTS * output_bytes
+        and base.B * base.T * base.Hkv * slots < 2**31  # entries are int32
+    )
+
+
+def gradients(
+    ops: ArrayOps,
+    base: Any,
+    arrays: tuple,
+    block_indices,
+    do,
+    stats,
+    layout: QueryLayout,
+    added,
+    block_lists,
+) -> Gradients:
+    """Of query, key and value; dq with `added`, if given, perhaps in its memory.
+
+    Args:
+      base: as in `serves`.
+      arrays: query, key and value.
+      stats: `row_stats` of `base`.
+      block_lists: of the tiles of forward, or None.
+    """
+    query, key, _ = arrays
+    slots = block_indices.shape[-1]
+    lists = BlockQueryLists(
+        base.B, base.T, base.S, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
+    )
+    edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
+    work = work_items.dkv_work_items(lists)
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
+    whole = dataclasses.replace(
+        base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
+    )
+    of_query = StoredDsQuery(
+        **{x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)},
+        stored_rows=lists.rows,
+        n=slots,
+    )
+    if block_lists is None or base.query_tile.used < base.query_tile.rows:
+        block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, of_query)
+    starts, _, counts = block_lists
+    most = max(MOST_BYTES // _row_bytes(of_query), 1)
+    if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(of_query, added=True))):
+        most = lists.rows
+    if added is None and most < lists.rows:
+        added = ops.xp.zeros_like(query)
+    dq, partials = added, {}
+    for window, first, end in _windows(ops, layout, lists.rows, most, work.items):
+        rows, items = end - first, slice(first * work.items, end * work.items)
+        counts_of = {"work_items": rows * work.items, "stored_rows": rows}
+        arrays_of_dkv = *arrays, do, stats, table[items], entries, window
+        found = {}
+        for part in dataclasses.replace(whole, **counts_of).passes:
+            outputs = ops.run(dkv.partials(part), *arrays_of_dkv)
+            found |= zip((*part.widths, "ds"), outputs, strict=False)
+        ds = found.pop("ds")
+        for name, x in found.items():
+            partials.setdefault(name, []).append(x)
+        of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
+        arrays_of_dq = key, starts, counts, block_indices, layout.position, window, ds
+        extra = [] if dq is None else [dq]
+        (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, *extra)
+        del ds, arrays_of_dq  # or dS of two windows would exist at once
+    return Gradients(dq, *_merged(ops, whole, partials, sums))
+
+
+def _row_bytes(spec: StoredDsQuery) -> int:
+    """Of dS of one row of `[B, Hkv]`."""
+    return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
+
+
+def _windows(ops, layout, rows: int, most: int, items: int) -> Iterator[tuple[Any, int, int]]:
+    """The windows of `most` rows or less, each with its first row and its end; `items`: work items
+    of a row, each of which writes a partial.
+    """
+    count = -(-rows // most)
+
+    def make():
+        first = ops.arange(layout.position, count).reshape(-1, 1) * most
+        words = ops.xp.concatenate([first, first * items], 1)
+        return [ops.pad_end(words, 1, stored_ds.WINDOW_WORDS - words.shape[1], 0)]
+
+    (words,) = ops.cached(layout, ("stored dS", count, most, items), make)
+    for i in range(count):
+        yield words[i], i * most, min((i + 1) * most, rows)
+
+
+def _merged(ops, whole, partials, sums) -> list[Any]:
+    """dk and dv of the partials of all windows."""
+    merged = []
+    for part in dataclasses.replace(whole, slots=0).passes:
+        arrays = [partials[name] for name in part.widths]
+        arrays = [x[0] if len(x) == 1 else ops.xp.concatenate(x) for x in arrays]
+        merged += ops.run(dkv.merge(part), *arrays, *sums)
+    return merged

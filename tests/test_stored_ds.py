@@ -1,0 +1,193 @@
+"""Gradients of the selected branch where dS is stored: in Pallas' GPU interpreter, which reports
+races, and on a GPU, against the float64 oracle.
+"""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+import nsa_jax
+import nsa_torch
+from kernels_pallas.specs import stored_ds
+from kernels_pallas.specs.dkv import Dkv
+from nsa_jax import mosaic, mosaic_stored_ds
+from nsa_jax.config import NSAConfig
+from nsa_jax.jax_ops import JaxOps
+from nsa_jax.types import Branches
+from nsa_torch import alike
+from tests.inputs import PAPER, Case, problem
+from tests.test_block_query_lists import needs_gpu
+from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
+from tests.test_torch_mosaic import inputs
+
+FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
+G16 = Case(14, 150, H=32, Hkv=2, D=64, Dv=64, B=1, config=FEW, dtype="bfloat16")
+# Rows of no head, and tiles of fewer tokens than those of the forward pass.
+G10 = Case(11, 140, H=20, Hkv=2, D=32, Dv=64, B=2, config=FEW, dtype="float16")
+G64 = Case(5, 130, H=64, Hkv=1, D=16, Dv=48, B=1, config=FEW, dtype="bfloat16")
+
+
+class InPlace(JaxOps):
+    """Keeps in an output what the kernel does not write, as kernels that run on a GPU do."""
+
+    def __init__(self):
+        self.windows = []
+
+    def writes_in_place(self, kernel):
+        return kernel.in_place
+
+    def run(self, kernel, *arrays):
+        found = super().run(kernel, *arrays)
+        if kernel.name != "stored_ds_dq":
+            return found
+        spec, window, before = kernel.spec, arrays[-3], arrays[-1]
+        self.windows.append(spec.stored_rows)
+        head = jnp.arange(spec.B)[:, None] * spec.Hkv + jnp.arange(spec.H) // spec.group
+        first = window[stored_ds.FIRST_ROW]
+        mine = (head >= first) & (head < first + spec.stored_rows)
+        return [jnp.where(mine[:, None, :, None], found[0], before.reshape(found[0].shape))]
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """A window a row of `[B, Hkv]`."""
+    ops = InPlace()
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic, "OPS", ops)
+    yield ops.windows
+    assert len(ops.windows) > 1 and {*ops.windows} == {1}
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Every dq is of stored dS."""
+    gradients = mock.Mock(side_effect=mosaic_stored_ds.gradients)
+    monkeypatch.setattr(mosaic_stored_ds, "gradients", gradients)
+    yield gradients
+    assert gradients.called
+
+
+@pytest.mark.parametrize("case", [G16, G10, G64], ids=str)
+def test_gradients(case, interpreted, stored):
+    check_whole(problem(case))
+
+
+@pytest.mark.parametrize("name", ["whole", "branch"])
+def test_windows(name, interpreted, stored, windows):
+    """Those of the branch alone begin with nothing that they are added to."""
+    p = problem(G10)
+    check_whole(p) if name == "whole" else check_step(p, "selected_attention")
+
+
+def test_blocks_of_the_future_and_empty_slots(interpreted, stored):
+    """The first token of a tile does not see the block that the others see."""
+    p = problem(dataclasses.replace(G16, T=8, S=132))  # positions 124 to 131
+    indices = np.full((1, 8, 2, 3), -1, np.int32)
+    indices[..., 1] = 2
+    indices[:, :, 1, 0] = 0
+    check_step(p, "selected_attention", jnp.asarray(indices))
+
+
+def test_shard_map(stored):
+    """Traced and lowered for GPUs, over batch and heads."""
+    p = problem(dataclasses.replace(G16, T=128, S=128, B=2, H=32, Hkv=2))
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh, spec = Mesh(devices, ("batch", "heads")), PartitionSpec("batch", None, "heads")
+    attend_to = functools.partial(mosaic.attention, config=FEW, kv_len=128)
+
+    def attend(query, key, value, gates):
+        compressed = [nsa_jax.compress(x, config=FEW) for x in (key, value)]
+        gates = Branches(*(gates[..., i] for i in range(3)))
+        keys = Branches.each(key), Branches.each(value)
+        return attend_to(query, *keys, gates, compressed, None)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+    loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
+
+
+@pytest.mark.parametrize(
+    ("change", "slots", "block", "packed", "wanted"),
+    [
+        ({}, 16, 64, False, True),
+        ({"T": 2**20, "S": 2**20}, 16, 64, False, True),  # at any length
+        ({}, 16, 64, True, False),  # blocks begin anywhere
+        ({}, 16, 32, False, False),  # of two blocks in a tile of keys
+        ({}, 32, 64, False, True),
+        ({}, 33, 64, False, False),  # more slots than lanes
+        ({"H": 32}, 16, 64, False, False),  # G=8: dkv takes single tokens
+        ({"H": 40}, 16, 64, False, True),  # G=10
+        ({"Hkv": 2}, 16, 64, False, True),  # G=32
+        ({"H": 16, "Hkv": 1}, 16, 64, False, False),  # a row is eight outputs
+        ({"T": 2**24, "S": 2**24}, 16, 64, False, False),  # more entries than an int32 counts
+    ],
+)
+def test_where_it_is_stored(change, slots, block, packed, wanted):
+    sizes = SIZES | change
+    group = sizes["H"] // sizes["Hkv"]
+    base = Dkv(
+        **sizes,
+        dtype="bfloat16",
+        scale=1.0,
+        work_items=0,
+        list_entries=1,
+        single_token=group <= 8,
+    )
+    assert mosaic_stored_ds.serves(base, slots, block, packed) == wanted
+
+
+# On a GPU, shapes that the interpreter would take minutes for.
+CASES = [
+    Case(1700, 1700, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16"),
+    Case(700, 700, 20, 2, 64, 64, 2, PAPER, dtype="float16"),
+    Case(333, 3000, 64, 2, 192, 128, 2, PAPER, dtype="bfloat16"),
+    Case(500, 900, 64, 1, 128, 256, 1, PAPER, dtype="bfloat16"),
+    Case(130, 130, 128, 2, 256, 256, 1, PAPER, dtype="bfloat16"),
+]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_on_gpu(case, stored):
+    check_whole(problem(case))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_windows_change_nothing_on_gpu(framework, monkeypatch):
+    """Not a bit, and neither does a run repeated."""
+    if framework == "jax":
+        p = problem(CASES[1])
+        arrays, indices = arrays_of(p)
+        cotangent = problem(p.case, 1).query[..., : p.case.Dv]
+        gradients = lambda: pulled(whole(p, indices), arrays, cotangent)
+    else:
+        tensors = inputs(1500, 1500, 64, 4, 128, 128, device="cuda")
+
+        def gradients():
+            out = nsa_torch.attention(*tensors, implementation="mosaic")
+            return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
+
+    runs = [gradients() for _ in range(3)]  # the third from a list of launches
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    dq = mock.Mock(side_effect=stored_ds.dq)
+    monkeypatch.setattr(stored_ds, "dq", dq)
+    alike.DECIDED.clear()
+    runs += [gradients() for _ in range(3)]
+    assert {call.args[0].stored_rows for call in dq.call_args_list[1:]} == {1}
+    for found in runs[1:]:
+        for got, want in zip(found, runs[0], strict=True):
+            np.testing.assert_array_equal(got, want)
