@@ -150,7 +150,7 @@ def test_where_it_is_stored(change, slots, block, packed, wanted):
 # On a GPU, shapes that the interpreter would take minutes for.
 CASES = [
     Case(1700, 1700, 64, 4, 128, 128, 1, PAPER, dtype="bfloat16"),
-    Case(700, 700, 20, 2, 64, 64, 2, PAPER, dtype="float16"),
+    Case(700, 700, 40, 4, 64, 128, 2, PAPER, dtype="float16"),
     Case(333, 3000, 64, 2, 192, 128, 2, PAPER, dtype="bfloat16"),
     Case(500, 900, 64, 1, 128, 256, 1, PAPER, dtype="bfloat16"),
     Case(130, 130, 128, 2, 256, 256, 1, PAPER, dtype="bfloat16"),
