@@ -24,7 +24,7 @@ from nsa_jax import mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.gradients import Gradients
 
-MOST_BYTES = 2**30  # of dS at a time; or one row of [B, Hkv]
+MOST_BYTES = 2**31  # of dS at a time; or one row of [B, Hkv]
 MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
 
 

@@ -73,7 +73,7 @@ GRADIENTS = {
     "interval_dq",
     "work_items",
 }
-# dq of selected attention, and what tells `dkv` of the queries.
+# Selected attention: its dq, and lists of queries for its dkv.
 FROM_STORED = {"fill_gather_lists", "stored_ds_dq"}
 BY_WALK = {"fill_lists", "selected_dq"}
 # Of gathered tiles, where a block list can be too long.
@@ -192,9 +192,9 @@ def test_every_kernel_is_compiled():
     for name in SHAPES:
         gathered = name in GATHERED
         assert bool(names(name) & FORWARD) == gathered
-        of_query = FROM_STORED if name in STORED else BY_WALK
-        of_query |= BACKWARD if gathered else set()
-        assert names(name, backward=True) == GRADIENTS | of_query
+        dq = FROM_STORED if name in STORED else BY_WALK
+        gathering = BACKWARD if gathered else set()
+        assert names(name, backward=True) == GRADIENTS | dq | gathering
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

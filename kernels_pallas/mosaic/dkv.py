@@ -80,6 +80,8 @@ def partials(kernel: Kernel):
             for x in (refs.query, refs.do, refs.row_stats)
         )
         item = lax.axis_index("item")
+        if spec.slots:  # a window ends with short items: the last segment has the longest ones
+            item = refs.sizes.items - 1 - item
         row = jnp.maximum(refs.work_items[item, 0], 0)
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         # Bounds are query tiles, or list entries.
