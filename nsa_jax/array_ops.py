@@ -60,6 +60,10 @@ class ArrayOps(Protocol):
         """
         ...
 
+    def after(self, x: Any, done: Any) -> Any:
+        """`x`, integers that nothing may read before `done`, 16-bit numbers, is there."""
+        ...
+
     def device_name(self, x: Any) -> str | None:
         """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
         ...

@@ -23,6 +23,11 @@ class JaxOps(ArrayOps):
     def writes_in_place(self, kernel):
         return kernel.in_place and ffi.serves(kernel)
 
+    def after(self, x, done):
+        bits = jax.lax.bitcast_convert_type(done.reshape(-1)[0], jnp.uint16)
+        nothing = bits.astype(jnp.uint32) >> 16  # a zero that XLA waits for
+        return x + nothing.astype(x.dtype)
+
     def device_name(self, x):
         return jax_problem.device_name()  # the default device runs what is traced
 

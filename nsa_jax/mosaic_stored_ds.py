@@ -93,23 +93,31 @@ def gradients(
     if added is None and most < lists.rows:
         added = ops.xp.zeros_like(query)
     dq, partials = added, {}
-    for window, first, end in _windows(ops, layout, lists.rows, most, work.items):
+    windows = _windows(ops, layout, lists.rows, most, work.items)
+    for i, (window, first, end) in enumerate(windows):
         rows, items = end - first, slice(first * work.items, end * work.items)
+        if i:  # or XLA would have dS of all windows at once
+            window = ops.after(window, dq)
         counts_of = {"work_items": rows * work.items, "stored_rows": rows}
-        arrays_of_dkv = *arrays, do, stats, table[items], entries, window
-        found = {}
-        for part in dataclasses.replace(whole, **counts_of).passes:
-            outputs = ops.run(dkv.partials(part), *arrays_of_dkv)
-            found |= zip((*part.widths, "ds"), outputs, strict=False)
-        ds = found.pop("ds")
-        for name, x in found.items():
-            partials.setdefault(name, []).append(x)
+        part = dataclasses.replace(whole, **counts_of)
+        found = _dkv(ops, part, (*arrays, do, stats, table[items], entries, window))
+        for name in part.widths:
+            partials.setdefault(name, []).append(found.pop(name))
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
-        arrays_of_dq = key, starts, counts, block_indices, layout.position, window, ds
+        arrays_of_dq = key, starts, counts, block_indices, layout.position, window
         extra = [] if dq is None else [dq]
-        (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, *extra)
-        del ds, arrays_of_dq  # or dS of two windows would exist at once
+        # No name stays with dS: that of two windows would exist at once.
+        (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
     return Gradients(dq, *_merged(ops, whole, partials, sums))
+
+
+def _dkv(ops, spec, arrays) -> dict[str, Any]:
+    """The partial sums by name, and `ds`."""
+    found: dict[str, Any] = {}
+    for part in spec.passes:
+        outputs = ops.run(dkv.partials(part), *arrays)
+        found |= zip((*part.widths, "ds"), outputs, strict=False)
+    return found
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:

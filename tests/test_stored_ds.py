@@ -4,6 +4,7 @@ races, and on a GPU, against the float64 oracle.
 
 import dataclasses
 import functools
+import weakref
 from unittest import mock
 
 import jax
@@ -17,11 +18,11 @@ import nsa_jax
 import nsa_torch
 from kernels_pallas.specs import stored_ds
 from kernels_pallas.specs.dkv import Dkv
-from nsa_jax import mosaic, mosaic_stored_ds
+from nsa_jax import ffi, mosaic, mosaic_stored_ds, xla_call
 from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JaxOps
 from nsa_jax.types import Branches
-from nsa_torch import alike
+from nsa_torch import alike, warm_up
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
@@ -112,6 +113,56 @@ def test_shard_map(stored):
     loss = lambda *x: sharded(*x).astype(jnp.float32).sum()
     traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(p.query, p.key, p.value, p.gates)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+class Watched(warm_up.Recording):
+    """Refuses to make dS while another one is there."""
+
+    made: list[weakref.ref] = []
+
+    def run(self, kernel, *tensors):
+        found = super().run(kernel, *tensors)
+        if kernel.name == "dkv_partials" and found[-1].dtype == torch.bfloat16:
+            assert not any(other() is not None for other in self.made), "dS twice"
+            self.made.append(weakref.ref(found[-1]))
+        return found
+
+
+def test_torch_has_one_window_at_a_time(monkeypatch):
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(warm_up, "Recording", Watched)
+    monkeypatch.setattr(Watched, "made", [])
+    layer = warm_up.Layer(64, 4, 128, 128, torch.bfloat16, PAPER, None, True, False)
+    warm_up.kernels_of(layer, 1, 2048, 2048, None)
+    assert len(Watched.made) == 4
+
+
+HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
+
+
+def test_jax_has_one_window_at_a_time(monkeypatch):
+    """By XLA's count of the memory between its custom calls."""
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
+    monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
+    jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
+    length, heads, kv_heads, width = 4096, 64, 4, 128
+
+    def attend(query, key, value, gates):
+        compressed = [nsa_jax.compress(x, config=PAPER) for x in (key, value)]
+        keys = Branches.each(key), Branches.each(value)
+        gates = Branches(*(gates[..., i] for i in range(3)))
+        options = {"config": PAPER, "kv_len": length}
+        return mosaic.attention(query, *keys, gates, compressed, None, **options)
+
+    def gradients(do, *arrays):
+        return jax.vjp(attend, *arrays)[1](do)
+
+    shapes = [(heads, width), (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)]
+    arrays = [jax.ShapeDtypeStruct((1, length, *x), jnp.bfloat16) for x in shapes]
+    memory = jax.jit(gradients).lower(*arrays).compile().memory_analysis()
+    window = length * PAPER.num_selected * 16 * 64 * 2
+    assert window < memory.temp_size_in_bytes < 2 * window
 
 
 SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
