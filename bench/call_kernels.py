@@ -1,0 +1,178 @@
+"""What each Mosaic kernel of a call takes, forward and backward, on this GPU.
+
+    python -m bench.call_kernels
+    python -m bench.call_kernels --only 64k --only 8k --out variants.jsonl
+
+The steps of `nsa_torch.attention` with gradients run as in a first call, each kernel between two
+CUDA events, while the GPU is kept busy until the host has queued all of them. Milliseconds,
+medians of `--rounds`; L2 holds what the kernel before left there. A column is a branch of a pass;
+`rest` has the kernels of no column, merges and lists among them. Hopper; the shapes are those of
+`bench.against`.
+
+Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from absl import flags
+
+import nsa_torch
+from bench import against
+from bench.harness import cli, exit_status, records
+from bench.harness.timed_problem import Problem, torch_inputs
+from kernels_pallas.kernel import Kernel
+from nsa_jax import fused, mosaic_attention
+from nsa_jax.config import NSAConfig
+from nsa_jax.fused import Inputs
+from nsa_jax.types import Branches
+from nsa_torch import operators
+from nsa_torch.call_forms import SHARED
+from nsa_torch.kernel_layout import KernelLayout
+from nsa_torch.torch_ops import TorchOps
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed.", lower_bound=1, **at)
+OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
+COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+
+REST = "rest"
+OF_BRANCH = {
+    "interval_forward": "{branch}",
+    "best_blocks": "scores",
+    "selected_forward": "selected",
+    "gathered_forward": "selected",
+    "gathered_merge": "selected",
+    "interval_dq": "dq: {branch}",
+    "selected_dq": "dq: selected",
+    "gathered_dq": "dq: selected",
+    "gathered_merge_dq": "dq: selected",
+    "stored_ds_dq": "dq: selected",
+    "dkv_partials": "dkv: {branch}",
+}
+COLUMNS = (
+    *("compressed", "scores", "selected", "sliding"),
+    *("dq: compressed", "dq: selected", "dq: sliding"),
+    *("dkv: compressed", "dkv: selected", "dkv: sliding"),
+    REST,
+)
+BUSY_CYCLES = 40_000_000  # 20 ms: longer than the host takes to queue a call
+
+
+def column(kernel: Kernel) -> str:
+    """Of the table: a kernel of intervals has all tokens as keys, or the compressed ones."""
+    spec: Any = kernel.spec
+    name = OF_BRANCH.get(kernel.name, REST)
+    if "{" not in name:
+        return name
+    if getattr(spec, "gathered", False):
+        return name.format(branch="selected")
+    return name.format(branch="compressed" if spec.S < spec.T else "sliding")
+
+
+class Timed(TorchOps):
+    """Runs kernels between events."""
+
+    def __init__(self):
+        self.spans = []
+
+    def run(self, kernel, *tensors):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        found = super().run(kernel, *tensors)
+        end.record()
+        self.spans.append((column(kernel), start, end))
+        return found
+
+    def milliseconds(self) -> dict[str, float]:
+        """By column, of what ran; waits for it."""
+        torch.cuda.synchronize()
+        found: dict[str, float] = collections.defaultdict(float)
+        for name, start, end in self.spans:
+            found[name] += start.elapsed_time(end)
+        return found
+
+
+def run(ops: TorchOps, query, key, value, gates, do) -> Inputs:
+    """The gradients: all steps of a call whose branches share their tokens.
+
+    Args:
+      gates: `[B, T, H, 3]`.
+      do: the output's gradient.
+    """
+    config, length = NSAConfig(), key.shape[1]
+    gates = Branches(*(x.contiguous() for x in gates.unbind(-1)))
+    inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
+    layout = KernelLayout(query, *operators.arguments(config, length, None, None))
+    steps = mosaic_attention.STEPS
+    inputs = fused.with_means(steps, ops, inputs, config)
+    rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+    _, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest)
+    found = mosaic_attention.backward(ops, inputs, residuals, do, *layout.rest)
+    return fused.gradients_of_tokens(steps, ops, found, length, config, SHARED.shared)
+
+
+def measure(problem: Problem, rounds: int) -> dict[str, float]:
+    """Milliseconds by column."""
+    *tensors, do = torch_inputs(problem)
+    nsa_torch.prepare(  # all kernels side by side
+        heads=problem.H,
+        kv_heads=problem.Hkv,
+        key_width=problem.D,
+        value_width=problem.Dv,
+        lengths=[problem.T],
+    )
+    run(TorchOps(), *tensors, do)
+    found = []
+    for _ in range(rounds):
+        ops = Timed()
+        torch.cuda._sleep(BUSY_CYCLES)
+        run(ops, *tensors, do)
+        found.append(ops.milliseconds())
+    return {name: float(np.median([each[name] for each in found])) for name in found[0]}
+
+
+def lines(
+    problem: Problem, found: Mapping[str, float], commit: str | None
+) -> Iterator[dict[str, Any]]:
+    """Of `--out`."""
+    for name in filter(found.__contains__, COLUMNS):
+        yield {
+            "kernel": "call_kernels",
+            "shape": name,
+            "variant": problem.name,
+            "time_ms": round(found[name], 3),
+            "in_use": False,
+            "commit": commit and commit[:7],
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    rows = [p for p in against.ROWS if p.framework == "torch" and not p.graph]
+    rows = [p for p in rows if p.name.startswith(tuple(ONLY.value) or "")]
+    if not rows:
+        raise ValueError(
+            f"--only: no such row, known: {', '.join(p.name for p in against.ROWS)}"
+        )
+    if not torch.cuda.is_available():
+        raise NotImplementedError("a Hopper GPU is needed")
+    commit = records.environment(COMMIT.value)["commit"]
+    print(f"{torch.cuda.get_device_name()}, ms")
+    for problem in rows:
+        found = measure(problem, ROUNDS.value)
+        print(f"{problem.name}: all {sum(found.values()):.3f}", flush=True)
+        print(
+            "  " + ", ".join(f"{name} {found[name]:.3f}" for name in COLUMNS if name in found)
+        )
+        if OUT.value:
+            records.append_lines(OUT.value, lines(problem, found, commit))
+    return exit_status.OK
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

@@ -1,0 +1,56 @@
+"""bench.call_kernels: which column a kernel is in, on tensors without memory."""
+
+import collections
+
+import pytest
+import torch
+
+from bench import call_kernels
+from bench.harness.timed_problem import Problem
+from nsa_torch import warm_up
+
+# Of each column but the last, by what the selected branch runs.
+STORED = {"selected_forward": "selected", "stored_ds_dq": "dq: selected"}
+GATHERED = {
+    "selected_forward": "selected",
+    "gathered_forward": "selected",
+    "gathered_merge": "selected",
+    "selected_dq": "dq: selected",
+    "gathered_dq": "dq: selected",
+    "gathered_merge_dq": "dq: selected",
+}
+
+
+@pytest.mark.parametrize("heads, of_selected", [(64, STORED), (16, GATHERED)])
+def test_columns(heads, of_selected):
+    ops, length, kv_heads, width = warm_up.Recording(None), 65536, 4, 128
+
+    def tensor(heads, width):
+        return torch.empty(1, length, heads, width, dtype=torch.bfloat16, device="meta")
+
+    query, key, gates = tensor(heads, width), tensor(kv_heads, width), tensor(heads, 3)
+    found = call_kernels.run(ops, query, key, key, gates, query)
+    assert found.query.shape == query.shape and found.key.compressed.shape == key.shape
+    columns = collections.defaultdict(set)
+    for kernel in ops.kernels:
+        columns[kernel.name].add(call_kernels.column(kernel))
+    assert {name: {column} for name, column in of_selected.items()}.items() <= columns.items()
+    assert columns["interval_forward"] == {"compressed", "sliding"}
+    assert columns["interval_dq"] == {"dq: compressed", "dq: sliding"}
+    assert columns["dkv_partials"] == {
+        f"dkv: {x}" for x in ("compressed", "selected", "sliding")
+    }
+    assert set.union(*columns.values()) == set(call_kernels.COLUMNS)
+
+
+def test_lines():
+    problem = Problem(name="a row", T=1024, H=16, Hkv=1, D=64, Dv=64)
+    found = {"rest": 0.25, "dq: sliding": 1.23456}
+    lines = list(call_kernels.lines(problem, found, "0123456789"))
+    assert [(x["shape"], x["time_ms"]) for x in lines] == [
+        ("dq: sliding", 1.235),
+        ("rest", 0.25),
+    ]
+    assert {(x["kernel"], x["variant"], x["commit"]) for x in lines} == {
+        ("call_kernels", "a row", "0123456")
+    }
