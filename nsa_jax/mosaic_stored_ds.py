@@ -25,6 +25,8 @@ from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.gradients import Gradients
 
 MOST_BYTES = 2**31  # of dS at a time; or one row of [B, Hkv]
+# Entries of a work item: a window waits for the one that begins last.
+MOST_ENTRIES = 512
 MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
 
 
@@ -74,7 +76,7 @@ def gradients(
         base.B, base.T, base.S, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists)
+    work = work_items.dkv_work_items(lists, MOST_ENTRIES)
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots

@@ -1,6 +1,8 @@
 """Kernels for any length: which there are, and that nothing of a length is left in them."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import nsa_torch
 from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
+from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded, sequence
 from nsa_jax import kernel_list
 from nsa_jax.config import NSAConfig
@@ -84,6 +87,43 @@ def test_an_axis_of_a_length_is_never_one(name):
             assert array.dtype == other.dtype and len(array.shape) == len(other.shape)
             pairs = zip(array.shape, other.shape, strict=True)
             assert all(b > 1 for a, b in pairs if a != b), (kernel.name, array, other)
+
+
+def test_bodies_ask_refs_for_the_place_of_a_cta():
+    """`refs.cta_index` keeps the compiler from knowing the grid of nominal lengths."""
+    asked = []
+    for path in sorted(Path(capability.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("axis_index"):
+                asked.append((path.name, ast.unparse(node.args[0])))
+    grid = [(name, axis) for name, axis in asked if axis not in ("'wg'", "'rank'")]
+    assert grid == [("refs.py", "axis")] and len(asked) > 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("group", [4, 16])
+def test_rows_of_a_batch_on_gpu(group):
+    """Five sequences of three key/value heads, which are no power of two, and each alone."""
+    draw, length, kv_heads, width = torch.Generator("cuda").manual_seed(2), 2500, 3, 64
+    columns = (kv_heads * group, width), (kv_heads, width), (kv_heads, width)
+    inputs = [
+        torch.randn(5, length, *x, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for x in (*columns, (kv_heads * group, 3), columns[0])
+    ]
+
+    def run(row):
+        *tensors, do = (x[row] for x in inputs)
+        wanting = [x.clone().requires_grad_() for x in tensors]
+        out = nsa_torch.attention(*wanting, implementation="mosaic")
+        return [out, *torch.autograd.grad(out, wanting, do)]
+
+    together = run(slice(None))
+    for i in range(5):
+        for x, y in zip(together, run(slice(i, i + 1)), strict=True):
+            far = (x[i].float() - y[0].float()).norm() / y.float().norm()
+            assert far < 2e-3  # work items of dk and dv may be cut elsewhere
+        assert torch.equal(together[0][i], run(slice(i, i + 1))[0][0])
 
 
 def test_a_kernel_of_one_length_says_so():

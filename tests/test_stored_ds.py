@@ -5,6 +5,7 @@ races, and on a GPU, against the float64 oracle.
 import dataclasses
 import functools
 import weakref
+from typing import ClassVar
 from unittest import mock
 
 import jax
@@ -118,7 +119,7 @@ def test_shard_map(stored):
 class Watched(warm_up.Recording):
     """Refuses to make dS while another one is there."""
 
-    made: list[weakref.ref] = []
+    made: ClassVar[list[weakref.ref]] = []
 
     def run(self, kernel, *tensors):
         found = super().run(kernel, *tensors)

@@ -8,7 +8,6 @@ sum moves 4.3 GB, 1.3 ms.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,7 +28,7 @@ def gated_sum(kernel: Kernel):
     def body(refs):
         gates, outs = _each(refs, "gate", spec.branches), _each(refs, "out", spec.branches)
         rows_s, rows_full = refs.rows_s, refs.rows_full
-        tile = lax.axis_index("tile")
+        tile = refs.cta.tile
         for c, out in enumerate(outs):
             _load(buffers, out, tile, rows_s, c, rows_full)
         places = 0, tile * ROWS, 0, refs.sizes.rows
@@ -60,7 +59,7 @@ def deltas(kernel: Kernel):
 
     def body(refs):
         rows_s, rows_full = refs.rows_s, refs.rows_full
-        tile = lax.axis_index("tile")
+        tile = refs.cta.tile
         # Slot 0 has dO, slot 1 + c has O_c.
         for slot, array in enumerate([refs.do, *_each(refs, "out", spec.branches)]):
             _load(buffers, array, tile, rows_s, slot, rows_full)

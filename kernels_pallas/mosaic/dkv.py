@@ -79,9 +79,7 @@ def partials(kernel: Kernel):
             jax.typeof(x).manual_axis_type.varying
             for x in (refs.query, refs.do, refs.row_stats)
         )
-        item = lax.axis_index("item")
-        if spec.slots:  # a window ends with short items: the last segment has the longest ones
-            item = refs.sizes.items - 1 - item
+        item = refs.cta.item
         row = jnp.maximum(refs.work_items[item, 0], 0)
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         # Bounds are query tiles, or list entries.
@@ -398,7 +396,7 @@ def merge(kernel: Kernel):
     buffers = operands.Buffers(jnp.dtype(spec.dtype), spec.query_tile, bool(spec.interpret))
 
     def body(refs):
-        row, tile = lax.axis_index("bg"), lax.axis_index("tile")
+        row, tile = refs.cta.bg, refs.cta.tile
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         # Which work items' tile these 64 keys belong to, and which half of it they are.
         key_tile = lax.div(tile, jnp.int32(spec.consumers))

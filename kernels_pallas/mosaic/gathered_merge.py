@@ -83,9 +83,9 @@ class Merge:
     def __init__(self, spec: GatheredAttention, refs, out):
         self.spec, self.refs, self.out = spec, refs, out
         self.width, self.buffers, self.stages = out.shape[-1], _buffers(spec), _stages(spec)
-        self.b = lax.div(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        self.kv_head = lax.rem(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        self.tile = lax.axis_index("tile")  # of the segment
+        self.b = lax.div(refs.cta.head, jnp.int32(spec.Hkv))
+        self.kv_head = lax.rem(refs.cta.head, jnp.int32(spec.Hkv))
+        self.tile = refs.cta.tile  # of the segment
         self.tokens = pl.ds(self.tile * spec.tile.tokens, spec.tile.tokens)
         self.all_tile = refs.segment[2] + self.tile  # of all tokens
 
@@ -115,7 +115,7 @@ class Merge:
         gathered = tile_is_gathered(
             refs.block_counts,
             self.all_tile,
-            lax.axis_index("head") * refs.sizes.all_tiles + self.all_tile,
+            refs.cta.head * refs.sizes.all_tiles + self.all_tile,
             spec.gather_limit,
         )
         buffers.load_rows(self._heads(refs.added), refs.out_tile, 0, width, refs.added_ready)

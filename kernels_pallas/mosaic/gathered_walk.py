@@ -112,7 +112,7 @@ class GatheredWalk:
 
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
-        item = refs.items.at[segment * refs.sizes.items + lax.axis_index("item")]
+        item = refs.items.at[segment * refs.sizes.items + refs.cta.item]
         exists, row = item[0] >= 0, jnp.maximum(item[0], 0)
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         first_key, begin, whole, end = (item[i] + 0 for i in range(1, 5))

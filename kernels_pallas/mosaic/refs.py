@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -31,7 +32,8 @@ def build_kernel(
       kernel: made by `Kernel.named`.
       body: takes one object whose attributes are the refs. An input that a description leaves
         out has no attribute. `refs.sizes` has the numbers of `kernel.sizes`: Python integers, or
-        scalars that the kernel learns at its launch.
+        scalars that the kernel learns at its launch. `refs.cta` has the CTA's place on each axis
+        of the grid (`cta_index`).
       scratch: types of the scratch refs, in the order in which they lie in memory.
       options: of `plgpu.kernel`, e.g. `grid_names`; the grid is the kernel's.
 
@@ -47,6 +49,8 @@ def build_kernel(
     def named(*refs):
         by_name = dict(zip(names, refs, strict=True))
         by_name["sizes"] = sizes_of(kernel, [by_name.pop(x) for x in kernel.carriers])
+        axes = options.get("grid_names", ())
+        by_name["cta"] = SimpleNamespace(**{name: cta_index(kernel, name) for name in axes})
         body(SimpleNamespace(**by_name))
 
     named.__name__ = kernel.name
@@ -81,3 +85,26 @@ def carried(carrier: Any) -> Any:
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     return read(carrier)
+
+
+def cta_index(kernel: Kernel, axis: str) -> Any:
+    """Where the CTA is on an axis of the grid, an int32 scalar.
+
+    Of a kernel for any length the compiler must not know that this is less than the grid of its
+    nominal lengths: it would divide by `Hkv` as if there were two sequences, `index >= Hkv`.
+    """
+    index = lax.axis_index(axis)
+    if not kernel.any_length:
+        return index
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT(()),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def hide(_, index):
+        i32 = ir.IntegerType.get_signless(32)
+        (number,) = index.registers.flat
+        number = llvm.inline_asm(i32, [number], "mov.b32 $0, $1;", "=r,r", asm_dialect=0)
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return hide(index)

@@ -49,10 +49,10 @@ def best_blocks(kernel: Kernel):
     fours = [pl.ds(first, KQ_WARPS) for first in range(0, score_rows, KQ_WARPS)]
 
     def body(refs):
-        b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
+        b = lax.div(refs.cta.bg, jnp.int32(spec.Hkv))
+        g = lax.rem(refs.cta.bg, jnp.int32(spec.Hkv))
         tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
         tokens = pl.ds(tile_index * tile.tokens, tile.tokens)
         group = pl.ds(g * spec.group, heads)

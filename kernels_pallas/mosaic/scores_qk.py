@@ -62,10 +62,10 @@ def best_blocks(kernel: Kernel):
 
     def body(refs):
         wg = lax.axis_index("wg")
-        b = lax.div(lax.axis_index("bg"), jnp.int32(spec.Hkv))
-        g = lax.rem(lax.axis_index("bg"), jnp.int32(spec.Hkv))
+        b = lax.div(refs.cta.bg, jnp.int32(spec.Hkv))
+        g = lax.rem(refs.cta.bg, jnp.int32(spec.Hkv))
         tiles = refs.sizes.tiles
-        tile_index = tiles - 1 - lax.axis_index("tile")  # later tokens have more to do
+        tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
         base = refs.base_block[mine, 0]
         end = refs.key_end[mine, tile.rows - 1]

@@ -111,9 +111,9 @@ class SelectedWalk:
           work: what to do with the tile.
         """
         spec, buffers = self.spec, self.buffers
-        b = lax.div(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        kv_head = lax.rem(lax.axis_index("head"), jnp.int32(spec.Hkv))
-        tile = TilePlace(b, kv_head, lax.axis_index("tile"), 0)
+        b = lax.div(refs.cta.head, jnp.int32(spec.Hkv))
+        kv_head = lax.rem(refs.cta.head, jnp.int32(spec.Hkv))
+        tile = TilePlace(b, kv_head, refs.cta.tile, 0)
         self._load_list(refs, tile)
         tiles = [getattr(refs, name) for name in self.rows]
         for source, scratch, width in zip(sources, tiles, self.rows.values(), strict=True):
@@ -221,7 +221,7 @@ class SelectedWalk:
         """How many blocks every member sees to their end, and how many there are."""
         counts, gather_limit = refs.block_counts, self.spec.gather_limit
         # Sums, not loads: under `shard_map` only they have the type of what varies.
-        index = lax.axis_index("head") * refs.sizes.tiles + tile.index
+        index = refs.cta.head * refs.sizes.tiles + tile.index
         whole, count = counts[index, 0] + 0, counts[index, 1] + 0
         if gather_limit:
             gathered = tile_is_gathered(counts, tile.index, index, gather_limit)

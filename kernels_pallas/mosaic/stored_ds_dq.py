@@ -28,6 +28,7 @@ from kernels_pallas.specs.stored_ds import FIRST_ROW, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 
 STAGES = 2  # blocks of keys in flight
+AHEAD = 2  # blocks whose dS is in registers, or on its way to them
 
 
 def build(kernel: Kernel):
@@ -39,9 +40,9 @@ def build(kernel: Kernel):
     stored = StoredDs(tile.rows, spec.n, interpret)
 
     def body(refs):
-        row = refs.window[FIRST_ROW] + lax.axis_index("row")
+        row = refs.window[FIRST_ROW] + refs.cta.row
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        index = lax.axis_index("tile")
+        index = refs.cta.tile
         first, length = index * tokens, refs.sizes.T
         for i in range(0, spec.entries, LIST_CHUNK):
             chunk = pl.ds(i, LIST_CHUNK)
@@ -79,23 +80,25 @@ def build(kernel: Kernel):
             """dS of block `i`, zeros past the last one: `[64, 64]`."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
             block = jnp.where(i < count, lax.div(start, jnp.int32(KEYS)), NOWHERE - 1)
-            token = lax.axis_index("row") * length + first
+            token = refs.cta.row * length + first
             return stored.read(refs.ds, blocks, block, token)
 
         for i in range(STAGES):
             load_key(jnp.int32(i))
 
         def step(i, state):
-            acc, ds = state
+            acc, ds, *following = state
+            following.append(ds_of(i + AHEAD))
             stage = lax.rem(i, jnp.int32(STAGES))
             plgpu.barrier_wait(refs.key_ready.at[stage])
             acc = buffers.start_sum(acc, ds, (refs.key_ring, stage))
             (acc,) = buffers.finish(acc)
             plgpu.commit_smem()  # all four warps are done with this stage
             load_key(i + STAGES)
-            return acc, ds_of(i + 1)
+            return acc, *following
 
-        state = operands.full((ROWS, spec.D), 0.0, MATRIX), ds_of(jnp.int32(0))
+        first_ds = [ds_of(jnp.int32(i)) for i in range(AHEAD)]
+        state = operands.full((ROWS, spec.D), 0.0, MATRIX), *first_ds
         acc, *_ = lax.fori_loop(0, count, step, state)
         added = None
         if spec.added:

@@ -74,10 +74,11 @@ def warp_kernel(
     def body(*arrays):
         carriers, arrays = arrays[: len(kernel.carriers)], arrays[len(kernel.carriers) :]
         sizes = vars(refs.sizes_of(kernel, carriers))
-        places = [lax.axis_index("row")]
+        places = [refs.cta_index(kernel, "row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
-        places += [lax.axis_index("rank" if in_clusters else "group")]
+        # A cluster has as many CTAs at any length.
+        places += [lax.axis_index("rank") if in_clusters else refs.cta_index(kernel, "group")]
         traced = kernel.any_length  # else integers of the program's text
 
         def run(*arguments):

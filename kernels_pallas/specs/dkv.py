@@ -211,7 +211,6 @@ def partials(spec: Dkv) -> Kernel:
     outputs, sizes = spec.partials, {}
     if spec.slots:
         inputs["window"] = stored_ds.WINDOW
-        sizes["items"] = spec.work_items
     if spec.stored_rows:
         stored = spec.stored_rows, spec.T, spec.slots
         outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)

@@ -327,9 +327,10 @@ class WorkItems:
         return sizes
 
 
-def dkv_work_items(lists: BlockQueryLists) -> WorkItems:
-    """Of the selected branch in `dkv`."""
-    return WorkItems(lists, MIN_SEGMENT, entries_of_item(lists.entries), halving=True)
+def dkv_work_items(lists: BlockQueryLists, most: int = MAX_ENTRIES) -> WorkItems:
+    """Of the selected branch in `dkv`; `most`: entries of a work item at most."""
+    longest = min(entries_of_item(lists.entries), most)
+    return WorkItems(lists, MIN_SEGMENT, longest, halving=True)
 
 
 @described
