@@ -135,7 +135,7 @@ GRAPH = flags.DEFINE_bool(
     None,
     "torch on a GPU: forward and backward are one CUDA graph; default: in one process, not "
     "compiled. With --parallel=ddp gradients are added up after it, and there is no "
-    "DistributedDataParallel.",
+    "DistributedDataParallel; with --parallel=fsdp its collectives are in it.",
     **_own,
 )
 SPREAD = spread.Flags(FLAGS)
@@ -253,12 +253,11 @@ def _variant(
         found = variants.nsa(framework, named, fallback, task, packed)
         found = variants.with_ranges(found, RANGES.value, task)
     parallel = SPREAD.parallel(framework, ranks or Ranks())
-    can = parallel.kind != "fsdp" and not parallel.compiled and not parallel.safe
+    can = not parallel.compiled and not parallel.safe
     if GRAPH.value and framework == "torch" and not can:
         raise NotImplementedError(
-            "--graph captures what a process computes alone: fsdp and --ddp_safe call "
-            "collectives from hooks, which a graph does not run, and --compile captures nothing "
-            "of its own"
+            "--graph captures what a process computes: --ddp_safe looks at each collective, and "
+            "--compile captures nothing of its own"
         )
     graph = can and parallel.kind == "none" if GRAPH.value is None else GRAPH.value
     return dataclasses.replace(found, graph=graph and found.graph, parallel=parallel)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.tensor import DTensor
 
 from bench.harness.process import ROOT
 from bench.lm import checkpoint, curves, log, loop, shards, spec, torch_learner, variants, watch
@@ -93,6 +94,48 @@ def test_losses_are_those_of_one_process(several, one, name):
     assert apart(norms(folder / name), sizes) < 10 * tolerance
     ended = curves.last(log.read(folder / name / "train.jsonl"), log.Summary)
     assert apart([x.held_out_loss for x in ended.values()], [summary.held_out_loss]) < tolerance
+
+
+def sharded_graphs(rank: int, folder: Path) -> None:
+    """What each of the two processes does."""
+    torch.set_num_threads(1)
+    torch_learner.timing.cuda_graph = rerun
+    with worker.started(folder, "group", rank, 2) as ranks:
+        spread = Parallel("fsdp", 2, accumulate=2)
+        run = run_of(folder, ranks, spread, task(), kind=Documents, graph=True)
+        loop.run(run, StopAt(0, False))
+        found = []
+        for graph in (False, True):
+            scratch = worker.scratch(folder, ranks)
+            learner = variants.learner(run.variant, run.task, scratch, ranks)
+            learner.graph, numbers = graph, []
+            for step in range(3):
+                batch = learner.share.of(lambda rows, step=step: run.batches.train(step, rows))
+                learner._backward(learner._rows(batch))  # what is there is not added to
+                numbers.append([*learner.step(batch, step), learner.loss(batch)])
+            # The embedding too, which a forward pass leaves gathered.
+            assert all(isinstance(x, DTensor) for x in learner.master.parameters())
+            found.append(numbers)
+        worker.told(folder, "captured", ranks, found)
+
+
+def test_graphs_of_shards(one, tmp_path):
+    """Losses are those of one process. A graph, whose results stand at one place, has the losses
+    of its list of operations, and with it what is evaluated between steps."""
+    context = multiprocessing.get_context("forkserver")
+    started = [context.Process(target=sharded_graphs, args=(i, tmp_path)) for i in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0, 0]
+    _, expected, sizes = one["packed"]
+    assert apart(losses(tmp_path), expected) < TOLERANCE["float32"]
+    assert apart(norms(tmp_path), sizes) < 10 * TOLERANCE["float32"]
+    for rank in range(2):
+        listed, captured = json.loads((tmp_path / f"captured.{rank}.json").read_text())
+        np.testing.assert_array_equal(listed, captured)
+        assert apart([size for _, size, _ in listed], sizes[:3]) < 10 * TOLERANCE["float32"]
 
 
 def test_a_rank_with_the_rows_of_another_is_found(several, tmp_path):
@@ -274,21 +317,18 @@ def test_rows_of_all_ranks_are_the_batch():
                 np.testing.assert_array_equal(micro, np.split(rows, accumulate)[number])
 
 
+def rerun(call):
+    """In place of a graph: `call` runs again and writes its results where they were."""
+    local = lambda x: x.to_local() if isinstance(x, DTensor) else x
+    numbers = lambda found: [local(x) for x in (found[0], *found[1])]
+    found = call()
+    return lambda: torch._foreach_copy_(numbers(found), numbers(call())), found
+
+
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_captured_step_reads_new_rows(tmp_path, documents, monkeypatch):
-    """Of one document a row too, which have no packing; in place of a graph the function runs
-    again and writes its results where they were."""
-
-    def cuda_graph(call):
-        found = call()
-
-        def replay():
-            loss, grads = call()
-            torch._foreach_copy_([found[0], *found[1]], [loss, *grads])
-
-        return replay, found
-
-    monkeypatch.setattr(torch_learner.timing, "cuda_graph", cuda_graph)
+    """Of one document a row too, which have no packing."""
+    monkeypatch.setattr(torch_learner.timing, "cuda_graph", rerun)
     found = []
     for graph in (False, True):
         kind = {"kind": Documents} if documents else {}
@@ -330,7 +370,7 @@ def test_varlen_is_dense_attention_with_a_mask(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp", "fsdp graph"])
 def test_two_gpus_by_torchrun(tmp_path, kind):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -341,8 +381,9 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
         ("one", module),
         (kind, ["-m", "torch.distributed.run", "--nproc-per-node=2", *module]),
     ):
-        spread = {"one": [], "graph": ["--parallel=ddp"], "fsdp": ["--parallel=fsdp"]}
-        spread = spread.get(name, ["--parallel=ddp", "--nograph"])
+        spread = ["--parallel=fsdp" if "fsdp" in kind else "--parallel=ddp"]
+        spread.append("--graph" if "graph" in kind else "--nograph")
+        spread = [] if name == "one" else spread
         out = f"--out={tmp_path / name}"
         subprocess.run([sys.executable, *launch, *flags, *spread, out], cwd=ROOT, check=True)
     one, two = (curves.losses(log.read(tmp_path / x / "train.jsonl")) for x in ("one", kind))

@@ -324,15 +324,14 @@ def variant_of(*arguments: str) -> variants.Variant:
         ("--parallel=ddp --graph", True),
         ("--parallel=ddp --ddp_safe", False),
         ("--parallel=fsdp", False),
+        ("--parallel=fsdp --graph", True),
     ],
 )
 def test_what_is_a_graph(arguments, graph):
     assert variant_of(*arguments.split()).graph == graph
 
 
-@pytest.mark.parametrize(
-    "beside", ["--compile", "--parallel=fsdp", "--parallel=ddp --ddp_safe"]
-)
+@pytest.mark.parametrize("beside", ["--compile", "--parallel=ddp --ddp_safe"])
 def test_what_a_graph_cannot_be_beside(beside):
     with pytest.raises(NotImplementedError, match="--graph captures what a process computes"):
         variant_of("--graph", *beside.split())

@@ -1,8 +1,9 @@
 """The learners of several processes in torch.
 
-    GraphLearner  all weights in every process; a CUDA graph a micro-batch, one sum of gradients
-    DDPLearner    the same by `DistributedDataParallel`, without a graph
-    FSDPLearner   shards of weights, by FSDP2 over a device mesh
+    GraphLearner      all weights in every process; a CUDA graph a micro-batch, one sum of gradients
+    DDPLearner        the same by `DistributedDataParallel`, without a graph
+    FSDPLearner       shards of weights, by FSDP2 over a device mesh
+    FSDPGraphLearner  the same; a CUDA graph a micro-batch, collectives in it
 
 All hold float32 master weights, compute in `dtype` and reduce gradients in float32. A process's
 loss is its sum over the mean count of a process, so that the mean over processes, which all take
@@ -160,8 +161,10 @@ class FSDPLearner(DDPLearner):
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*self.master.blocks, self.master.norm, self.master.head):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        # What is left is the embedding, in float32.
+        # What is left is the embedding, in float32. Once gathered it stays until the backward
+        # pass; where none follows, shards must be back before weights are read or changed.
         fully_shard(self.master, mesh=mesh)
+        self.master.register_forward_hook(_give_back)
         return self.master
 
     def _synchronized(self, wanted: bool):
@@ -234,6 +237,40 @@ class FSDPLearner(DDPLearner):
         """This process's part of each weight, or of its gradient."""
         for name, parameter in self.master.named_parameters():
             yield name, _local(parameter.grad if attribute else parameter.detach())
+
+
+class FSDPGraphLearner(FSDPLearner):
+    """`FSDPLearner`, a CUDA graph a micro-batch: what gathers weights and adds up gradients over
+    ranks is in it, so that it does both in each. Clipping and AdamW follow.
+
+    NCCL ends a process group only after the graphs that have its collectives: let go of the
+    learner first.
+    """
+
+    def __init__(self, task: Task, *args, **options):
+        super().__init__(task, *args, **options)
+        self.graph = self.place.type == "cuda"
+
+    def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
+        # Of one process: here each micro-batch has the sum over ranks already.
+        return torch_learner.Learner._backward(self, rows)
+
+    def _gradients(self, rows: torch_learner.Rows) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and this process's shards of float32 gradients."""
+        self.optimizer.zero_grad()  # a gradient that is there would be added to
+        loss = torch_learner.total_loss(self.model, rows)
+        loss.backward()
+        used = list(self.master.parameters())
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in used]
+        self.optimizer.zero_grad()
+        return loss.detach(), grads
+
+
+def _give_back(module: nn.Module, *_: object) -> None:
+    """After a forward pass that no backward pass follows: what was gathered goes."""
+    if not torch.is_grad_enabled():
+        assert isinstance(module, FSDPModule)
+        module.reshard()
 
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:

@@ -174,12 +174,13 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
         )
     from bench.lm import torch_parallel
 
-    if spread.kind == "ddp" and variant.graph:
+    sharded = spread.kind == "fsdp"
+    if variant.graph:
         if spread.safe or spread.compiled:
             raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe is about")
-        return torch_parallel.GraphLearner(*at, ranks=ranks, **options)
-    ddp, fsdp = torch_parallel.DDPLearner, torch_parallel.FSDPLearner
-    kind = ddp if spread.kind == "ddp" else fsdp
+        graphs = torch_parallel.GraphLearner, torch_parallel.FSDPGraphLearner
+        return graphs[sharded](*at, ranks=ranks, **options)
+    kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner
     return kind(*at, ranks=ranks, safe=spread.safe, **options)
 
 
