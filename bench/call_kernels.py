@@ -98,13 +98,14 @@ class Timed(TorchOps):
         return found
 
 
-def run(ops: TorchOps, query, key, value, gates, do) -> Inputs:
+def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inputs:
     """The gradients: all steps of a call whose branches share their tokens.
 
     Args:
-      gates: `[B, T, H, 3]`.
+      tensors: query, key, value, and gates `[B, T, H, 3]`.
       do: the output's gradient.
     """
+    query, key, value, gates = tensors
     config, length = NSAConfig(), key.shape[1]
     gates = Branches(*(x.contiguous() for x in gates.unbind(-1)))
     inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
@@ -127,12 +128,12 @@ def measure(problem: Problem, rounds: int) -> dict[str, float]:
         value_width=problem.Dv,
         lengths=[problem.T],
     )
-    run(TorchOps(), *tensors, do)
+    run(TorchOps(), tensors, do)
     found = []
     for _ in range(rounds):
         ops = Timed()
         torch.cuda._sleep(BUSY_CYCLES)
-        run(ops, *tensors, do)
+        run(ops, tensors, do)
         found.append(ops.milliseconds())
     return {name: float(np.median([each[name] for each in found])) for name in found[0]}
 

@@ -29,7 +29,7 @@ def test_columns(heads, of_selected):
         return torch.empty(1, length, heads, width, dtype=torch.bfloat16, device="meta")
 
     query, key, gates = tensor(heads, width), tensor(kv_heads, width), tensor(heads, 3)
-    found = call_kernels.run(ops, query, key, key, gates, query)
+    found = call_kernels.run(ops, (query, key, key, gates), query)
     assert found.query.shape == query.shape and found.key.compressed.shape == key.shape
     columns = collections.defaultdict(set)
     for kernel in ops.kernels:

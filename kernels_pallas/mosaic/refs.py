@@ -103,8 +103,8 @@ def cta_index(kernel: Kernel, axis: str) -> Any:
     )
     def hide(_, index):
         i32 = ir.IntegerType.get_signless(32)
-        (number,) = index.registers.flat
-        number = llvm.inline_asm(i32, [number], "mov.b32 $0, $1;", "=r,r", asm_dialect=0)
+        (known,) = index.registers.flat
+        number: Any = llvm.inline_asm(i32, [known], "mov.b32 $0, $1;", "=r,r", asm_dialect=0)
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     return hide(index)
