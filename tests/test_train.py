@@ -29,6 +29,7 @@ from bench.lm import (
     variants,
 )
 from bench.lm.data import Batches
+from bench.lm.parallel import Parallel
 from nsa_jax.layer import LayerSpec
 from nsa_jax.types import Branches
 
@@ -151,6 +152,18 @@ def test_a_resumed_run_gives_the_same_losses(whole, tmp_path, framework):
     np.testing.assert_array_equal(losses, whole[framework, "nsa"][1])
     headers = [line for line in log.read(run.path) if isinstance(line, log.Header)]
     assert [header.first_step for header in headers] == [0, 5]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_header_says_how_a_run_is_spread(tmp_path, framework):
+    run = run_of(tmp_path, framework, task("dense", steps=2, warmup=1))
+    variant = dataclasses.replace(run.variant, parallel=Parallel(accumulate=2))
+    run = dataclasses.replace(run, variant=variant)
+    assert loop.run(run, loop.Stop()).status == "ok"
+    header = next(line for line in log.read(run.path) if isinstance(line, log.Header))
+    assert header.parallel == Parallel(accumulate=2).as_dict() | {
+        "graph": framework == "torch" and torch.cuda.is_available()
+    }
 
 
 def test_a_run_goes_on_in_the_other_framework(whole, tmp_path):

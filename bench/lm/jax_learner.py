@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 class Program(NamedTuple):
     """What the compiled functions are made of; learners with equal ones share them."""
 
-    graph: nnx.GraphDef[LM]  # of a device's part of the heads
+    graphdef: nnx.GraphDef[LM]  # of a device's part of the heads
     training: Training
     dtype: jnp.dtype
     layout: Layout | None  # None: one device
@@ -75,7 +75,7 @@ def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
     tokens = tokens.astype(jnp.int32)
     inputs = None if segment_ids is None else segment_ids[:, :-1]
     again = layout is not None and layout.mesh.shape[jax_parallel.FSDP] > 1
-    logits = nnx.merge(program.graph, params)(tokens[:, :-1], inputs, prepare, again)
+    logits = nnx.merge(program.graphdef, params)(tokens[:, :-1], inputs, prepare, again)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
@@ -132,11 +132,11 @@ def _step(program: Program, params, state, rate, rows: Rows):
     return *kept, program.shown(jnp.stack([loss, norm])), program.shown(jnp.array(each))
 
 
-@functools.partial(jax.jit, static_argnames=("program", "graph"))
-def _observe(program: Program, graph, params, tokens):
-    """`LM.observe` of all heads, which `graph` has."""
+@functools.partial(jax.jit, static_argnames=("program", "graphdef"))
+def _observe(program: Program, graphdef, params, tokens):
+    """`LM.observe` of all heads, which `graphdef` has."""
     params = jax.tree.map(lambda x: x.astype(program.dtype), params)
-    gates, indices = nnx.merge(graph, params).observe(tokens)
+    gates, indices = nnx.merge(graphdef, params).observe(tokens)
     return program.shown((gates.astype(jnp.float32), indices))
 
 
@@ -167,15 +167,15 @@ class Learner:
         )
         options = dict(dtype=self.dtype, implementation=implementation)
         # All weights come from the file: none are drawn, which would be compiled.
-        self.graph, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
-        graph = self.graph
+        self.graphdef, shapes = nnx.split(nnx.eval_shape(lambda: LM(task.model, **options)))
+        graphdef = self.graphdef
         if self.layout is not None:
             part = self.layout.part(task.model)
             axis = jax_parallel.TENSOR
-            graph, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
+            graphdef, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
         self.params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self.params = self._read(initial)
-        self.program = Program(graph, task.training, self.dtype, self.layout)
+        self.program = Program(graphdef, task.training, self.dtype, self.layout)
         self.state: Any = self._committed(self.program.optimizer().init(self.params))
         self.rows: Rows | None = None  # of the last step
 
@@ -227,7 +227,7 @@ class Learner:
             return []
         tokens = jax_parallel.same(batch.tokens[:1, :-1].astype(np.int32), self.ranks)
         with self._precision():
-            found = _observe(self.program, self.graph, self.params, tokens)
+            found = _observe(self.program, self.graphdef, self.params, tokens)
         gates, indices = map(np.asarray, found)
         return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
 
@@ -237,7 +237,7 @@ class Learner:
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
             whole = jax_parallel.whole(tree, self.ranks)
             if self.ranks.rank == 0:
-                module = nnx.merge(self.graph, whole)
+                module = nnx.merge(self.graphdef, whole)
                 weights.save(folder / f"{name}.safetensors", module)
 
     def load(self, folder: Path, step: int) -> None:
@@ -258,14 +258,14 @@ class Learner:
     def _read(self, path: Path) -> nnx.State:
         # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
         module = nnx.merge(
-            self.graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
+            self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
         )
         weights.load(path, module)
         state = nnx.split(module)[1]
         return state if self.layout is None else self.layout.placed(state)
 
     def _model(self) -> LM:
-        return nnx.merge(self.graph, self.params)
+        return nnx.merge(self.graphdef, self.params)
 
     def _committed(self, tree):
         """`tree` bound to its devices as results of `_step` are, which is then compiled but
