@@ -19,6 +19,7 @@ A document names a table between two comments, and this command fills what stand
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
+| `parallel_training` | training on several GPUs beside one | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -416,12 +417,10 @@ def scaling() -> str:
     return table(head, rows)
 
 
-TRAINED = records.FOLDER / "nvidia-h200" / "train"
-
-
-def parallel_training() -> str:
+def parallel_training(device: str = DEVICE.name) -> str:
     """A row a run on several devices, beside the same on one."""
-    found = [train_log.read(path) for path in sorted(TRAINED.glob("*.jsonl"))]
+    paths = sorted((DEVICE.parent / device / "train").glob("*.jsonl"))
+    found = [train_log.read(path) for path in paths]
     runs = []
     for lines in found:
         ((run, header),) = curves.last(lines, Header).items()
