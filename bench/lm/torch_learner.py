@@ -5,7 +5,7 @@ Master weights and moments are float32; what computes has a copy of the weights 
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,9 +88,9 @@ class Learner:
         if compiled:
             for block in self._blocks():
                 block.compile()
-        parameters = list(self.master.parameters())
-        matrices = [p for p in parameters if p.ndim >= 2]
-        vectors = [p for p in parameters if p.ndim < 2]
+        self.trained = self._trained()
+        matrices = [p for p in self.trained if p.ndim >= 2]
+        vectors = [p for p in self.trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": training.weight_decay},
@@ -110,7 +110,7 @@ class Learner:
         """
         rows = self._rows(batch)
         loss = self._backward(rows)
-        norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training.clip)
+        norm = self._clip()
         numbers = self._numbers(loss, norm)
         if not all(map(math.isfinite, numbers)):
             loss_value, norm_value = numbers
@@ -184,7 +184,7 @@ class Learner:
         self._set_moments(found, step)
         self._use_master()
 
-    def _set_moments(self, found: dict[nn.Parameter, dict[str, Tensor]], step: int) -> None:
+    def _set_moments(self, found: Mapping[Tensor, dict[str, Tensor]], step: int) -> None:
         groups = self.optimizer.param_groups
         order = [parameter for group in groups for parameter in group["params"]]
         count = torch.tensor(float(step))
@@ -201,6 +201,10 @@ class Learner:
             if name != "embedding":  # its gradient adds up over many tokens
                 parameter.data = parameter.data.to(self.dtype)
         return model
+
+    def _trained(self) -> Sequence[Tensor]:
+        """What the optimizer moves, in the order of the parameters and with their axes."""
+        return list(self.master.parameters())
 
     def _blocks(self) -> list[Block]:
         """Those that run."""
@@ -232,7 +236,7 @@ class Learner:
         return found
 
     def _backward(self, rows: list[Rows]) -> Tensor:
-        """The loss; gradients in float32 in `master`."""
+        """The loss; gradients in float32 in `trained`."""
         compute = self._replay if self.graph else self._gradients
         loss, grads = compute(rows[0])
         if len(rows) > 1:
@@ -241,9 +245,13 @@ class Learner:
             more, others = compute(each)
             loss += more
             torch._foreach_add_(grads, others)
-        for master, grad in zip(self.master.parameters(), grads, strict=True):
-            master.grad = grad
+        for parameter, grad in zip(self.trained, grads, strict=True):
+            parameter.grad = grad
         return loss
+
+    def _clip(self) -> Tensor:
+        """The norm of the gradients before they are clipped."""
+        return nn.utils.clip_grad_norm_(self.trained, self.training.clip)
 
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """The loss, and float32 gradients in the order of the parameters."""

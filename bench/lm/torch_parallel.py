@@ -58,7 +58,7 @@ class Replicated(torch_learner.Learner):
         loss, *rest = numbers
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        return torch.stack([mean / self.ranks.size, *map(_whole, rest)]).tolist()
+        return torch.stack([mean / self.ranks.size, *rest]).tolist()
 
     def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
         """Leaves the gradients of this process's rows in `master`."""
@@ -152,7 +152,11 @@ class DDPLearner(Replicated):
 
 class FSDPLearner(DDPLearner):
     """Weights, gradients and moments in shards (`fully_shard`), each block gathered when it
-    runs; checkpoints by `torch.distributed.checkpoint`."""
+    runs; checkpoints by `torch.distributed.checkpoint`.
+
+    Clipping and AdamW work on this process's shards as plain tensors: what they call for each
+    weight takes the host several times as long with a DTensor.
+    """
 
     shards = True
 
@@ -172,6 +176,25 @@ class FSDPLearner(DDPLearner):
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(wanted)
         return contextlib.nullcontext()
+
+    def _trained(self) -> list[Tensor]:
+        """This process's shards, in the memory that they are gathered from; some are empty."""
+        return [_local(x.detach()) for x in self.master.parameters()]
+
+    def _backward(self, rows: list[torch_learner.Rows]) -> Tensor:
+        loss = super()._backward(rows)
+        for parameter, shard in zip(self.master.parameters(), self.trained, strict=True):
+            if parameter.grad is not None:
+                shard.grad, parameter.grad = _local(parameter.grad), None
+        return loss
+
+    def _clip(self) -> Tensor:
+        norm = nn.utils.get_total_norm(x.grad for x in self.trained if x.grad is not None)
+        square = norm.square()
+        dist.all_reduce(square)
+        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(self.trained, self.training.clip, norm)
+        return norm
 
     def _culprit(self, loss: Tensor, rows: list[torch_learner.Rows]) -> str:
         """A gradient here is the sum over ranks: it has a name, but no rank."""
@@ -218,25 +241,28 @@ class FSDPLearner(DDPLearner):
                 parameter.copy_(placed("weights", name))
         moments = torch_learner.MOMENTS.items()
         found = {
-            p: {state: placed(part, n) for part, state in moments} for n, p in named.items()
+            shard: {state: _local(placed(part, name)) for part, state in moments}
+            for name, shard in zip(named, self.trained, strict=True)
         }
         self._set_moments(found, step)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Weights and moments, in this process's shards."""
         found = {}
-        for name, parameter in self.master.named_parameters():
+        named = self.master.named_parameters()
+        for (name, parameter), shard in zip(named, self.trained, strict=True):
             found[shards.key("weights", name)] = parameter.detach()
-            state = self.optimizer.state.get(parameter, {})
+            state = self.optimizer.state.get(shard, {})
             for part, moment in torch_learner.MOMENTS.items():
-                zero = torch.zeros_like(parameter.detach())
-                found[shards.key(part, name)] = state.get(moment, zero)
+                local = state.get(moment, torch.zeros_like(shard))
+                found[shards.key(part, name)] = _sharded(local, parameter)
         return found
 
     def _local(self, attribute: str | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """This process's part of each weight, or of its gradient."""
-        for name, parameter in self.master.named_parameters():
-            yield name, _local(parameter.grad if attribute else parameter.detach())
+        named = self.master.named_parameters()
+        for (name, _), shard in zip(named, self.trained, strict=True):
+            yield name, shard.grad if attribute else shard
 
 
 class FSDPGraphLearner(FSDPLearner):
@@ -257,13 +283,9 @@ class FSDPGraphLearner(FSDPLearner):
 
     def _gradients(self, rows: torch_learner.Rows) -> tuple[Tensor, list[Tensor]]:
         """The loss, and this process's shards of float32 gradients."""
-        self.optimizer.zero_grad()  # a gradient that is there would be added to
-        loss = torch_learner.total_loss(self.model, rows)
-        loss.backward()
-        used = list(self.master.parameters())
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in used]
-        self.optimizer.zero_grad()
-        return loss.detach(), grads
+        loss = super()._backward([rows])
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.trained]
+        return loss, grads
 
 
 def _give_back(module: nn.Module, *_: object) -> None:
@@ -281,12 +303,17 @@ def _placed(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _whole(number: Tensor) -> Tensor:
-    return number.full_tensor() if isinstance(number, DTensor) else number
-
-
-def _local(tensor: Tensor | None) -> Tensor | None:
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    """This process's shard, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded(local: Tensor, like: Tensor) -> Tensor:
+    """The tensor in shards as `like`, of which `local` is this process's, in the same memory."""
+    assert isinstance(like, DTensor)
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, like.device_mesh, like.placements, **whole)
 
 
 def _of_ranks(ranks: Ranks, found: list[str]) -> str:
