@@ -70,17 +70,35 @@ def of_lengths(
     Yields:
       the number and the exit status, as each ends; what it printed is printed.
     """
+    longest_first = sorted(commands, reverse=True)  # it has the most to do
+    named = {str(length): commands[length] for length in longest_first}
+    for name, status in of_names(named, folder, environment, " tokens"):
+        yield int(name), status
+
+
+def of_names(
+    commands: Mapping[str, Sequence[str]],
+    folder: Path,
+    environment: Mapping[str, str],
+    unit: str = "",
+) -> Iterator[tuple[str, int]]:
+    """Runs commands: all get ready, begun in their order; then the last is timed first. The
+    standard error of each is `<name>.log` in `folder`.
+
+    Yields:
+      the name and the exit status, as each ends; what it printed is printed, with `unit` behind
+      the name.
+    """
     with contextlib.ExitStack() as ends:
         children = {}
-        for length in sorted(commands, reverse=True):  # the longest has the most to do
-            log = folder / f"{length}.log"
-            children[length] = Child(commands[length], log, environment)
-            ends.callback(children[length].end)
-        for length, child in children.items():
-            heartbeat.say(f"{length} tokens: compiles")
-            print(f"{length} tokens: {child.ready()}", flush=True)
-        for length in sorted(commands):
-            heartbeat.say(f"{length} tokens: has its turn")
-            status, printed = children[length].take_turn()
-            print(f"{length} tokens: exit status {status}\n\n{printed}", flush=True)
-            yield length, status
+        for name, words in commands.items():
+            children[name] = Child(words, folder / f"{name}.log", environment)
+            ends.callback(children[name].end)
+        for name, child in children.items():
+            heartbeat.say(f"{name}{unit}: compiles")
+            print(f"{name}{unit}: {child.ready()}", flush=True)
+        for name in reversed(children):
+            heartbeat.say(f"{name}{unit}: has its turn")
+            status, printed = children[name].take_turn()
+            print(f"{name}{unit}: exit status {status}\n\n{printed}", flush=True)
+            yield name, status
