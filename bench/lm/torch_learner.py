@@ -5,7 +5,7 @@ Master weights and moments are float32; what computes has a copy of the weights 
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,7 +174,7 @@ class Learner:
     def load(self, folder: Path, step: int) -> None:
         """Reads what `save` of either framework wrote after `step` steps."""
         weights.load(folder / "weights.safetensors", self.master)
-        found = {}
+        found: dict[Tensor, dict[str, Tensor]] = {}
         for name, key in MOMENTS.items():
             moments = copy.deepcopy(self.master)
             weights.load(folder / f"{name}.safetensors", moments)
@@ -184,7 +184,7 @@ class Learner:
         self._set_moments(found, step)
         self._use_master()
 
-    def _set_moments(self, found: Mapping[Tensor, dict[str, Tensor]], step: int) -> None:
+    def _set_moments(self, found: dict[Tensor, dict[str, Tensor]], step: int) -> None:
         groups = self.optimizer.param_groups
         order = [parameter for group in groups for parameter in group["params"]]
         count = torch.tensor(float(step))
@@ -202,7 +202,7 @@ class Learner:
                 parameter.data = parameter.data.to(self.dtype)
         return model
 
-    def _trained(self) -> Sequence[Tensor]:
+    def _trained(self) -> list[Tensor]:
         """What the optimizer moves, in the order of the parameters and with their axes."""
         return list(self.master.parameters())
 

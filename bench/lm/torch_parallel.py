@@ -285,6 +285,7 @@ class FSDPGraphLearner(FSDPLearner):
         """The loss, and this process's shards of float32 gradients."""
         loss = super()._backward([rows])
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.trained]
+        self.optimizer.zero_grad()
         return loss, grads
 
 
@@ -312,8 +313,8 @@ def _local(tensor: Tensor) -> Tensor:
 def _sharded(local: Tensor, like: Tensor) -> Tensor:
     """The tensor in shards as `like`, of which `local` is this process's, in the same memory."""
     assert isinstance(like, DTensor)
-    whole = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, like.device_mesh, like.placements, **whole)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, shape=like.shape, stride=like.stride())
 
 
 def _of_ranks(ranks: Ranks, found: list[str]) -> str:
