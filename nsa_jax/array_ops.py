@@ -61,7 +61,9 @@ class ArrayOps(Protocol):
         ...
 
     def after(self, x: Any, done: Any) -> Any:
-        """`x`, integers that nothing may read before `done`, 16-bit numbers, is there."""
+        """`x`, int32, made to depend on `done`, 16-bit: no kernel that takes the result starts
+        before `done` is computed.
+        """
         ...
 
     def device_name(self, x: Any) -> str | None:

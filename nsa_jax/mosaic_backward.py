@@ -13,8 +13,8 @@ A branch by itself has no gate, and delta_c - dlse_c in place of delta_c.
 dq is query-stationary, by the walk of the forward pass. dk and dv are key-stationary: the
 queries that saw a key tile are found on the device, by search where a query sees an interval,
 from query lists where it chose blocks. Long lists are several work items, whose partial sums
-another kernel merges. Of large groups that chose blocks the kernel of dk and dv stores dS, and dq
-is the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
+another kernel merges. For groups above 8, `dkv` of the selected branch also stores dS, and dq is
+the product of dS with the keys (`mosaic_stored_ds.py`). No gradient passes through scores and
 selection. Every sum has a fixed order.
 """
 
@@ -168,7 +168,7 @@ def selected(
     alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
     if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
         base = dataclasses.replace(base, single_token=True)
-    if mosaic_stored_ds.serves(base, block_indices.shape[-1], block, layout.packed):
+    if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, layout.packed):
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
         arrays = query, key, value
         return mosaic_stored_ds.gradients(

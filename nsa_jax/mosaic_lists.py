@@ -30,11 +30,12 @@ def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
     return edges, *ops.run(query_list_kernels.fill_lists(spec), *arrays, edges)
 
 
-def selection_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec, *counts):
+def selection_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec, counts=None):
     """`(edges, entries)`: as `block_query_lists`, where an entry says where in the selection it
     stands; `counts`: of the tiles' block lists, if `spec` has a `limit`.
     """
-    arrays = block_indices, layout.position, layout.key_start, *counts
+    arrays = block_indices, layout.position, layout.key_start
+    arrays += () if counts is None else (counts,)
     edges = _edges(ops, arrays, spec)
     return edges, *ops.run(query_list_kernels.fill_gather_lists(spec), *arrays, edges)
 

@@ -18,6 +18,7 @@ from typing import Any
 from kernels_pallas.specs import dkv, stored_ds, work_items
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 from nsa_jax import mosaic_lists
@@ -25,35 +26,36 @@ from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.gradients import Gradients
 
 MOST_BYTES = 2**31  # of dS at a time; or one row of [B, Hkv]
+LARGEST = 10 * 2**30  # bytes of dS at a time; where it would be more, nothing is stored
 # Entries of a work item: a window waits for the one that begins last.
 MOST_ENTRIES = 512
 MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
 
 
-def serves(base: Any, slots: int, block: int, packed: bool) -> bool:
-    """Whether dS is stored; it follows from no length that an int32 counts.
+def serves(ops: ArrayOps, base: Dkv, slots: int, block: int, packed: bool) -> bool:
+    """Whether dS is stored. Of lengths only very long ones matter, whose dS would be too large or
+    whose entries an int32 cannot count.
 
     Args:
-      base: the `Dkv` of the branch.
+      base: of the branch.
       slots: blocks that a token selects.
       block: keys of a block.
       packed: whether sequences may begin at any key.
     """
     whole_tokens = base.query_tile.tokens == 1 and not base.single_token
-    row_bytes, output_bytes = slots * ROWS * base.query_tile.rows, base.H * base.Dv
-    return (
-        whole_tokens
-        and block == ROWS
-        and not packed
-        and slots <= stored_ds.MOST_SLOTS
-        and row_bytes <= MOST_OUTPUTS * output_bytes
-        and base.B * base.T * base.Hkv * slots < 2**31  # entries are int32
-    )
+    if not whole_tokens or block != ROWS or packed or slots > stored_ds.MOST_SLOTS:
+        return False
+    ds, output = slots * ROWS * base.query_tile.rows, base.H * base.Dv  # elements of a token
+    entries = base.B * base.T * base.Hkv * slots
+    if ds > MOST_OUTPUTS * output or entries >= 2**31:
+        return False
+    of_query = _query_spec(base, slots)
+    return _most_rows(ops, of_query) * _row_bytes(of_query) <= LARGEST
 
 
 def gradients(
     ops: ArrayOps,
-    base: Any,
+    base: Dkv,
     arrays: tuple,
     block_indices,
     do,
@@ -81,17 +83,11 @@ def gradients(
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
     )
-    of_query = StoredDsQuery(
-        **{x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)},
-        stored_rows=lists.rows,
-        n=slots,
-    )
+    of_query = _query_spec(base, slots)
     if block_lists is None or base.query_tile.used < base.query_tile.rows:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, of_query)
     starts, _, counts = block_lists
-    most = max(MOST_BYTES // _row_bytes(of_query), 1)
-    if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(of_query, added=True))):
-        most = lists.rows
+    most = _most_rows(ops, of_query)
     if added is None and most < lists.rows:
         added = ops.xp.zeros_like(query)
     dq, partials = added, {}
@@ -122,6 +118,19 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
     return found
 
 
+def _query_spec(base: Dkv, slots: int) -> StoredDsQuery:
+    """Of dq, all rows at once."""
+    sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
+    return StoredDsQuery(**sizes, stored_rows=base.B * base.Hkv, n=slots)
+
+
+def _most_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
+    """Of a window; all where dq is not added in place."""
+    if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
+        return spec.stored_rows
+    return min(max(MOST_BYTES // _row_bytes(spec), 1), spec.stored_rows)
+
+
 def _row_bytes(spec: StoredDsQuery) -> int:
     """Of dS of one row of `[B, Hkv]`."""
     return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
@@ -147,7 +156,7 @@ def _merged(ops, whole, partials, sums) -> list[Any]:
     """dk and dv of the partials of all windows."""
     merged = []
     for part in dataclasses.replace(whole, slots=0).passes:
-        arrays = [partials[name] for name in part.widths]
+        arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
         arrays = [x[0] if len(x) == 1 else ops.xp.concatenate(x) for x in arrays]
         merged += ops.run(dkv.merge(part), *arrays, *sums)
     return merged

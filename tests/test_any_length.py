@@ -11,7 +11,7 @@ import nsa_torch
 from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
 from kernels_pallas.mosaic import capability
-from kernels_pallas.runtime import loaded, sequence
+from kernels_pallas.runtime import loaded, lowering, sequence
 from nsa_jax import kernel_list
 from nsa_jax.config import NSAConfig
 from nsa_torch import call_forms, replay, warm_up
@@ -98,6 +98,11 @@ def test_bodies_ask_refs_for_the_place_of_a_cta():
                 asked.append((path.name, ast.unparse(node.args[0])))
     grid = [(name, axis) for name, axis in asked if axis not in ("'wg'", "'rank'")]
     assert grid == [("refs.py", "axis")] and len(asked) > 2
+    merge = next(x for x in kernels_of("G24", 9000, True) if x.name == "dkv_merge")
+    hidden = b"mov.b32 $0, $1;"
+    assert hidden in lowering.lower(merge.for_any_length()) and hidden not in lowering.lower(
+        merge
+    )
 
 
 @pytest.mark.gpu

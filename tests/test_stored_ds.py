@@ -16,8 +16,8 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-import nsa_torch
-from kernels_pallas.specs import stored_ds
+import nsa_torch.mosaic
+from kernels_pallas.specs import dkv, stored_ds
 from kernels_pallas.specs.dkv import Dkv
 from nsa_jax import ffi, mosaic, mosaic_stored_ds, xla_call
 from nsa_jax.config import NSAConfig
@@ -49,22 +49,32 @@ class InPlace(JaxOps):
         found = super().run(kernel, *arrays)
         if kernel.name != "stored_ds_dq":
             return found
+        self.windows.append(kernel.spec.stored_rows)
+        if not kernel.in_place:
+            return found
         spec, window, before = kernel.spec, arrays[-3], arrays[-1]
-        self.windows.append(spec.stored_rows)
         head = jnp.arange(spec.B)[:, None] * spec.Hkv + jnp.arange(spec.H) // spec.group
         first = window[stored_ds.FIRST_ROW]
         mine = (head >= first) & (head < first + spec.stored_rows)
         return [jnp.where(mine[:, None, :, None], found[0], before.reshape(found[0].shape))]
 
 
+ROWS_OF_WINDOWS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, Hkv]`
+
+
 @pytest.fixture
-def windows(monkeypatch):
-    """A window a row of `[B, Hkv]`."""
+def windows(request, monkeypatch):
+    """Windows of so many rows of `[B, Hkv]`."""
     ops = InPlace()
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+
+    class Most:
+        def __floordiv__(self, row_bytes):
+            return request.param
+
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", Most())
     monkeypatch.setattr(mosaic, "OPS", ops)
-    yield ops.windows
-    assert len(ops.windows) > 1 and {*ops.windows} == {1}
+    yield
+    assert ops.windows == ROWS_OF_WINDOWS[request.param]
 
 
 @pytest.fixture
@@ -81,20 +91,46 @@ def test_gradients(case, interpreted, stored):
     check_whole(problem(case))
 
 
-@pytest.mark.parametrize("name", ["whole", "branch"])
+@pytest.mark.parametrize(
+    ("windows", "name"),
+    [(1, "whole"), (1, "branch"), (3, "branch"), (4, "branch")],
+    indirect=["windows"],
+)
 def test_windows(name, interpreted, stored, windows):
     """Those of the branch alone begin with nothing that they are added to."""
     p = problem(G10)
     check_whole(p) if name == "whole" else check_step(p, "selected_attention")
 
 
+def test_one_window_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
+    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    check_step(problem(G10), "selected_attention")
+
+
 def test_blocks_of_the_future_and_empty_slots(interpreted, stored):
-    """The first token of a tile does not see the block that the others see."""
-    p = problem(dataclasses.replace(G16, T=8, S=132))  # positions 124 to 131
-    indices = np.full((1, 8, 2, 3), -1, np.int32)
+    """The first tokens of a tile do not see the block that the others see."""
+    p = problem(dataclasses.replace(G16, T=7, S=132))  # positions 125 to 131: 3 are before 128
+    indices = np.full((1, 7, 2, 3), -1, np.int32)
     indices[..., 1] = 2
     indices[:, :, 1, 0] = 0
     check_step(p, "selected_attention", jnp.asarray(indices))
+
+
+def test_neighbours_that_select_other_blocks(interpreted, stored):
+    p = problem(dataclasses.replace(G16, T=14, S=450))
+    indices = np.full((1, 14, 2, 3), -1, np.int32)
+    token, head = np.ogrid[:14, :2]
+    indices[0, ..., 0], indices[0, ..., 1] = token % 5, 5 + (token + head) % 2
+    check_step(p, "selected_attention", jnp.asarray(indices))
+
+
+def test_ds_is_written_by_the_pass_of_dk():
+    sizes = SIZES | {"D": 256, "Dv": 256, "stored_rows": 4, "slots": 16}
+    base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=8, list_entries=64)
+    found = [[*dkv.partials(each).outputs] for each in base.passes]
+    shapes = [[x.dtype for x in outputs] for outputs in found]
+    assert [list(each.widths) for each in base.passes] == [["dk"], ["dv"]]
+    assert shapes == [["float32", "bfloat16"], ["float32"]]
 
 
 def test_shard_map(stored):
@@ -173,7 +209,8 @@ SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
     ("change", "slots", "block", "packed", "wanted"),
     [
         ({}, 16, 64, False, True),
-        ({"T": 2**20, "S": 2**20}, 16, 64, False, True),  # at any length
+        ({"T": 2**18, "S": 2**18}, 16, 64, False, True),
+        ({"T": 2**20, "S": 2**20}, 16, 64, False, False),  # 34 GB of a row
         ({}, 16, 64, True, False),  # blocks begin anywhere
         ({}, 16, 32, False, False),  # of two blocks in a tile of keys
         ({}, 32, 64, False, True),
@@ -196,7 +233,15 @@ def test_where_it_is_stored(change, slots, block, packed, wanted):
         list_entries=1,
         single_token=group <= 8,
     )
-    assert mosaic_stored_ds.serves(base, slots, block, packed) == wanted
+    assert mosaic_stored_ds.serves(nsa_torch.mosaic.OPS, base, slots, block, packed) == wanted
+
+
+def test_all_rows_at_once_may_be_too_large():
+    """Where dq is not added in place: 17 GB."""
+    sizes = SIZES | {"T": 2**16, "S": 2**16}
+    base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
+    assert mosaic_stored_ds.serves(nsa_torch.mosaic.OPS, base, 16, 64, False)
+    assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
 
 
 # On a GPU, shapes that the interpreter would take minutes for.

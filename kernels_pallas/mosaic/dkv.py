@@ -50,7 +50,7 @@ from kernels_pallas.mosaic import operands, softmax
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROW_STATS, ROWS
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
-from kernels_pallas.mosaic.stored_ds import NOWHERE, StoredDs
+from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
 from kernels_pallas.specs.block_query_lists import BLOCK_OFFSET_BIAS, BLOCK_OFFSET_SHIFT
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import FIRST_PARTIAL, FIRST_ROW
@@ -141,7 +141,7 @@ def partials(kernel: Kernel):
             first = (row - refs.window[FIRST_ROW]) * refs.sizes.T
             for t, entry in enumerate(entries_of_step(refs.query_list, i)):
                 place = (first + token_of(entry)) * slots + lax.rem(entry, slots)
-                places.append(jnp.where(begin + i * per_step + t < end, place, NOWHERE))
+                places.append(jnp.where(begin + i * per_step + t < end, place, NO_ENTRY))
             return places
 
         def query_tiles_of_step(i):

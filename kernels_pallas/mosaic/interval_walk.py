@@ -171,7 +171,7 @@ class IntervalWalk:
                 "value_free": barriers(CONSUMERS, spec.stages),
                 "added_ready": barriers(self.out_width // slab, CONSUMERS),
             },
-            grid_names=("walker",),
+            grid_names=("worker",),
             num_threads=CONSUMERS + 1,
             thread_name="wg",
             interpret=spec.interpret,
@@ -186,7 +186,7 @@ class IntervalWalk:
           out: array `[B, T, H, out_width]`.
           work: what to do with a tile.
         """
-        wg, cta = lax.axis_index("wg"), refs.cta.walker
+        wg, cta = lax.axis_index("wg"), refs.cta.worker
         scheduler = Scheduler.of(self, refs, cta)
 
         @pl.when(wg < CONSUMERS)

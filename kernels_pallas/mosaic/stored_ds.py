@@ -37,7 +37,7 @@ PART = 16  # rows, or keys, of a warp
 LANE_BYTES = 16
 PART_KEYS_BYTES = LANES * LANE_BYTES  # of 16 rows and 16 keys
 PART_BYTES = KEYS // PART * PART_KEYS_BYTES  # of 16 rows and a block
-NOWHERE = -1  # the place of nothing, and the block of an empty slot
+NO_ENTRY = -1  # the place of no entry, and the block of an empty slot
 PER_LANE = plgpu.Layout.WG_STRIDED((WARPS * LANES,), 1)  # a number of each thread
 
 
@@ -104,7 +104,7 @@ class StoredDs:
             block = warp.fetch(warp.element(indices, *at))
             own = warp.fetch(warp.element(position, (token, 4)))
             seen = exists & (own >= 0) & (block * KEYS <= own)
-            block = warp.where(seen, block, NOWHERE)
+            block = warp.where(seen, block, NO_ENTRY)
             held = vector.broadcast(ir.VectorType.get((1,), block.value.type), block.value)
             layout = PER_LANE.to_mgpu()
             registers = np.array([held], object)
@@ -149,11 +149,11 @@ class StoredDs:
         tokens = []
         for t in range(self.tokens):
             token = jnp.minimum(first + t, length - 1)
-            own = jnp.where(first + t < length, position[b, token], NOWHERE)
+            own = jnp.where(first + t < length, position[b, token], NO_ENTRY)
             blocks = [indices[b, token, kv_head, slot] for slot in range(self.slots)]
             seen = [(own >= 0) & (block * KEYS <= own) for block in blocks]
             pairs = zip(seen, blocks, strict=True)
-            tokens.append(jnp.stack([jnp.where(*pair, NOWHERE) for pair in pairs]))
+            tokens.append(jnp.stack([jnp.where(*pair, NO_ENTRY) for pair in pairs]))
         return jnp.stack(tokens)
 
     def _read_interpreted(self, ds, blocks, block, token):

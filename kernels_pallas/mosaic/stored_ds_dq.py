@@ -22,13 +22,13 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.stored_ds import NOWHERE, StoredDs
+from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
 from kernels_pallas.specs.selected import LIST_CHUNK
 from kernels_pallas.specs.stored_ds import FIRST_ROW, KEYS, StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 
 STAGES = 2  # blocks of keys in flight
-AHEAD = 2  # blocks whose dS is in registers, or on its way to them
+AHEAD = 2  # blocks between the load of dS and its product
 
 
 def build(kernel: Kernel):
@@ -79,7 +79,7 @@ def build(kernel: Kernel):
         def ds_of(i):
             """dS of block `i`, zeros past the last one: `[64, 64]`."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
-            block = jnp.where(i < count, lax.div(start, jnp.int32(KEYS)), NOWHERE - 1)
+            block = jnp.where(i < count, lax.div(start, jnp.int32(KEYS)), NO_ENTRY - 1)
             token = refs.cta.row * length + first
             return stored.read(refs.ds, blocks, block, token)
 

@@ -5,7 +5,8 @@
 
 `group_rows` is G rounded up to 16, 32 or 64. The numbers of 16 heads and a block, 2 KB, stand in
 the order in which registers hold them (`mosaic/stored_ds.py`). Nothing is written for a slot that
-is empty, or whose block the token does not see.
+is empty, or whose block the token does not see. A token must not select a block twice: only one
+of the slots would be written.
 
 Rows of `[B, Hkv]` go in windows, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
 
