@@ -6,13 +6,15 @@
 The steps of `nsa_torch.attention` with gradients run as in a first call, each kernel between two
 CUDA events, while the GPU is kept busy until the host has queued all of them. Milliseconds,
 medians of `--rounds`; L2 holds what the kernel before left there. A column is a branch of a pass;
-`rest` has the kernels of no column, merges and lists among them. Hopper; the shapes are those of
+`rest` has the kernels of no column, merges and lists among them; `whole` is the call, with the
+operators of torch between kernels. Hopper; the shapes are those of
 `bench.against`.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
 
 import collections
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +43,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed.", lower_bound=
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
 COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
 
-REST = "rest"
+REST, WHOLE = "rest", "whole"
 OF_BRANCH = {
     "interval_forward": "{branch}",
     "best_blocks": "scores",
@@ -59,7 +61,7 @@ COLUMNS = (
     *("compressed", "scores", "selected", "sliding"),
     *("dq: compressed", "dq: selected", "dq: sliding"),
     *("dkv: compressed", "dkv: selected", "dkv: sliding"),
-    REST,
+    *(REST, WHOLE),
 )
 BUSY_CYCLES = 40_000_000  # 20 ms: longer than the host takes to queue a call
 
@@ -82,12 +84,17 @@ class Timed(TorchOps):
         self.spans = []
 
     def run(self, kernel, *tensors):
+        with self.timed(column(kernel)):
+            return super().run(kernel, *tensors)
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """What is queued within counts in this column."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        found = super().run(kernel, *tensors)
+        yield
         end.record()
-        self.spans.append((column(kernel), start, end))
-        return found
+        self.spans.append((name, start, end))
 
     def milliseconds(self) -> dict[str, float]:
         """By column, of what ran; waits for it."""
@@ -133,7 +140,8 @@ def measure(problem: Problem, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         ops = Timed()
         torch.cuda._sleep(BUSY_CYCLES)
-        run(ops, tensors, do)
+        with ops.timed(WHOLE):
+            run(ops, tensors, do)
         found.append(ops.milliseconds())
     return {name: float(np.median([each[name] for each in found])) for name in found[0]}
 
@@ -166,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{torch.cuda.get_device_name()}, ms")
     for problem in rows:
         found = measure(problem, ROUNDS.value)
-        print(f"{problem.name}: all {sum(found.values()):.3f}", flush=True)
+        print(f"{problem.name}:", flush=True)
         print(
             "  " + ", ".join(f"{name} {found[name]:.3f}" for name in COLUMNS if name in found)
         )
