@@ -25,21 +25,14 @@ MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectedAttention(AttentionSizes):
-    """Sizes of the problem, of its block lists and of a CTA, and what is fused."""
+class BlockListSizes(AttentionSizes):
+    """Sizes of the problem, whose query rows go in tiles with a block list each."""
 
     n: int  # selected blocks of a token
-    block: int  # keys of a selection block
-    gated: bool = False  # forward multiplies the output by a gate
-    added: bool = False  # add the result to an array of its shape
-    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
-    gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
-    key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
-    value_stages: int = 1
 
     @property
     def tile(self) -> Tile:
-        return Tile(self.group, slab_width(self.D, self.Dv, self.block))
+        raise NotImplementedError
 
     @property
     def tiles(self) -> int:
@@ -54,6 +47,23 @@ class SelectedAttention(AttentionSizes):
     def words(self) -> int:
         """int32 words that have a bit for each token of a tile."""
         return cdiv(self.tile.tokens, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedAttention(BlockListSizes):
+    """Sizes of the problem, of its block lists and of a CTA, and what is fused."""
+
+    block: int  # keys of a selection block
+    gated: bool = False  # forward multiplies the output by a gate
+    added: bool = False  # add the result to an array of its shape
+    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
+    gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
+    key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
+    value_stages: int = 1
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.group, slab_width(self.D, self.Dv, self.block))
 
     @property
     def ahead(self) -> bool:

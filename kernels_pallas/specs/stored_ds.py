@@ -17,9 +17,8 @@ import dataclasses
 from typing import Self
 
 from kernels_pallas.kernel import Array, Kernel, described
-from kernels_pallas.specs.attention import AttentionSizes
-from kernels_pallas.specs.selected import LIST_CHUNK
-from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, gathered_tile, slab_width
+from kernels_pallas.specs.selected import BlockListSizes
+from kernels_pallas.specs.tile import LANES, ROWS, Tile, gathered_tile, slab_width
 
 WINDOW_WORDS = 64  # 256 bytes, as launches want them
 FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a window
@@ -34,21 +33,18 @@ def array(rows: int, length: int, slots: int, group_rows: int, dtype: str) -> Ar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredDsQuery(AttentionSizes):
+class StoredDsQuery(BlockListSizes):
     """Sizes of the problem, of a window and of a CTA.
 
     Attributes:
       stored_rows: rows of `[B, Hkv]` in the window.
-      n: selected blocks of a token.
       added: add the result to an array of its shape.
     """
 
     stored_rows: int
-    n: int
     added: bool = False
 
     block = KEYS
-    words = 1  # of a tile's tokens in a block list
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths."""
@@ -63,15 +59,6 @@ class StoredDsQuery(AttentionSizes):
     def tile(self) -> Tile:
         """64 rows of whole tokens: what has a block list."""
         return Tile(self.query_tile.rows, self.query_tile.slab)
-
-    @property
-    def tiles(self) -> int:
-        return cdiv(self.T, self.tile.tokens)
-
-    @property
-    def entries(self) -> int:
-        """Room in a tile's block list, a multiple of `LIST_CHUNK`."""
-        return cdiv(self.tile.tokens * self.n, LIST_CHUNK) * LIST_CHUNK
 
 
 @described
