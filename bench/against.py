@@ -59,6 +59,7 @@ ROWS = (
     Problem(name="8 x 2k, G=6, D=64, graph", B=8, T=2 * K, **SEED, graph=True),
     Problem(name="8 x 2k, G=6, D=64, JAX", B=8, T=2 * K, **SEED, framework="jax"),
 )
+EAGER = tuple(p for p in ROWS if p.framework == "torch" and not p.graph)
 
 
 @dataclasses.dataclass(frozen=True)

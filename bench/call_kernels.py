@@ -7,8 +7,7 @@ The steps of `nsa_torch.attention` with gradients run as in a first call, each k
 CUDA events, while the GPU is kept busy until the host has queued all of them. Milliseconds,
 medians of `--rounds`; L2 holds what the kernel before left there. A column is a branch of a pass;
 `rest` has the kernels of no column, merges and lists among them; `whole` is the call, with the
-operators of torch between kernels. Hopper; the shapes are those of
-`bench.against`.
+operators of torch between kernels. Hopper; the shapes are those of `bench.against`.
 
 Lines of `--out` are those of `bench/records/<device>/kernel_log/variants.jsonl`.
 """
@@ -162,11 +161,10 @@ def lines(
 
 
 def main(argv: Sequence[str]) -> int:
-    rows = [p for p in against.ROWS if p.framework == "torch" and not p.graph]
-    rows = [p for p in rows if p.name.startswith(tuple(ONLY.value) or "")]
+    rows = [p for p in against.EAGER if p.name.startswith(tuple(ONLY.value) or "")]
     if not rows:
         raise ValueError(
-            f"--only: no such row, known: {', '.join(p.name for p in against.ROWS)}"
+            f"--only: no such row, known: {'; '.join(p.name for p in against.EAGER)}"
         )
     if not torch.cuda.is_available():
         raise NotImplementedError("a Hopper GPU is needed")

@@ -268,9 +268,7 @@ def judged_rows(
 def _save(done: Sequence[Record]) -> None:
     """Keeps records where they are asked for."""
     if SAVE.value:
-        for device in {record.device for record in done}:
-            kept = [record for record in done if record.device == device]
-            records.append(records.folder_of(device) / "compare.jsonl", kept)
+        records.keep(done, "compare.jsonl")
 
 
 def _record(mode, runner, job: Job, settings, inputs, found: dict[str, Any]) -> Record:

@@ -195,9 +195,7 @@ def main(argv: Sequence[str]) -> int:
     for report in reports:
         print(f"\n{report}")
     if SAVE.value:
-        for device in dict.fromkeys(record.device for record in done):
-            kept = [record for record in done if record.device == device]
-            records.append(records.folder_of(device) / "indices.jsonl", kept)
+        records.keep(done, "indices.jsonl")
     lacking = any(record.status != "ok" for record in done)
     return exit_status.of(done) or (exit_status.NOT_MEASURED if lacking else exit_status.OK)
 

@@ -16,11 +16,14 @@ bench/records/<device>/compare.jsonl too.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from absl import flags
 
+from bench import against
 from bench.harness import cli, command, exit_status, records, turns
+from bench.harness.timed_problem import Problem
 
 INPUTS = "random", "text"
 
@@ -41,28 +44,20 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
 }
-K = 1024
 
 
-def _shape(
-    length: int, heads: int, kv_heads: int, width: int, value_width: int, batch: int = 1
-):
-    """Settings of `bench.compare`, on top of configs/base.yaml."""
-    model = {"n_heads": heads, "n_kv_groups": kv_heads, "d_k": width, "d_v": value_width}
-    return {"model": model, "runtime": {"seq_len": length, "batch": batch}}
+def _settings(problem: Problem) -> dict[str, Any]:
+    """Of `bench.compare`, on top of configs/base.yaml."""
+    p = problem
+    model = {"n_heads": p.H, "n_kv_groups": p.Hkv, "d_k": p.D, "d_v": p.Dv}
+    return {"model": model, "runtime": {"seq_len": p.T, "batch": p.B}}
 
 
-SHAPES: Mapping[str, Mapping] = {
-    "64k": _shape(64 * K, 64, 4, 128, 128),
-    "64k, 192 and 128": _shape(64 * K, 64, 4, 192, 128),
-    "32k": _shape(32 * K, 64, 4, 128, 128),
-    "8k": _shape(8 * K, 64, 4, 128, 128),
-    "32k, G=4": _shape(32 * K, 32, 8, 128, 128),
-    "32k, G=8": _shape(32 * K, 64, 8, 128, 128),
-    "16k, G=10": _shape(16 * K, 40, 4, 128, 128),
-    "16k, G=1": _shape(16 * K, 16, 16, 128, 128),
-    "24k, G=6, D=64": _shape(24 * K, 12, 2, 64, 64),
-    "8 x 2k, G=6, D=64": _shape(2 * K, 12, 2, 64, 64, batch=8),
+# Names are those of files too.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    problem.name.replace("/", " and "): _settings(problem)
+    for problem in against.EAGER
+    if not problem.alike  # --input says how alike neighbours are
 }
 
 
@@ -105,9 +100,7 @@ def main(argv: Sequence[str]) -> int:
             records.append(lines, done)  # at once: what follows may be ended from outside
             kept += [(row, record) for record in done]
             if SAVE.value:
-                for device, of_device in itertools.groupby(done, lambda record: record.device):
-                    path = records.folder_of(device) / "compare.jsonl"
-                    records.append(path, list(of_device))
+                records.keep(done, "compare.jsonl")
     for row, record in kept:
         time = f"{record.time_ms:9.3f} ms" if record.time_ms else record.reason
         print(f"{row:32} {record.mode:8} {record.status:6} {time}")

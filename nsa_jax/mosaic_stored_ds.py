@@ -25,8 +25,8 @@ from nsa_jax import mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.gradients import Gradients
 
-MOST_BYTES = 2**31  # of dS at a time; or one row of [B, Hkv]
-LARGEST = 10 * 2**30  # bytes of dS at a time; where it would be more, nothing is stored
+WINDOW_BYTES = 2**31  # of dS in a window of several rows of [B, Hkv]; one row may have more
+LARGEST_WINDOW_BYTES = 10 * 2**30  # where a window would have more, nothing is stored
 # Entries of a work item: a window waits for the one that begins last.
 MOST_ENTRIES = 512
 MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
@@ -50,7 +50,7 @@ def serves(ops: ArrayOps, base: Dkv, slots: int, block: int, packed: bool) -> bo
     if ds > MOST_OUTPUTS * output or entries >= 2**31:
         return False
     of_query = _query_spec(base, slots)
-    return _most_rows(ops, of_query) * _row_bytes(of_query) <= LARGEST
+    return _most_rows(ops, of_query) * _row_bytes(of_query) <= LARGEST_WINDOW_BYTES
 
 
 def gradients(
@@ -128,7 +128,7 @@ def _most_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
     """Of a window; all where dq is not added in place."""
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
-    return min(max(MOST_BYTES // _row_bytes(spec), 1), spec.stored_rows)
+    return min(max(WINDOW_BYTES // _row_bytes(spec), 1), spec.stored_rows)
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:

@@ -9,7 +9,7 @@ from bench import call_kernels
 from bench.harness.timed_problem import Problem
 from nsa_torch import warm_up
 
-# Of each column but the last, by what the selected branch runs.
+# Columns of kernels that only the selected branch runs: dS stored; tiles gathered.
 STORED = {"selected_forward": "selected", "stored_ds_dq": "dq: selected"}
 GATHERED = {
     "selected_forward": "selected",

@@ -66,12 +66,8 @@ ROWS_OF_WINDOWS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, H
 def windows(request, monkeypatch):
     """Windows of so many rows of `[B, Hkv]`."""
     ops = InPlace()
-
-    class Most:
-        def __floordiv__(self, row_bytes):
-            return request.param
-
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", Most())
+    ds_of_a_row = stored_ds.array(1, G10.T, FEW.num_selected, 16, G10.dtype)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", request.param * 2 * ds_of_a_row.size)
     monkeypatch.setattr(mosaic, "OPS", ops)
     yield
     assert ops.windows == ROWS_OF_WINDOWS[request.param]
@@ -103,7 +99,7 @@ def test_windows(name, interpreted, stored, windows):
 
 
 def test_one_window_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     check_step(problem(G10), "selected_attention")
 
 
@@ -166,7 +162,7 @@ class Watched(warm_up.Recording):
 
 
 def test_torch_has_one_window_at_a_time(monkeypatch):
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     monkeypatch.setattr(warm_up, "Recording", Watched)
     monkeypatch.setattr(Watched, "made", [])
     layer = warm_up.Layer(64, 4, 128, 128, torch.bfloat16, PAPER, None, True, False)
@@ -179,7 +175,7 @@ HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process 
 
 def test_jax_has_one_window_at_a_time(monkeypatch):
     """By XLA's count of the memory between its custom calls."""
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
@@ -279,7 +275,7 @@ def test_windows_change_nothing_on_gpu(framework, monkeypatch):
             return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
 
     runs = [gradients() for _ in range(3)]  # the third from a list of launches
-    monkeypatch.setattr(mosaic_stored_ds, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     dq = mock.Mock(side_effect=stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
     alike.DECIDED.clear()

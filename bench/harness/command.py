@@ -223,9 +223,7 @@ class Results:
         outside = self.table.parent != self.folder
         print(f"written to {self.folder}" + (f" and {self.table}" if outside else ""))
         if self.save:
-            for device in dict.fromkeys(record.device for record in self.done):
-                kept = [record for record in self.done if record.device == device]
-                records.append(records.folder_of(device) / self.path.name, kept)
+            records.keep(self.done, self.path.name)
         asked_for = [record for record in self.done if record not in self.beside]
         status = exit_status.of(asked_for, self.beside)
         if status == exit_status.NOT_MEASURED:

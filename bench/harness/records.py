@@ -131,6 +131,15 @@ def append_lines(path: str | Path, lines: Iterable[dict[str, Any]]) -> None:
         os.fsync(file.fileno())
 
 
+def keep(done: Iterable[Record], name: str) -> None:
+    """Adds records to the file `name` in the folder of their device."""
+    by_device: dict[str, list[Record]] = {}
+    for record in done:
+        by_device.setdefault(record.device, []).append(record)
+    for device, kept in by_device.items():
+        append(folder_of(device) / name, kept)
+
+
 def read(path: str | Path) -> list[Record]:
     """The records of the file at `path`.
 

@@ -178,6 +178,7 @@ class Learner:
         self.program = Program(graphdef, task.training, self.dtype, self.layout)
         self.state: Any = self._committed(self.program.optimizer().init(self.params))
         self.rows: Rows | None = None  # of the last step
+        self.graph = False
 
     def step(self, batch: Batch, step: int) -> tuple[float, float]:
         """Loss and gradient norm before clipping of the batch of which this process has its

@@ -27,10 +27,12 @@ EVALUATED_BATCHES = 8
 class Learner(checkpoint.Kept, Protocol):
     """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
 
-    `share` says which rows of a global batch it takes; every rank of a run calls it alike.
+    `share` says which rows of a global batch it takes, `graph` whether torch captures a step;
+    every rank of a run calls it alike.
     """
 
     share: shares.Share
+    graph: bool
 
     def step(self, batch: Batch, step: int) -> tuple[float, float]: ...
 
@@ -238,7 +240,7 @@ def _spread(run: Run, learner: Learner) -> dict | None:
     spread = run.variant.parallel
     if spread == type(spread)():
         return None
-    return spread.as_dict() | {"graph": getattr(learner, "graph", False)}
+    return spread.as_dict() | {"graph": learner.graph}
 
 
 def _save(run: Run, learner: Learner, step: int) -> Path:

@@ -178,8 +178,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     if variant.graph:
         if spread.safe or spread.compiled:
             raise NotImplementedError("a CUDA graph runs no hooks, which ddp_safe is about")
-        graphs = torch_parallel.GraphLearner, torch_parallel.FSDPGraphLearner
-        return graphs[sharded](*at, ranks=ranks, **options)
+        kind = torch_parallel.FSDPGraphLearner if sharded else torch_parallel.GraphLearner
+        return kind(*at, ranks=ranks, **options)
     kind = torch_parallel.FSDPLearner if sharded else torch_parallel.DDPLearner
     return kind(*at, ranks=ranks, safe=spread.safe, **options)
 
