@@ -12,6 +12,7 @@
 from kernels_pallas.specs import block_query_lists as query_list_kernels
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
+from kernels_pallas.specs.work_items import WorkItem
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 
 
@@ -55,6 +56,29 @@ def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     and their count where `spec`, a `WorkItems`, has them.
     """
     return ops.run(work_item_kernels.work_items(spec), edges, layout.position)
+
+
+def dkv_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
+    """As `work_items`, of a `spec` that is `halving`: in a row and segment by their lengths, the
+    longest first.
+
+    Items that begin together then end together, and those after them begin at the same place of
+    the sequence, so that more of what one reads is in L2 from another. Each has a partial of its
+    own, so no sum changes.
+    """
+    table, *sums = work_items(ops, edges, layout, spec)
+    index = ops.arange(layout.position, spec.items)
+
+    def make():
+        segment = sum((ops.to_int32(index >= first) for first in spec.offsets[1:]), index * 0)
+        return [segment * (spec.longest + 1)]
+
+    (segment,) = ops.cached(layout, ("segments", spec.offsets, spec.items, spec.longest), make)
+    by_row = table.reshape(spec.lists.rows, spec.items, -1)
+    item = WorkItem(*(by_row[..., column] for column in range(len(WorkItem._fields))))
+    index = ops.xp.broadcast_to(index, item.row.shape)
+    _, order = ops.sort_pairs(segment - (item.end - item.begin), index)
+    return ops.take_rows(by_row, order).reshape(table.shape), *sums
 
 
 def _edges(ops, arrays, spec):

@@ -79,7 +79,7 @@ def gradients(
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
     work = work_items.dkv_work_items(lists, MOST_ENTRIES)
-    table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
+    table, *sums = mosaic_lists.dkv_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
     )

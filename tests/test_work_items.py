@@ -4,7 +4,9 @@ plain Python.
 
 import dataclasses
 import itertools
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from kernels_pallas.mosaic.work_items import MakeItems
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
+from nsa_jax import mosaic_lists
+from nsa_jax.jax_ops import JAX_OPS
 from tests import test_block_query_lists, test_gather_lists
 from tests.test_block_query_lists import needs_gpu
 from tests.warp_emulation import emulated, interpreted
@@ -125,7 +129,7 @@ def expected(spec, edges, position):
     return found, partials
 
 
-def check(spec, edges, position, table, *partials):
+def check(spec, edges, position, table, *partials, longest_first=False):
     """How many items there are. Segments stand where the spec says, and have the capacity."""
     table, capacities, rows = np.asarray(table), spec.capacities, spec.lists.rows
     assert len(table) == rows * sum(capacities)
@@ -133,6 +137,8 @@ def check(spec, edges, position, table, *partials):
     total = 0
     for (row, segment), here in want.items():
         assert len(here) <= capacities[segment]
+        if longest_first:
+            here = sorted(here, key=lambda item: item[2] - item[5])
         if spec.halving:
             first = row * sum(capacities) + sum(capacities[:segment])
         else:
@@ -166,6 +172,20 @@ def test_emulated(name, full):
     assert count or name == "gathered, nothing"
     if full and spec.halving:
         assert count == len(found[0])  # no capacity is in vain
+
+
+@pytest.mark.parametrize("ops", [nsa_torch.mosaic.OPS, JAX_OPS], ids=["torch", "jax"])
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.halving])
+def test_longest_first(ops, name, monkeypatch):
+    spec = SPECS[name]
+    edges, position = given = drawn(spec)
+    array = torch.tensor if ops.xp is torch else jnp.asarray
+    monkeypatch.setattr(
+        type(ops), "run", lambda *_: [array(np.asarray(x)) for x in by_emulation(spec, given)]
+    )
+    layout = types.SimpleNamespace(position=array(position), cached=lambda name, make: make())
+    found = mosaic_lists.dkv_work_items(ops, array(edges), layout, spec)
+    assert check(spec, *given, *map(np.asarray, found), longest_first=True)
 
 
 def test_segments_of_long_rows():
