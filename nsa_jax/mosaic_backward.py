@@ -203,8 +203,7 @@ def selected(
         *list_sizes, base.query_tile.tokens, layout.packed, interpret=base.interpret
     )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists)
-    table, *sums = mosaic_lists.dkv_work_items(ops, edges, layout, work)
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work_items.dkv_work_items(lists))
     spec = dataclasses.replace(
         base,
         work_items=table.shape[0],

@@ -58,7 +58,7 @@ def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     return ops.run(work_item_kernels.work_items(spec), edges, layout.position)
 
 
-def dkv_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
+def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     """As `work_items`, of a `spec` that is `halving`: in a row and segment by their lengths, the
     longest first.
 

@@ -112,11 +112,12 @@ def layer(length, heads=4, kv_heads=2, width=32):
     )
 
 
-def program(query, key, value, gates):
+def program(query, key, value, gates, segment_ids=None):
     compressed = key.compressed, value.compressed
+    options = {"config": CONFIG, "segment_ids": segment_ids}
 
     def loss(query, key, value, gates):
-        out = mosaic.attention(query, key, value, gates, compressed, None, config=CONFIG)
+        out = mosaic.attention(query, key, value, gates, compressed, None, **options)
         return out.astype(jnp.float32).sum()
 
     return jax.grad(loss, (0, 1, 2, 3))(query, key, value, gates)
@@ -154,6 +155,16 @@ def test_a_program_names_its_kernels(hopper):
     )
     assert set(found) == {x for x in want if x.source} == set(want)
     assert set(found) == set(ffi._soon)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_a_program_has_no_loops(packed, hopper):
+    """XLA would launch the kernels of each of their steps, one after the other."""
+    types = layer(96)
+    if packed:
+        types += (jax.ShapeDtypeStruct((1, 96), jnp.int32),)
+    lowered = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",))
+    assert "stablehlo.while" not in lowered.as_text()
 
 
 def call_of(kernel, device=0):

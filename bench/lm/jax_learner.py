@@ -113,7 +113,23 @@ def _loss(program: Program, params, rows: Rows):
     return program.shown(_added(functools.partial(_micro, program, params), rows))
 
 
-@functools.partial(jax.jit, static_argnames="program", donate_argnames=("params", "state"))
+@functools.cache
+def _step_of(program: Program, tree: jax.tree_util.PyTreeDef):
+    """`_step` on lists of arrays, the leaves of `tree`: weights and moments.
+
+    `jax.jit` takes a list to pieces in C++ and the states of modules in Python, which is slower
+    than a step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU.
+    """
+
+    def step(leaves, rate, rows):
+        *kept, numbers, finite = _step(program, *tree.unflatten(leaves), rate, rows)
+        leaves, after = jax.tree.flatten(tuple(kept))
+        assert after == tree
+        return leaves, numbers, finite
+
+    return jax.jit(step, donate_argnums=0)
+
+
 def _step(program: Program, params, state, rate, rows: Rows):
     """Weights and moments after a step, or those before it where it is not finite; loss and
     norm of the gradient; which gradients and which weights before it are finite."""
@@ -173,10 +189,10 @@ class Learner:
             part = self.layout.part(task.model)
             axis = jax_parallel.TENSOR
             graphdef, _ = nnx.split(nnx.eval_shape(lambda: LM(part, axis=axis, **options)))
-        self.params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self.params = self._read(initial)
+        self.shapes = shapes
         self.program = Program(graphdef, task.training, self.dtype, self.layout)
-        self.state: Any = self._committed(self.program.optimizer().init(self.params))
+        params = self._read(initial)
+        self.keep(params, self._committed(self.program.optimizer().init(params)))
         self.rows: Rows | None = None  # of the last step
         self.graph = False
 
@@ -188,9 +204,8 @@ class Learner:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
         rate, self.rows = jnp.float32(self.training.rate(step)), self._rows(batch)
-        arguments = self.program, self.params, self.state, rate, self.rows
         with self._precision():
-            self.params, self.state, numbers, finite = _step(*arguments)
+            self.leaves, numbers, finite = self._step(self.leaves, rate, self.rows)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
             raise DivergedError(step, loss, norm, self._culprit(loss, finite))
@@ -213,9 +228,8 @@ class Learner:
             return None
         rows = jax.tree.map(_described, self.rows)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = self.program, self.params, self.state, rate, rows
         with self._precision():
-            memory = _step.lower(*arguments).compile().memory_analysis()
+            memory = self._step.lower(self.leaves, rate, rows).compile().memory_analysis()
         if memory is None:
             return None
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -243,13 +257,28 @@ class Learner:
 
     def load(self, folder: Path, step: int) -> None:
         """Reads what `save` of either framework wrote after `step` steps."""
-        self.params = self._read(folder / "weights.safetensors")
-        adam = self.state[1]._replace(
+        state = self.state
+        adam = state[1]._replace(
             count=jnp.int32(step),
             mu=self._read(folder / "mean.safetensors"),
             nu=self._read(folder / "square.safetensors"),
         )
-        self.state = self._committed((self.state[0], adam, *self.state[2:]))
+        state = self._committed((state[0], adam, *state[2:]))
+        self.keep(self._read(folder / "weights.safetensors"), state)
+
+    @property
+    def params(self) -> nnx.State:
+        return self._tree.unflatten(self.leaves)[0]
+
+    @property
+    def state(self) -> Any:
+        """Of the optimizer."""
+        return self._tree.unflatten(self.leaves)[1]
+
+    def keep(self, params: nnx.State, state: Any) -> None:
+        """Goes on from these."""
+        self.leaves, self._tree = jax.tree.flatten((params, state))
+        self._step = _step_of(self.program, self._tree)
 
     def _precision(self):
         # A GPU would take TF32 for float32, which torch does not.
@@ -259,7 +288,7 @@ class Learner:
     def _read(self, path: Path) -> nnx.State:
         # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
         module = nnx.merge(
-            self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.params)
+            self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
         weights.load(path, module)
         state = nnx.split(module)[1]

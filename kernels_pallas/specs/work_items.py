@@ -68,9 +68,11 @@ def part_column(part: Any) -> Any:
     return WORK_ITEM_INTS + len(PART_COLUMNS) * part
 
 
-def entries_of_item(entries: int) -> int:
-    """How many entries a work item takes at most, of so many in all lists."""
-    return min(max(-(-entries // (GPU_ITEMS // 2)), MIN_ENTRIES), MAX_ENTRIES)
+def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
+    """How many entries a work item takes at most, of so many in all lists; where these are few,
+    so that there are `items`.
+    """
+    return min(max(-(-entries // items), MIN_ENTRIES), MAX_ENTRIES)
 
 
 # Queries that see a key are an interval.
@@ -327,9 +329,13 @@ class WorkItems:
         return sizes
 
 
-def dkv_work_items(lists: BlockQueryLists, most: int = MAX_ENTRIES) -> WorkItems:
-    """Of the selected branch in `dkv`; `most`: entries of a work item at most."""
-    longest = min(entries_of_item(lists.entries), most)
+def dkv_work_items(
+    lists: BlockQueryLists, most: int = MAX_ENTRIES, items: int = GPU_ITEMS // 2
+) -> WorkItems:
+    """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
+    `entries_of_item`.
+    """
+    longest = min(entries_of_item(lists.entries, items), most)
     return WorkItems(lists, MIN_SEGMENT, longest, halving=True)
 
 
