@@ -139,28 +139,24 @@ class LM(nnx.Module):
         """`prepare` makes the weights of a block of those that are stored, where it runs; for
         the backward pass `again`, or they are kept."""
         x = self.embedding[...][tokens].astype(self.dtype)
-        graph, stacked = self._stacked()
+        graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
 
         def block(x, stored):
             used = stored if prepare is None else prepare(stored)
-            return nnx.merge(graph, used)(x, segment_ids)
+            return nnx.merge(graphs[0], used)(x, segment_ids)
 
         if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)
-        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, stacked)
+        # No scan: it would copy what the backward pass reads into arrays of all blocks, twice
+        # the memory of a step, and compile no faster.
+        for stored in states:
+            x = block(x, stored)
         return self.head(self.norm(x))
 
     def observe(self, tokens):
         """`Block.observe` of every block, for `tokens` [1, T]."""
-        graph, stacked = self._stacked()
-
-        def step(x, stored):
-            block = nnx.merge(graph, stored)
-            return block(x), block.observe(x)
-
-        return jax.lax.scan(step, self.embedding[...][tokens].astype(self.dtype), stacked)[1]
-
-    def _stacked(self):
-        # A scan over the blocks' weights: one block is compiled, not all of them.
-        graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
-        return graphs[0], jax.tree.map(lambda *each: jnp.stack(each), *states)
+        x, found = self.embedding[...][tokens].astype(self.dtype), []
+        for block in self.blocks:
+            found.append(block.observe(x))
+            x = block(x)
+        return jax.tree.map(lambda *each: jnp.stack(each), *found)
