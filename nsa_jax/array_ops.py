@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.triton.kernel import TritonKernel
 
-type Index = int | slice | tuple[slice, ...]
+type Slices = tuple[slice, ...]  # of the first axes, without steps
 
 
 class QueryLayout(Protocol):
@@ -118,7 +118,7 @@ class ArrayOps(Protocol):
         """`x` with `count` more entries `value` at the end of `axis`."""
         ...
 
-    def write(self, x: Any, index: Index, part: Any) -> Any:
+    def write(self, x: Any, index: Slices, part: Any) -> Any:
         """`x` with `part` at `index`, perhaps in the memory of `x`."""
         ...
 

@@ -72,7 +72,9 @@ class JaxOps(ArrayOps):
         return jnp.pad(x, widths, constant_values=value)
 
     def write(self, x, index, part):
-        return x.at[index].set(part)
+        # `x.at[index].set` would be a scatter.
+        starts = [each.start or 0 for each in index] + [0] * (x.ndim - len(index))
+        return jax.lax.dynamic_update_slice(x, part, starts)
 
 
 JAX_OPS = JaxOps()

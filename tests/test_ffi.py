@@ -157,14 +157,19 @@ def test_a_program_names_its_kernels(hopper):
     assert set(found) == set(ffi._soon)
 
 
+@pytest.mark.parametrize("length", [96, 8192])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_a_program_has_no_loops(packed, hopper):
-    """XLA would launch the kernels of each of their steps, one after the other."""
-    types = layer(96)
+def test_a_program_has_no_loops(length, packed, hopper):
+    """XLA would launch the kernels of each of their steps, one after the other. A scatter where a
+    slice is written is a kernel too, and its empty constants have crashed Shardy in `shard_map`.
+    """
+    types = layer(length, heads=12, kv_heads=2, width=64)
     if packed:
-        types += (jax.ShapeDtypeStruct((1, 96), jnp.int32),)
-    lowered = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",))
-    assert "stablehlo.while" not in lowered.as_text()
+        types += (jax.ShapeDtypeStruct((1, length), jnp.int32),)
+    text = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("specs.gathered:partial_dq" in text) == (length == 8192 and not packed)
+    assert "stablehlo.while" not in text
+    assert packed or "stablehlo.scatter" not in text
 
 
 def call_of(kernel, device=0):
