@@ -114,11 +114,14 @@ def _loss(program: Program, params, rows: Rows):
 
 
 @functools.cache
-def _step_of(program: Program, tree: jax.tree_util.PyTreeDef):
+def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> jax.stages.Compiled:
     """`_step` on lists of arrays, the leaves of `tree`: weights and moments.
 
-    `jax.jit` takes a list to pieces in C++ and the states of modules in Python, which is slower
-    than a step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU.
+    JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
+    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU.
+
+    Args:
+      shapes: of leaves, rate and rows, each as leaves and their tree.
     """
 
     def step(leaves, rate, rows):
@@ -127,7 +130,8 @@ def _step_of(program: Program, tree: jax.tree_util.PyTreeDef):
         assert after == tree
         return leaves, numbers, finite
 
-    return jax.jit(step, donate_argnums=0)
+    arguments = [at.unflatten(each) for each, at in shapes]
+    return jax.jit(step, donate_argnums=0).lower(*arguments).compile()
 
 
 def _step(program: Program, params, state, rate, rows: Rows):
@@ -193,7 +197,6 @@ class Learner:
         self.program = Program(graphdef, task.training, self.dtype, self.layout)
         params = self._read(initial)
         self.keep(params, self._committed(self.program.optimizer().init(params)))
-        self.rows: Rows | None = None  # of the last step
         self.graph = False
 
     def step(self, batch: Batch, step: int) -> tuple[float, float]:
@@ -203,9 +206,12 @@ class Learner:
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        rate, self.rows = jnp.float32(self.training.rate(step)), self._rows(batch)
-        with self._precision():
-            self.leaves, numbers, finite = self._step(self.leaves, rate, self.rows)
+        arguments = self.leaves, np.float32(self.training.rate(step)), self._rows(batch)
+        if self.step_compiled is None:
+            shapes = tuple(_shapes(x) for x in arguments)
+            with self._precision():
+                self.step_compiled = _compiled(self.program, self._tree, shapes)
+        self.leaves, numbers, finite = self.step_compiled(*arguments)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
             raise DivergedError(step, loss, norm, self._culprit(loss, finite))
@@ -224,12 +230,9 @@ class Learner:
     def peak_bytes(self) -> int | None:
         """Arguments, results and temporaries of a step on one device, as the compiler lays
         them out."""
-        if self.rows is None:
+        if self.step_compiled is None:
             return None
-        rows = jax.tree.map(_described, self.rows)
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
-        with self._precision():
-            memory = self._step.lower(self.leaves, rate, rows).compile().memory_analysis()
+        memory = self.step_compiled.memory_analysis()
         if memory is None:
             return None
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -278,7 +281,7 @@ class Learner:
     def keep(self, params: nnx.State, state: Any) -> None:
         """Goes on from these."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
-        self._step = _step_of(self.program, self._tree)
+        self.step_compiled: jax.stages.Compiled | None = None  # for the rows of the first step
 
     def _precision(self):
         # A GPU would take TF32 for float32, which torch does not.
@@ -341,5 +344,9 @@ def _place(steps: tuple[Any, ...]) -> list[int | str]:
     return [step if isinstance(step, int) else known.get(step, step) for step in steps]
 
 
-def _described(x: jax.Array | np.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
+    """Leaves that say where arrays are, and their tree."""
+    leaves, at = jax.tree.flatten(tree)
+    where = (getattr(x, "sharding", None) for x in leaves)
+    pairs = zip(leaves, where, strict=True)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs), at
