@@ -125,10 +125,10 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> jax.st
     """
 
     def step(leaves, rate, rows):
-        *kept, numbers, finite = _step(program, *tree.unflatten(leaves), rate, rows)
+        *kept, numbers, squares = _step(program, *tree.unflatten(leaves), rate, rows)
         leaves, after = jax.tree.flatten(tuple(kept))
         assert after == tree
-        return leaves, numbers, finite
+        return leaves, numbers, squares
 
     arguments = [at.unflatten(each) for each, at in shapes]
     return jax.jit(step, donate_argnums=0).lower(*arguments).compile()
@@ -136,20 +136,20 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> jax.st
 
 def _step(program: Program, params, state, rate, rows: Rows):
     """Weights and moments after a step, or those before it where it is not finite; loss and
-    norm of the gradient; which gradients and which weights before it are finite."""
+    norm of the gradient; the squared norm of each."""
     compute = jax.value_and_grad(_micro, argnums=1)
     loss, grads = _added(functools.partial(compute, program, params), rows)
-    norm = optax.tree.norm(grads)
+    norm, squares = optax.tree.norm(grads), jax.tree.map(lambda x: (x * x).sum(), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
     updates = jax.tree.map(lambda x: -rate * x, updates)
     new = optax.apply_updates(params, updates), new_state
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    each = [[jnp.isfinite(x).all() for x in jax.tree.leaves(t)] for t in (grads, params)]
     if program.layout is not None:
         kept = program.layout.pinned(kept)
-    return *kept, program.shown(jnp.stack([loss, norm])), program.shown(jnp.array(each))
+    numbers = jnp.stack([loss, norm]), jnp.stack(jax.tree.leaves(squares))
+    return *kept, *program.shown(numbers)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "graphdef"))
@@ -211,10 +211,10 @@ class Learner:
             shapes = tuple(_shapes(x) for x in arguments)
             with self._precision():
                 self.step_compiled = _compiled(self.program, self._tree, shapes)
-        self.leaves, numbers, finite = self.step_compiled(*arguments)
+        self.leaves, numbers, squares = self.step_compiled(*arguments)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
-            raise DivergedError(step, loss, norm, self._culprit(loss, finite))
+            raise DivergedError(step, loss, norm, self._culprit(loss, squares))
         return loss, norm
 
     def loss(self, batch: Batch) -> float:
@@ -323,11 +323,15 @@ class Learner:
         ids = None if batch.segment_ids is None else place(batch.segment_ids)
         return Rows(place(batch.tokens), np.float32(total), ids)
 
-    def _culprit(self, loss: float, finite: jax.Array) -> str:
-        """What is not finite, the first of each kind in the order of the model."""
+    def _culprit(self, loss: float, squares: jax.Array) -> str:
+        """What is not finite, the first of each kind in the order of the model; `squares`: the
+        squared norms of the gradients."""
         found = [] if np.isfinite(loss) else ["loss"]
-        paths = [steps for steps, _ in nnx.to_flat_state(self.params)]
-        for kind, flags in zip(("gradient of", "weight"), np.asarray(finite), strict=True):
+        params = self.params
+        paths = [steps for steps, _ in nnx.to_flat_state(params)]
+        weights_finite = [bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params)]
+        finite = {"gradient of": np.isfinite(squares), "weight": weights_finite}
+        for kind, flags in finite.items():
             bad = [steps for steps, flag in zip(paths, flags, strict=True) if not flag]
             if bad:
                 first = min(bad, key=_place)
