@@ -125,7 +125,8 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> jax.st
     """
 
     def step(leaves, rate, rows):
-        *kept, numbers, squares = _step(program, *tree.unflatten(leaves), rate, rows)
+        params, state = tree.unflatten(leaves)
+        *kept, numbers, squares = _step(program, params, state, rate, rows)
         leaves, after = jax.tree.flatten(tuple(kept))
         assert after == tree
         return leaves, numbers, squares

@@ -1,0 +1,113 @@
+"""XLA's program of a training step on H100, made without one: how many kernels it launches.
+
+Compilation says nothing of what they compute, and little of how long they take.
+"""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax._src import compilation_cache
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bench.lm import jax_learner, jax_parallel, spec
+from bench.lm.jax_lm import LM
+from bench.lm.jax_parallel import Layout
+from nsa_jax import ffi, jax_problem, xla_call
+from nsa_jax.types import Branches
+
+# What XLA asks of a GPU, as it prints it of an H100.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84978434048 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+LAYERS = 2
+KERNELS = 29  # of a layer, forward and backward
+MOST = 550  # launches of a step of two layers, 504 at JAX 0.11.2
+LAUNCHED = "fusion", "copy", "custom-call", "sort", "all-reduce-start"
+COMPUTATION = re.compile(r"(ENTRY )?%?[\w.-]+ \(.*\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\(")
+HANDLER = xla_call.handler(lambda call: None)  # never run; XLA knows it until the process ends
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """JAX takes the first device for one, whose kernels lie on disk."""
+    monkeypatch.setattr(ffi, "TARGET", "test_jax_program")
+    jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="CUDA")
+    monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
+    monkeypatch.setattr(jax_problem, "capability", lambda: (9, 0))
+    monkeypatch.setattr(jax_problem, "device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # What is compiled for no device cannot be read again.
+    monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
+
+
+def step_of(devices: int, batch: int, length: int) -> jax.stages.Compiled:
+    """Of a model of two layers of the seed system's shape, by data parallelism if there are
+    several devices."""
+    model = spec.ModelSpec(spec.MODELS["125m"]["layer"], "nsa", LAYERS, 256)
+    options = {"dtype": jnp.dtype("bfloat16"), "implementation": Branches.each("mosaic")}
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: LM(model, **options)))
+    topology = topologies.get_topology_desc(
+        topology_name="", platform="cuda", target_config=H100, topology=f"1x{devices}x1"
+    )
+    mesh = Mesh(np.array(topology.devices).reshape(devices, 1, 1), jax_parallel.AXES)
+    whole, rows = (
+        NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, jax_parallel.ROWS))
+    )
+    layout = Layout(mesh) if devices > 1 else None
+    if layout is not None:
+        graphdef, _ = nnx.split(
+            nnx.eval_shape(lambda: LM(model, axis=jax_parallel.TENSOR, **options))
+        )
+    training = spec.Training(steps=100, batch=batch, seq_len=length)
+    program = jax_learner.Program(graphdef, training, options["dtype"], layout)
+    state = jax.eval_shape(program.optimizer().init, shapes)
+    leaves, tree = jax.tree.flatten((shapes, state))
+
+    def placed(x, where=whole):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    tokens = jax.ShapeDtypeStruct((1, batch, length + 1), jnp.uint8, sharding=rows)
+    arguments = [*map(placed, leaves)], scalar, jax_learner.Rows(tokens, scalar, None)
+    shapes_of = tuple(jax_learner._shapes(x) for x in arguments)
+    return jax_learner._compiled(program, tree, shapes_of)
+
+
+def launches(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+    """Instructions of the program that launch something, by kind; a loop would be one."""
+    found: collections.Counter[str] = collections.Counter()
+    entry = False
+    for line in compiled.as_text().splitlines():
+        if computation := COMPUTATION.match(line):
+            entry = computation[1] is not None
+        elif entry and (instruction := INSTRUCTION.match(line)):
+            found[instruction[1]] += 1
+    assert found["parameter"]
+    assert not found["while"]
+    return collections.Counter({name: found[name] for name in LAUNCHED})
+
+
+@pytest.mark.slow
+def test_a_step_on_two_devices(h100):
+    """Rows for which Shardy has crashed, at the empty constants of a scatter."""
+    found = launches(step_of(2, 8, 8192))
+    assert found["custom-call"] == KERNELS * LAYERS
+    assert 0 < found["all-reduce-start"] <= LAYERS + 2
+    assert found.total() <= MOST
