@@ -183,7 +183,8 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     used = begin >= 0
     begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
     borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
-    first = jax.vmap(lambda row: jnp.searchsorted(row, borders).astype(jnp.int32))(begin)
+    first = jax.vmap(lambda row: jnp.searchsorted(row, borders, method="scan_unrolled"))(begin)
+    first = first.astype(jnp.int32)
     padded = jnp.pad(begin, ((0, 0), (0, most)), constant_values=shard.length)
     rows = jax.vmap(lambda row, at: row[at])
     made = []

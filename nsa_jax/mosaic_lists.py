@@ -73,7 +73,9 @@ def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
         segment = sum((ops.to_int32(index >= first) for first in spec.offsets[1:]), index * 0)
         return [segment * (spec.longest + 1)]
 
-    (segment,) = ops.cached(layout, ("segments", spec.offsets, spec.items, spec.longest), make)
+    (segment,) = ops.cached(
+        layout, ("segments of items", spec.offsets, spec.items, spec.longest), make
+    )
     by_row = table.reshape(spec.lists.rows, spec.items, -1)
     item = WorkItem(*(by_row[..., column] for column in range(len(WorkItem._fields))))
     index = ops.xp.broadcast_to(index, item.row.shape)

@@ -21,16 +21,14 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
-from kernels_pallas.specs.work_items import SMS
+from kernels_pallas.specs.work_items import GPU_ITEMS
 from nsa_jax import mosaic_lists
 from nsa_jax.array_ops import ArrayOps, QueryLayout
 from nsa_jax.gradients import Gradients
 
 WINDOW_BYTES = 2**31  # of dS in a window of several rows of [B, Hkv]; one row may have more
 LARGEST_WINDOW_BYTES = 10 * 2**30  # where a window would have more, nothing is stored
-# Entries of a work item: a window waits for the one that begins last.
-MOST_ENTRIES = 512
-FEWEST_ITEMS = 10 * SMS  # of short sequences, or some SMs have more to do than others
+MOST_ENTRIES = 512  # of a work item: a window waits for its last one
 MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
 
 
@@ -80,7 +78,7 @@ def gradients(
         base.B, base.T, base.S, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists, MOST_ENTRIES, FEWEST_ITEMS)
+    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS)
     table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots

@@ -157,19 +157,27 @@ def test_a_program_names_its_kernels(hopper):
     assert set(found) == set(ffi._soon)
 
 
-@pytest.mark.parametrize("length", [96, 8192])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_a_program_has_no_loops(length, packed, hopper):
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "packed", "has"),
+    [
+        (96, 12, 2, False, "specs.selected:dq"),
+        (8192, 12, 2, False, "specs.gathered:partial_dq"),
+        (8192, 32, 2, False, "specs.stored_ds:dq"),
+        (96, 12, 2, True, "specs.selected:dq"),
+        (8192, 32, 2, True, "specs.selected:dq"),
+    ],
+)
+def test_a_program_has_no_loops(length, heads, kv_heads, packed, has, hopper):
     """XLA would launch the kernels of each of their steps, one after the other. A scatter where a
     slice is written is a kernel too, and its empty constants have crashed Shardy in `shard_map`.
     """
-    types = layer(length, heads=12, kv_heads=2, width=64)
+    types = layer(length, heads, kv_heads, width=64)
     if packed:
         types += (jax.ShapeDtypeStruct((1, length), jnp.int32),)
     text = jax.jit(program).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("specs.gathered:partial_dq" in text) == (length == 8192 and not packed)
+    assert has in text
     assert "stablehlo.while" not in text
-    assert packed or "stablehlo.scatter" not in text
+    assert "stablehlo.scatter" not in text
 
 
 def call_of(kernel, device=0):

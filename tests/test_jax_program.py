@@ -1,6 +1,6 @@
 """XLA's program of a training step on H100, made without one: how many kernels it launches.
 
-Compilation says nothing of what they compute, and little of how long they take.
+A program that compiles may still compute something else, or take long.
 """
 
 import collections
@@ -37,8 +37,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 LAYERS = 2
 KERNELS = 29  # of a layer, forward and backward
-MOST = 550  # launches of a step of two layers, 504 at JAX 0.11.2
-LAUNCHED = "fusion", "copy", "custom-call", "sort", "all-reduce-start"
+MOST = 500  # launches of the gradients of two layers, 451 at JAX 0.11.2
+MOST_OF_UPDATE = 40  # 20 at JAX 0.11.2
+LAUNCHED = "fusion", "copy", "custom-call", "sort", "all-reduce", "all-reduce-start"
 COMPUTATION = re.compile(r"(ENTRY )?%?[\w.-]+ \(.*\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\(")
 HANDLER = xla_call.handler(lambda call: None)  # never run; XLA knows it until the process ends
@@ -53,16 +54,16 @@ def h100(monkeypatch):
     monkeypatch.setattr(jax_problem, "capability", lambda: (9, 0))
     monkeypatch.setattr(jax_problem, "device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ffi, "_soon", type(ffi._soon)())  # nobody builds what is named here
     # What is compiled for no device cannot be read again.
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
 
 
-def step_of(devices: int, batch: int, length: int) -> jax.stages.Compiled:
-    """Of a model of two layers of the seed system's shape, by data parallelism if there are
-    several devices."""
+def step_of(devices: int, batch: int, length: int) -> jax_learner.Step:
+    """Of a model of two layers of the seed system's shape, by data parallelism."""
     model = spec.ModelSpec(spec.MODELS["125m"]["layer"], "nsa", LAYERS, 256)
     options = {"dtype": jnp.dtype("bfloat16"), "implementation": Branches.each("mosaic")}
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: LM(model, **options)))
+    _, shapes = nnx.split(nnx.eval_shape(lambda: LM(model, **options)))
     topology = topologies.get_topology_desc(
         topology_name="", platform="cuda", target_config=H100, topology=f"1x{devices}x1"
     )
@@ -70,11 +71,8 @@ def step_of(devices: int, batch: int, length: int) -> jax.stages.Compiled:
     whole, rows = (
         NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, jax_parallel.ROWS))
     )
-    layout = Layout(mesh) if devices > 1 else None
-    if layout is not None:
-        graphdef, _ = nnx.split(
-            nnx.eval_shape(lambda: LM(model, axis=jax_parallel.TENSOR, **options))
-        )
+    layout, axis = Layout(mesh), jax_parallel.TENSOR
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: LM(model, axis=axis, **options)))
     training = spec.Training(steps=100, batch=batch, seq_len=length)
     program = jax_learner.Program(graphdef, training, options["dtype"], layout)
     state = jax.eval_shape(program.optimizer().init, shapes)
@@ -107,7 +105,7 @@ def launches(compiled: jax.stages.Compiled) -> collections.Counter[str]:
 @pytest.mark.slow
 def test_a_step_on_two_devices(h100):
     """Rows for which Shardy has crashed, at the empty constants of a scatter."""
-    found = launches(step_of(2, 8, 8192))
-    assert found["custom-call"] == KERNELS * LAYERS
-    assert 0 < found["all-reduce-start"] <= LAYERS + 2
-    assert found.total() <= MOST
+    gradients, update = map(launches, step_of(2, 8, 8192))
+    assert gradients["custom-call"] == KERNELS * LAYERS
+    assert gradients.total() <= MOST
+    assert update.total() <= MOST_OF_UPDATE

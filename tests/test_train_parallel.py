@@ -302,9 +302,12 @@ def test_jax_on_two_devices_with_micro_batches(one, tmp_path):
     params = learner.params
     params["norm"]["scale"].set_value(params["norm"]["scale"].get_value() * np.nan)
     learner.keep(params, learner.state)
+    before = [np.array(x) for x in learner.leaves]
     text = r"step 3: loss=nan .*first: loss, gradient of embedding, weight norm\.scale"
     with pytest.raises(spec.DivergedError, match=text):
         learner.step(run.batches.train(3), 3)
+    for x, y in zip(before, learner.leaves, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_rows_of_all_ranks_are_the_batch():

@@ -176,9 +176,10 @@ def test_emulated(name, full):
 
 @pytest.mark.parametrize("ops", [nsa_torch.mosaic.OPS, JAX_OPS], ids=["torch", "jax"])
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.halving])
-def test_longest_first(ops, name, monkeypatch):
+@by_edges
+def test_longest_first(ops, name, full, monkeypatch):
     spec = SPECS[name]
-    edges, position = given = drawn(spec)
+    edges, position = given = arrays_of(spec, full)
     array = torch.tensor if ops.xp is torch else jnp.asarray
     monkeypatch.setattr(
         type(ops), "run", lambda *_: [array(np.asarray(x)) for x in by_emulation(spec, given)]

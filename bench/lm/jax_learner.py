@@ -33,6 +33,27 @@ class Rows(NamedTuple):
     segment_ids: jax.Array | None  # as `tokens`
 
 
+class Step(NamedTuple):
+    """A training step in two programs, on lists of arrays.
+
+    JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
+    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU. Of two programs the
+    host reads the loss and begins the next step while the second one runs.
+    """
+
+    gradients: jax.stages.Compiled  # of weights and rows: numbers, squares and gradients
+    update: jax.stages.Compiled  # of weights and moments, gradients, numbers and rate
+
+    def peak_bytes(self) -> int | None:
+        """On one device, as the compiler lays them out."""
+        first, second = (x.memory_analysis() for x in self)
+        if first is None or second is None:
+            return None
+        kept = second.output_size_in_bytes - second.alias_size_in_bytes
+        more = max(first.temp_size_in_bytes, second.temp_size_in_bytes + kept)
+        return int(second.argument_size_in_bytes + more)
+
+
 class Program(NamedTuple):
     """What the compiled functions are made of; learners with equal ones share them."""
 
@@ -42,10 +63,9 @@ class Program(NamedTuple):
     layout: Layout | None  # None: one device
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """AdamW without the learning rate, of the clipped gradient."""
+        """AdamW without the learning rate and the clipping."""
         at = self.training
         return optax.chain(
-            optax.clip_by_global_norm(at.clip),
             optax.scale_by_adam(at.beta1, at.beta2, at.eps),
             optax.add_decayed_weights(
                 at.weight_decay, lambda tree: jax.tree.map(lambda x: x.ndim >= 2, tree)
@@ -113,44 +133,58 @@ def _loss(program: Program, params, rows: Rows):
     return program.shown(_added(functools.partial(_micro, program, params), rows))
 
 
+@functools.partial(jax.jit, static_argnames="program")
+def _finite(program: Program, leaves):
+    return program.shown(jnp.stack([jnp.isfinite(x).all() for x in leaves]))
+
+
 @functools.cache
-def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> jax.stages.Compiled:
-    """`_step` on lists of arrays, the leaves of `tree`: weights and moments.
+def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
+    """`tree`: of weights and moments; `shapes`: of their leaves, of rate and rows, each as leaves
+    and their tree."""
+    leaves, rate, rows = (at.unflatten(each) for each, at in shapes)
+    of_params = jax.tree.structure(tree.unflatten(leaves)[0])
 
-    JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
-    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU.
+    def gradients(params, rows):
+        *numbers, grads = _gradients(program, of_params.unflatten(params), rows)
+        return *numbers, jax.tree.leaves(grads)
 
-    Args:
-      shapes: of leaves, rate and rows, each as leaves and their tree.
-    """
-
-    def step(leaves, rate, rows):
-        params, state = tree.unflatten(leaves)
-        *kept, numbers, squares = _step(program, params, state, rate, rows)
-        leaves, after = jax.tree.flatten(tuple(kept))
+    def update(leaves, grads, numbers, rate):
+        (params, state), grads = tree.unflatten(leaves), of_params.unflatten(grads)
+        kept = _update(program, params, state, grads, numbers, rate)
+        leaves, after = jax.tree.flatten(kept)
         assert after == tree
-        return leaves, numbers, squares
+        return leaves
 
-    arguments = [at.unflatten(each) for each, at in shapes]
-    return jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+    lowered = jax.jit(gradients).lower(leaves[: of_params.num_leaves], rows)
+    first = lowered.compile()
+    numbers, _, grads = jax.tree.map(_placed, lowered.out_info, first.output_shardings)
+    second = jax.jit(update, donate_argnums=0).lower(leaves, grads, numbers, rate)
+    return Step(first, second.compile())
 
 
-def _step(program: Program, params, state, rate, rows: Rows):
-    """Weights and moments after a step, or those before it where it is not finite; loss and
-    norm of the gradient; the squared norm of each."""
+def _gradients(program: Program, params, rows: Rows):
+    """Loss and norm of the gradient, the squared norm of each weight's, and the gradient."""
     compute = jax.value_and_grad(_micro, argnums=1)
     loss, grads = _added(functools.partial(compute, program, params), rows)
-    norm, squares = optax.tree.norm(grads), jax.tree.map(lambda x: (x * x).sum(), grads)
+    squares = [(x * x).sum() for x in jax.tree.leaves(grads)]
+    if program.layout is not None:
+        grads = program.layout.pinned(grads)
+    numbers = jnp.stack([loss, optax.tree.norm(grads)]), jnp.stack(squares)
+    return *program.shown(numbers), grads
+
+
+def _update(program: Program, params, state, grads, numbers, rate):
+    """Weights and moments after a step, or those before it where loss or norm is not finite."""
+    norm, clip = numbers[1], program.training.clip
+    grads = jax.tree.map(lambda x: jnp.where(norm < clip, x, x / norm * clip), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
     updates = jax.tree.map(lambda x: -rate * x, updates)
     new = optax.apply_updates(params, updates), new_state
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    finite = jnp.isfinite(numbers).all()
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (params, state))
-    if program.layout is not None:
-        kept = program.layout.pinned(kept)
-    numbers = jnp.stack([loss, norm]), jnp.stack(jax.tree.leaves(squares))
-    return *kept, *program.shown(numbers)
+    return kept if program.layout is None else program.layout.pinned(kept)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "graphdef"))
@@ -207,12 +241,13 @@ class Learner:
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        arguments = self.leaves, np.float32(self.training.rate(step)), self._rows(batch)
-        if self.step_compiled is None:
-            shapes = tuple(_shapes(x) for x in arguments)
+        rate, rows = np.float32(self.training.rate(step)), self._rows(batch)
+        if self.compiled is None:
+            shapes = tuple(_shapes(x) for x in (self.leaves, rate, rows))
             with self._precision():
-                self.step_compiled = _compiled(self.program, self._tree, shapes)
-        self.leaves, numbers, squares = self.step_compiled(*arguments)
+                self.compiled = _compiled(self.program, self._tree, shapes)
+        numbers, squares, grads = self.compiled.gradients(self.leaves[: self.weights], rows)
+        self.leaves = self.compiled.update(self.leaves, grads, numbers, rate)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
             raise DivergedError(step, loss, norm, self._culprit(loss, squares))
@@ -229,15 +264,8 @@ class Learner:
         return sum(x.size for x in jax.tree.leaves(weights_only))
 
     def peak_bytes(self) -> int | None:
-        """Arguments, results and temporaries of a step on one device, as the compiler lays
-        them out."""
-        if self.step_compiled is None:
-            return None
-        memory = self.step_compiled.memory_analysis()
-        if memory is None:
-            return None
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        return int(held + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+        """Of a step on one device."""
+        return None if self.compiled is None else self.compiled.peak_bytes()
 
     def health(self, batch: Batch) -> list[health.Layer]:
         """Of gates and selection over the first row of `batch`; of dense attention nothing.
@@ -252,7 +280,7 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Writes weights and moments, each as `interop.weights` does."""
-        adam = self.state[1]
+        adam = self.state[0]
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
             whole = jax_parallel.whole(tree, self.ranks)
             if self.ranks.rank == 0:
@@ -262,12 +290,12 @@ class Learner:
     def load(self, folder: Path, step: int) -> None:
         """Reads what `save` of either framework wrote after `step` steps."""
         state = self.state
-        adam = state[1]._replace(
+        adam = state[0]._replace(
             count=jnp.int32(step),
             mu=self._read(folder / "mean.safetensors"),
             nu=self._read(folder / "square.safetensors"),
         )
-        state = self._committed((state[0], adam, *state[2:]))
+        state = self._committed((adam, *state[1:]))
         self.keep(self._read(folder / "weights.safetensors"), state)
 
     @property
@@ -282,7 +310,8 @@ class Learner:
     def keep(self, params: nnx.State, state: Any) -> None:
         """Goes on from these."""
         self.leaves, self._tree = jax.tree.flatten((params, state))
-        self.step_compiled: jax.stages.Compiled | None = None  # for the rows of the first step
+        self.weights = len(jax.tree.leaves(params))  # come first
+        self.compiled: Step | None = None  # for rows as those of the first step
 
     def _precision(self):
         # A GPU would take TF32 for float32, which torch does not.
@@ -325,13 +354,14 @@ class Learner:
         return Rows(place(batch.tokens), np.float32(total), ids)
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
-        """What is not finite, the first of each kind in the order of the model; `squares`: the
-        squared norms of the gradients."""
+        """What is not finite, or too large to be squared in float32: the first of each kind in
+        the order of the model. `squares`: the squared norms of the gradients.
+        """
         found = [] if np.isfinite(loss) else ["loss"]
         params = self.params
         paths = [steps for steps, _ in nnx.to_flat_state(params)]
-        weights_finite = [bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params)]
-        finite = {"gradient of": np.isfinite(squares), "weight": weights_finite}
+        flags = _finite(self.program, jax.tree.leaves(params))
+        finite = {"gradient of": np.isfinite(squares), "weight": np.asarray(flags)}
         for kind, flags in finite.items():
             bad = [steps for steps, flag in zip(paths, flags, strict=True) if not flag]
             if bad:
@@ -352,6 +382,8 @@ def _place(steps: tuple[Any, ...]) -> list[int | str]:
 def _shapes(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]:
     """Leaves that say where arrays are, and their tree."""
     leaves, at = jax.tree.flatten(tree)
-    where = (getattr(x, "sharding", None) for x in leaves)
-    pairs = zip(leaves, where, strict=True)
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in pairs), at
+    return tuple(_placed(x, getattr(x, "sharding", None)) for x in leaves), at
+
+
+def _placed(x: Any, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

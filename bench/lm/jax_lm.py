@@ -148,7 +148,7 @@ class LM(nnx.Module):
         if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)
         # No scan: it would copy what the backward pass reads into arrays of all blocks, twice
-        # the memory of a step, and compile no faster.
+        # the memory of a step.
         for stored in states:
             x = block(x, stored)
         return self.head(self.norm(x))

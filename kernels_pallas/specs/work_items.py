@@ -15,7 +15,8 @@ they belong to one segment, or, of a window, are neighbours in each segment.
     order of work items           interval   [segment, tile, row of B x Hkv], the last segment first
                                   window     [tile of a segment, segment, row]
                                   equal      [segment, row, tile, work item of the list]
-                                  halving    [row, segment, tile, work item of the list]
+                                  halving    [row, segment, tile, work item of the list], then by
+                                             length where dS is stored (`mosaic_lists`)
     order of partials             [row, tile, segment, work item of the list]
 """
 
