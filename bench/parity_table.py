@@ -30,8 +30,9 @@ a contiguous decode step measured until f764ddc contain a copy of all values, wh
 does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory were written as
 `unsupported` and have been renamed `oom`. `nvidia-h200/kernel_log/variants.jsonl`: figures of
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
-kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `nvidia-h200/quality/`: every
-20th step of runs of 1000.
+kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `quality/`: every
+20th step of runs of 1000. `nvidia-h100-80gb-hbm3/train/unfinished/`: 200 steps of JAX each, of runs
+that a time limit ended before their last lines (docs/training_parallel.md).
 
 """
 COLUMNS = (
