@@ -28,6 +28,7 @@ from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
+from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import wide
 from nsa_jax.types import RESIDUAL, Branches
 
@@ -183,8 +184,8 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     used = begin >= 0
     begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
     borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
-    first = jax.vmap(lambda row: jnp.searchsorted(row, borders, method="scan_unrolled"))(begin)
-    first = first.astype(jnp.int32)
+    borders = jnp.broadcast_to(borders, (begin.shape[0], borders.size))
+    first = JAX_OPS.searchsorted(begin, borders, "left").astype(jnp.int32)
     padded = jnp.pad(begin, ((0, 0), (0, most)), constant_values=shard.length)
     rows = jax.vmap(lambda row, at: row[at])
     made = []

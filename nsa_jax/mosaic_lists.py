@@ -77,9 +77,9 @@ def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
         layout, ("segments of items", spec.offsets, spec.items, spec.longest), make
     )
     by_row = table.reshape(spec.lists.rows, spec.items, -1)
-    item = WorkItem(*(by_row[..., column] for column in range(len(WorkItem._fields))))
-    index = ops.xp.broadcast_to(index, item.row.shape)
-    _, order = ops.sort_pairs(segment - (item.end - item.begin), index)
+    begin, end = (by_row[..., WorkItem._fields.index(name)] for name in ("begin", "end"))
+    index = ops.xp.broadcast_to(index, begin.shape)
+    _, order = ops.sort_pairs(segment - (end - begin), index)
     return ops.take_rows(by_row, order).reshape(table.shape), *sums
 
 

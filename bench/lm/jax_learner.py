@@ -170,13 +170,14 @@ def _gradients(program: Program, params, rows: Rows):
     squares = [(x * x).sum() for x in jax.tree.leaves(grads)]
     if program.layout is not None:
         grads = program.layout.pinned(grads)
-    numbers = jnp.stack([loss, optax.tree.norm(grads)]), jnp.stack(squares)
+    numbers = jnp.stack([loss, jnp.sqrt(sum(squares))]), jnp.stack(squares)
     return *program.shown(numbers), grads
 
 
 def _update(program: Program, params, state, grads, numbers, rate):
     """Weights and moments after a step, or those before it where loss or norm is not finite."""
     norm, clip = numbers[1], program.training.clip
+    # As optax.clip_by_global_norm, which would sum up all squares again.
     grads = jax.tree.map(lambda x: jnp.where(norm < clip, x, x / norm * clip), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax is not strict
         updates, new_state = program.optimizer().update(grads, state, params)
@@ -319,7 +320,7 @@ class Learner:
         return jax.default_matmul_precision("highest" if exact else None)
 
     def _read(self, path: Path) -> nnx.State:
-        # Copies: what no file holds, as marks of a kind, may not be shared by what `_step` donates.
+        # Copies: what no file holds, as marks of a kind, may not be shared by what a step donates.
         module = nnx.merge(
             self.graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes)
         )
@@ -331,8 +332,7 @@ class Learner:
         return nnx.merge(self.graphdef, self.params)
 
     def _committed(self, tree):
-        """`tree` bound to its devices as results of `_step` are, which is then compiled but
-        once."""
+        """`tree` bound to its devices, as results of a step are."""
         if self.layout is None:
             return jax.device_put(tree, jax.devices()[0])
         return self.layout.placed(tree)
