@@ -185,7 +185,7 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
     borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
     borders = jnp.broadcast_to(borders, (begin.shape[0], borders.size))
-    first = JAX_OPS.searchsorted(begin, borders, "left").astype(jnp.int32)
+    first = JAX_OPS.searchsorted(begin, borders, "left").astype(jnp.int32)  # of each chunk
     padded = jnp.pad(begin, ((0, 0), (0, most)), constant_values=shard.length)
     rows = jax.vmap(lambda row, at: row[at])
     made = []
@@ -197,7 +197,7 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
         inside = (start >= 0)[..., None, None]
         made.append(jnp.where(inside, windows, jnp.zeros((), windows.dtype)))
     found = shard.gather(jnp.concatenate(made, axis=1))
-    number = jnp.minimum(begin // chunk, len(borders) - 1)
+    number = jnp.minimum(begin // chunk, first.shape[1] - 1)
     slot = jnp.arange(count, dtype=jnp.int32)
     at = number * most + slot - rows(first, number)
     found = rows(found, jnp.where(used, at, 0))
