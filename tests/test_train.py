@@ -22,11 +22,13 @@ from bench.lm import (
     curves,
     log,
     loop,
+    share,
     spec,
     speed,
     torch_learner,
     torch_lm,
     variants,
+    watch,
 )
 from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
@@ -215,7 +217,7 @@ def test_a_diverged_step_changes_nothing(tmp_path, framework):
         safetensors.torch.save_file(tensors, path, metadata)
     learner.load(kept, 1)
     with pytest.raises(spec.DivergedError, match=r"step 7: loss=.*must be finite"):
-        learner.step(batch, 7)
+        learner.step(batch, 7, run.batches.train(8))
     learner.save(tmp_path)
     for name in ("weights", "mean", "square"):
         after, before = (
@@ -226,6 +228,58 @@ def test_a_diverged_step_changes_nothing(tmp_path, framework):
         checkpoint.save(run.folder, learner, 2, {})
     assert checkpoint.latest(run.folder) == kept
     assert [path.name for path in run.folder.iterdir()] == [kept.name]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_following_batch_changes_no_number(tmp_path, framework):
+    """What is told of the batch after: nothing, the truth, or another one."""
+    todo = task("dense")
+    run = run_of(tmp_path, framework, todo)
+    batches = [run.batches.train(i) for i in range(5)]
+    found = []
+    for ahead in (None, 1, 2):
+        learner = variants.learner(run.variant, todo, tmp_path)
+        told = [None] * 3 if ahead is None else batches[ahead : ahead + 3]
+        numbers = [learner.step(batches[i], i, told[i]) for i in range(3)]
+        found.append([*numbers, learner.loss(batches[4])])
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
+    """But not what is saved after another one, before which the devices begin with nothing."""
+    told = []
+
+    class Idle:
+        share, graph = share.Share(2), False
+
+        def step(self, batch, step, following=None):
+            told.append(following is not None)
+            return 1.0, 1.0
+
+        def save(self, folder):
+            time.sleep(0.3)
+
+        def loss(self, batch):
+            return 1.0
+
+        def health(self, batch):
+            return []
+
+    class Slow(Batches):
+        def train(self, step, rows=slice(None)):
+            time.sleep(0.05)
+            return super().train(step, rows)
+
+    todo = task("dense", steps=5)
+    run = run_of(tmp_path, "torch", todo, save_every=3)
+    run = dataclasses.replace(run, batches=Slow(2, todo.training.seq_len, 0, CORPUS))
+    times_ms: list[float] = []
+    with watch.Watch(tmp_path, "idle", run.ranks, watch.Settings()) as watched:
+        loop.steps(run, Idle(), 0, loop.Stop(), times_ms, watched)
+    assert told == [True, True, False, True, False]
+    # Two batches, one, none, two, none; the third step is followed by a checkpoint.
+    for time_ms, drawn in zip(times_ms, (2, 1, 0, 2, 0), strict=True):
+        assert 50 * drawn <= time_ms < 50 * drawn + 50
 
 
 def test_a_checkpoint_that_breaks_off_leaves_the_last_one(tmp_path):

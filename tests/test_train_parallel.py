@@ -1,6 +1,7 @@
 """Several processes and devices: the losses of one, checkpoints for any number, and faults."""
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import subprocess
@@ -287,8 +288,10 @@ def _joined(path: Path, scratch: Path) -> Path:
 def test_jax_on_four_devices_in_bf16(one, tmp_path):
     todo = task("dense", "bfloat16")
     run, learner = jax_learner(tmp_path, Parallel("ddp", 4), todo)
+    batches = [run.batches.train(i) for i in range(todo.training.steps + 1)]
+    pairs = itertools.pairwise(batches)
     with jax.numpy_dtype_promotion("standard"):  # JAX's own attention is not strict
-        found = [learner.step(run.batches.train(i), i)[0] for i in range(todo.training.steps)]
+        found = [learner.step(each, i, after)[0] for i, (each, after) in enumerate(pairs)]
     assert apart(found, one["dense-bf16"][1]) < TOLERANCE["bfloat16"]
 
 

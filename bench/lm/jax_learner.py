@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
     step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU. Of two programs the
-    host reads the loss and begins the next step while the second one runs.
+    host reads the loss while the second one runs, and the first one of the next batch.
     """
 
     gradients: jax.stages.Compiled  # of weights and rows: numbers, squares and gradients
@@ -52,6 +52,14 @@ class Step(NamedTuple):
         kept = second.output_size_in_bytes - second.alias_size_in_bytes
         more = max(first.temp_size_in_bytes, second.temp_size_in_bytes + kept)
         return int(second.argument_size_in_bytes + more)
+
+
+class Begun(NamedTuple):
+    """A step whose gradients the devices may still be at."""
+
+    batch: Batch
+    program: Step
+    found: Any  # what `program.gradients` returned
 
 
 class Program(NamedTuple):
@@ -235,24 +243,40 @@ class Learner:
         self.keep(params, self._committed(self.program.optimizer().init(params)))
         self.graph = False
 
-    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+    def step(
+        self, batch: Batch, step: int, following: Batch | None = None
+    ) -> tuple[float, float]:
         """Loss and gradient norm before clipping of the batch of which this process has its
         `share`.
+
+        The devices begin with the `following` batch before the host reads the loss, so that they
+        do not wait for the host between two steps.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
         """
-        rate, rows = np.float32(self.training.rate(step)), self._rows(batch)
-        if self.compiled is None:
-            shapes = tuple(_shapes(x) for x in (self.leaves, rate, rows))
-            with self._precision():
-                self.compiled = _compiled(self.program, self._tree, shapes)
-        numbers, squares, grads = self.compiled.gradients(self.leaves[: self.weights], rows)
-        self.leaves = self.compiled.update(self.leaves, grads, numbers, rate)
+        begun, self._begun = self._begun, None
+        if begun is None or begun.batch is not batch:
+            begun = self._begin(batch)
+        _, program, (numbers, squares, grads) = begun
+        rate = np.float32(self.training.rate(step))
+        self.leaves = program.update(self.leaves, grads, numbers, rate)
+        del begun, grads  # makes room for the next ones
+        if following is not None:
+            self._begun = self._begin(following)
         loss, norm = map(float, np.asarray(numbers))
         if not np.isfinite([loss, norm]).all():
             raise DivergedError(step, loss, norm, self._culprit(loss, squares))
         return loss, norm
+
+    def _begin(self, batch: Batch) -> Begun:
+        rows = self._rows(batch)
+        if self.compiled is None:
+            shapes = tuple(_shapes(x) for x in (self.leaves, np.float32(0), rows))
+            with self._precision():
+                self.compiled = _compiled(self.program, self._tree, shapes)
+        found = self.compiled.gradients(self.leaves[: self.weights], rows)
+        return Begun(batch, self.compiled, found)
 
     def loss(self, batch: Batch) -> float:
         """The mean loss of a batch of which this process has its `share`, in nats a token."""
@@ -313,6 +337,7 @@ class Learner:
         self.leaves, self._tree = jax.tree.flatten((params, state))
         self.weights = len(jax.tree.leaves(params))  # come first
         self.compiled: Step | None = None  # for rows as those of the first step
+        self._begun: Begun | None = None
 
     def _precision(self):
         # A GPU would take TF32 for float32, which torch does not.

@@ -34,7 +34,9 @@ class Learner(checkpoint.Kept, Protocol):
     share: shares.Share
     graph: bool
 
-    def step(self, batch: Batch, step: int) -> tuple[float, float]: ...
+    def step(
+        self, batch: Batch, step: int, following: Batch | None = None
+    ) -> tuple[float, float]: ...
 
     def loss(self, batch: Batch) -> float: ...
 
@@ -159,24 +161,29 @@ def _run(run: Run, stop: Stop) -> log.Summary:
 def steps(
     run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
 ) -> log.Summary:
-    """The steps from `first` on; each appends to `times_ms`."""
+    """The steps from `first` on; each appends to `times_ms` what passed since the one before,
+    without what is saved and observed between the two."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
+    following = None
     with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
+        since = time.perf_counter()
         for step in range(first, training.steps):
             # Signals come to ranks at different steps: all stop where one was asked to.
             if run.ranks.any(stop.asked):
                 reason = f"SIGTERM after {step} steps, saved to {save(step)}"
                 return summary(status="stopped", steps=step, reason=reason)
-            batch = learner.share.of(functools.partial(run.batches.train, step))
-            shares.check_vocabulary(batch, run.task.model.vocabulary)
-            start = time.perf_counter()
+            done = step + 1
+            pauses = watch.due(done) or done % run.save_every == 0 or done == training.steps
+            batch = _batch(run, learner, step) if following is None else following
+            following = None if pauses else _batch(run, learner, done)
             try:
-                loss, norm = learner.step(batch, step)
+                loss, norm = learner.step(batch, step, following)
             except DivergedError as error:
                 reason = f"{error}; the last checkpoint is {run.checkpoint()}"
                 return summary(status="diverged", steps=step, reason=reason)
-            time_ms = (time.perf_counter() - start) * 1e3
+            now = time.perf_counter()
+            time_ms, since = (now - since) * 1e3, now
             times_ms.append(time_ms)
             line = log.Step(
                 **run.variant.name,
@@ -188,19 +195,27 @@ def steps(
                 tokens_per_s=run.task.tokens() / time_ms * 1e3,
             )
             run.write(line)
-            done = step + 1
             watch.stepped(line)
             if watch.due(done):
                 _observe(run, learner, batch, line, watch)
             progress.stepped(done, loss, time_ms)
             if done % run.save_every == 0 and done < training.steps:
                 _save_if_there_is_room(run, save, done)
+            if pauses:
+                since = time.perf_counter()
     save(training.steps)
     held_out = run.batches.evaluation(EVALUATED_BATCHES)
     mine = [learner.share.of_whole(batch) for batch in held_out]
     loss = float(np.mean([learner.loss(batch) for batch in mine]))
     gain = _recall(run, learner, held_out)
     return summary(status="ok", steps=training.steps, held_out_loss=loss, recall_gain=gain)
+
+
+def _batch(run: Run, learner: Learner, step: int) -> Batch:
+    """This rank's rows of the batch of `step`."""
+    batch = learner.share.of(functools.partial(run.batches.train, step))
+    shares.check_vocabulary(batch, run.task.model.vocabulary)
+    return batch
 
 
 def _recall(run: Run, learner: Learner, held_out: Sequence[Batch]) -> float | None:

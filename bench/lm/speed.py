@@ -67,7 +67,7 @@ def measure(
             learner.step(batches.train(0), next(count))
         waiting = [batches.train(i) for i in range(4)]
         found = timing.time_host(
-            lambda i: learner.step(waiting[i % 4], next(count)),
+            lambda i: learner.step(waiting[i % 4], next(count), waiting[(i + 1) % 4]),
             lambda numbers: numbers,  # the device is done
             seconds=seconds,
         )

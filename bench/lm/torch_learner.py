@@ -101,9 +101,11 @@ class Learner:
             fused=cuda,
         )
 
-    def step(self, batch: Batch, step: int) -> tuple[float, float]:
+    def step(
+        self, batch: Batch, step: int, following: Batch | None = None
+    ) -> tuple[float, float]:
         """Loss and gradient norm before clipping of the batch of which this process has its
-        `share`.
+        `share`; `following` is not begun with.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
