@@ -165,7 +165,8 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
         return leaves
 
     lowered = jax.jit(gradients).lower(leaves[: of_params.num_leaves], rows)
-    first = lowered.compile()
+    layout = program.layout
+    first = lowered.compile(None if layout is None else layout.compiler_options())
     numbers, _, grads = jax.tree.map(_placed, lowered.out_info, first.output_shardings)
     second = jax.jit(update, donate_argnums=0).lower(leaves, grads, numbers, rate)
     return Step(first, second.compile())
