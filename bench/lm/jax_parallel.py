@@ -41,13 +41,9 @@ def spec_of(path: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(FSDP, TENSOR)
 
 
-# Of XLA, where sums of gradients shall run beside the backward pass. By itself it keeps one in
-# flight, begins it so late that nearly all run after the backward pass, and copies gradients
-# together to 30 MB and apart again.
-SUMS = {
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 128,
-    "xla_gpu_all_reduce_combine_threshold_bytes": 2**21,  # matrices are summed where they are
-}
+# XLA keeps one sum of gradients in flight, which it begins so late that nearly all of them run
+# after the backward pass. This many may be: each begins where its gradients are there.
+IN_FLIGHT = {"xla_gpu_experimental_parallel_collective_overlap_limit": 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +80,7 @@ class Layout:
 
     def compiler_options(self) -> dict[str, int]:
         """Of XLA, for gradients. Of shards as many gathered weights would be in flight."""
-        return {} if self.mesh.shape[FSDP] > 1 else SUMS
+        return {} if self.mesh.shape[FSDP] > 1 else IN_FLIGHT
 
     def part(self, model: ModelSpec) -> ModelSpec:
         """The model that a device has with its part of the heads."""
