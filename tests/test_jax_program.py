@@ -35,11 +35,10 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-LAYERS = 3
+LAYERS = 2
 KERNELS = 29  # of a layer, forward and backward
-HIDDEN = 3712  # as of the 125M model: XLA sums up gradients by parts of 30 MB
-MOST = 720  # launches of the gradients of three layers, 652 at JAX 0.11.2
-MOST_OF_UPDATE = 40  # 26 at JAX 0.11.2
+MOST = 500  # launches of the gradients of two layers, 451 at JAX 0.11.2
+MOST_OF_UPDATE = 40  # 20 at JAX 0.11.2
 LAUNCHED = "fusion", "copy", "custom-call", "sort", "all-reduce", "all-reduce-start"
 COMPUTATION = re.compile(r"(ENTRY )?%?[\w.-]+ \(.*\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%[\w.-]+ = .*? ([a-z][\w-]*)\(")
@@ -61,8 +60,8 @@ def h100(monkeypatch):
 
 
 def step_of(devices: int, batch: int, length: int) -> jax_learner.Step:
-    """Of a model of three layers of the seed system's shape, by data parallelism."""
-    model = spec.ModelSpec(spec.MODELS["125m"]["layer"], "nsa", LAYERS, HIDDEN)
+    """Of a model of two layers of the seed system's shape, by data parallelism."""
+    model = spec.ModelSpec(spec.MODELS["125m"]["layer"], "nsa", LAYERS, 256)
     options = {"dtype": jnp.dtype("bfloat16"), "implementation": Branches.each("mosaic")}
     _, shapes = nnx.split(nnx.eval_shape(lambda: LM(model, **options)))
     topology = topologies.get_topology_desc(
@@ -89,21 +88,15 @@ def step_of(devices: int, batch: int, length: int) -> jax_learner.Step:
     return jax_learner._compiled(program, tree, shapes_of)
 
 
-def instructions(compiled: jax.stages.Compiled) -> list[str]:
-    """The kinds of the instructions of the program, as they follow each other."""
-    found = []
+def launches(compiled: jax.stages.Compiled) -> collections.Counter[str]:
+    """Instructions of the program that launch something, by kind; a loop would be one."""
+    found: collections.Counter[str] = collections.Counter()
     entry = False
     for line in compiled.as_text().splitlines():
         if computation := COMPUTATION.match(line):
             entry = computation[1] is not None
         elif entry and (instruction := INSTRUCTION.match(line)):
-            found.append(instruction[1])
-    return found
-
-
-def launches(kinds: list[str]) -> collections.Counter[str]:
-    """Instructions that launch something, by kind; a loop would be one."""
-    found = collections.Counter(kinds)
+            found[instruction[1]] += 1
     assert found["parameter"]
     assert not found["while"]
     return collections.Counter({name: found[name] for name in LAUNCHED})
@@ -112,12 +105,7 @@ def launches(kinds: list[str]) -> collections.Counter[str]:
 @pytest.mark.slow
 def test_a_step_on_two_devices(h100):
     """Rows for which Shardy has crashed, at the empty constants of a scatter."""
-    programs = [instructions(program) for program in step_of(2, 8, 8192)]
-    gradients, update = map(launches, programs)
+    gradients, update = map(launches, step_of(2, 8, 8192))
     assert gradients["custom-call"] == KERNELS * LAYERS
     assert gradients.total() <= MOST
     assert update.total() <= MOST_OF_UPDATE
-    # Gradients are summed beside the backward pass: some while attention's kernels still run.
-    first, *_ = programs
-    backward = first[first.index("all-reduce-start") : first.index("all-reduce-done")]
-    assert backward.count("custom-call") >= KERNELS // 2

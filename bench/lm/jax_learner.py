@@ -165,8 +165,7 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
         return leaves
 
     lowered = jax.jit(gradients).lower(leaves[: of_params.num_leaves], rows)
-    layout = program.layout
-    first = lowered.compile(None if layout is None else layout.compiler_options())
+    first = lowered.compile()
     numbers, _, grads = jax.tree.map(_placed, lowered.out_info, first.output_shardings)
     second = jax.jit(update, donate_argnums=0).lower(leaves, grads, numbers, rate)
     return Step(first, second.compile())

@@ -41,11 +41,6 @@ def spec_of(path: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec(FSDP, TENSOR)
 
 
-# XLA keeps one sum of gradients in flight, which it begins so late that nearly all of them run
-# after the backward pass. This many may be: each begins where its gradients are there.
-IN_FLIGHT = {"xla_gpu_experimental_parallel_collective_overlap_limit": 32}
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A mesh, and where everything stands on it."""
@@ -77,10 +72,6 @@ class Layout:
     def shown(self, tree: Any) -> Any:
         """Within `jit`: `tree` whole on every device, so that any process can read it."""
         return jax.lax.with_sharding_constraint(tree, self.replicated)
-
-    def compiler_options(self) -> dict[str, int]:
-        """Of XLA, for gradients. Of shards as many gathered weights would be in flight."""
-        return {} if self.mesh.shape[FSDP] > 1 else IN_FLIGHT
 
     def part(self, model: ModelSpec) -> ModelSpec:
         """The model that a device has with its part of the heads."""
