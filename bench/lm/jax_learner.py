@@ -154,11 +154,11 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
     of_params = jax.tree.structure(tree.unflatten(leaves)[0])
 
     def gradients(params, rows):
-        *numbers, grads = _gradients(program, of_params.unflatten(params), rows)
-        return *numbers, jax.tree.leaves(grads)
+        return _gradients(program, of_params.unflatten(params), rows)
 
     def update(leaves, grads, numbers, rate):
-        (params, state), grads = tree.unflatten(leaves), of_params.unflatten(grads)
+        params, state = tree.unflatten(leaves)
+        grads = of_params.unflatten(_leaves(grads, leaves[: of_params.num_leaves]))
         kept = _update(program, params, state, grads, numbers, rate)
         leaves, after = jax.tree.flatten(kept)
         assert after == tree
@@ -172,14 +172,25 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
 
 def _gradients(program: Program, params, rows: Rows):
-    """Loss and norm of the gradient, the squared norm of each weight's, and the gradient."""
-    compute = jax.value_and_grad(_micro, argnums=1)
-    loss, grads = _added(functools.partial(compute, program, params), rows)
-    squares = [(x * x).sum() for x in jax.tree.leaves(grads)]
-    if program.layout is not None:
-        grads = program.layout.pinned(grads)
+    """Loss and norm of the gradient, the squared norm of each weight's, and the gradients: a
+    list, or of replicas one array."""
+    layout = program.layout
+    if layout is not None and layout.replicas_only:
+        compute = layout.summed_gradients(functools.partial(_part, program), params)
+        grads = _added(functools.partial(compute, params), rows)
+        loss = grads[-1]
+    else:
+        compute = jax.value_and_grad(_micro, argnums=1)
+        loss, grads = _added(functools.partial(compute, program, params), rows)
+        grads = jax.tree.leaves(grads if layout is None else layout.pinned(grads))
+    squares = [(x * x).sum() for x in _leaves(grads, jax.tree.leaves(params))]
     numbers = jnp.stack([loss, jnp.sqrt(sum(squares))]), jnp.stack(squares)
     return *program.shown(numbers), grads
+
+
+def _leaves(grads, params) -> list[jax.Array]:
+    """What `_gradients` found of each of `params`."""
+    return grads if isinstance(grads, list) else jax_parallel.apart(grads, params)
 
 
 def _update(program: Program, params, state, grads, numbers, rate):

@@ -8,6 +8,7 @@ of the MLP, so that attention runs as on one device (`shard_map`), kernels inclu
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -111,8 +112,7 @@ class Layout:
             if {"gate", "phi_k_mlp", "phi_v_mlp", "phi_k_conv", "phi_v_conv"} & set(names):
                 axes |= {TENSOR} if "attention" in names else set()
             # Varying before it is cast, so that the sum over devices of gradients is float32.
-            missing = axes - jax.typeof(x).manual_axis_type.varying
-            x = jax.lax.pcast(x, tuple(missing), to="varying")
+            x = _varying(x, axes)
             spec = spec_of(names)
             if FSDP not in spec:
                 return x.astype(dtype)
@@ -139,6 +139,53 @@ class Layout:
             return mapped(params, total, tokens, segment_ids)
 
         return whole
+
+    @property
+    def replicas_only(self) -> bool:
+        """Whether every device has all weights."""
+        return self.mesh.size == self.mesh.shape[DATA]
+
+    def summed_gradients(self, compute: Any, params: Any) -> Any:
+        """The gradients of `compute(params, total, tokens, segment_ids)` of each device's rows
+        and their loss, `together`, added up: of replicas.
+
+        By itself XLA copies gradients together to many parts of 30 MB, sums each, and copies
+        them apart again.
+        """
+        rows, whole = PartitionSpec(ROWS), PartitionSpec()
+
+        def local(params, total, tokens, segment_ids):
+            params = jax.tree.map(lambda x: _varying(x, AXES), params)
+            loss, grads = jax.value_and_grad(compute)(params, total, tokens, segment_ids)
+            return jax.lax.psum(together([*jax.tree.leaves(grads), loss]), AXES)
+
+        def found(params, total, tokens, segment_ids):
+            packed = None if segment_ids is None else rows
+            specs = jax.tree.map(lambda x: whole, params), whole, rows, packed
+            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=whole)
+            return mapped(params, total, tokens, segment_ids)
+
+        return found
+
+
+def together(arrays: Sequence[jax.Array]) -> jax.Array:
+    """All numbers, one after the other."""
+    return jnp.concatenate([x.ravel() for x in arrays])
+
+
+def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
+    """The first arrays that are `together` in `numbers`, of the shapes of `like`."""
+    ends = np.cumsum([x.size for x in like])
+    return [
+        jax.lax.slice(numbers, (end - x.size,), (end,)).reshape(x.shape)
+        for x, end in zip(like, ends.tolist(), strict=True)
+    ]
+
+
+def _varying(x: Any, axes: Iterable[str]) -> Any:
+    """Within `shard_map`: `x`, as if devices along `axes` had other numbers."""
+    missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
