@@ -37,8 +37,9 @@ class Step(NamedTuple):
     """A training step in two programs, on lists of arrays.
 
     JAX takes a list to pieces in C++ and the states of modules in Python, which is slower than a
-    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU. Of two programs the
-    host reads the loss while the second one runs, and the first one of the next batch.
+    step of a GPU may be: of 694 arrays 20 ms a call in place of 1, on a CPU. There are two
+    programs, so that the host reads the loss, which the first one makes, while the devices work
+    on: at the second one, and at the first one of the next batch.
     """
 
     gradients: jax.stages.Compiled  # of weights and rows: numbers, squares and gradients
@@ -55,11 +56,11 @@ class Step(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A step whose gradients the devices may still be at."""
+    """The gradients of a batch, which the devices may still be computing."""
 
     batch: Batch
-    program: Step
-    found: Any  # what `program.gradients` returned
+    compiled: Step
+    found: Any  # what `compiled.gradients` returned
 
 
 class Program(NamedTuple):
@@ -173,9 +174,9 @@ def _compiled(program: Program, tree: jax.tree_util.PyTreeDef, shapes) -> Step:
 
 def _gradients(program: Program, params, rows: Rows):
     """Loss and norm of the gradient, the squared norm of each weight's, and the gradients: a
-    list, or of replicas one array."""
+    list, or one array where all weights are on every device of several."""
     layout = program.layout
-    if layout is not None and layout.replicas_only:
+    if layout is not None and layout.data_only:
         compute = layout.summed_gradients(functools.partial(_part, program), params)
         grads = _added(functools.partial(compute, params), rows)
         loss = grads[-1]
@@ -260,8 +261,8 @@ class Learner:
         """Loss and gradient norm before clipping of the batch of which this process has its
         `share`.
 
-        The devices begin with the `following` batch before the host reads the loss, so that they
-        do not wait for the host between two steps.
+        `following` is the batch of the next step, if it is known: the devices begin with its
+        gradients before the host reads the loss, so that they do not wait for the host.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
@@ -269,9 +270,9 @@ class Learner:
         begun, self._begun = self._begun, None
         if begun is None or begun.batch is not batch:
             begun = self._begin(batch)
-        _, program, (numbers, squares, grads) = begun
+        _, compiled, (numbers, squares, grads) = begun
         rate = np.float32(self.training.rate(step))
-        self.leaves = program.update(self.leaves, grads, numbers, rate)
+        self.leaves = compiled.update(self.leaves, grads, numbers, rate)
         del begun, grads  # makes room for the next ones
         if following is not None:
             self._begun = self._begin(following)
@@ -281,6 +282,7 @@ class Learner:
         return loss, norm
 
     def _begin(self, batch: Batch) -> Begun:
+        """Enqueues the gradients of `batch`; the first time it compiles the step."""
         rows = self._rows(batch)
         if self.compiled is None:
             shapes = tuple(_shapes(x) for x in (self.leaves, np.float32(0), rows))

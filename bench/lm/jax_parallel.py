@@ -122,59 +122,56 @@ class Layout:
 
     def summed(self, compute: Any, params: Any) -> Any:
         """`compute(params, total, tokens, segment_ids)` of each device's rows, added up."""
-        weights = jax.tree_util.tree_map_with_path(
-            lambda path, x: spec_of(_names(path)) if x.ndim else PartitionSpec(), params
-        )
-        rows = PartitionSpec(ROWS)
 
-        def local(params, total, tokens, segment_ids):
-            return jax.lax.psum(compute(params, total, tokens, segment_ids), ROWS)
+        def local(*inputs):
+            return jax.lax.psum(compute(*inputs), ROWS)
 
-        def whole(params, total, tokens, segment_ids):
-            packed = None if segment_ids is None else rows
-            specs = weights, PartitionSpec(), rows, packed
-            mapped = jax.shard_map(
-                local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()
-            )
-            return mapped(params, total, tokens, segment_ids)
-
-        return whole
+        return self._of_rows(local, params)
 
     @property
-    def replicas_only(self) -> bool:
+    def data_only(self) -> bool:
         """Whether every device has all weights."""
         return self.mesh.size == self.mesh.shape[DATA]
 
     def summed_gradients(self, compute: Any, params: Any) -> Any:
-        """The gradients of `compute(params, total, tokens, segment_ids)` of each device's rows
-        and their loss, `together`, added up: of replicas.
+        """One array of the gradients of `summed` and, as its last number, of the loss, where
+        `data_only`: one all-reduce.
 
-        By itself XLA copies gradients together to many parts of 30 MB, sums each, and copies
-        them apart again.
+        Where XLA sums the gradient of each weight, it copies them together into parts of 30 MB,
+        and apart again after the all-reduce of a part.
         """
-        rows, whole = PartitionSpec(ROWS), PartitionSpec()
 
-        def local(params, total, tokens, segment_ids):
+        def local(params, *inputs):
             params = jax.tree.map(lambda x: _varying(x, AXES), params)
-            loss, grads = jax.value_and_grad(compute)(params, total, tokens, segment_ids)
+            loss, grads = jax.value_and_grad(compute)(params, *inputs)
             return jax.lax.psum(together([*jax.tree.leaves(grads), loss]), AXES)
 
-        def found(params, total, tokens, segment_ids):
-            packed = None if segment_ids is None else rows
-            specs = jax.tree.map(lambda x: whole, params), whole, rows, packed
-            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=whole)
-            return mapped(params, total, tokens, segment_ids)
+        return self._of_rows(local, params)
 
-        return found
+    def _of_rows(self, local: Any, params: Any) -> Any:
+        """`local(params, total, tokens, segment_ids)` of each device's rows and weights, which
+        returns the same on all devices."""
+        weights = jax.tree_util.tree_map_with_path(
+            lambda path, x: spec_of(_names(path)) if x.ndim else PartitionSpec(), params
+        )
+        rows, whole = PartitionSpec(ROWS), PartitionSpec()
+
+        def mapped(params, total, tokens, segment_ids):
+            packed = None if segment_ids is None else rows
+            specs = weights, whole, rows, packed
+            function = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=whole)
+            return function(params, total, tokens, segment_ids)
+
+        return mapped
 
 
 def together(arrays: Sequence[jax.Array]) -> jax.Array:
-    """All numbers, one after the other."""
+    """The numbers of all arrays in one, `[N]`."""
     return jnp.concatenate([x.ravel() for x in arrays])
 
 
 def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
-    """The first arrays that are `together` in `numbers`, of the shapes of `like`."""
+    """Arrays of the shapes of `like`, which come first in what `together` gave."""
     ends = np.cumsum([x.size for x in like])
     return [
         jax.lax.slice(numbers, (end - x.size,), (end,)).reshape(x.shape)
@@ -183,7 +180,8 @@ def apart(numbers: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
 
 
 def _varying(x: Any, axes: Iterable[str]) -> Any:
-    """Within `shard_map`: `x`, as if devices along `axes` had other numbers."""
+    """Within `shard_map`: `x` as an array that differs between the devices along `axes`. Its
+    gradient is that of a device; of an array that is the same on all, JAX sums it."""
     missing = frozenset(axes) - jax.typeof(x).manual_axis_type.varying
     return jax.lax.pcast(x, tuple(missing), to="varying")
 

@@ -161,8 +161,8 @@ def _run(run: Run, stop: Stop) -> log.Summary:
 def steps(
     run: Run, learner: Learner, first: int, stop: Stop, times_ms: list[float], watch: Watch
 ) -> log.Summary:
-    """The steps from `first` on; each appends to `times_ms` what passed since the one before,
-    without what is saved and observed between the two."""
+    """The steps from `first` on. Each appends to `times_ms` the time since the end of the one
+    before, but for checkpoints and observations between the two."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
     following = None
@@ -174,7 +174,10 @@ def steps(
                 reason = f"SIGTERM after {step} steps, saved to {save(step)}"
                 return summary(status="stopped", steps=step, reason=reason)
             done = step + 1
-            pauses = watch.due(done) or done % run.save_every == 0 or done == training.steps
+            last, observes = done == training.steps, watch.due(done)
+            saves = done % run.save_every == 0 and not last
+            # What follows such a step is not begun before: it would run beside what is not timed.
+            pauses = last or observes or saves
             batch = _batch(run, learner, step) if following is None else following
             following = None if pauses else _batch(run, learner, done)
             try:
@@ -196,10 +199,10 @@ def steps(
             )
             run.write(line)
             watch.stepped(line)
-            if watch.due(done):
+            if observes:
                 _observe(run, learner, batch, line, watch)
             progress.stepped(done, loss, time_ms)
-            if done % run.save_every == 0 and done < training.steps:
+            if saves:
                 _save_if_there_is_room(run, save, done)
             if pauses:
                 since = time.perf_counter()

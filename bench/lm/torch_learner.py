@@ -105,7 +105,7 @@ class Learner:
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]:
         """Loss and gradient norm before clipping of the batch of which this process has its
-        `share`; `following` is not begun with.
+        `share`. `following`, the batch of the next step, is not used.
 
         Raises:
           DivergedError: one of them is not finite; weights and moments are as before.
