@@ -32,7 +32,7 @@ does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory w
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
 kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `quality/`: every
 20th step of runs of 1000. `nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism;
-what was tried and not kept, and a run of another host (docs/training_parallel.md).
+what was tried and not kept, and an older run of one GPU (docs/training_parallel.md).
 
 """
 COLUMNS = (
