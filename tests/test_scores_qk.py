@@ -102,7 +102,10 @@ def check(monkeypatch, change, seed=0):
         rows = slice(16 * machine.number_of_warp, 16 * machine.number_of_warp + 16)
         for k in range(spec.chunks):
             topk.begin_chunk(0, lanes(WG), lanes(k))
+            no_scores = topk.takes_all_of_few and own.max() < spec.n  # as in the kernel
             for step in range(k * chunk // 64, min((k + 1) * chunk // 64, steps)):
+                if no_scores:
+                    continue
                 here = slice(64 * step, 64 * step + 64)
                 sums = (registers(x[rows, here], heads) for x in (own_part, next_part))
                 topk.add(0, lanes(WG), lanes(64 * step - k * chunk), *sums)
@@ -135,6 +138,16 @@ def without_a_carry(self, *arguments):
         warp_topk.warp.write(start, 0, only=LANES == 0)
 
 
+def of_three(self):
+    """The best two of the first three stripes only."""
+    return read_two(dataclasses.replace(self, of=_FirstStripes(self.of.spec)))
+
+
+class _FirstStripes(WarpTopK):
+    stripes = 3
+
+
+read_two = warp_topk._Columns.best_two
 opened = WarpTopK.begin_chunk
 MUTANTS = {
     "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
@@ -149,6 +162,12 @@ MUTANTS = {
         lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
     ),
     "a chunk forgets the one before": (WarpTopK, "begin_chunk", without_a_carry),
+    "no column is read again": (
+        warp_topk._Columns,
+        "refilled",
+        lambda self, entry, most, *best_two: [*best_two],
+    ),
+    "a column's later stripes are forgotten": (warp_topk._Columns, "best_two", of_three),
     "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
 }
 

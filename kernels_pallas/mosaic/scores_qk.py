@@ -70,6 +70,10 @@ def best_blocks(kernel: Kernel):
         base = refs.base_block[mine, 0]
         end = refs.key_end[mine, tile.rows - 1]
         steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
+        if topk.takes_all_of_few and not spec.packed:
+            last_token = jnp.minimum(tile.tokens, refs.sizes.T - tile_index * tile.tokens) - 1
+            all_win = refs.own_block[mine, last_token] < spec.n
+            steps = jnp.where(all_win, 0, steps)  # no score is needed
         products = steps * r
 
         def load(q):

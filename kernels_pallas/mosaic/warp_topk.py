@@ -6,13 +6,16 @@ Scores of a token stand in its score row in shared memory, in stripes of 32 entr
     stripe 1 ...    scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-A lane owns a column and knows its best entry. To extract one winner, a warp takes the maximum
-of its lanes (`redux`) and the lowest entry among equals; then it reads the winner's column once
-more, a stripe a lane, for the next best of that column.
+A lane owns a column and knows its best two entries. To extract one winner, a warp takes the
+maximum of its lanes (`redux`) and the lowest entry among equals; the winner's lane goes on with
+its second. A lane that has no more of the two reads nothing by itself: the warp reads its column
+once more, a stripe a lane, for the best two that are left.
 
-Cost: `stripes` reads a lane once, then for each winner a read, three reductions and a vote,
-however many scores there are. Bound by the latency of shared memory: a warp extracts for all
-its tokens at once, so that one's latency hides another's.
+A token with at most `free` blocks to choose from takes all of them, without their scores.
+
+Cost: `stripes` reads a lane once, then for each winner two reductions and some ten instructions,
+and for the few columns with two winners or more a read, four reductions and two votes. A warp
+extracts for all its tokens at once, so that one's latency hides another's.
 
 All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
 are not negative, are compared as integers; -1.0 is below all of them.
@@ -26,6 +29,8 @@ from kernels_pallas.mosaic.scores_common import NO_BLOCK
 from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slots
 
 NO_SCORE = warp.integer(-1.0)  # in place of a score
+TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
+KNOWN = 2  # best entries of its column that a lane knows
 WARP_ROWS = 16  # of a product of 64 rows
 
 
@@ -43,6 +48,11 @@ class WarpTopK:
     @property
     def several_chunks(self) -> bool:
         return self.spec.chunks > 1
+
+    @property
+    def takes_all_of_few(self) -> bool:
+        """Whether scores of tokens with at most `free` blocks to choose from are not read."""
+        return not self.several_chunks
 
     @property
     def winner_slots(self) -> int:
@@ -148,74 +158,49 @@ class WarpTopK:
         the first block of the tile.
         """
         spec, lane, front = self.spec, warp.lane(), self.front
-        slot_words = self.winner_slots // LANES
+        places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
         warp.sync()
-        state, fixed = [], []
+        state, columns = [], []
         for number in self._own_rows(wg):
             score_row, slots = self._score_row(scores, number), self._winners(winners, number)
             shift = warp.fetch(warp.element(base_block, (number, 4))) - begin - k * self.chunk
             low = shift + spec.num_initial
             final = warp.fetch(warp.element(own_block, (number, 4)))
             count = warp.larger(shift + (final - spec.num_local) - low + 1, 0)
-            low = low + front
-            top, at = warp.word(NO_SCORE), warp.word(0)
-            for row in range(self.stripes):
-                value = warp.read(score_row + lane * 4, 4 * STRIPE_WORDS * row)
-                if row >= front // LANES:
-                    free = warp.below(lane + LANES * row - low, count)
-                    value = warp.where(free, value, NO_SCORE)
-                better = value > top
-                top, at = warp.larger(value, top), warp.where(better, row, at)
-            values = [warp.word(NO_SCORE)] * (front // LANES)
-            state.append([top, at, [warp.word(NO_BLOCK)] * slot_words, values])
-            fixed.append((score_row, slots, shift, low, count))
-
-        warp.sync()  # a lane read its column; the lane of a stripe writes to it
+            column = _Columns(self, score_row, slots, shift, low + front, count)
+            columns.append(column)
+            nothing = [warp.word(NO_SCORE) for _ in places]
+            state.append([*column.best_two(), nothing, [warp.word(0) for _ in places]])
 
         def one(i, state):
-            return [self._take(i, *each, *now) for each, now in zip(fixed, state, strict=True)]
+            hits = [warp.same(place, i) for place in places]
+            taken = [_take(hits, *now) for now in state]
+            return [
+                [*column.refilled(entry, most, *best), values, entries]
+                for column, (entry, most, best, values, entries) in zip(
+                    columns, taken, strict=True
+                )
+            ]
 
-        state = warp.repeat(spec.free, one, state)
+        all_win = warp.same(0, 0 if self.takes_all_of_few else 1)
+        for column in columns:
+            all_win = all_win & (column.count <= spec.free)
+        state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)
+        found = []
+        for column, (*_, values, entries) in zip(columns, state, strict=True):
+            blocks = []
+            for place, value, entry in zip(places, values, entries, strict=True):
+                block = warp.where(value < 0, NO_BLOCK, column.block(entry))
+                of_few = warp.where(place < column.count, place + spec.num_initial, NO_BLOCK)
+                blocks.append(warp.where(all_win, of_few, block))
+            found.append((column, blocks, values))
+        warp.sync()  # all have read what is written over now
+        for column, blocks, values in found:
+            for t, (block, value) in enumerate(zip(blocks, values, strict=True)):
+                warp.write(column.slots + lane * 4, block, 4 * LANES * t)
+                if front:
+                    warp.write(column.score_row + lane * 4, value, 4 * STRIPE_WORDS * t)
         warp.sync()
-        for (score_row, slots, *_), (_, _, indices, values) in zip(fixed, state, strict=True):
-            for t, index in enumerate(indices):
-                warp.write(slots + lane * 4, index, 4 * LANES * t)
-            for t, value in enumerate(values):
-                warp.write(score_row + lane * 4, value, 4 * STRIPE_WORDS * t)
-        warp.sync()
-
-    def _take(self, i, score_row, slots, shift, low, count, top, at, indices, values):
-        """Winner `i` of a score row: `[top, at, indices, values]` without and with it."""
-        lane, front = warp.lane(), self.front
-        most = warp.largest(top)
-        entry = warp.smallest(warp.where(warp.same(top, most), at * LANES + lane, 2**31 - 1))
-        column, row = entry & 31, entry >> 5
-        block = entry - front - shift
-        if front:
-            before = warp.read(slots + warp.smaller(entry, self.winner_slots - 1) * 4)
-            block = warp.where(entry < front, before, block)
-        block = warp.where(most < 0, NO_BLOCK, block)
-        hits = [warp.same(lane + LANES * t, i) for t in range(len(indices))]
-        indices = [warp.where(hit, block, x) for hit, x in zip(hits, indices, strict=True)]
-        if front:
-            values = [warp.where(hit, most, x) for hit, x in zip(hits, values, strict=True)]
-        place = score_row + (column + lane * STRIPE_WORDS) * 4
-        if self.stripes < LANES:  # the other lanes read what nobody writes to now
-            place = warp.where(lane < self.stripes, place, slots)
-        value = warp.read(place)
-        free = warp.below(column + lane * LANES - low, count)
-        if front:
-            free = free | (lane < front // LANES)
-        if self.stripes < LANES:
-            free = free & (lane < self.stripes)
-        gone = warp.same(lane, row)
-        warp.write(place, NO_SCORE, only=gone)
-        value = warp.where(gone, NO_SCORE, warp.where(free, value, NO_SCORE))
-        next_top = warp.largest(value)
-        next_at = warp.first_equal(value, next_top)
-        owner = warp.same(lane, column)
-        top, at = warp.where(owner, next_top, top), warp.where(owner, next_at, at)
-        return [top, at, indices, values]
 
     def write(self, winners, own_block, selection, wg, b, tile, g, length) -> None:
         """Adds the forced blocks to the winners and writes them, ascending.
@@ -259,6 +244,99 @@ class WarpTopK:
                 warp.put(here, block, only=exists & (block < NO_BLOCK))
                 empty = exists & (place >= filled) & (place < n)
                 warp.put(warp.element(selection, *row, (place, 4)), -1, only=empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """The columns of a score row, a lane each. An entry is `32 * stripe + column`.
+
+    Attributes:
+      of: which entries there are.
+      score_row, slots: addresses of the score row and of the winners.
+      shift: entry of the first block of the token's sequence, less `of.front`.
+      low, count: the first entry that is free to be chosen, and how many are.
+    """
+
+    of: WarpTopK
+    score_row: warp.Word
+    slots: warp.Word
+    shift: warp.Word
+    low: warp.Word
+    count: warp.Word
+
+    def best_two(self) -> list:
+        """Score and stripe of the best entry of a lane's column, and of the second."""
+        lane, front = warp.lane(), self.of.front
+        best, second = warp.word(NO_SCORE), warp.word(NO_SCORE)
+        at, second_at = warp.word(0), warp.word(0)
+        for row in range(self.of.stripes):
+            value = warp.read(self.score_row + lane * 4, 4 * STRIPE_WORDS * row)
+            if row >= front // LANES:
+                free = warp.below(lane + LANES * row - self.low, self.count)
+                value = warp.where(free, value, NO_SCORE)
+            first, better = value > best, value > second
+            second_at = warp.where(first, at, warp.where(better, row, second_at))
+            second = warp.larger(warp.smaller(value, best), second)
+            best, at = warp.larger(value, best), warp.where(first, row, at)
+        return [best, at, second, second_at]
+
+    def refilled(self, entry, most, best, at, second, second_at) -> list:
+        """`best_two` anew where the lane of `entry`, which was taken last at the score `most`,
+        knows no more of its column.
+        """
+        if self.of.stripes <= KNOWN:
+            return [best, at, second, second_at]
+        empty = warp.different(warp.votes(warp.same(best, TAKEN)), 0)
+
+        def refill(_, state):
+            lane, front, stripes = warp.lane(), self.of.front, self.of.stripes
+            column, row = entry & 31, entry >> 5
+            place = self.score_row + (column + lane * STRIPE_WORDS) * 4
+            if stripes < LANES:  # the other lanes read what nobody writes to now
+                place = warp.where(lane < stripes, place, self.slots)
+            value = warp.read(place)
+            left = warp.below(column + lane * LANES - self.low, self.count)
+            if front:
+                left = left | (lane < front // LANES)
+            if stripes < LANES:
+                left = left & (lane < stripes)
+            left = left & ((value < most) | (warp.same(value, most) & (lane > row)))
+            value = warp.where(left, value, NO_SCORE)
+            most_left = warp.largest(value)
+            stripe = warp.first_equal(value, most_left)
+            value = warp.where(warp.same(lane, stripe), NO_SCORE, value)
+            then = warp.largest(value)
+            then_stripe = warp.first_equal(value, then)
+            owner = warp.same(lane, column)
+            best_two = [most_left, stripe, then, then_stripe]
+            return [
+                warp.where(owner, new, old) for new, old in zip(best_two, state, strict=True)
+            ]
+
+        return warp.repeat(warp.number(empty), refill, [best, at, second, second_at])
+
+    def block(self, entry):
+        """Which block an entry is."""
+        block = entry - self.of.front - self.shift
+        if self.of.front:
+            slot = warp.smaller(entry, self.of.winner_slots - 1)
+            block = warp.where(entry < self.of.front, warp.read(self.slots + slot * 4), block)
+        return block
+
+
+def _take(hits, best, at, second, second_at, values, entries):
+    """The next winner of a score row: its entry and score, what the lanes know without it, and
+    `values` and `entries` with it, in the lane that `hits`.
+    """
+    mine = at * LANES + warp.lane()
+    most = warp.largest(best)
+    entry = warp.smallest(warp.where(warp.same(best, most), mine, 2**31 - 1))
+    owner = warp.same(mine, entry)
+    best, at = warp.where(owner, second, best), warp.where(owner, second_at, at)
+    left = [best, at, warp.where(owner, TAKEN, second), second_at]
+    values = [warp.where(hit, most, x) for hit, x in zip(hits, values, strict=True)]
+    entries = [warp.where(hit, entry, x) for hit, x in zip(hits, entries, strict=True)]
+    return entry, most, left, values, entries
 
 
 def _sums_of_heads(pairs, lane, sharing: int):
