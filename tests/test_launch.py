@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from interop import launch as module
 from interop.launch import launch, prepare
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic.refs import wait_for_earlier_kernels
 from kernels_pallas.runtime import loaded, lowering
 from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
@@ -41,7 +40,6 @@ def new_tiny():
     """`x + 2 y` in float32 and `x - y` in bfloat16, of x in float32 and y in bfloat16."""
 
     def body(x, y, total, difference):
-        wait_for_earlier_kernels()
         part = pl.ds(jax.lax.axis_index("part") * 128, 128)
         a, b = x[part], y[part].astype(jnp.float32)
         total[part] = a + 2 * b
@@ -58,7 +56,6 @@ def spilling():
     """Holds more values alive than a thread has registers."""
 
     def body(x, out):
-        wait_for_earlier_kernels()
         values = [x[pl.ds(i * N, N)] for i in range(10)]  # 32 registers each, of 255
         total = jnp.sum(functools.reduce(jnp.add, values))
         out[...] = functools.reduce(jnp.multiply, [value + total for value in values])

@@ -49,8 +49,6 @@ def build_kernel(
     def named(*refs):
         by_name = dict(zip(names, refs, strict=True))
         by_name["sizes"] = sizes_of(kernel, [by_name.pop(x) for x in kernel.carriers])
-        if not options.get("interpret"):
-            wait_for_earlier_kernels()
         axes = options.get("grid_names", ())
         by_name["cta"] = SimpleNamespace(**{name: cta_index(kernel, name) for name in axes})
         body(SimpleNamespace(**by_name))
@@ -64,18 +62,6 @@ def build_kernel(
         compiler_params=operands.PARAMS,
         **options,
     )
-
-
-def wait_for_earlier_kernels() -> None:
-    """Waits for the end of the kernels before this one, then lets the next one start.
-
-    Programmatic dependent launch: CTAs of the next kernel take the places that this one leaves
-    and wait there, so that they do not start after its last CTA only. What it does before it
-    waits, as making its barriers, it does beside this one. Every kernel waits before it touches
-    global memory, so whoever waits for one has waited for all before it.
-    """
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
 
 
 def sizes_of(kernel: Kernel, carriers: Sequence[Any]) -> SimpleNamespace:

@@ -72,7 +72,6 @@ def warp_kernel(
         return call
 
     def body(*arrays):
-        refs.wait_for_earlier_kernels()
         carriers, arrays = arrays[: len(kernel.carriers)], arrays[len(kernel.carriers) :]
         sizes = vars(refs.sizes_of(kernel, carriers))
         places = [refs.cta_index(kernel, "row")]

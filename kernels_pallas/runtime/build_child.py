@@ -66,7 +66,7 @@ class Map(NamedTuple):
 class Launched(NamedTuple):
     """A launch as the recorder writes it down; its numbers as `cuLaunchKernelEx` gets them.
 
-    `attributes`: of the launch, ascending, each its number and the words of its value.
+    `attributes`: of the launch, each its number and the first three of its values.
     """
 
     function: int
@@ -75,7 +75,7 @@ class Launched(NamedTuple):
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    attributes: tuple[tuple[int, ...], ...]
+    attributes: tuple[tuple[int, int, int, int], ...]
     parameters: tuple[bytes, ...]
 
 
@@ -195,8 +195,7 @@ def launches() -> list[Launched]:
     for line in recorded():
         if line.pop("call") == "cuLaunchKernelEx":
             line["parameters"] = map(bytes.fromhex, line["parameters"])
-            attributes = sorted(line["attributes"])
-            line["attributes"] = [tuple(x[: 1 + driver.WORDS.get(x[0], 3)]) for x in attributes]
+            line["attributes"] = map(tuple, line["attributes"])
             for name in ("grid", "block", "attributes", "parameters"):
                 line[name] = tuple(line[name])
             found.append(Launched(**line))
@@ -206,12 +205,11 @@ def launches() -> list[Launched]:
 def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubin:
     sizes = tuple(kernel.sizes) if kernel.any_length else ()
     arguments = [*kernel.inputs, *kernel.outputs]
-    attributes = driver.launch_attributes(kernel.cluster)
-    wanted = tuple((x.number, *x.value[: driver.WORDS[x.number]]) for x in attributes)
-    if launched.attributes != wanted:
+    wanted = driver.cluster_attributes(kernel.cluster)
+    if launched.attributes != tuple((x.number, *x.value[:3]) for x in wanted):
+        expected = f"those of a cluster of {kernel.cluster}"
         raise ValueError(
-            f"its launch has attributes {launched.attributes}, expected {wanted} "
-            "(a body must begin with `wait_for_earlier_kernels`)"
+            f"its launch has attributes {launched.attributes}, expected {expected}"
         )
     grid = (*reversed(kernel.grid), 1, 1, 1)[:3]
     if kernel.grid and grid != launched.grid:

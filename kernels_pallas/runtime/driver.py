@@ -11,8 +11,6 @@ from kernels_pallas.runtime.cubin import Cubin
 DRIVER = "libcuda.so.1"
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-WORDS = {CLUSTER: 3, EARLY: 1}  # of an attribute's value
 # What a driver says of machine code that a later ptxas made.
 TOO_NEW = (
     "CUDA_ERROR_INVALID_IMAGE",
@@ -32,17 +30,12 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-def launch_attributes(cluster: int) -> ctypes.Array:
-    """The attributes of a launch in clusters of so many neighbours, which may start before the
-    kernel before it has ended (`mosaic.refs.wait_for_earlier_kernels`).
-    """
-    values: dict[int, tuple[int, ...]] = {CLUSTER: (cluster, 1, 1)} if cluster > 1 else {}
-    values[EARLY] = (1,)
-    found = [
-        LaunchAttribute(number, 0, (ctypes.c_uint * 16)(*value))
-        for number, value in values.items()
-    ]
-    return (LaunchAttribute * len(found))(*found)
+def cluster_attributes(cluster: int) -> ctypes.Array:
+    """The attributes of a launch in clusters of so many neighbours; none for 1."""
+    if cluster == 1:
+        return (LaunchAttribute * 0)()
+    value = (ctypes.c_uint * 16)(cluster, 1, 1)
+    return (LaunchAttribute * 1)(LaunchAttribute(CLUSTER, 0, value))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -71,22 +64,6 @@ class KernelNode(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     )
-
-
-class Edge(ctypes.Structure):
-    """CUgraphEdgeData."""
-
-    _fields_ = (
-        ("from_port", ctypes.c_ubyte),
-        ("to_port", ctypes.c_ubyte),
-        ("type", ctypes.c_ubyte),
-        ("reserved", ctypes.c_ubyte * 5),
-    )
-
-
-# From CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, of CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC: the edge
-# that a capture makes of the launch attribute `EARLY`.
-EARLY_EDGE = Edge(1, 0, 1)
 
 
 class Function(NamedTuple):
@@ -215,20 +192,13 @@ def add_kernel(
     attributes: ctypes.Array,
     of: str,
 ) -> ctypes.c_void_p:
-    """Adds a launch to a graph, which copies its parameters; `after`: a node of it, a kernel
-    that waits as all do (`launch_attributes`).
-    """
-    found, given, one = ctypes.c_void_p(), ctypes.byref(node), ctypes.c_size_t(1)
-    early = hasattr(library(), "cuGraphAddDependencies_v2")  # since CUDA 12.3
-    before = (ctypes.byref(after), one) if after and not early else (None, ctypes.c_size_t(0))
+    """Adds a launch to a graph, which copies its parameters; `after`: a node of it."""
+    found, given = ctypes.c_void_p(), ctypes.byref(node)
+    before = (ctypes.byref(after), ctypes.c_size_t(1)) if after else (None, ctypes.c_size_t(0))
     call("cuGraphAddKernelNode_v2", ctypes.byref(found), graph, *before, given, of=of)
-    if after and early:
-        ends = ctypes.byref(after), ctypes.byref(found)
-        call("cuGraphAddDependencies_v2", graph, *ends, ctypes.byref(EARLY_EDGE), one, of=of)
     for each in attributes:
-        if each.number != EARLY:  # that is the edge
-            value = ctypes.byref(each, LaunchAttribute.value.offset)
-            call("cuGraphKernelNodeSetAttribute", found, each.number, value, of=of)
+        value = ctypes.byref(each, LaunchAttribute.value.offset)
+        call("cuGraphKernelNodeSetAttribute", found, each.number, value, of=of)
     return found
 
 

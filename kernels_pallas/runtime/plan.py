@@ -208,7 +208,7 @@ class LaunchPlan:
             if error := encode(place, *head, base, *tail):
                 self._fail(f"cuTensorMapEncodeTiled of argument {argument}", error)
         places = layout.places(*[start + offset for offset in layout.offsets])
-        attributes = driver.launch_attributes(self.cubin.cluster)
+        attributes = driver.cluster_attributes(self.cubin.cluster)
         config = driver.LaunchConfig(
             self.grid,
             self.cubin.block,

@@ -256,7 +256,8 @@ CUresult cuGraphAddKernelNode_v2(void **out, void *graph, void **after, size_t c
   const unsigned *grid = node->grid, *block = node->block;
   int *nodes = graph;
   if (!depth) return INVALID_CONTEXT;
-  if (count) return INVALID_VALUE;  // `cuGraphAddDependencies_v2` is there
+  if (count != (*nodes ? 1 : 0) || (count && *after != (void *)(uintptr_t)*nodes))
+    return INVALID_VALUE;  // a row of nodes is all that there is
   pthread_mutex_lock(&lock);
   say("{\"call\": \"cuGraphAddKernelNode\", \"function\": %llu, \"shared_bytes\": %u, ",
       (unsigned long long)node->function, node->shared_bytes);
@@ -266,18 +267,6 @@ CUresult cuGraphAddKernelNode_v2(void **out, void *graph, void **after, size_t c
   say("}\n");
   pthread_mutex_unlock(&lock);
   *out = (void *)(uintptr_t)++*nodes;
-  return SUCCESS;
-}
-CUresult cuGraphAddDependencies_v2(void *graph, void **from, void **to,
-                                   const unsigned char (*edge)[8], size_t count) {
-  FAILS();
-  uintptr_t last = *(int *)graph;
-  if (!depth || count != 1 || (uintptr_t)*to != last || (uintptr_t)*from != last - 1)
-    return INVALID_VALUE;  // a row of nodes is all that there is
-  pthread_mutex_lock(&lock);
-  say("{\"call\": \"cuGraphAddDependencies\", \"node\": %llu, \"edge\": [%d, %d, %d]}\n",
-      (unsigned long long)last, (*edge)[0], (*edge)[1], (*edge)[2]);
-  pthread_mutex_unlock(&lock);
   return SUCCESS;
 }
 CUresult cuGraphKernelNodeSetAttribute(void *node, int number, const unsigned *value) {
