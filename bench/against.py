@@ -110,6 +110,8 @@ class Child:
             env=process.environment(
                 {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             ),
+            # Processes that it starts would find other modules in this checkout's root.
+            cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -93,6 +93,15 @@ def test_a_kernel_that_fails_says_why_and_the_others_arrive(results):
     assert str(second) == "broken could not be built:\ntoo wide"
 
 
+def test_the_working_directory_lends_no_modules(tmp_path, monkeypatch):
+    other = tmp_path / "kernels_pallas" / "__init__.py"
+    other.parent.mkdir()
+    other.write_text("raise ImportError('of another checkout')")
+    monkeypatch.chdir(tmp_path)
+    ((_, built),) = building.build([ANY_LENGTH])
+    assert isinstance(built, building.Built), built
+
+
 def test_nothing_is_built_of_nothing():
     assert list(building.build([])) == []
 

@@ -240,7 +240,8 @@ class _Child:
             if self._process is None and not self._killed:
                 with self._log.open("w") as log:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", "kernels_pallas.runtime.build_child"],
+                        # -P: not the modules of the working directory before this one's.
+                        [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child"],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
