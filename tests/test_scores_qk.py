@@ -139,15 +139,15 @@ def without_a_carry(self, *arguments):
 
 
 def of_three(self):
-    """The best two of the first three stripes only."""
-    return read_two(dataclasses.replace(self, of=_FirstStripes(self.of.spec)))
+    """The best of the first three stripes only."""
+    return read_best(dataclasses.replace(self, of=_FirstStripes(self.of.spec)))
 
 
 class _FirstStripes(WarpTopK):
     stripes = 3
 
 
-read_two = warp_topk._Columns.best_two
+read_best = warp_topk._Columns.best
 opened = WarpTopK.begin_chunk
 MUTANTS = {
     "the head sum lacks an exchange": (Warp, "exchange", lambda self, x, distance: x),
@@ -162,12 +162,7 @@ MUTANTS = {
         lambda self, a, b: lanes(31 - int(np.argmax((a == b)[::-1]))),
     ),
     "a chunk forgets the one before": (WarpTopK, "begin_chunk", without_a_carry),
-    "no column is read again": (
-        warp_topk._Columns,
-        "refilled",
-        lambda self, entry, most, *best_two: [*best_two],
-    ),
-    "a column's later stripes are forgotten": (warp_topk._Columns, "best_two", of_three),
+    "a column's later stripes are forgotten": (warp_topk._Columns, "best", of_three),
     "the last block is not its neighbour's": (Warp, "shuffle", lambda self, x, source: x),
 }
 
@@ -177,3 +172,11 @@ def test_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(AssertionError):
         check(monkeypatch, SPECS["G3-chunks"])
+
+
+@pytest.mark.parametrize("change", ["G3-chunks", "G16-most"])  # two entries known, and one
+def test_a_column_must_be_read_again(monkeypatch, change):
+    never = lambda self, entry, most, known: known
+    monkeypatch.setattr(warp_topk._Columns, "refilled", never)
+    with pytest.raises(AssertionError):
+        check(monkeypatch, SPECS[change])

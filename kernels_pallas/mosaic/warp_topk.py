@@ -6,16 +6,17 @@ Scores of a token stand in its score row in shared memory, in stripes of 32 entr
     stripe 1 ...    scores of the blocks of this chunk
     after the last  the carry into the next chunk
 
-A lane owns a column and knows its best two entries. To extract one winner, a warp takes the
-maximum of its lanes (`redux`) and the lowest entry among equals; the winner's lane goes on with
-its second. A lane that has no more of the two reads nothing by itself: the warp reads its column
-once more, a stripe a lane, for the best two that are left.
+A lane owns a column and knows its best entry, or its best two. To extract one winner, a warp
+takes the maximum of its lanes (`redux`) and the lowest entry among equals. Then the winner's
+column is read once more, a stripe a lane, for the best that is left; where two were known, only
+once both are taken.
 
 A token with at most `free` blocks to choose from takes all of them, without their scores.
 
-Cost: `stripes` reads a lane once, then for each winner two reductions and some ten instructions,
-and for the few columns with two winners or more a read, four reductions and two votes. A warp
-extracts for all its tokens at once, so that one's latency hides another's.
+Cost: `stripes` reads a lane once, then for each winner two reductions, and for each column that is
+read again a read, a reduction and a vote for each entry, however many scores there are. To know
+two costs more at the start, a read each stripe, and less for a winner. A warp extracts for all its
+tokens at once, so that one's latency hides another's.
 
 All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
 are not negative, are compared as integers; -1.0 is below all of them.
@@ -30,7 +31,7 @@ from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slot
 
 NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
-KNOWN = 2  # best entries of its column that a lane knows
+TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels.md)
 WARP_ROWS = 16  # of a product of 64 rows
 
 
@@ -170,13 +171,13 @@ class WarpTopK:
             column = _Columns(self, score_row, slots, shift, low + front, count)
             columns.append(column)
             nothing = [warp.word(NO_SCORE) for _ in places]
-            state.append([*column.best_two(), nothing, [warp.word(0) for _ in places]])
+            state.append([column.best(), nothing, [warp.word(0) for _ in places]])
 
         def one(i, state):
             hits = [warp.same(place, i) for place in places]
             taken = [_take(hits, *now) for now in state]
             return [
-                [*column.refilled(entry, most, *best), values, entries]
+                [column.refilled(entry, most, best), values, entries]
                 for column, (entry, most, best, values, entries) in zip(
                     columns, taken, strict=True
                 )
@@ -187,7 +188,7 @@ class WarpTopK:
             all_win = all_win & (column.count <= spec.free)
         state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)
         found = []
-        for column, (*_, values, entries) in zip(columns, state, strict=True):
+        for column, (_, values, entries) in zip(columns, state, strict=True):
             blocks = []
             for place, value, entry in zip(places, values, entries, strict=True):
                 block = warp.where(value < 0, NO_BLOCK, column.block(entry))
@@ -264,8 +265,13 @@ class _Columns:
     low: warp.Word
     count: warp.Word
 
-    def best_two(self) -> list:
-        """Score and stripe of the best entry of a lane's column, and of the second."""
+    @property
+    def known(self) -> int:
+        """The best entries of its column that a lane knows."""
+        return 2 if self.of.stripes <= TWO_KNOWN else 1
+
+    def best(self) -> list:
+        """Score and stripe of the best entry of a lane's column, and of the second, if known."""
         lane, front = warp.lane(), self.of.front
         best, second = warp.word(NO_SCORE), warp.word(NO_SCORE)
         at, second_at = warp.word(0), warp.word(0)
@@ -278,17 +284,16 @@ class _Columns:
             second_at = warp.where(first, at, warp.where(better, row, second_at))
             second = warp.larger(warp.smaller(value, best), second)
             best, at = warp.larger(value, best), warp.where(first, row, at)
-        return [best, at, second, second_at]
+        return [best, at, second, second_at][: 2 * self.known]
 
-    def refilled(self, entry, most, best, at, second, second_at) -> list:
-        """`best_two` anew where the lane of `entry`, which was taken last at the score `most`,
-        knows no more of its column.
+    def refilled(self, entry, most, known) -> list:
+        """`known` once `entry` has been taken at the score `most`: its lane learns the best of
+        what is left in its column where it knows nothing more.
         """
-        if self.of.stripes <= KNOWN:
-            return [best, at, second, second_at]
-        empty = warp.different(warp.votes(warp.same(best, TAKEN)), 0)
+        if self.of.stripes <= self.known:
+            return known
 
-        def refill(_, state):
+        def refill(_, known):
             lane, front, stripes = warp.lane(), self.of.front, self.of.stripes
             column, row = entry & 31, entry >> 5
             place = self.score_row + (column + lane * STRIPE_WORDS) * 4
@@ -302,18 +307,19 @@ class _Columns:
                 left = left & (lane < stripes)
             left = left & ((value < most) | (warp.same(value, most) & (lane > row)))
             value = warp.where(left, value, NO_SCORE)
-            most_left = warp.largest(value)
-            stripe = warp.first_equal(value, most_left)
-            value = warp.where(warp.same(lane, stripe), NO_SCORE, value)
-            then = warp.largest(value)
-            then_stripe = warp.first_equal(value, then)
+            found = []
+            for _ in range(self.known):
+                best = warp.largest(value)
+                stripe = warp.first_equal(value, best)
+                value = warp.where(warp.same(lane, stripe), NO_SCORE, value)
+                found += [best, stripe]
             owner = warp.same(lane, column)
-            best_two = [most_left, stripe, then, then_stripe]
-            return [
-                warp.where(owner, new, old) for new, old in zip(best_two, state, strict=True)
-            ]
+            return [warp.where(owner, new, old) for new, old in zip(found, known, strict=True)]
 
-        return warp.repeat(warp.number(empty), refill, [best, at, second, second_at])
+        if self.known == 1:
+            return refill(0, known)
+        no_more = warp.different(warp.votes(warp.same(known[0], TAKEN)), 0)
+        return warp.repeat(warp.number(no_more), refill, known)
 
     def block(self, entry):
         """Which block an entry is."""
@@ -324,19 +330,21 @@ class _Columns:
         return block
 
 
-def _take(hits, best, at, second, second_at, values, entries):
+def _take(hits, known, values, entries):
     """The next winner of a score row: its entry and score, what the lanes know without it, and
     `values` and `entries` with it, in the lane that `hits`.
     """
+    best, at = known[:2]
     mine = at * LANES + warp.lane()
     most = warp.largest(best)
     entry = warp.smallest(warp.where(warp.same(best, most), mine, 2**31 - 1))
-    owner = warp.same(mine, entry)
-    best, at = warp.where(owner, second, best), warp.where(owner, second_at, at)
-    left = [best, at, warp.where(owner, TAKEN, second), second_at]
+    if len(known) > 2:
+        owner, (second, second_at) = warp.same(mine, entry), known[2:]
+        best, at = warp.where(owner, second, best), warp.where(owner, second_at, at)
+        known = [best, at, warp.where(owner, TAKEN, second), second_at]
     values = [warp.where(hit, most, x) for hit, x in zip(hits, values, strict=True)]
     entries = [warp.where(hit, entry, x) for hit, x in zip(hits, entries, strict=True)]
-    return entry, most, left, values, entries
+    return entry, most, known, values, entries
 
 
 def _sums_of_heads(pairs, lane, sharing: int):
