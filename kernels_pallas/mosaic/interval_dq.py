@@ -19,9 +19,8 @@ from kernels_pallas.mosaic.interval_walk import IntervalWalk
 def build(kernel: Kernel):
     """The body of `specs.interval.dq`."""
     spec = kernel.spec
-    registers = (240, 24) if spec.D + spec.Dv > 256 else (232, 40)
     rows = {"query_tile": spec.D, "do_tile": spec.Dv}
-    walk = IntervalWalk(spec, rows, spec.D, registers)
+    walk = IntervalWalk(spec, rows, spec.D)
 
     def body(refs):
         work = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.tile.tokens)

@@ -2,7 +2,7 @@
 
 Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V (`tile_steps.forward`).
 
-Loop order: query-stationary, persistent, two computing warpgroups and a copying one
+Loop order: query-stationary, persistent, two or three computing warpgroups and a copying one
 (`interval_walk.py`), S of the next block beside P V of this one. Tiles: 64 rows x 128 keys a
 warpgroup, two or three stages; wide heads take 64 keys, and a window has blocks that it fills
 (`specs/interval.py`).
@@ -20,7 +20,7 @@ from kernels_pallas.mosaic.interval_walk import IntervalWalk
 def build(kernel: Kernel):
     """The body of `specs.interval.forward`."""
     spec = kernel.spec
-    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, registers=(232, 40), ahead=True)
+    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, ahead=True)
 
     def body(refs):
         work = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)

@@ -1,20 +1,20 @@
-"""The walk that forward and dq of interval attention share: pairs of tiles over their keys.
+"""The walk that forward and dq of interval attention share: strips of tiles over their keys.
 
-Query-stationary and persistent: one CTA an SM takes pairs of neighbouring tiles of 64 query
-rows, the longest first if asked to. Of its three warpgroups two compute, a tile each, and one
-copies the keys and values that both read.
+Query-stationary and persistent: one CTA an SM takes strips of two or three neighbouring tiles of
+64 query rows, the longest first if asked to. A warpgroup a tile computes (`spec.consumers`), and
+one more copies the keys and values that all of them read.
 
-    copying warpgroup      for each pair, for each block:  wait free[stage], copy to ring[stage]
-    computing warpgroups   for each pair:  start the loads of the next query as soon as this one
+    copying warpgroup      for each strip, for each block:  wait free[stage], copy to ring[stage]
+    computing warpgroups   for each strip:  start the loads of the next query as soon as this one
                                            is done with
                              for each block:  wait ready[stage], compute, arrive free[stage]
 
 Of a walk that is `ahead` a block's P V is multiplied beside the work on the next block.
-The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of pairs.
-Of a pair's keys come first the blocks that some row sees in part, under a mask, then those that
+The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of strips.
+Of a strip's keys come first the blocks that some row sees in part, under a mask, then those that
 every row sees in full, without one:
 
-    keys of the pair    begin |--- edge ---|------- full -------|--- edge ---| end
+    keys of the strip   begin |--- edge ---|------- full -------|--- edge ---| end
     blocks              0     ..           left        ..       right        ..
 
 Tiles: 64 rows x `block` keys a warpgroup (64 to 128 forward, 64 dq; `specs/interval.py`).
@@ -34,14 +34,14 @@ from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
-from kernels_pallas.specs.interval import CONSUMERS, IntervalAttention
+from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 
 NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
-class Pair(NamedTuple):
-    """What the two computing warpgroups do at a time, and its bounds: every row sees the keys
+class Strip(NamedTuple):
+    """What the computing warpgroups do at a time, and its bounds: every row sees the keys
     from `full_from` to `full_to`, some row those from `begin` to `end`.
     """
 
@@ -56,7 +56,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """Hands out pairs: `turns` of them to this CTA, every `ctas`-th."""
+    """Hands out strips: `turns` of them to this CTA, every `ctas`-th."""
 
     walk: "IntervalWalk"
     refs: Any
@@ -66,32 +66,32 @@ class Scheduler:
     @classmethod
     def of(cls, walk: "IntervalWalk", refs, cta) -> Self:
         sizes = refs.sizes
-        turns = lax.div(sizes.pairs - 1 - cta, jnp.int32(sizes.ctas)) + 1
+        turns = lax.div(sizes.strips - 1 - cta, jnp.int32(sizes.ctas)) + 1
         return cls(walk, refs, cta, turns)
 
-    def pair(self, turn) -> Pair:
-        """What this CTA takes at a turn; past the last one, the last pair."""
+    def strip(self, turn) -> Strip:
+        """What this CTA takes at a turn; past the last one, the last strip."""
         spec, sizes = self.walk.spec, self.refs.sizes
-        index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.pairs - 1)
-        tile0 = lax.div(index, jnp.int32(sizes.heads)) * CONSUMERS
+        index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.strips - 1)
+        tile0 = lax.div(index, jnp.int32(sizes.heads)) * spec.consumers
         head = lax.rem(index, jnp.int32(sizes.heads))
         if spec.longest_first:
-            tile0 = sizes.tiles - CONSUMERS - tile0
+            tile0 = sizes.tiles - spec.consumers - tile0
         b, kv_head = lax.div(head, jnp.int32(spec.Hkv)), lax.rem(head, jnp.int32(spec.Hkv))
-        # Bounds never decrease: those of a pair are those of its first and its last row.
+        # Bounds never decrease: those of a strip are those of its first and its last row.
         at0 = b * sizes.tiles + tile0
-        at1, row = at0 + CONSUMERS - 1, ROWS - 1
+        at1, row = at0 + spec.consumers - 1, ROWS - 1
         first_key, key_end = self.refs.first_key, self.refs.key_end
         begin, full_from = first_key[at0, 0], first_key[at1, row]
         full_to, end = key_end[at0, 0], key_end[at1, row]
-        return Pair(b, kv_head, tile0, begin, full_from, full_to, end)
+        return Strip(b, kv_head, tile0, begin, full_from, full_to, end)
 
 
-def split(pair: Pair, block: int):
+def split(strip: Strip, block: int):
     """Number of blocks, at least one, number of those under a mask, and the first key of the
-    i-th. Of a pair that sees no key the block lies where copies read zeros.
+    i-th. Of a strip that sees no key the block lies where copies read zeros.
     """
-    begin, full_from, full_to, end = pair[3:]
+    begin, full_from, full_to, end = strip[3:]
     begin = jnp.where(begin < end, begin, NO_KEY)
     blocks = lax.div(jnp.maximum(end - begin, 1) + (block - 1), jnp.int32(block))
     # Every row sees the blocks [left, right) in full; the others come first.
@@ -117,14 +117,12 @@ class IntervalWalk:
       rows: names of scratch for rows of queries, and their widths; the first one may become
         that of the output.
       out_width: of the output.
-      registers: of a thread, in a computing and in the copying warpgroup.
       ahead: whether the product of a block's factor runs beside the work on the next block.
     """
 
     spec: IntervalAttention
     rows: Mapping[str, int]
     out_width: int
-    registers: tuple[int, int]
     ahead: bool = False
 
     @property
@@ -139,13 +137,14 @@ class IntervalWalk:
         """
         spec = self.spec
         ring = 2 * spec.stages * spec.block * (spec.D + spec.Dv)
-        rows = 2 * CONSUMERS * ROWS * (sum(self.rows.values()) + self.out_width)
+        rows = 2 * spec.consumers * ROWS * (sum(self.rows.values()) + self.out_width)
         return ring + rows <= SMEM_BYTES - 1024
 
     def build(self, kernel: Kernel, body: Callable) -> Callable:
         """The kernel of `body(refs)`, which calls `run`."""
         spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
-        operands.check_registers(*[self.registers[0]] * CONSUMERS, self.registers[1])
+        computing, copying = spec.registers
+        operands.check_registers(*[computing] * spec.consumers, copying)
         rows = dict(self.rows)
         if self.has_out_tile:
             rows["out_tile"] = self.out_width
@@ -161,18 +160,18 @@ class IntervalWalk:
             kernel,
             body,
             scratch={
-                **{name: buffers.rows(CONSUMERS, width) for name, width in rows.items()},
+                **{name: buffers.rows(spec.consumers, width) for name, width in rows.items()},
                 "key_ring": buffers.ring(spec.stages, spec.block, spec.D),
                 "value_ring": buffers.ring(spec.stages, spec.block, spec.Dv),
-                "rows_ready": barriers(loaded, CONSUMERS),
+                "rows_ready": barriers(loaded, spec.consumers),
                 "key_ready": barriers(spec.D // slab, spec.stages),
                 "value_ready": barriers(spec.Dv // slab, spec.stages),
-                "key_free": barriers(CONSUMERS, spec.stages),
-                "value_free": barriers(CONSUMERS, spec.stages),
-                "added_ready": barriers(self.out_width // slab, CONSUMERS),
+                "key_free": barriers(spec.consumers, spec.stages),
+                "value_free": barriers(spec.consumers, spec.stages),
+                "added_ready": barriers(self.out_width // slab, spec.consumers),
             },
             grid_names=("worker",),
-            num_threads=CONSUMERS + 1,
+            num_threads=spec.consumers + 1,
             thread_name="wg",
             interpret=spec.interpret,
         )
@@ -189,24 +188,27 @@ class IntervalWalk:
         wg, cta = lax.axis_index("wg"), refs.cta.worker
         scheduler = Scheduler.of(self, refs, cta)
 
-        @pl.when(wg < CONSUMERS)
+        spec = self.spec
+        computing, copying = spec.registers
+
+        @pl.when(wg < spec.consumers)
         def _():
-            if not self.spec.interpret:
-                plgpu.set_max_registers(self.registers[0], action="increase")
+            if not spec.interpret:
+                plgpu.set_max_registers(computing, action="increase")
             self._compute(refs, scheduler, wg, sources, out, work)
 
-        @pl.when(wg == CONSUMERS)
+        @pl.when(wg == spec.consumers)
         def _():
-            if not self.spec.interpret:
-                plgpu.set_max_registers(self.registers[1], action="decrease")
+            if not spec.interpret:
+                plgpu.set_max_registers(copying, action="decrease")
             self._copy(refs, scheduler)
 
-    def _rows_of(self, array, pair: Pair, wg):
+    def _rows_of(self, array, strip: Strip, wg):
         """A warpgroup's tile of `[B, T, H, .]`, by columns."""
         tile = self.spec.tile
-        tokens = pl.ds((pair.tile0 + wg) * tile.tokens, tile.tokens)
-        heads = pl.ds(pair.kv_head * tile.group, tile.group)
-        return lambda columns: array.at[pair.b, tokens, heads, columns]
+        tokens = pl.ds((strip.tile0 + wg) * tile.tokens, tile.tokens)
+        heads = pl.ds(strip.kv_head * tile.group, tile.group)
+        return lambda columns: array.at[strip.b, tokens, heads, columns]
 
     def _compute(self, refs, scheduler, wg, sources, out, work):
         """The loop of a computing warpgroup over its tiles."""
@@ -215,20 +217,20 @@ class IntervalWalk:
         tiles = [(getattr(refs, name), width) for name, width in self.rows.items()]
         out_tile = refs.out_tile if self.has_out_tile else tiles[0][0]
 
-        def load_rows(pair):
+        def load_rows(strip):
             for source, (tile, width) in zip(sources, tiles, strict=True):
-                rows = self._rows_of(source, pair, wg)
+                rows = self._rows_of(source, strip, wg)
                 buffers.load_rows(rows, tile, wg, width, refs.rows_ready.at[wg])
 
-        def load_added(pair):
-            rows = self._rows_of(refs.added, pair, wg)
+        def load_added(strip):
+            rows = self._rows_of(refs.added, strip, wg)
             buffers.load_rows(rows, out_tile, wg, width, refs.added_ready.at[wg])
 
         def take(turn, carry):
-            done, pair = carry
-            tile = TilePlace(pair.b, pair.kv_head, pair.tile0 + wg, wg)
-            following = scheduler.pair(turn + 1)
-            blocks, masked, key_at = split(pair, spec.block)
+            done, strip = carry
+            tile = TilePlace(strip.b, strip.kv_head, strip.tile0 + wg, wg)
+            following = scheduler.strip(turn + 1)
+            blocks, masked, key_at = split(strip, spec.block)
             first_key, key_end = (
                 plgpu.load(
                     bound.at[tile.b * refs.sizes.tiles + tile.index],
@@ -240,7 +242,7 @@ class IntervalWalk:
             if self.has_out_tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if spec.added:
-                    load_added(pair)
+                    load_added(strip)
             plgpu.barrier_wait(refs.rows_ready.at[wg])
 
             def visible(i):
@@ -277,18 +279,18 @@ class IntervalWalk:
             if spec.added:
                 if not self.has_out_tile:
                     plgpu.commit_smem()  # the warpgroup is done with its query
-                    load_added(pair)
+                    load_added(strip)
                 plgpu.barrier_wait(refs.added_ready.at[wg])
                 added = buffers.read_rows(out_tile, wg, width)
             buffers.write_rows(out_tile, wg, result, added)
             plgpu.commit_smem()
-            buffers.store_rows(out_tile, wg, width, self._rows_of(out, pair, wg))
+            buffers.store_rows(out_tile, wg, width, self._rows_of(out, strip, wg))
             if not self.has_out_tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load_next_rows()
             return done + blocks, following
 
-        first = scheduler.pair(0)
+        first = scheduler.strip(0)
         load_rows(first)
         lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), first))
         plgpu.wait_smem_to_gmem(0)
@@ -303,9 +305,9 @@ class IntervalWalk:
         )
 
         def take(turn, carry):
-            done, pair = carry
-            following = scheduler.pair(turn + 1)
-            blocks, _, key_at = split(pair, spec.block)
+            done, strip = carry
+            following = scheduler.strip(turn + 1)
+            blocks, _, key_at = split(strip, spec.block)
 
             def load(i, _):
                 stage = lax.rem(done + i, jnp.int32(stages))
@@ -317,14 +319,14 @@ class IntervalWalk:
                         plgpu.barrier_wait(free.at[stage])
 
                     def columns_of(columns, source=source):
-                        return source.at[pair.b, keys, pair.kv_head, columns]
+                        return source.at[strip.b, keys, strip.kv_head, columns]
 
                     buffers.load_keys(columns_of, ring, stage, ready.at[stage])
 
             lax.fori_loop(0, blocks, load, None)
             return done + blocks, following
 
-        done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.pair(0)))
+        done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.strip(0)))
         if spec.interpret:  # which wants every completed phase waited for
 
             def drain(i, _):

@@ -11,7 +11,6 @@ from kernels_pallas.specs import attention
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import ROWS, Tile, cdiv, slab_width
 
-CONSUMERS = 2  # warpgroups of a CTA that compute: each has a tile, both share the keys
 BLOCKS = 96, 112, 128  # keys; a product sums over 16 at a time
 CTAS = 132  # SMs of an H100 SXM; on fewer, some of them take turns
 
@@ -31,14 +30,26 @@ class IntervalAttention(AttentionSizes):
         return Tile(self.group, slab_width(self.D, self.Dv))
 
     @property
-    def tiles(self) -> int:
-        """Tiles along the tokens, a multiple of the warpgroups that share keys."""
-        return cdiv(self.T, self.tile.tokens * CONSUMERS) * CONSUMERS
+    def consumers(self) -> int:
+        """Warpgroups of a CTA that compute: each has a tile, all share the keys."""
+        return consumers(self.D, self.Dv)
 
     @property
-    def pairs(self) -> int:
-        """Pairs of tiles, which a CTA takes at a time."""
-        return self.B * self.Hkv * self.tiles // CONSUMERS
+    def registers(self) -> tuple[int, int]:
+        """Of a thread in a computing warpgroup and in the copying one."""
+        if self.consumers == 3:
+            return 160, 32
+        return (240, 24) if self.D + self.Dv > 256 else (232, 40)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles along the tokens, a multiple of those of a strip."""
+        return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers
+
+    @property
+    def strips(self) -> int:
+        """Neighbouring tiles, one a computing warpgroup, that a CTA takes at a time."""
+        return self.B * self.Hkv * self.tiles // self.consumers
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -46,18 +57,25 @@ class IntervalAttention(AttentionSizes):
             "T": self.T,
             "tiles": self.tiles,
             "heads": self.B * self.Hkv,
-            "pairs": self.pairs,
+            "strips": self.strips,
             "ctas": self.grid[0],
         }
 
     @property
     def grid(self) -> tuple[int, ...]:
-        return (min(self.pairs, CTAS),)
+        return (min(self.strips, CTAS),)
 
     @property
     def _inputs(self) -> dict[str, Array]:
         bounds = Array((self.B * self.tiles, ROWS), "int32")
         return {**self.operands, "first_key": bounds, "key_end": bounds}
+
+
+def consumers(key_width: int, value_width: int) -> int:
+    """As `IntervalAttention.consumers`: three where their registers hold a narrow head, so that
+    more warps hide what a block's steps wait for.
+    """
+    return 3 if max(key_width, value_width) <= 64 else 2
 
 
 def forward_blocks(
@@ -72,13 +90,14 @@ def forward_blocks(
     """
     if max(key_width, value_width) > 192:
         return {"block": 64, "stages": 2}
-    if window is None:
-        return {"block": max(BLOCKS), "stages": 2}
+    sharing = consumers(key_width, value_width)
+    if window is None:  # of three warpgroups larger blocks are slower
+        return {"block": max(BLOCKS) if sharing == 2 else min(BLOCKS), "stages": 2}
     if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
         return {"block": 64, "stages": 3}
-    # What a pair of tiles sees in as few blocks as may be, and these as small as may be.
-    tokens = Tile(group, slab_width(key_width, value_width)).tokens * CONSUMERS
-    keys = window + tokens - 1
+    # What a strip of tiles sees in as few blocks as may be, and these as small as may be.
+    tokens = Tile(group, slab_width(key_width, value_width)).tokens
+    keys = window + tokens * sharing - 1
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
 
 
