@@ -20,6 +20,7 @@ A document names a table between two comments, and this command fills what stand
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
 | `parallel_training` | training on several GPUs beside one | `device` |
+| `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -448,6 +449,18 @@ def parallel_training(device: str = DEVICE.name) -> str:
     return table(head, rows)
 
 
+def showcase(device: str = DEVICE.name) -> str:
+    """A row a length and mode of `--ranges`."""
+    rows = []
+    for line in lines_of("showcase.jsonl", device):
+        _, _, mode = line["implementation"].partition("ranges=")
+        where = str(line["seq_len"]), mode or "none", str(line["batch"])
+        times = (f"{line[name]:.0f}" for name in ("time_ms", "p20_ms", "p80_ms"))
+        rate, peak = f"{line['tokens_per_s']:.0f}", f"{line['peak_bytes'] / 2**30:.1f}"
+        rows.append([*where, *times, rate, peak, f"{line['commit']:.7}"])
+    return table(["S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "commit"], rows)
+
+
 def quality_over_seeds() -> str:
     """NSA against dense attention; both runs of a seed were on the same device."""
     paths = sorted(DEVICE.parent.glob("*/quality/*.jsonl"), key=lambda path: path.name)
@@ -466,6 +479,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "first_call": first_call,
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
+    "showcase": showcase,
     "selection": selection,
     "block_selection": block_selection,
     "serving": serving,

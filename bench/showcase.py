@@ -14,6 +14,7 @@ each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwh
 import contextlib
 import csv
 import datetime
+import os
 import shutil
 import subprocess
 import sys
@@ -129,11 +130,15 @@ def measure(folder: Path, length: int, mode: str) -> Row:
 
 @contextlib.contextmanager
 def watched(path: Path) -> Iterator[Path]:
-    """Within: nvidia-smi writes a line a second to `path`, where there is such a program."""
+    """Within: nvidia-smi writes a line a second to `path`, where there is such a program, of the
+    GPU that the row's process takes: the first that it may see.
+    """
     if shutil.which("nvidia-smi") is None:
         yield path
         return
-    words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,nounits", "-l", "1", "-i", "0"]
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,nounits", "-l", "1"]
+    words += ["-i", device]
     with path.open("wb") as output:
         child = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL)
         try:

@@ -1,6 +1,8 @@
 """The runbook's command: its table, its exit status, and a row that is measured."""
 
 import dataclasses
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,25 @@ def test_the_share_of_the_time_that_the_gpu_is_used(tmp_path):
     assert showcase.used(tmp_path / "none.csv", 2) is None
     path.write_text(lines[0])
     assert showcase.used(path, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"), [(None, "0"), ("", "0"), ("3,1", "3"), ("GPU-5a,0", "GPU-5a")]
+)
+def test_the_gpu_that_is_watched_is_the_one_that_works(tmp_path, monkeypatch, visible, asked):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    path = tmp_path / "gpu.csv"
+    with showcase.watched(path):
+        deadline = time.monotonic() + 20
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert path.read_text().split()[-2:] == ["-i", asked]
 
 
 def test_a_row_is_measured_here(command):
