@@ -14,7 +14,6 @@ each row the process's log `run_s<S>_<mode>.log` and what nvidia-smi said meanwh
 import contextlib
 import csv
 import datetime
-import os
 import shutil
 import subprocess
 import sys
@@ -136,7 +135,8 @@ def watched(path: Path) -> Iterator[Path]:
     if shutil.which("nvidia-smi") is None:
         yield path
         return
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    visible = process.environment({}).get("CUDA_VISIBLE_DEVICES", "")
+    device = visible.split(",")[0] or "0"
     words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,nounits", "-l", "1"]
     words += ["-i", device]
     with path.open("wb") as output:
