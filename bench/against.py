@@ -110,7 +110,7 @@ class Child:
             env=process.environment(
                 {"PYTHONPATH": str(checkout), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             ),
-            # Processes that it starts would find other modules in this checkout's root.
+            # Until 5653ce6 processes that build kernels import from the working directory.
             cwd=checkout,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

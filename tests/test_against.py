@@ -12,7 +12,9 @@ PRETENDED = """
 import json, os, sys
 say = lambda **x: print(json.dumps(x), flush=True)
 problem = json.loads(sys.argv[1])
-after = os.environ["PYTHONPATH"].split(os.pathsep)[0].endswith("after")
+checkout = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+assert os.path.samefile(checkout, os.getcwd())
+after = checkout.endswith("after")
 if problem["name"] == "broken" and after:
     sys.exit(5)
 say(forward="other" if problem["name"] == "bits" and after else "same")

@@ -1,21 +1,22 @@
-"""The walk that forward and dq of interval attention share: strips of tiles over their keys.
+"""The walk that forward and dq of interval attention share: tiles of queries over their keys.
 
-Query-stationary and persistent: one CTA an SM takes strips of two or three neighbouring tiles of
-64 query rows, the longest first if asked to. A warpgroup a tile computes (`spec.consumers`), and
-one more copies the keys and values that all of them read.
+Query-stationary and persistent: one CTA an SM takes work items, the longest first if asked to. A
+work item is two or three neighbouring tiles of 64 query rows. A warpgroup a tile computes
+(`spec.consumers`), and one more copies the keys and values that all of them read.
 
-    copying warpgroup      for each strip, for each block:  wait free[stage], copy to ring[stage]
-    computing warpgroups   for each strip:  start the loads of the next query as soon as this one
-                                           is done with
-                             for each block:  wait ready[stage], compute, arrive free[stage]
+    copying warpgroup      for each work item, for each block:
+                               wait free[stage], copy to ring[stage]
+    computing warpgroups   for each work item:
+                               start the loads of the next query as soon as this one is done with
+                               for each block:  wait ready[stage], compute, arrive free[stage]
 
 Of a walk that is `ahead` a block's P V is multiplied beside the work on the next block.
-The copying warpgroup runs ahead by the stages of the ring buffer, across the borders of strips.
-Of a strip's keys come first the blocks that some row sees in part, under a mask, then those that
-every row sees in full, without one:
+The copying warpgroup runs ahead by the stages of the ring buffer, into the next work item.
+Of the keys of a work item come first the blocks that some row sees in part, under a mask, then
+those that every row sees in full, without one:
 
-    keys of the strip   begin |--- edge ---|------- full -------|--- edge ---| end
-    blocks              0     ..           left        ..       right        ..
+    keys of the work item   begin |--- edge ---|------- full -------|--- edge ---| end
+    blocks                  0     ..           left        ..       right        ..
 
 Tiles: 64 rows x `block` keys a warpgroup (64 to 128 forward, 64 dq; `specs/interval.py`).
 """
@@ -40,7 +41,7 @@ from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
-class Strip(NamedTuple):
+class WorkItem(NamedTuple):
     """What the computing warpgroups do at a time, and its bounds: every row sees the keys
     from `full_from` to `full_to`, some row those from `begin` to `end`.
     """
@@ -56,7 +57,7 @@ class Strip(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """Hands out strips: `turns` of them to this CTA, every `ctas`-th."""
+    """Hands out work items: `turns` of them to this CTA, every `ctas`-th."""
 
     walk: "IntervalWalk"
     refs: Any
@@ -66,32 +67,32 @@ class Scheduler:
     @classmethod
     def of(cls, walk: "IntervalWalk", refs, cta) -> Self:
         sizes = refs.sizes
-        turns = lax.div(sizes.strips - 1 - cta, jnp.int32(sizes.ctas)) + 1
+        turns = lax.div(sizes.work_items - 1 - cta, jnp.int32(sizes.ctas)) + 1
         return cls(walk, refs, cta, turns)
 
-    def strip(self, turn) -> Strip:
-        """What this CTA takes at a turn; past the last one, the last strip."""
+    def work_item(self, turn) -> WorkItem:
+        """What this CTA takes at a turn; past the last one, the last work item."""
         spec, sizes = self.walk.spec, self.refs.sizes
-        index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.strips - 1)
+        index = jnp.minimum(turn * sizes.ctas + self.cta, sizes.work_items - 1)
         tile0 = lax.div(index, jnp.int32(sizes.heads)) * spec.consumers
         head = lax.rem(index, jnp.int32(sizes.heads))
         if spec.longest_first:
             tile0 = sizes.tiles - spec.consumers - tile0
         b, kv_head = lax.div(head, jnp.int32(spec.Hkv)), lax.rem(head, jnp.int32(spec.Hkv))
-        # Bounds never decrease: those of a strip are those of its first and its last row.
+        # Bounds never decrease: those of a work item are those of its first and its last row.
         at0 = b * sizes.tiles + tile0
         at1, row = at0 + spec.consumers - 1, ROWS - 1
         first_key, key_end = self.refs.first_key, self.refs.key_end
         begin, full_from = first_key[at0, 0], first_key[at1, row]
         full_to, end = key_end[at0, 0], key_end[at1, row]
-        return Strip(b, kv_head, tile0, begin, full_from, full_to, end)
+        return WorkItem(b, kv_head, tile0, begin, full_from, full_to, end)
 
 
-def split(strip: Strip, block: int):
+def split(work_item: WorkItem, block: int):
     """Number of blocks, at least one, number of those under a mask, and the first key of the
-    i-th. Of a strip that sees no key the block lies where copies read zeros.
+    i-th. Of a work item that sees no key the block lies where copies read zeros.
     """
-    begin, full_from, full_to, end = strip[3:]
+    begin, full_from, full_to, end = work_item[3:]
     begin = jnp.where(begin < end, begin, NO_KEY)
     blocks = lax.div(jnp.maximum(end - begin, 1) + (block - 1), jnp.int32(block))
     # Every row sees the blocks [left, right) in full; the others come first.
@@ -203,12 +204,12 @@ class IntervalWalk:
                 plgpu.set_max_registers(copying, action="decrease")
             self._copy(refs, scheduler)
 
-    def _rows_of(self, array, strip: Strip, wg):
+    def _rows_of(self, array, work_item: WorkItem, wg):
         """A warpgroup's tile of `[B, T, H, .]`, by columns."""
         tile = self.spec.tile
-        tokens = pl.ds((strip.tile0 + wg) * tile.tokens, tile.tokens)
-        heads = pl.ds(strip.kv_head * tile.group, tile.group)
-        return lambda columns: array.at[strip.b, tokens, heads, columns]
+        tokens = pl.ds((work_item.tile0 + wg) * tile.tokens, tile.tokens)
+        heads = pl.ds(work_item.kv_head * tile.group, tile.group)
+        return lambda columns: array.at[work_item.b, tokens, heads, columns]
 
     def _compute(self, refs, scheduler, wg, sources, out, work):
         """The loop of a computing warpgroup over its tiles."""
@@ -217,20 +218,20 @@ class IntervalWalk:
         tiles = [(getattr(refs, name), width) for name, width in self.rows.items()]
         out_tile = refs.out_tile if self.has_out_tile else tiles[0][0]
 
-        def load_rows(strip):
+        def load_rows(work_item):
             for source, (tile, width) in zip(sources, tiles, strict=True):
-                rows = self._rows_of(source, strip, wg)
+                rows = self._rows_of(source, work_item, wg)
                 buffers.load_rows(rows, tile, wg, width, refs.rows_ready.at[wg])
 
-        def load_added(strip):
-            rows = self._rows_of(refs.added, strip, wg)
+        def load_added(work_item):
+            rows = self._rows_of(refs.added, work_item, wg)
             buffers.load_rows(rows, out_tile, wg, width, refs.added_ready.at[wg])
 
         def take(turn, carry):
-            done, strip = carry
-            tile = TilePlace(strip.b, strip.kv_head, strip.tile0 + wg, wg)
-            following = scheduler.strip(turn + 1)
-            blocks, masked, key_at = split(strip, spec.block)
+            done, work_item = carry
+            tile = TilePlace(work_item.b, work_item.kv_head, work_item.tile0 + wg, wg)
+            following = scheduler.work_item(turn + 1)
+            blocks, masked, key_at = split(work_item, spec.block)
             first_key, key_end = (
                 plgpu.load(
                     bound.at[tile.b * refs.sizes.tiles + tile.index],
@@ -242,7 +243,7 @@ class IntervalWalk:
             if self.has_out_tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if spec.added:
-                    load_added(strip)
+                    load_added(work_item)
             plgpu.barrier_wait(refs.rows_ready.at[wg])
 
             def visible(i):
@@ -279,18 +280,18 @@ class IntervalWalk:
             if spec.added:
                 if not self.has_out_tile:
                     plgpu.commit_smem()  # the warpgroup is done with its query
-                    load_added(strip)
+                    load_added(work_item)
                 plgpu.barrier_wait(refs.added_ready.at[wg])
                 added = buffers.read_rows(out_tile, wg, width)
             buffers.write_rows(out_tile, wg, result, added)
             plgpu.commit_smem()
-            buffers.store_rows(out_tile, wg, width, self._rows_of(out, strip, wg))
+            buffers.store_rows(out_tile, wg, width, self._rows_of(out, work_item, wg))
             if not self.has_out_tile:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 load_next_rows()
             return done + blocks, following
 
-        first = scheduler.strip(0)
+        first = scheduler.work_item(0)
         load_rows(first)
         lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), first))
         plgpu.wait_smem_to_gmem(0)
@@ -305,9 +306,9 @@ class IntervalWalk:
         )
 
         def take(turn, carry):
-            done, strip = carry
-            following = scheduler.strip(turn + 1)
-            blocks, _, key_at = split(strip, spec.block)
+            done, work_item = carry
+            following = scheduler.work_item(turn + 1)
+            blocks, _, key_at = split(work_item, spec.block)
 
             def load(i, _):
                 stage = lax.rem(done + i, jnp.int32(stages))
@@ -319,14 +320,14 @@ class IntervalWalk:
                         plgpu.barrier_wait(free.at[stage])
 
                     def columns_of(columns, source=source):
-                        return source.at[strip.b, keys, strip.kv_head, columns]
+                        return source.at[work_item.b, keys, work_item.kv_head, columns]
 
                     buffers.load_keys(columns_of, ring, stage, ready.at[stage])
 
             lax.fori_loop(0, blocks, load, None)
             return done + blocks, following
 
-        done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.strip(0)))
+        done, _ = lax.fori_loop(0, turns, take, (jnp.int32(0), scheduler.work_item(0)))
         if spec.interpret:  # which wants every completed phase waited for
 
             def drain(i, _):

@@ -6,7 +6,8 @@ each token in shared memory, and a warp takes the n best from there (`warp_topk.
 
 Loop order: query-stationary. For each tile of query rows (a CTA of 2 to 4 warpgroups): for each
 chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`
-phases one product; at the end of a chunk its top-k.
+phases one product; at the end of a chunk its top-k. A tile whose tokens select all blocks that they
+may makes no product.
 Tile: 64 query rows a warpgroup, `64 // heads` tokens, in registers as the left operand, so that
 a product reads keys only: half the shared-memory traffic of both from there. With 16 heads a
 warp has one token, with fewer 2 or 4: the sum over heads is an exchange of its lanes, once a
@@ -72,8 +73,9 @@ def best_blocks(kernel: Kernel):
         steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
         if topk.takes_all_of_few and not spec.packed:
             last_token = jnp.minimum(tile.tokens, refs.sizes.T - tile_index * tile.tokens) - 1
+            # Then no token has more than `spec.free` blocks to choose from (`WarpTopK.extract`).
             all_win = refs.own_block[mine, last_token] < spec.n
-            steps = jnp.where(all_win, 0, steps)  # no score is needed
+            steps = jnp.where(all_win, 0, steps)
         products = steps * r
 
         def load(q):

@@ -13,10 +13,10 @@ once both are taken.
 
 A token with at most `free` blocks to choose from takes all of them, without their scores.
 
-Cost: `stripes` reads a lane once, then for each winner two reductions, and for each column that is
-read again a read, a reduction and a vote for each entry, however many scores there are. To know
-two costs more at the start, a read each stripe, and less for a winner. A warp extracts for all its
-tokens at once, so that one's latency hides another's.
+Cost: at the start a read and some instructions for each stripe, more where two are known. Then for
+each winner two reductions; for each column that is read again a read, and a reduction and a vote
+for each entry that is known. A warp extracts for all its tokens at once, so that one's latency
+hides another's.
 
 All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
 are not negative, are compared as integers; -1.0 is below all of them.
@@ -52,7 +52,9 @@ class WarpTopK:
 
     @property
     def takes_all_of_few(self) -> bool:
-        """Whether scores of tokens with at most `free` blocks to choose from are not read."""
+        """Whether a token with at most `free` blocks to choose from takes them without scores:
+        in one chunk, which has all of them.
+        """
         return not self.several_chunks
 
     @property
@@ -183,7 +185,7 @@ class WarpTopK:
                 )
             ]
 
-        all_win = warp.same(0, 0 if self.takes_all_of_few else 1)
+        all_win = warp.same(int(self.takes_all_of_few), 1)  # in all tokens of the warp
         for column in columns:
             all_win = all_win & (column.count <= spec.free)
         state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)

@@ -43,12 +43,12 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def tiles(self) -> int:
-        """Tiles along the tokens, a multiple of those of a strip."""
+        """Tiles along the tokens, a multiple of `consumers`."""
         return cdiv(self.T, self.tile.tokens * self.consumers) * self.consumers
 
     @property
-    def strips(self) -> int:
-        """Neighbouring tiles, one a computing warpgroup, that a CTA takes at a time."""
+    def work_items(self) -> int:
+        """Each is `consumers` neighbouring tiles, which a CTA takes at a time."""
         return self.B * self.Hkv * self.tiles // self.consumers
 
     @property
@@ -57,13 +57,13 @@ class IntervalAttention(AttentionSizes):
             "T": self.T,
             "tiles": self.tiles,
             "heads": self.B * self.Hkv,
-            "strips": self.strips,
+            "work_items": self.work_items,
             "ctas": self.grid[0],
         }
 
     @property
     def grid(self) -> tuple[int, ...]:
-        return (min(self.strips, CTAS),)
+        return (min(self.work_items, CTAS),)
 
     @property
     def _inputs(self) -> dict[str, Array]:
@@ -72,8 +72,8 @@ class IntervalAttention(AttentionSizes):
 
 
 def consumers(key_width: int, value_width: int) -> int:
-    """As `IntervalAttention.consumers`: three where their registers hold a narrow head, so that
-    more warps hide what a block's steps wait for.
+    """As `IntervalAttention.consumers`: three where narrow heads need few registers, so that more
+    warps hide the latency of a block's steps.
     """
     return 3 if max(key_width, value_width) <= 64 else 2
 
@@ -95,7 +95,7 @@ def forward_blocks(
         return {"block": max(BLOCKS) if sharing == 2 else min(BLOCKS), "stages": 2}
     if max(key_width, value_width) > 128:  # larger blocks spill with an array to add
         return {"block": 64, "stages": 3}
-    # What a strip of tiles sees in as few blocks as may be, and these as small as may be.
+    # What a work item sees in as few blocks as may be, and these as small as may be.
     tokens = Tile(group, slab_width(key_width, value_width)).tokens
     keys = window + tokens * sharing - 1
     return {"block": min(BLOCKS, key=lambda size: (cdiv(keys, size), size)), "stages": 2}
