@@ -313,11 +313,3 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
             pop(popped)
 
     return launcher
-
-
-def capture_of(stream: int) -> int:
-    """The number of the CUDA graph that a stream is being captured into; 0: none."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    found = ctypes.byref(status), ctypes.byref(number)
-    driver.call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found, None, None, None)
-    return number.value if status.value else 0

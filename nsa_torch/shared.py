@@ -3,11 +3,14 @@
 import collections
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from interop import launch
+from kernels_pallas.runtime import captures, driver
+from kernels_pallas.runtime.captures import Capture
 
 BYTES = 24 * 2**20  # kept at most, of all devices, besides what the last calls used
 RECENT = 32  # uses of tensors: more than a call has, forward and backward
@@ -18,14 +21,16 @@ class Shared:
     `recent` uses stays: the calls that run now need it, however large it is.
 
     Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
-    graph, which outlives any cache, makes its own, once for all calls that it captures.
+    graph, which outlives any cache, reads what was there before its capture, and keeps it. What
+    was not there the graph makes, once for all calls that it captures.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
         self.limit, self.recent = limit, recent
         self.size, self.uses = 0, 0
         self._kept = collections.OrderedDict()
-        self._captured, self._capture = {}, 0
+        self._captured: dict[Hashable, Any] = {}
+        self._capture: Capture | None = None
         self._lock = threading.Lock()
 
     def get(
@@ -36,12 +41,16 @@ class Shared:
         with self._lock:
             if capture != self._capture:
                 self._captured, self._capture = {}, capture
-            found = self._captured.get(key) if capture else self._kept.get(key, (0, None))[1]
-            if found is not None and not capture:
-                self._use(key, found)
+            found = self._captured.get(key) if capture else None
+            kept = self._kept.get(key, (0, None))[1] if found is None else None
+            if kept is not None:
+                self._use(key, kept)
         if found is None:
-            found = _made(device, make)
-            self._keep(key, found, capture)
+            found = _made(device, make) if kept is None else kept
+            if capture and kept is not None:
+                found = _held(kept, capture)
+            if found is not kept:
+                self._keep(key, found, capture)
         tensors, stream, event = found
         if event is not None and stream != launch.current_stream(device):
             current = torch.cuda.current_stream(device)
@@ -83,11 +92,22 @@ class Shared:
 SHARED = Shared()
 
 
-def _capture(device):
-    """Which CUDA graph is being captured on the current stream; 0: none."""
+def _capture(device) -> Capture | None:
+    """The CUDA graph that the current stream is being captured into."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return 0
-    return launch.capture_of(launch.current_stream(device))
+        return None
+    return captures.of_stream(launch.current_stream(device))
+
+
+def _held(kept, capture):
+    """The same tensors for a CUDA graph: they are ready now, and stay as long as it."""
+    tensors, _, event = kept
+    if event is not None:
+        # A graph cannot wait for what is outside it.
+        with driver.relaxed("tensors of a CUDA graph"):
+            event.synchronize()
+    captures.hold(capture.graph, tensors)
+    return tensors, None, None
 
 
 def _made(device, make):

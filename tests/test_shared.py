@@ -1,8 +1,12 @@
 """Tensors that calls of the same sizes share."""
 
+import time
+
 import pytest
 import torch
 
+from kernels_pallas.runtime import captures
+from kernels_pallas.runtime.captures import Capture
 from nsa_torch import fa2
 from nsa_torch.shared import Shared
 
@@ -102,26 +106,89 @@ def test_another_stream_waits_for_the_maker():
         assert int(total) == 7 << 20
 
 
-def test_a_graph_makes_its_own_once(monkeypatch):
+def capturing(monkeypatch, number):
+    """As if the current stream were captured into a graph with this number; 0: none."""
+    found = Capture(number, 1000 + number) if number else None
+    monkeypatch.setattr("nsa_torch.shared._capture", lambda _: found)
+
+
+def test_a_graph_makes_what_was_not_there_once(monkeypatch):
     shared, (make, calls), found = Shared(), counted([1, 2]), []
-    (kept,) = shared.get("a", CPU, make)
-    for capture in (7, 7, 8, 0, 8):
-        monkeypatch.setattr("nsa_torch.shared._capture", lambda _, number=capture: number)
+    for number in (7, 7, 8, 0):
+        capturing(monkeypatch, number)
         found += shared.get("a", CPU, make)
-    same = [[x is y for y in found] for x in found]
-    assert same[0] == [True, True, False, False, False]
-    assert found[3] is kept and sum(same[2]) == sum(same[4]) == 1
-    assert len(calls) == 4 and shared.size == 8
+    assert [[x is y for y in found[:3]] for x in found[:2]] == [[True, True, False]] * 2
+    assert len({*map(id, found)}) == len(calls) == 3
+    assert shared.size == 8  # not those of graphs, whose memory is theirs
+
+
+def test_a_graph_holds_what_was_there(monkeypatch):
+    held = []
+    monkeypatch.setattr(captures, "hold", lambda *given: held.append(given))
+    shared, (make, calls) = Shared(limit=8, recent=1), counted([1, 2])
+    (kept,) = shared.get("a", CPU, make)
+    for number in (7, 7, 8):
+        capturing(monkeypatch, number)
+        assert shared.get("a", CPU, make)[0] is kept
+    assert [(graph, x) for graph, [x] in held] == [(1007, kept), (1008, kept)]
+    assert len(calls) == 1
+    capturing(monkeypatch, 0)
+    shared.get("b", CPU, make)  # drops a, which the graph of this capture has
+    capturing(monkeypatch, 8)
+    shared.get("a", CPU, make)
+    assert len(calls) == 3  # the capture before was another one
 
 
 @pytest.mark.gpu
-def test_graphs_keep_their_own():
+def test_graphs_read_what_was_there_until_they_are_gone():
+    device, shared, made = torch.device("cuda"), Shared(limit=0, recent=0), []
+
+    def get(key):
+        def make():
+            made.append(key)
+            torch.cuda._sleep(100_000_000)
+            return [torch.full((1 << 20,), 7, device=device)]
+
+        return shared.get(key, device, make)[0]
+
+    def captured():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = get("a").sum()
+        return graph, total
+
+    maker = torch.cuda.Stream()
+    with torch.cuda.stream(maker):
+        address = get("a").data_ptr()
+    graphs = [captured() for _ in range(2)]
+    assert made == ["a"]
+    get("b"), shared.clear()
+    # Would be given the memory of a, had it been given back.
+    others = [torch.zeros(1 << 20, dtype=torch.int64, device=device) for _ in range(8)]
+    assert address not in [x.data_ptr() for x in others]
+    for graph, total in graphs:
+        graph.replay()
+        assert int(total) == 7 << 20
+    held = len(captures._held)
+    while graphs:
+        graphs.pop()[0].reset()
+    torch.cuda.synchronize()
+    for _ in range(1000):  # the driver takes its time
+        captures.release()
+        if len(captures._held) == held - 2:
+            break
+        time.sleep(0.01)
+    assert len(captures._held) == held - 2
+
+
+@pytest.mark.gpu
+def test_what_a_graph_makes_is_its_own():
     device, shared = torch.device("cuda"), Shared()
 
     def get():
         return shared.get("a", device, lambda: [torch.ones(8, device=device)])[0]
 
-    kept, found = get(), []
+    found = []
     for _ in range(2):
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(graph):
@@ -133,8 +200,7 @@ def test_graphs_keep_their_own():
             torch.cuda.current_stream().wait_stream(side)
         assert again is x
         found.append((graph, x, y))
-    assert get() is kept
-    assert len({kept.data_ptr(), *(x.data_ptr() for _, x, _ in found)}) == 3
+    assert len({x.data_ptr() for _, x, _ in found}) == 2
     for graph, x, y in found:
         x.zero_()
         graph.replay()
