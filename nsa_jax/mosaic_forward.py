@@ -120,16 +120,17 @@ def selected(
     `block_lists`: `tile_block_lists` where they are there already.
     """
     sizes = sizes_of(query, key, value, scale)
+    gathers = query, key, value, block_indices, config, layout.packed
+    gather_limit = mosaic_gather.gather_limit(*gathers)
     stages = selected_spec.forward_stages(sizes["D"], sizes["Dv"], config.select_block)
     spec = selected_spec.SelectedAttention(
         **sizes,
         n=block_indices.shape[-1],
         block=config.select_block,
-        gated=gate is not None,
-        added=added is not None,
-        gather_limit=mosaic_gather.gather_limit(
-            query, key, value, block_indices, config, layout.packed
-        ),
+        # What is merged later is gated and added then.
+        gated=gate is not None and not gather_limit,
+        added=added is not None and not gather_limit,
+        gather_limit=gather_limit,
         **tiles_of(
             "selected",
             query,
@@ -144,15 +145,15 @@ def selected(
     if block_lists is None:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
     last = key_bounds.causal_end_by_row(ops, layout, spec.tile, spec.tiles)
-    extra = _gate_and_sum(ops, gate, added)
-    arrays = query, key, value
-    kernel = selected_spec.forward(spec)
-    out, lse = ops.run(kernel, *arrays, *block_lists, last, *extra)
-    if spec.gather_limit:
-        selection = block_indices, block_lists[-1], layout
-        gate = extra[0] if spec.gated else None
-        out, lse = mosaic_gather.attention(ops, spec, arrays, selection, out, lse, gate)
-    return out, None if spec.added else lse
+    arrays, kernel = (query, key, value), selected_spec.forward(spec)
+    if not gather_limit:
+        extra = _gate_and_sum(ops, gate, added)
+        out, lse = ops.run(kernel, *arrays, *block_lists, last, *extra)
+        return out, None if spec.added else lse
+    walked, lse = ops.run(kernel, *arrays, *block_lists, last)
+    selection = block_indices, block_lists[-1], layout
+    gate = None if gate is None else ops.to_float32(gate)
+    return mosaic_gather.attention(ops, spec, arrays, selection, walked, lse, gate, added)
 
 
 def tile_block_lists(

@@ -1,14 +1,15 @@
 """Selected attention of tokens whose neighbours chose other blocks, for either framework.
 
-Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the
-next tile leaves its tokens to `kernels_pallas.specs.gathered`: neighbours are alike,
-and no output depends on later tokens. The device decides, so the host never waits, and either
-kernel passes over what is the other's.
+Where the block list of a tile is too long for `kernels_pallas.specs.selected`, the next tile
+walks over the blocks near it alone, and leaves those that are far to
+`kernels_pallas.specs.gathered`: neighbours are alike, and no output depends on later tokens. The
+device decides, so the host never waits, and either kernel passes over what is the other's.
 
-The gathering kernel is key-stationary: its partial outputs, one for each selected block of a
-token, are merged by another kernel. Tokens go in segments, so that partials stay small.
+The gathering kernel is key-stationary: its partial outputs, one for each far block of a token,
+are merged with the walk's by another kernel. Tokens go in segments, so that partials stay small.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, Tile, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
-from nsa_jax import key_bounds, mosaic_lists
+from nsa_jax import mosaic_lists
 from nsa_jax.array_ops import ArrayOps
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
@@ -28,7 +29,7 @@ MOST_BYTES = 2**30  # of partials at a time; or an output's, or of one run of li
 MOST_SLOTS = 31  # of a token: each has a bit
 # The fields that the gathering kernel has in common with the one that leaves tokens to it.
 SHARED_FIELDS = (
-    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale", "gated"),
+    *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale"),
     *("gather_limit", "stats_unit", "interpret"),
 )
 
@@ -51,32 +52,37 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     return most
 
 
-def attention(ops: ArrayOps, spec, arrays, selection, out, lse, gate):
-    """`out` `[B, T, H, Dv]` and `lse` `[B, T, H]` with the gathered tiles, which `spec` left.
+def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
+    """`added + gate * O` `[B, T, H, Dv]` and the log-sum-exp of O `[B, T, H]`, None where it is
+    added.
 
     Args:
-      spec: the `SelectedAttention` that made `out` and `lse`.
+      spec: the `SelectedAttention` that made `walked` and `lse`, of far blocks nothing.
       arrays: query, key and value.
       selection: block indices, `counts` of the tiles' block lists, and the layout.
-      gate: float32 `[B, T, H]`, or None.
+      gate: float32 `[B, T, H]`, or None for 1.
+      added: `[B, T, H, Dv]`, or None for 0.
     """
     block_indices, counts, layout = selection
     lists, segments = _segments(ops, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
-    key_end = key_bounds.causal_end(ops, layout)
+    out, sums = (walked, []) if added is None else (added, [added])
+    merges = {"gated": gate is not None, "added": added is not None}
     for kernel, segment, tokens in segments:
-        partials = ops.run(gathered.partials(kernel), *arrays, *lists, key_end, segment)
-        rows = counts, block_indices, layout.position, *extra, segment, out[tokens]
-        merged = ops.run(gathered.merge(kernel), *partials, *rows)
+        partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
+        rows = [x[tokens] for x in (walked, *sums)]
+        given = counts, block_indices, layout.position, *extra, segment, *rows
+        kernel = dataclasses.replace(kernel, **merges)
+        merged = ops.run(gathered.merge(kernel), *partials, *given)
         out = ops.write(out, tokens, merged[0])
-        if not spec.added:
+        if added is None:
             lse = ops.write(lse, tokens, merged[1])
         del partials, merged  # or those of two segments would exist at once
-    return out, lse
+    return out, None if added is not None else lse
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
-    """`dq` `[B, T, H, D]` with the gathered tiles, which `spec` left.
+    """`dq` `[B, T, H, D]` with what far blocks give, which `spec` left.
 
     Args:
       do: the output's gradient `[B, T, H, Dv]`.
@@ -85,9 +91,8 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
     """
     block_indices, counts, layout = selection
     lists, segments = _segments(ops, spec, spec.D, *selection)
-    key_end = key_bounds.causal_end(ops, layout)
     for kernel, segment, tokens in segments:
-        inputs = *arrays, *lists, key_end, segment, do, row_stats
+        inputs = *arrays, *lists, segment, do, row_stats
         partials = ops.run(gathered.partial_dq(kernel), *inputs)
         rows = counts, block_indices, layout.position, segment, dq[tokens]
         (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)

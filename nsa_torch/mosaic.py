@@ -4,6 +4,7 @@ After one call of the same shape, which compiles the kernels, a CUDA graph can c
 """
 
 from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.tile_block_lists import list_arrays
 from nsa_jax import mosaic_attention
 from nsa_jax.mosaic_forward import sizes_of
 from nsa_torch import warm_up
@@ -14,8 +15,7 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
     """Of starts, members and counts."""
     spec = SelectedAttention(**sizes_of(query, key, value, None), n=n, block=block)
-    by_tile = spec.B, spec.Hkv, spec.tiles
-    return [(*by_tile, spec.entries), (*by_tile, spec.words, spec.entries), (*by_tile, 2)]
+    return [array.shape for array in list_arrays(spec).values()]
 
 
 PATH = KernelPath(

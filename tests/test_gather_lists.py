@@ -9,6 +9,7 @@ import torch
 import nsa_torch.mosaic
 from kernels_pallas.specs import block_query_lists
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
+from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.work_items import WorkItems
 from tests.test_block_query_lists import draw, needs_gpu
 from tests.warp_emulation import BITMAP_MUTANTS, emulated, interpreted
@@ -22,7 +23,7 @@ SPECS = {
     "parts": WorkItems(
         BlockQueryLists(1, 200, 900, 2, 5, KEYS, 1, False, tile=21, limit=10), 64, 3
     ),
-    "all": WorkItems(BlockQueryLists(2, 90, 90, 1, 3, KEYS, 1, False, tile=8, limit=1), 32, 4),
+    "all": WorkItems(BlockQueryLists(2, 90, 590, 1, 3, KEYS, 1, False, tile=8, limit=1), 32, 4),
     "nothing": WorkItems(
         BlockQueryLists(1, 60, 300, 2, 4, KEYS, 1, False, tile=16, limit=60), 32, 4
     ),
@@ -34,14 +35,14 @@ by_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def arrays_of(spec, seed=0):
-    """Indices, positions, first keys; and `counts` of the block lists of tiles, of which only
+    """Indices, positions, first keys; and `BlockCounts` of the tiles' block lists, of which only
     the number of all blocks is read.
     """
     lists = spec.lists
     indices, position, start = draw(lists, seed)
     position[1:] -= 40  # a shorter row, which may begin with padding
     tiles = -(-lists.T // lists.tile)
-    counts = np.full((lists.B, lists.Hkv, tiles, 2), -5, np.int32)
+    counts = np.full((lists.B, lists.Hkv, tiles, COUNTS), -5, np.int32)
     for b, g, tile in np.ndindex(counts.shape[:3]):
         here = slice(tile * lists.tile, (tile + 1) * lists.tile)
         own = position[b, here, None] // KEYS
@@ -57,7 +58,8 @@ def expected(spec, indices, position, start, counts):
         block = int(indices[b, t, g, j])
         tile = t // lists.tile
         leaves = tile > 0 and counts[b, g, tile - 1, 1] > lists.limit
-        if leaves and 0 <= block * KEYS <= position[b, t]:
+        near = max(position[b, tile * lists.tile], 0) // KEYS - 1
+        if leaves and 0 < block < near and block * KEYS <= position[b, t]:
             place = b * lists.Hkv + g, block, t // lists.chunk
             found.setdefault(place, []).append((t * lists.Hkv + g) * lists.n + j)
     return found

@@ -49,13 +49,23 @@ def leaving(monkeypatch):
 
 
 def left(case, **change):
-    """The problem, in which some tile leaves."""
+    """The problem, in which a tile leaves that has far blocks and near ones."""
     p = problem(dataclasses.replace(case, **change))
     tokens = 64 * p.case.Hkv // p.case.H
-    indices = np.asarray(arrays_of(p)[1])[:, : (p.case.T - 1) // tokens * tokens]
-    tiles = indices.reshape(p.case.B, -1, tokens, *indices.shape[2:])
-    unions = [set(x.ravel()) - {-1} for x in np.moveaxis(tiles, 3, 2).reshape(-1, tokens * 3)]
-    assert max(map(len, unions)) > int(mosaic_gather.LONG_LIST * 3)
+    indices, first = np.asarray(arrays_of(p)[1]), p.case.S - p.case.T
+
+    def blocks(tile, head):
+        found = indices[0, tile * tokens : (tile + 1) * tokens, head]
+        return {*found.ravel().tolist()} - {-1}
+
+    def leaves(tile, head):
+        own, near = blocks(tile, head), max(first + tile * tokens, 0) // 64 - 1
+        far = {x for x in own if 0 < x < near}
+        long = len(blocks(tile - 1, head)) > int(mosaic_gather.LONG_LIST * 3)
+        return long and far and own - far
+
+    tiles = range(1, -(-p.case.T // tokens))
+    assert any(leaves(*place) for place in itertools.product(tiles, range(p.case.Hkv)))
     return p
 
 
@@ -70,7 +80,7 @@ def test_gates_and_other_branches(interpreted, leaving):
 
 
 def test_gradients_of_the_branch(interpreted, leaving):
-    check_step(left(G3, S=200), "selected_attention")
+    check_step(left(G3), "selected_attention")
     assert any(kernel.name == "gathered_dq" for kernel in leaving)
 
 
@@ -78,20 +88,21 @@ def test_gradients(interpreted, leaving, monkeypatch):
     """Those of the keys of the branch too, whose queries come one by one."""
     built, build = [], dkv.partials
     monkeypatch.setattr(dkv, "partials", lambda x: built.append(x) or build(x))
-    check_whole(left(G4, T=20, S=200))
+    check_whole(left(G4, T=20, S=330))
     assert {spec.single_token for spec in built if spec.gathered} == {True}
 
 
 def test_any_blocks_in_any_order(interpreted, leaving):
     """Half the tokens of the second tile do not see the last block."""
-    check_any_blocks(problem(dataclasses.replace(G3, T=45, S=205)))
+    check_any_blocks(left(G3, T=45, S=397))
 
 
 def test_later_tokens_change_nothing(interpreted, leaving):
     """Not a bit, though with one block more the tiles after theirs leave."""
     p = problem(dataclasses.replace(G4, T=50, S=306))
     own = np.arange(256, 306) // 64
-    indices = np.stack([0 * own, own, 0 * own - 1], axis=-1)[None, :, None].astype(np.int32)
+    indices = np.stack([0 * own + 1, own, 0 * own - 1], axis=-1)  # far and near
+    indices = indices[None, :, None].astype(np.int32)
     first = run("selected_attention", p.query, p.key, p.value, jnp.asarray(indices), **p.where)
     token = 31  # the last of its tile
     indices[0, token, 0] = 0, 1, own[token]

@@ -11,7 +11,7 @@ import torch
 from kernels_pallas.mosaic import tile_block_lists as mosaic_lists
 from kernels_pallas.mosaic import warp_emulation
 from kernels_pallas.specs import tile_block_lists
-from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.selected import BlockCounts, SelectedAttention
 from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
 
 SPEC = SelectedAttention(
@@ -57,33 +57,42 @@ def draw(tokens: int, place: str, seed: int = 0, **change):
 
 
 def expected(spec, indices, position, start, b, g, tile):
-    """First keys of the blocks, bits of their tokens, blocks before the first that is cut."""
+    """First keys of the blocks, bits of their tokens, and `BlockCounts`."""
     members: dict[int, int] = {}
-    cuts = []
+    cuts, far_slots = [], []
+    first_position = max(int(position[b, tile * spec.tile.tokens]), 0)
+    near = max(first_position // spec.block - 1, 0)
     for token in range(spec.tile.tokens):
         t = tile * spec.tile.tokens + token
         if t >= spec.T:
             break
-        for block in indices[b, t, g].tolist():
+        for slot, block in enumerate(indices[b, t, g].tolist()):
             if not 0 <= block * spec.block <= position[b, t]:
                 continue
             first = int(start[b, t]) + block * spec.block
             members[first] = members.get(first, 0) | 1 << token
             if (block + 1) * spec.block > position[b, t] + 1:
                 cuts.append(first)
+            if 0 < block < near:
+                far_slots.append(slot)
     starts = sorted(members)
-    whole = starts.index(min(cuts)) if cuts else len(starts)
-    return starts, [members[x] for x in starts], whole
+    uncut = starts.index(min(cuts)) if cuts else len(starts)
+    far_end = sum(x < near * spec.block for x in starts)
+    slots = (min(far_slots), max(far_slots) + 1) if far_slots else (spec.n, 0)
+    counts = BlockCounts(uncut, len(starts), int(far_end > 0 and 0 in starts), far_end, *slots)
+    return starts, [members[x] for x in starts], counts
 
 
 def check(spec, arrays, starts, members, counts):
     starts, members, counts = (np.asarray(x) for x in (starts, members, counts))
     some = 0
     for place in np.ndindex(spec.B, spec.Hkv, spec.tiles):
-        want, bits, whole = expected(spec, *arrays, *place)
+        want, bits, counted = expected(spec, *arrays, *place)
         got = members[place].astype(np.uint32).astype(object)
         words = sum(word << (32 * w) for w, word in enumerate(got))
-        assert counts[place].tolist() == [whole, len(want)]
+        packed = arrays[2].any()  # some sequence begins elsewhere
+        compared = slice(0, 2 if packed else None)
+        assert counts[place].tolist()[compared] == list(counted)[compared]
         assert starts[place][: len(want)].tolist() == want
         assert list(words[: len(want)]) == bits
         # An operator gives the lists out: the same for the same input.

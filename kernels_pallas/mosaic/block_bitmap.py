@@ -40,7 +40,8 @@ class Tokens(NamedTuple):
 class BlockBitmap:
     """Of `tokens` neighbours, 64 at most, of a selection `indices` `[B, T, Hkv, n]`.
 
-    `warp`: the instructions that the program runs on; `T`: an integer or a word.
+    `warp`: the instructions that the program runs on; `T`: an integer or a word; `first`: blocks
+    before it do not count.
     """
 
     warp: Any
@@ -49,15 +50,16 @@ class BlockBitmap:
     n: int
     block: int
     tokens: int
+    first: int = 0
 
     @property
     def words(self) -> int:
         """Words a block."""
         return -(-self.tokens // LANES)
 
-    def load(self, position, key_start, b: Word, token0: Word, only=None) -> Tokens:
-        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `only`: of a
-        token, whether it may select anything.
+    def load(self, position, key_start, b: Word, token0: Word, limit=None) -> Tokens:
+        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `limit`: of a
+        token, how many blocks it may select at most.
         """
         warp, found = self.warp, Tokens([], [], [])
         for word in range(self.words):
@@ -68,13 +70,21 @@ class BlockBitmap:
             first_key = warp.fetch(warp.element(key_start, at))
             selects = warp.below(token, self.tokens) & warp.below(token0 + token, self.T)
             selects = selects & (last >= 0)
-            if only is not None:
-                selects = selects & only(exists)
             last = warp.larger(last, 0)
+            bound = last // self.block + 1
+            if limit is not None:
+                most = limit(exists)
+                selects, bound = selects & (most > 0), warp.smaller(bound, most)
             found.sequence.append(warp.where(selects, first_key, -1))
             found.position.append(last)
-            found.bound.append(warp.where(selects, last // self.block + 1, 0))
+            found.bound.append(warp.where(selects, bound, 0))
         return found
+
+    def first_near(self, position: Word) -> Word:
+        """The first of the blocks that are near a tile, but for block 0: that before the block
+        of its first token, which is at `position`.
+        """
+        return self.warp.larger(self.warp.larger(position, 0) // self.block - 1, 0)
 
     def sequences(self, tokens: Tokens) -> Word:
         """How many there are; tokens of one stand beside each other."""
@@ -112,28 +122,29 @@ class BlockBitmap:
 
         warp.repeat(rows, clear_row, [])
 
-    def join(self, bits, window: int, low: Word, indices, b, g, token0, own, cut=()) -> Word:
+    def join(self, bits, window: int, low, indices, b, g, token0, own, also=None, state=()):
         """Sets the bits of the blocks `low .. low + window - 1` that tokens with the bounds
-        `own` selected. Returns, by lane, the first block that a token selected from its `cut`
-        on, in any window, or `NOWHERE`.
+        `own` selected. Returns the last `state = also(entry, token, block, selected, state)` of
+        all entries of their selection, of any window (`each`).
         """
         warp = self.warp
 
-        def visit(_, token, block, exists, state):
-            selected = exists & warp.below(block, self.bound(own, token))
+        def visit(entry, token, block, exists, state):
+            selected = exists & self.counts(block, own, token)
             offset = block - low
             warp.join(
                 bits + (offset + token // LANES * window) * 4,
                 warp.bit(token & (LANES - 1)),
                 only=selected & warp.below(offset, window),
             )
-            if cut:
-                is_cut = selected & (block >= self.bound(cut, token))
-                state = [warp.smaller(state[0], warp.where(is_cut, block, NOWHERE))]
-            return state
+            return also(entry, token, block, selected, state) if also else state
 
-        (first_cut,) = self.each(indices, b, g, token0, visit, [warp.word(NOWHERE)])
-        return first_cut
+        return self.each(indices, b, g, token0, visit, list(state))
+
+    def counts(self, block: Word, own: list[Word], token: Word) -> Any:
+        """Whether a token with these bounds may select the block."""
+        found = self.warp.below(block, self.bound(own, token))
+        return found & (block >= self.first) if self.first else found
 
     def each(self, indices, b, g, token0, visit, state):
         """`state = visit(entry, token, block, exists, state)` for all entries of the tokens'

@@ -34,7 +34,10 @@ from kernels_pallas.specs.block_query_lists import (
     BLOCK_OFFSET_SHIFT,
     BlockQueryLists,
 )
+from kernels_pallas.specs.selected import COUNTS, BlockCounts
 from kernels_pallas.specs.tile import LANES, ROWS
+
+BLOCKS = BlockCounts._fields.index("blocks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +64,22 @@ class Walk:
         bits = warp.shared(bits) + warp.warp() * (4 * spec.bits)
         next_entry = warp.shared(next_entry) + warp.warp() * (4 * spec.window)
         tokens_of_word = spec.query_tiles_of_word * spec.tokens
-        bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word)
+        first = 1 if spec.limit else 0  # block 0 is near
+        bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word, first)
 
-        def leaves(token):
-            """As `selected_walk.tile_is_gathered`."""
+        def first_near(token):
+            """Where the far blocks end of a token whose tile is gathered, as
+            `selected_walk.tile_is_gathered` says; else 0.
+            """
             tile = token // spec.tile
             before = (b * spec.Hkv + g) * sizes.tiles + warp.larger(tile - 1, 0)
-            long = warp.fetch(warp.element(counts, (before, 8)), 4) > spec.limit
-            return long & (tile > 0)
+            blocks = warp.element(counts, (before, 4 * COUNTS), (BLOCKS, 4))
+            gathered = (warp.fetch(blocks) > spec.limit) & (tile > 0)
+            of_tile = b * sizes.T + tile * spec.tile, 4
+            near = bitmap.first_near(warp.fetch(warp.element(position, of_tile)))
+            return warp.where(gathered, near, 0)
 
-        only = leaves if spec.limit else None
+        limit = first_near if spec.limit else None
 
         def edge(tile, after=0):
             """The element of `edges` of the tile and this chunk, or the one after it."""
@@ -99,7 +108,7 @@ class Walk:
             def some_tokens(k, nothing):
                 query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
                 token0 = query_tile0 * spec.tokens
-                tokens = bitmap.load(position, key_start, b, token0, only)
+                tokens = bitmap.load(position, key_start, b, token0, limit)
 
                 def sequence(_, state):
                     first_key, own, blocks = bitmap.next_sequence(tokens, state[0])
@@ -204,7 +213,7 @@ class Walk:
 
         def write(entry, token, block, exists, nothing):
             at = warp.smaller(warp.larger(block - low, 0), spec.window - 1) * 4
-            exists = exists & warp.below(block, bitmap.bound(own, token))
+            exists = exists & bitmap.counts(block, own, token)
             exists = exists & warp.below(block - low, spec.window)
             before = warp.read(bits + at) & (warp.bit(token) - 1)
             to = warp.read(next_entry + at) + warp.ones(before)

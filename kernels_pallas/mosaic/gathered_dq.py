@@ -39,9 +39,9 @@ def build(kernel: Kernel):
                 (spec.stats_unit[0], refs.sizes.stats_units),
             )
 
-            def compute(scores, dp, visible):
+            def compute(scores, dp):
                 acc = softmax.zeros(spec.D)
-                ds = softmax.softmax_backward(scores, dp, c, stats, visible)  # [64, 64]
+                ds = softmax.softmax_backward(scores, dp, c, stats)  # [64, 64]
                 acc = buffers.add_product(acc, ds.astype(dtype), (refs.key_tile, 0))
                 return acc * across(stats.sign * spec.scale, acc.shape)  # [64, D]
 

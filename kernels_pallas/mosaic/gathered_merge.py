@@ -1,6 +1,8 @@
-"""Merges the partials of gathered attention: of each token, those of its selected blocks.
+"""Merges what gathered attention is made of: of each token the walk over its tile's near blocks
+(`selected_walk.py`), and the partials of its far blocks (`gathered_forward.py`).
 
-Algorithm: per slot j of a token's selection, in the order of slots,
+Algorithm: (O, m, l) begins as the output of the walk, its log-sum-exp in log2, and 1. Then, per
+slot j of a token's selection that has a far block, in the order of slots,
 
     forward   m'  = max(m, lse_j)                        lse_j in log2
               O'  = O 2^(m - m') + O_j 2^(lse_j - m')
@@ -8,8 +10,9 @@ Algorithm: per slot j of a token's selection, in the order of slots,
               result O / l,  lse = (m + log2 l) ln 2
     dq        dQ' = dQ + dQ_j
 
-Tiles that are not gathered keep what `added` has. Slots without a block are passed over: what
-their partials hold is undefined.
+Tiles that are not gathered have the walk's. Slots without a far block are passed over: what their
+partials hold is undefined. Those before the first and after the last one that a token of the tile
+has are not read.
 
 Loop order: query-stationary, one tile of 64 rows a CTA; the partials of the next slots are in
 flight. Bound: HBM, which reads the partials once (floors: `gathered_forward.py`).
@@ -25,10 +28,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, softmax
-from kernels_pallas.mosaic.operands import PER_ROW, across
+from kernels_pallas.mosaic.operands import LOG2E, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
-from kernels_pallas.mosaic.selected_walk import tile_is_gathered
+from kernels_pallas.mosaic.selected_walk import list_counts, tile_is_gathered
 from kernels_pallas.specs.gathered import MERGE_STAGES, GatheredAttention
 from kernels_pallas.specs.tile import ROWS
 
@@ -49,17 +52,19 @@ def build_dq(kernel: Kernel):
 def _build(kernel: Kernel, width: int, merge, scratch):
     spec, stages = kernel.spec, _stages(kernel.spec)
     buffers, slabs = _buffers(spec), width // spec.tile.slab
+    added = {"added_tile": buffers.rows(1, width)} if spec.added and scratch else {}
     return build_kernel(
         kernel,
         lambda refs: merge(refs).run(),
         scratch={
             **scratch,
+            **added,
             "partial_ring": buffers.rows(stages, width),
             "out_tile": buffers.rows(1, width),
             "partial_ready": plgpu.Barrier(
                 num_arrivals=slabs + len(scratch), num_barriers=stages
             ),
-            "added_ready": plgpu.Barrier(num_arrivals=slabs),
+            "rows_ready": plgpu.Barrier(num_arrivals=slabs * (1 + len(added))),
         },
         grid_names=("head", "tile"),
         interpret=spec.interpret,
@@ -75,9 +80,9 @@ def _buffers(spec: GatheredAttention) -> operands.Buffers:
 
 
 class Merge:
-    """Merges a tile's partials by adding them up.
+    """Merges a tile by adding up.
 
-    A result is a list of slabs, `[64, slab]` each.
+    A result is a list of slabs, float32 `[64, slab]` each.
     """
 
     def __init__(self, spec: GatheredAttention, refs, out):
@@ -90,6 +95,9 @@ class Merge:
         self.all_tile = refs.segment[2] + self.tile  # of all tokens
 
     # What forward does besides.
+
+    def load_added(self):
+        """Starts the copy of what the result is added to."""
 
     def initial(self) -> Any:
         """What is carried from slot to slot beside the result."""
@@ -105,63 +113,69 @@ class Merge:
         """The result, after the last slot."""
         return acc
 
-    def keep(self, kept):
-        """What is left to do in a tile that is `kept`: not gathered."""
+    def keep(self):
+        """What is left to do in a tile that is not gathered, whose rows are the walk's."""
 
     # What both do.
 
     def run(self):
         spec, refs, buffers, width = self.spec, self.refs, self.buffers, self.width
-        gathered = tile_is_gathered(
-            refs.block_counts,
-            self.all_tile,
-            refs.cta.head * refs.sizes.all_tiles + self.all_tile,
-            spec.gather_limit,
-        )
-        buffers.load_rows(self._heads(refs.added), refs.out_tile, 0, width, refs.added_ready)
-        plgpu.barrier_wait(refs.added_ready)
-        pl.when(gathered)(self._merge)
-        self.keep(~gathered)
+        index = refs.cta.head * refs.sizes.all_tiles + self.all_tile
+        gathered = tile_is_gathered(refs.block_counts, self.all_tile, index, spec.gather_limit)
+        buffers.load_rows(self._heads(refs.walked), refs.out_tile, 0, width, refs.rows_ready)
+        self.load_added()
+        counts = list_counts(refs.block_counts, index)
+        far_slots = counts.far_slot, jnp.where(gathered, counts.far_slot_end, 0)
+        for i in range(self.stages):
+            self._load(*far_slots, i)
+        plgpu.barrier_wait(refs.rows_ready)
+        pl.when(gathered)(functools.partial(self._merge, *far_slots))
+        pl.when(~gathered)(self.keep)
         plgpu.commit_smem()
         buffers.store_rows(refs.out_tile, 0, width, self._heads(self.out))
         plgpu.wait_smem_to_gmem(0)
 
-    def _merge(self):
-        """Adds the merged partials to `out_tile`."""
-        spec, refs, buffers = self.spec, self.refs, self.buffers
-        for j in range(self.stages):
-            self._load(jnp.int32(j))
-        carry = self.initial()
-        slab = spec.tile.slab
-        acc = [softmax.zeros(slab) for _ in range(self.width // slab)]
+    def walked(self):
+        """The walk's result."""
+        rows = self.buffers.read_rows(self.refs.out_tile, 0, self.width)
+        return [x.astype(jnp.float32) for x in rows]
+
+    def write(self, result):
+        """Puts a result where the copy to `out` reads it."""
+        for i, x in enumerate(result):
+            self.buffers.write_slab(self.refs.out_tile, 0, i, x)
+
+    def _merge(self, first, end):
+        """The walk's result, with those of the slots `first .. end - 1`."""
+        spec, refs = self.spec, self.refs
         gathered_rows = GatheredRows(spec.group, bool(spec.interpret))
-        first = self.all_tile * spec.tile.tokens
-        slots = gathered_rows.visible_slots(
-            refs.indices, refs.position, self.b, self.kv_head, first, refs.sizes.T
+        token = self.all_tile * spec.tile.tokens
+        slots = gathered_rows.far_slots(
+            refs.indices, refs.position, self.b, self.kv_head, token, refs.sizes.T
         )  # [64], a bit a slot
-        step = functools.partial(self._add, slots)
-        acc, carry = lax.fori_loop(0, spec.n, step, (acc, carry))
-        acc = self.finish(acc, carry)
-        added = buffers.read_rows(refs.out_tile, 0, self.width)
-        for i, (x, y) in enumerate(zip(acc, added, strict=True)):
-            buffers.write_slab(refs.out_tile, 0, i, x + y.astype(jnp.float32))
+        step = functools.partial(self._add, slots, first, end)
+        acc, carry = lax.fori_loop(0, end - first, step, (self.walked(), self.initial()))
+        self.write(self.finish(acc, carry))
 
-    def _load(self, j):
-        """Starts the copies of slot `j`."""
-        refs = self.refs
-        stage, column = lax.rem(j, jnp.int32(self.stages)), self.kv_head * self.spec.n + j
-        ready, heads = refs.partial_ready.at[stage], pl.ds(0, self.spec.group)
+    def _load(self, first, end, i):
+        """Starts the copies of slot `first + i`, if there is one."""
 
-        def rows(columns):
-            return refs.partials.at[self.b, self.tokens, column, heads, columns]
+        @pl.when(first + i < end)
+        def _():
+            refs, heads = self.refs, pl.ds(0, self.spec.group)
+            stage, slot = lax.rem(jnp.int32(i), jnp.int32(self.stages)), first + i
+            ready, column = refs.partial_ready.at[stage], self.kv_head * self.spec.n + slot
 
-        self.buffers.load_rows(rows, refs.partial_ring, stage, self.width, ready)
-        self.load_weight(j, stage, ready)
+            def rows(columns):
+                return refs.partials.at[self.b, self.tokens, column, heads, columns]
 
-    def _add(self, slots, j, state):
+            self.buffers.load_rows(rows, refs.partial_ring, stage, self.width, ready)
+            self.load_weight(slot, stage, ready)
+
+    def _add(self, slots, first, end, i, state):
         refs, (acc, carry) = self.refs, state
-        stage = lax.rem(j, jnp.int32(self.stages))
-        exists = lax.shift_right_logical(slots, j) & 1 == 1  # [64]
+        stage = lax.rem(i, jnp.int32(self.stages))
+        exists = lax.shift_right_logical(slots, first + i) & 1 == 1  # [64]
         plgpu.barrier_wait(refs.partial_ready.at[stage])
         partial = self.buffers.read_rows(refs.partial_ring, stage, self.width)
         partial = [x.astype(jnp.float32) for x in partial]
@@ -169,8 +183,7 @@ class Merge:
         # What no entry wrote may be anything.
         partial = [jnp.where(across(exists, x.shape), x, 0.0) for x in partial]
         plgpu.commit_smem()  # all four warps are done with this stage
-        following = j + self.stages
-        pl.when(following < self.spec.n)(functools.partial(self._load, following))
+        self._load(first, end, i + self.stages)
         return [x + y for x, y in zip(acc, partial, strict=True)], carry
 
     def _heads(self, array):
@@ -181,16 +194,23 @@ class Merge:
 
 
 class MergeOutputs(Merge):
-    """Merges partial outputs by their log-sum-exps; the carry is (row_max, row_sum)."""
+    """Merges outputs by their log-sum-exps; the carry is (row_max, row_sum)."""
 
     def __init__(self, spec: GatheredAttention, refs, out):
         super().__init__(spec, refs, out)
         tile = spec.tile
         self.rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
 
+    def load_added(self):
+        if self.spec.added:
+            refs, buffers = self.refs, self.buffers
+            rows = self._heads(refs.added)
+            buffers.load_rows(rows, refs.added_tile, 0, self.width, refs.rows_ready)
+
     def initial(self):
-        _, *carry = softmax.initial_state(self.spec.tile.slab)
-        return carry
+        lse = self._of_tile(self.refs.walked_lse) * LOG2E
+        seen = lse > softmax.EMPTY
+        return [jnp.where(seen, lse, softmax.MASKED), jnp.where(seen, 1.0, 0.0)]
 
     def load_weight(self, j, stage, ready):
         rows = pl.ds((j * self.refs.sizes.tiles + self.tile) * ROWS, ROWS)
@@ -211,12 +231,23 @@ class MergeOutputs(Merge):
     def finish(self, acc, carry):
         inverse, lse = softmax.normalizer(softmax.SoftmaxState(acc, *carry))
         self._store_lse(lse)
-        if self.spec.gated:
-            inverse *= self._of_tile(self.refs.gate)
-        return [x * across(inverse, x.shape) for x in acc]
+        return self._gated_and_added(acc, inverse)
 
-    def keep(self, kept):
-        pl.when(kept)(lambda: self._store_lse(self._of_tile(self.refs.selected_lse)))
+    def keep(self):
+        self._store_lse(self._of_tile(self.refs.walked_lse))
+        if self.spec.gated or self.spec.added:
+            one = operands.full((ROWS,), 1.0, PER_ROW)
+            self.write(self._gated_and_added(self.walked(), one))
+
+    def _gated_and_added(self, rows, factor):
+        """`added + gate * factor * rows`; `factor`: `[64]`."""
+        if self.spec.gated:
+            factor *= self._of_tile(self.refs.gate)
+        rows = [x * across(factor, x.shape) for x in rows]
+        if not self.spec.added:
+            return rows
+        added = self.buffers.read_rows(self.refs.added_tile, 0, self.width)
+        return [x + y.astype(jnp.float32) for x, y in zip(rows, added, strict=True)]
 
     def _of_tile(self, array):
         """Of the rows of the tile, from an array of all tokens."""

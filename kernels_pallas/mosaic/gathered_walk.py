@@ -9,8 +9,8 @@ scatters as many results:
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
                       compute;  store(i)
 
-The entries of tokens that see only a part of the block come first, under a mask. Those of the
-next step are read one step ahead, so that its copies find them in the cache.
+A far block ends before the first token of its tile, so its tokens see all of it. The entries of
+the next step are read one step ahead, so that its copies find them in the cache.
 
 Tiles: 64 // G tokens x G heads, and 64 keys.
 """
@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
-from kernels_pallas.mosaic.operands import MATRIX, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.specs.gathered import GatheredAttention
@@ -98,8 +97,8 @@ class GatheredWalk:
           refs: of the kernel.
           sources: arrays `[B, T, H, .]` that are gathered into the scratch of `rows`.
           work: `work(rows)` starts what a step needs besides and returns a function of its
-            products `[64, 64]` and of `visible`, `[64, 64]` or None for all, whose result,
-            float32 `[64, out_width]`, is scattered to `refs.partials`.
+            products `[64, 64]` whose result, float32 `[64, out_width]`, is scattered to
+            `refs.partials`.
         """
         spec, buffers, gathered_rows = self.spec, self.buffers, self.gathered_rows
         group, tokens = spec.group, gathered_rows.tokens
@@ -115,10 +114,9 @@ class GatheredWalk:
         item = refs.items.at[segment * refs.sizes.items + refs.cta.item]
         exists, row = item[0] >= 0, jnp.maximum(item[0], 0)
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        first_key, begin, whole, end = (item[i] + 0 for i in range(1, 5))
+        first_key, begin, end = (item[i] + 0 for i in (1, 2, 4))
         steps = lax.div(end - begin + (tokens - 1), jnp.int32(tokens))
         steps = jnp.where(exists, steps, 0)
-        masked = lax.div(whole - begin + (tokens - 1), jnp.int32(tokens))
 
         def load(i):
             def load_token(t):
@@ -145,23 +143,17 @@ class GatheredWalk:
         def entries_of(i):
             return gathered_rows.load_entries(refs.entries, begin + i * tokens, end)
 
-        def step(under_mask, i, entry):
+        def step(i, entry):
             first = begin + i * tokens
             following = entries_of(i + 1)
             token = lax.div(entry, jnp.int32(spec.Hkv * spec.n))  # [64]
-            visible = None
-            if under_mask:
-                shape = (ROWS, ROWS)
-                index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-                key_end = gathered_rows.load_element(refs.key_end, b, token, refs.sizes.T)
-                visible = index < across(key_end - first_key, shape)
             compute = work(Rows(b, kv_head, token, entry, segment_token, first, end))
             plgpu.barrier_wait(refs.rows_ready)
             *products, _ = buffers.products(*pairs)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()  # all four warps are done with these rows and the last output
             load(i + 1)
-            result = compute(*products, visible)
+            result = compute(*products)
             buffers.write_rows(refs.out_tile, 0, result)
             plgpu.commit_smem()
             store(i)
@@ -178,8 +170,7 @@ class GatheredWalk:
                 buffers.load_keys(block, tile, 0, refs.keys_ready)
             load(jnp.int32(0))
             plgpu.barrier_wait(refs.keys_ready)
-            entry = lax.fori_loop(0, masked, functools.partial(step, True), entries_of(0))
-            lax.fori_loop(masked, steps, functools.partial(step, False), entry)
+            lax.fori_loop(0, steps, step, entries_of(0))
             plgpu.wait_smem_to_gmem(0)
 
 

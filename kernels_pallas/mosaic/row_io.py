@@ -72,18 +72,6 @@ class GatheredRows:
 
         _by_row(prefetch, [lists], [first, end], [], [])
 
-    def load_element(self, array, b, index, length):
-        """`array[b, index]` of an int32 array `[B, length]`, `index` by row."""
-        if self.interpret:
-            tokens = range(self.tokens)
-            return self._repeated([array[b, index[i * self.group]] for i in tokens])
-
-        def load(_, refs, words, index):
-            b, length = words
-            return [warp.fetch(warp.element(refs[0], (b * length, 4), (index, 4)))]
-
-        return _by_row(load, [array], [b, length], [index], [jnp.int32])[0]
-
     def softmax_stats(self, row_stats, b, kv_head, token, units: tuple):
         """Of `token`, by row, what dq needs of `row_stats`; `units`: the tokens of a unit, and
         how many units there are.
@@ -141,20 +129,22 @@ class GatheredRows:
 
         _by_row(put, [array], [b, kv_head, length], [value, index, only], [])
 
-    def visible_slots(self, indices, position, b, kv_head, first, length):
+    def far_slots(self, indices, position, b, kv_head, first, length):
         """Of each row a bit a slot of int32 `indices` `[B, T, Hkv, n]`: whether it has a block
-        that the row's token may see; tokens from `first` on, at `position` `[B, T]`; `length`
-        is T.
+        that the row's token may see and that is far from the tile of tokens from `first` on
+        (`specs/selected.py`), which are at `position` `[B, T]`; `length` is T.
         """
         _, _, heads, n = indices.shape
         if self.interpret:
             rows = []
+            near = lax.div(jnp.maximum(position[b, first], 0), jnp.int32(ROWS)) - 1
             for i in range(self.tokens):
                 token = jnp.minimum(first + i, length - 1)
                 own = lax.div(jnp.maximum(position[b, token], 0), jnp.int32(ROWS))
                 slots = [indices[b, token, kv_head, j] for j in range(n)]
                 bits = [
-                    jnp.where((x >= 0) & (x <= own), 1 << j, 0) for j, x in enumerate(slots)
+                    jnp.where((x > 0) & (x < near) & (x <= own), 1 << j, 0)
+                    for j, x in enumerate(slots)
                 ]
                 exists = (first + i < length) & (position[b, token] >= 0)
                 rows.append(jnp.where(exists, sum(bits), 0))
@@ -168,13 +158,15 @@ class GatheredRows:
             token = b * length + token
             at = warp.fetch(warp.element(refs[1], (token, 4)))
             own = warp.larger(at, 0) // ROWS
+            of_tile = warp.fetch(warp.element(refs[1], (b * length + first, 4)))
+            near = warp.larger(of_tile, 0) // ROWS - 1
             size = 4 * n
             address = warp.element(refs[0], (token, heads * size), (kv_head, size))
             bits = warp.word(0)
             for j in range(n):
                 block = warp.fetch(address, 4 * j)
-                seen = (block >= 0) & (block <= own)
-                bits = bits | (warp.number(seen) << j)
+                far = (block > 0) & (block < near) & (block <= own)
+                bits = bits | (warp.number(far) << j)
             return [warp.where(exists & (at >= 0), bits, 0)]
 
         arrays, words = [indices, position], [b, kv_head, first, length]

@@ -10,7 +10,9 @@ in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/v
 slowest grid axis, so that the keys of one head stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
-    blocks        0                    ..                 whole         ..        count
+    blocks        0                    ..                 uncut         ..       blocks
+
+A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
 
 Forward is `ahead` (`tile_walk.py`) where `specs.selected.is_ahead`.
 
@@ -22,6 +24,7 @@ has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,8 +36,27 @@ from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
-from kernels_pallas.specs.selected import LIST_CHUNK, SelectedAttention
+from kernels_pallas.specs.selected import COUNTS, LIST_CHUNK, BlockCounts, SelectedAttention
 from kernels_pallas.specs.tile import ROWS
+
+
+def list_counts(block_counts, index) -> BlockCounts:
+    """Row `index` of `block_counts`."""
+    # Sums, not loads: under `shard_map` only they have the type of what varies.
+    return BlockCounts(*(block_counts[index, i] + 0 for i in range(COUNTS)))
+
+
+class Walked(NamedTuple):
+    """The blocks that a tile walks over."""
+
+    uncut: Any  # need no mask by key, and come first
+    blocks: Any
+    begin: Any  # of these, those before it stand at their place in the list
+    skip: Any  # of the list, between them and the others
+
+    def place(self, i):
+        """Of the `i`-th one in the list."""
+        return i if self.skip is None else i + jnp.where(i >= self.begin, self.skip, 0)
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
@@ -44,9 +66,9 @@ def tile_is_gathered(block_counts, tile, index, gather_limit: int):
 
     Args:
       tile: along the tokens.
-      index: of its list in `block_counts` `[B * Hkv * tiles, 2]`.
+      index: of its list in `block_counts` (`specs.selected.BlockCounts`).
     """
-    before = block_counts[jnp.where(tile > 0, index - 1, index), 1]
+    before = list_counts(block_counts, jnp.where(tile > 0, index - 1, index)).blocks
     return (tile > 0) & (before > gather_limit)
 
 
@@ -119,7 +141,7 @@ class SelectedWalk:
         for source, scratch, width in zip(sources, tiles, self.rows.values(), strict=True):
             rows = self._rows_of(source, tile)
             buffers.load_rows(rows, scratch, 0, width, refs.rows_ready)
-        whole, count = self._count_blocks(refs, tile)
+        walked = self._walked(refs, tile)
         key_end = refs.key_end.at[b * refs.sizes.tiles + tile.index]
         key_end = plgpu.load(key_end, layout=PER_ROW, optimized=False)  # [64]
         token = lax.div(operands.row_index(), jnp.int32(spec.tile.group))  # [64]
@@ -127,10 +149,10 @@ class SelectedWalk:
         def load(source, ring, ready, stages, i):
             """Starts the copy of block `i`, if there is one."""
 
-            @pl.when(i < count)
+            @pl.when(i < walked.blocks)
             def _():
                 stage = lax.rem(i, jnp.int32(stages))
-                keys = pl.ds(refs.starts[i], spec.block)
+                keys = pl.ds(refs.starts[walked.place(i)], spec.block)
                 buffers.load_keys(
                     lambda columns: source.at[b, keys, kv_head, columns],
                     ring,
@@ -152,17 +174,18 @@ class SelectedWalk:
             load_value(jnp.int32(i))
         plgpu.barrier_wait(refs.rows_ready)
 
-        def visible(i):
+        def visible(place):
             shape = (ROWS, spec.block)
             index = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-            return index < across(key_end - refs.starts[i], shape)
+            return index < across(key_end - refs.starts[place], shape)
 
         def block_at(under_mask, i):
             key_stage = lax.rem(i, jnp.int32(spec.key_stages))
             value_stage = lax.rem(i, jnp.int32(spec.value_stages))
-            bits = lax.broadcast(refs.members[0, i], (ROWS,))
+            place = walked.place(i)
+            bits = lax.broadcast(refs.members[0, place], (ROWS,))
             if spec.words == 2:
-                high = lax.broadcast(refs.members[1, i], (ROWS,))
+                high = lax.broadcast(refs.members[1, place], (ROWS,))
                 bits = jnp.where(token < 32, bits, high)
             member = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
 
@@ -174,15 +197,15 @@ class SelectedWalk:
                 plgpu.commit_smem()
                 load_value(i + spec.value_stages)
 
-            seen = (lambda: visible(i)) if under_mask else (lambda: None)
+            seen = (lambda: visible(place)) if under_mask else (lambda: None)
             return Block(key_stage, value_stage, member, seen, free_key, free_value)
 
         todo = work(tile)
-        # Where there is no block, as in a gathered tile, there is nothing to walk over.
+        border, blocks = walked.uncut, walked.blocks
         state = lax.cond(
-            count > 0,
+            blocks > 0,
             lambda: over_blocks(
-                todo, block_at, whole, count, masked_first=False, ahead=self.ahead
+                todo, block_at, border, blocks, masked_first=False, ahead=self.ahead
             ),
             lambda: todo.state,
         )
@@ -217,16 +240,17 @@ class SelectedWalk:
                     refs.list_ready,
                 )
 
-    def _count_blocks(self, refs, tile: TilePlace):
-        """How many blocks every member sees to their end, and how many there are."""
+    def _walked(self, refs, tile: TilePlace) -> Walked:
+        """All blocks of the list, or of a gathered tile those that are near."""
         counts, gather_limit = refs.block_counts, self.spec.gather_limit
-        # Sums, not loads: under `shard_map` only they have the type of what varies.
         index = refs.cta.head * refs.sizes.tiles + tile.index
-        whole, count = counts[index, 0] + 0, counts[index, 1] + 0
-        if gather_limit:
-            gathered = tile_is_gathered(counts, tile.index, index, gather_limit)
-            whole, count = (jnp.where(gathered, 0, x) for x in (whole, count))
-        return whole, count
+        found = list_counts(counts, index)
+        if not gather_limit:
+            return Walked(found.uncut, found.blocks, None, None)
+        gathered = tile_is_gathered(counts, tile.index, index, gather_limit)
+        skip = jnp.where(gathered, found.far_end - found.far_begin, 0)
+        far_uncut = jnp.clip(found.uncut - found.far_begin, 0, skip)
+        return Walked(found.uncut - far_uncut, found.blocks - skip, found.far_begin, skip)
 
     def _rows_of(self, array, tile: TilePlace):
         """The tile of `[B, T, H, .]`, by columns."""

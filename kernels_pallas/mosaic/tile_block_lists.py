@@ -8,6 +8,8 @@ Algorithm, a warp a tile; for each sequence that the tile's tokens belong to, an
     3. compact  32 blocks at a time, a lane a block: a vote says which have a bit; the number of
                 votes of the lanes below is the place in the list
 
+Beside it a warp counts what `specs.selected.BlockCounts` says.
+
     shared memory [WARPS, words, WINDOW] int32
 
         block        0      1      2      3    ...
@@ -27,7 +29,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
-from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention
 from kernels_pallas.specs.tile import LANES
 
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
@@ -64,6 +66,7 @@ class MakeList:
         tokens = bitmap.load(position, key_start, b, token0)
         # The first block that ends after the token's last key.
         cut = [(last + 1) // size for last in tokens.position]
+        near = bitmap.first_near(warp.shuffle(tokens.position[0], 0))
 
         mine = (b * spec.Hkv + g) * sizes.tiles + tile
 
@@ -73,22 +76,34 @@ class MakeList:
             lead = (mine, words * row), (warp.word(word), row)
             return warp.element(array, *lead, (entry, 4))
 
+        def visit(entry, token, block, selected, state):
+            first_cut, slot, slot_end = state
+            is_cut = selected & (block >= bitmap.bound(cut, token))
+            first_cut = warp.smaller(first_cut, warp.where(is_cut, block, NOWHERE))
+            far = selected & (block > 0) & (block < near)
+            place = entry % spec.n
+            slot = warp.smaller(slot, warp.where(far, place, spec.n))
+            slot_end = warp.larger(slot_end, warp.where(far, place + 1, 0))
+            return [first_cut, slot, slot_end]
+
         def each_sequence(_, state):
-            before, count, whole, ended = state
+            before, ended, *counted = state
             first_key, own, blocks = bitmap.next_sequence(tokens, before)
 
             def window(i, state):
-                count, whole, _ = state
+                _, *counted, slot, slot_end = state
                 low = i * WINDOW
                 rows = (warp.smaller(blocks - low, WINDOW) + (LANES - 1)) // LANES
                 bitmap.clear(bits, WINDOW, rows)
                 warp.sync()
-                first_cut = bitmap.join(bits, WINDOW, low, indices, b, g, token0, own, cut)
+                of_lane = warp.word(NOWHERE), slot, slot_end
+                selection = indices, b, g, token0, own
+                first_cut, *slots = bitmap.join(bits, WINDOW, low, *selection, visit, of_lane)
                 first_cut = warp.smallest(first_cut)
                 warp.sync()
 
                 def compact(row, state):
-                    count, whole = state
+                    whole, count, far_begin, far_end = state
                     block = row * LANES + lane
                     member = [
                         warp.read(bits + block * 4, 4 * WINDOW * word) for word in range(words)
@@ -101,23 +116,34 @@ class MakeList:
                     for word, x in enumerate(member):
                         warp.put(address(members, entry, words, word), x, listed)
                     uncut = listed & (low + block < first_cut) & warp.same(ended, 0)
+                    before_near = listed & (low + block < near)
+                    first = before_near & warp.same(low + block, 0)
                     return [
-                        count + warp.ones(votes),
                         whole + warp.ones(warp.votes(uncut)),
+                        count + warp.ones(votes),
+                        far_begin + warp.ones(warp.votes(first)),
+                        far_end + warp.ones(warp.votes(before_near)),
                     ]
 
-                count, whole = warp.repeat(rows, compact, [count, whole])
+                counted = warp.repeat(rows, compact, counted)
                 warp.sync()
-                return [count, whole, first_cut]
+                return [first_cut, *counted, *slots]
 
             windows = (blocks + (WINDOW - 1)) // WINDOW
-            state = [count, whole, warp.word(NOWHERE)]
-            count, whole, first_cut = warp.repeat(windows, window, state)
+            state = [warp.word(NOWHERE), *counted]
+            first_cut, *counted = warp.repeat(windows, window, state)
             ended = ended | warp.number(first_cut < NOWHERE)
-            return [first_key, count, whole, ended]
+            return [first_key, ended, *counted]
 
-        state = [warp.word(-1), *(warp.word(0) for _ in range(3))]
-        _, count, whole, _ = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
+        nothing = BlockCounts(0, 0, 0, 0, spec.n, 0)
+        state = [warp.word(-1), warp.word(0), *map(warp.word, nothing)]
+        _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
+        found = BlockCounts(*counted)
+        found = found._replace(
+            far_slot=warp.smallest(found.far_slot),
+            far_slot_end=warp.largest(found.far_slot_end),
+        )
+        count = found.blocks
 
         def clear_entries(row, nothing):
             entry = row * LANES + lane
@@ -128,9 +154,12 @@ class MakeList:
             return nothing
 
         warp.repeat(-(-spec.entries // LANES), clear_entries, [])
-        of_tile = warp.element(counts, (mine, 8), (lane, 4))
-        exists = warp.below(lane, 2) & (tile < sizes.tiles)
-        warp.put(of_tile, warp.where(warp.same(lane, 0), whole, count), exists)
+        of_tile = warp.element(counts, (mine, 4 * COUNTS), (lane, 4))
+        exists = warp.below(lane, COUNTS) & (tile < sizes.tiles)
+        own_count = found[0]
+        for i, x in enumerate(found[1:], 1):
+            own_count = warp.where(warp.same(lane, i), x, own_count)
+        warp.put(of_tile, own_count, exists)
 
 
 def tile_block_lists(kernel: Kernel) -> Callable:

@@ -17,6 +17,7 @@ import dataclasses
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
 # The mark of an entry holds first key of its block - first key of the tile, -127 to 63, as a
@@ -37,8 +38,9 @@ class BlockQueryLists:
         time. An entry is a query tile and a block that some of its tokens selected; it stands
         in the list of every tile of keys that the block touches.
       packed: sequences may begin at any key.
-      tile, limit: with `limit` only tokens of gathered tiles have entries: `tile` is the tokens
-        of a tile, `limit` the `gather_limit` (`selected_walk.tile_is_gathered`).
+      tile, limit: with `limit` only tokens of gathered tiles have entries, of blocks that are far
+        from their tile (`specs/selected.py`): `tile` is the tokens of a tile, `limit` the
+        `gather_limit` (`selected_walk.tile_is_gathered`).
     """
 
     B: int
@@ -168,7 +170,7 @@ class BlockQueryLists:
             "key_start": by_token,
         }
         if self.limit:
-            shapes["counts"] = self.B, self.Hkv, self.tiles, 2
+            shapes["counts"] = self.B, self.Hkv, self.tiles, COUNTS
         return {name: Array(shape, "int32") for name, shape in shapes.items()}
 
 

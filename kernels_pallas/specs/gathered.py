@@ -1,11 +1,12 @@
 """Selected attention block by block: of each block, the queries that selected it are gathered.
 
 For tiles whose neighbours chose other blocks (`selected_walk.tile_is_gathered`), so that the
-block list of a tile would be long. Two kernels, forward (`partials`, `merge`) and for the
-query's gradient (`partial_dq`, `merge_dq`):
+block list of a tile would be long. Blocks near the tile, which its tokens share, are walked over
+(`specs/selected.py`); a block that is far is gathered. Two kernels, forward (`partials`, `merge`)
+and for the query's gradient (`partial_dq`, `merge_dq`):
 
-    partials   one result for each token, key/value head and selected block
-    merge      one for each token: the sum over its blocks, in a fixed order
+    partials   one result for each token, key/value head and far block
+    merge      one for each token: the walk's and those of its far blocks, in a fixed order
 
 Partials take memory, so the tokens are taken in segments, one after the other.
 Bodies: `mosaic/gathered_forward.py`, `mosaic/gathered_dq.py`, `mosaic/gathered_merge.py`.
@@ -16,6 +17,7 @@ from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs.attention import AttentionSizes
+from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import (
     ROWS,
     WORK_ITEM_INTS,
@@ -39,6 +41,7 @@ class GatheredAttention(AttentionSizes):
     segments: int
     items: int  # work items of a segment
     gated: bool = False  # merge multiplies the output by a gate
+    added: bool = False  # merge adds the output to an array of its shape
     stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
 
     def for_any_length(self) -> Self:
@@ -96,7 +99,6 @@ class GatheredAttention(AttentionSizes):
             **self.operands,
             "items": Array((self.segments * self.items, WORK_ITEM_INTS), "int32"),
             "entries": Array((self.B * self.Hkv * self.T * self.n,), "int32"),
-            "key_end": Array((self.B, self.T), "int32"),
             "segment": self._segment,
         }
 
@@ -108,7 +110,7 @@ class GatheredAttention(AttentionSizes):
     @property
     def _selection(self) -> dict[str, Array]:
         return {
-            "block_counts": Array((self.B * self.Hkv * self.all_tiles, 2), "int32"),
+            "block_counts": Array((self.B * self.Hkv * self.all_tiles, COUNTS), "int32"),
             "indices": Array((self.B, self.T, self.Hkv, self.n), "int32"),
             "position": Array((self.B, self.T), "int32"),
         }
@@ -116,17 +118,15 @@ class GatheredAttention(AttentionSizes):
 
 @described
 def partials(spec: GatheredAttention) -> Kernel:
-    """O_j = softmax(scale Q K_j^T) V_j of each token and each block j that it selected.
+    """O_j = softmax(scale Q K_j^T) V_j of each token and each far block j that it selected.
 
     Inputs:
       query: `[B, T, H, D]`.
       key: `[B, S, Hkv, D]`.
       value: `[B, S, Hkv, Dv]`.
-      items: int32 `[segments * items, 8]`, a block and some of the entries that chose it: row of
-        `[B, Hkv]` (negative: nothing to do), first key of the block, and in `entries` where
-        those begin, where those of tokens that see the block to its end, and where they end.
+      items: int32 `[segments * items, 8]`, `WorkItem`: a block and some of the entries that chose
+        it. Its tokens see the block to its end.
       entries: int32 `[B * Hkv * T * n]`, `(token * Hkv + kv_head) * n + slot`.
-      key_end: int32 `[B, T]`, the last key that a token may see, + 1.
       segment: int32 `[64]`: its index, first token and first tile.
 
     Outputs, undefined where there is no entry:
@@ -148,7 +148,7 @@ def partials(spec: GatheredAttention) -> Kernel:
 
 @described
 def partial_dq(spec: GatheredAttention) -> Kernel:
-    """scale dS_j K_j of each token and each block j that it selected.
+    """scale dS_j K_j of each token and each far block j that it selected.
 
     Inputs, after those of `partials`:
       do: `[B, T, H, Dv]`, the gradient of the output.
@@ -174,28 +174,34 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge(spec: GatheredAttention) -> Kernel:
-    """O = sum_j 2^(lse_j - lse) O_j of a segment's gathered tiles, times its gate.
+    """added + gate * O of a segment, with O = sum_j 2^(lse_j - lse) O_j in gathered tiles, where j
+    is the walk or a far block, and O that of the walk elsewhere.
+
+    Without `gated` the gate is 1; without `added` nothing is added.
 
     Inputs:
       partials, partial_lse: of `partials`.
-      block_counts: int32 `[B * Hkv * tiles of T, 2]`, as of `selected.forward`.
+      block_counts: int32 `[B * Hkv * tiles of T, 6]`, as of `selected.forward`.
       indices: int32 `[B, T, Hkv, n]`, the selected blocks.
       position: int32 `[B, T]`, of each token among the keys.
-      selected_lse: float32 `[B, T, H]`, of the tiles that are not gathered.
+      walked_lse: float32 `[B, T, H]`, natural, of the walk.
       gate: float32 `[B, T, H]`, if `gated`.
       segment: as of `partials`.
-      added: `[B, segment_tokens, H, Dv]`.
+      walked: `[B, segment_tokens, H, Dv]`, the output of the walk.
+      added: `[B, segment_tokens, H, Dv]`, if `added`.
 
     Outputs:
-      out: `[B, segment_tokens, H, Dv]`, `added` and in gathered tiles the gated output.
-      lse: float32 `[B, segment_tokens, H]`, natural; `selected_lse` where not gathered.
+      out: `[B, segment_tokens, H, Dv]`, in place of the last input.
+      lse: float32 `[B, segment_tokens, H]`, natural.
     """
     tokens, out = spec.segment_tokens, spec.rows(spec.Dv, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.Dv), "partial_lse": spec.partial_lse}
-    inputs |= spec._selection | {"selected_lse": spec.by_head()}
+    inputs |= spec._selection | {"walked_lse": spec.by_head()}
     if spec.gated:
         inputs["gate"] = spec.by_head()
-    inputs |= {"segment": spec._segment, "added": out}
+    inputs |= {"segment": spec._segment, "walked": out}
+    if spec.added:
+        inputs["added"] = out
     return Kernel.named(
         "gathered_merge",
         spec,
@@ -211,19 +217,19 @@ def merge(spec: GatheredAttention) -> Kernel:
 
 @described
 def merge_dq(spec: GatheredAttention) -> Kernel:
-    """dQ = sum_j dQ_j of a segment's gathered tiles.
+    """dQ of a segment: that of the walk, and in gathered tiles of far blocks j too, sum_j dQ_j.
 
     Inputs:
       partials: of `partial_dq`.
       block_counts, indices, position, segment: as of `merge`.
-      added: `[B, segment_tokens, H, D]`.
+      walked: `[B, segment_tokens, H, D]`, dQ of the walk, plus what that was added to.
 
     Output:
-      dq: `[B, segment_tokens, H, D]`, `added` and in gathered tiles the sum.
+      dq: `[B, segment_tokens, H, D]`, in place of `walked`.
     """
     out = spec.rows(spec.D, spec.segment_tokens)
     inputs = {"partials": spec._partials_by_token(spec.D)} | spec._selection
-    inputs |= {"segment": spec._segment, "added": out}
+    inputs |= {"segment": spec._segment, "walked": out}
     return Kernel.named(
         "gathered_merge_dq",
         spec,

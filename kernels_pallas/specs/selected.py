@@ -1,11 +1,16 @@
 """Attention of every query to its selected blocks: a tile walks over its block list.
 
 Tiles whose predecessor has a block list longer than `gather_limit` are gathered: here they walk
-over no block and write 0 (or `added`), to which `specs/gathered.py` adds their attention.
+over the blocks near them, which their tokens share, and `specs/gathered.py` adds the far ones.
+
+    list of a tile   | block 0 |      far blocks      | from the block before its first token's on |
+                       near                             near
+
 Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/selected_walk.py`.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs import attention
@@ -22,6 +27,22 @@ from kernels_pallas.specs.tile import (
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
 FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
+
+
+class BlockCounts(NamedTuple):
+    """What is counted of the block list of a tile: a row of `block_counts`."""
+
+    uncut: Any  # blocks of the prefix that needs no mask by key
+    blocks: Any  # of the whole list
+    # Where far blocks begin and end in the list, and the slots of the selection that have some,
+    # from the first one to after the last one. Of packed rows nobody reads these.
+    far_begin: Any
+    far_end: Any
+    far_slot: Any
+    far_slot_end: Any
+
+
+COUNTS = len(BlockCounts._fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +106,7 @@ class SelectedAttention(BlockListSizes):
             **self.operands,
             "block_starts": Array((*lists, self.entries), "int32"),
             "block_members": Array((*lists, self.words, self.entries), "int32"),
-            "block_counts": Array((self.B * self.Hkv * self.tiles, 2), "int32"),
+            "block_counts": Array((self.B * self.Hkv * self.tiles, COUNTS), "int32"),
             "key_end": Array((self.B * self.tiles, ROWS), "int32"),
         }
 
@@ -132,15 +153,16 @@ def forward(spec: SelectedAttention) -> Kernel:
       block_starts: int32 `[B, Hkv, tiles, entries]`, the block list of each tile, by first key.
       block_members: int32 `[B, Hkv, tiles, words, entries]`; bit `i % 32` of word `i // 32`:
         whether the tile's token `i` selected the block.
-      block_counts: int32 `[B * Hkv * tiles, 2]`: length of the list's prefix that needs no mask by
-        key (each token that selected such a block sees all of it), and of the whole list.
+      block_counts: int32 `[B * Hkv * tiles, 6]`, `BlockCounts`. Blocks that need no mask by key
+        are those of which each token that selected them sees all.
       key_end: int32 `[B * tiles, 64]`, of each row the last key that it may see, + 1.
       gate: float32 `[B, T, H]`, if `gated`.
       added: `[B, T, H, Dv]`, if `added`.
 
     Outputs:
-      out: `[B, T, H, Dv]`, plus `added`; rows that see no key, and gathered tiles, add 0.
+      out: `[B, T, H, Dv]`, plus `added`; rows that see no key add 0.
       lse: float32 `[B, T, H]`, natural log-sum-exp, without the gate; -inf for those rows.
+      Both are of near blocks alone in gathered tiles.
     """
     return attention.forward("selected", spec, spec._inputs)
 
@@ -159,6 +181,7 @@ def dq(spec: SelectedAttention) -> Kernel:
       added: `[B, T, H, D]`, if `added`.
 
     Output:
-      dq: `[B, T, H, D]`, plus `added`; rows that see no key, and gathered tiles, add 0.
+      dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles what their
+        near blocks give.
     """
     return attention.dq("selected", spec, spec._inputs, *spec.stats_unit)

@@ -17,7 +17,7 @@ import dataclasses
 from typing import Self
 
 from kernels_pallas.kernel import Array, Kernel, described
-from kernels_pallas.specs.selected import BlockListSizes
+from kernels_pallas.specs.selected import COUNTS, BlockListSizes
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, gathered_tile, slab_width
 
 WINDOW_WORDS = 64  # 256 bytes, as launches want them
@@ -81,7 +81,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
     inputs = {
         "key": spec.keys(spec.D),
         "block_starts": Array((*lists, spec.entries), "int32"),
-        "block_counts": Array((spec.B * spec.Hkv * spec.tiles, 2), "int32"),
+        "block_counts": Array((spec.B * spec.Hkv * spec.tiles, COUNTS), "int32"),
         "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
         "position": Array((spec.B, spec.T), "int32"),
         "window": WINDOW,

@@ -5,21 +5,23 @@ Query-stationary selected attention walks over it (`selected_attention`). Of eac
 
     starts   [entries]         first key of each block, ascending
     members  [words, entries]  bit `token % 32` of word `token // 32`: the token selected it
-    counts   [2]               blocks before the first one that ends after the last key of a
-                               member, which need no mask; all blocks
+    counts   [6]               `specs.selected.BlockCounts`. Blocks before the first one that ends
+                               after the last key of a member need no mask. Far is a block other
+                               than block 0 that ends before the block before that of the tile's
+                               first token begins.
 
 Past the count of a list, `starts` and `members` are zero.
 """
 
 from kernels_pallas.kernel import Array, Kernel, described
-from kernels_pallas.specs.selected import SelectedAttention
+from kernels_pallas.specs.selected import COUNTS, SelectedAttention
 from kernels_pallas.specs.tile import warp_grid
 
 
 def list_arrays(spec: SelectedAttention) -> dict[str, Array]:
     """`starts`, `members` and `counts`."""
     tiles = spec.B, spec.Hkv, spec.tiles
-    shapes = (spec.entries,), (spec.words, spec.entries), (2,)
+    shapes = (spec.entries,), (spec.words, spec.entries), (COUNTS,)
     starts, members, counts = (Array((*tiles, *shape), "int32") for shape in shapes)
     return {"starts": starts, "members": members, "counts": counts}
 
