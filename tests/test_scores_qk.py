@@ -40,6 +40,9 @@ SPECS = {
     "G6": {"H": 6},
     "G4": {"H": 4, "n": 40},
     "G1-few-blocks": {"H": 1, "candidates": 10},
+    "G1": {"H": 1},
+    "G2": {"H": 2, "n": 40},
+    "G2-no-room": {"H": 2, "candidates": 300},  # four rows a token
     "G16-chunks": {"held": 64},
     "G3-chunks": {"H": 3, "held": 128, "n": 40},
     "G16-most": {"candidates": 2048, "n": 64},
@@ -120,6 +123,14 @@ def check(monkeypatch, change, seed=0):
         mine = own[WG * tokens + token]
         wanted[1, first + token, 1] = selected(spec, scores[token], mine)
     np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("G1", 2), ("G2", 2), ("G2-no-room", 4), ("G4", 4), ("G6", 8)]
+)
+def test_rows_of_a_token(name, rows):
+    tiling = dataclasses.replace(SPEC, **SPECS[name]).tiling
+    assert tiling.heads == rows and tiling.score_rows * rows == tiling.rows
 
 
 @pytest.mark.parametrize("change", SPECS.values(), ids=SPECS)

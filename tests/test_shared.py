@@ -141,7 +141,7 @@ def test_a_graph_holds_what_was_there(monkeypatch):
 
 @pytest.mark.gpu
 def test_graphs_read_what_was_there_until_they_are_gone():
-    device, shared, made = torch.device("cuda"), Shared(limit=0, recent=0), []
+    device, shared, made = torch.device("cuda"), Shared(limit=0, recent=1), []
 
     def get(key):
         def make():

@@ -10,7 +10,7 @@ phases one product; at the end of a chunk its top-k. A tile whose tokens select 
 may makes no product.
 Tile: 64 query rows a warpgroup, `64 // heads` tokens, in registers as the left operand, so that
 a product reads keys only: half the shared-memory traffic of both from there. With 16 heads a
-warp has one token, with fewer 2 or 4: the sum over heads is an exchange of its lanes, once a
+warp has one token, with fewer 2 to 8: the sum over heads is an exchange of its lanes, once a
 step. The warpgroups share the ring buffer of keys and refill it in turn.
 
 Four warpgroups run on an SM, at 128 registers a thread, so that others multiply while one makes

@@ -15,8 +15,8 @@ A token with at most `free` blocks to choose from takes all of them, without the
 
 Cost: at the start a read and some instructions for each stripe, more where two are known. Then for
 each winner two reductions; for each column that is read again a read, and a reduction and a vote
-for each entry that is known. A warp extracts for all its tokens at once, so that one's latency
-hides another's.
+for each entry that is known. A warp extracts for four tokens at once, so that one's latency hides
+another's.
 
 All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
 are not negative, are compared as integers; -1.0 is below all of them.
@@ -33,6 +33,7 @@ NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
 TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels.md)
 WARP_ROWS = 16  # of a product of 64 rows
+TOGETHER = 4  # tokens whose best a warp takes at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +161,25 @@ class WarpTopK:
         `own_block` and `base_block` `[score_rows]`: as in `specs.scores.best_blocks`; `begin`:
         the first block of the tile.
         """
+        rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
+
+        def some(i, nothing):
+            numbers = [number + i * together for number in rows[:together]]
+            self._extract(numbers, scores, winners, own_block, base_block, k, begin)
+            return nothing
+
+        if together == self.tokens:
+            some(0, [])
+        else:
+            warp.repeat(self.tokens // together, some, [])
+
+    def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
+        """Of the score rows with these numbers."""
         spec, lane, front = self.spec, warp.lane(), self.front
         places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
         warp.sync()
         state, columns = [], []
-        for number in self._own_rows(wg):
+        for number in numbers:
             score_row, slots = self._score_row(scores, number), self._winners(winners, number)
             shift = warp.fetch(warp.element(base_block, (number, 4))) - begin - k * self.chunk
             low = shift + spec.num_initial

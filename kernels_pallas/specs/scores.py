@@ -198,9 +198,20 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Of `scores_qk.py`: as few chunks as fit in shared memory, then as many stages."""
+    """Of `scores_qk.py`: as few rows of no head as leave room for the scores of all tokens, or
+    four rows a token.
+    """
+    heads = 1 << (spec.group - 1).bit_length()
+    if heads <= 2:
+        tiling = _tiling_of_heads(spec, 2)
+        if tiling.chunk == spec.most_candidates:
+            return tiling
+    return _tiling_of_heads(spec, max(heads, 4))
+
+
+def _tiling_of_heads(spec: Scores, heads: int) -> Tiling:
+    """With so many rows a token: as few chunks as fit in shared memory, then as many stages."""
     sm_bytes = 228 * 1024  # shared memory of an SM; the system takes 1 KB a CTA
-    heads = max(4, 1 << (spec.group - 1).bit_length())
     # 128 registers a thread are for four warpgroups. Where the compiler needs no limit to stay
     # there, they are two CTAs; where it would spill, three warpgroups have more.
     narrow = spec.D <= 128 and heads == 16 and spec.most_candidates <= MAX_STRIPES * LANES
