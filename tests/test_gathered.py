@@ -14,6 +14,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+from kernels_pallas.mosaic.gathered_walk import GatheredWalk
 from kernels_pallas.specs import dkv, gathered
 from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
@@ -80,8 +81,11 @@ def test_gates_and_other_branches(interpreted, leaving):
 
 
 def test_gradients_of_the_branch(interpreted, leaving):
-    check_step(left(G3), "selected_attention")
-    assert any(kernel.name == "gathered_dq" for kernel in leaving)
+    """Of which a slab is staged at a time."""
+    check_step(left(G3, Dv=128), "selected_attention")
+    specs = [kernel.spec for kernel in leaving if kernel.name == "gathered_dq"]
+    walks = [GatheredWalk(x, {"query_tile": x.D, "do_tile": x.Dv}, x.D) for x in specs]
+    assert {(x.staged_columns, x.out_width) for x in walks} == {(64, 128)}
 
 
 def test_gradients(interpreted, leaving, monkeypatch):

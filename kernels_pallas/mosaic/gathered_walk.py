@@ -7,7 +7,7 @@ scatters as many results:
 
     load(0)
     for each step i:  wait for its rows;  S = Q K^T (and dP = dO V^T);  load(i + 1)
-                      compute;  store(i)
+                      compute;  store(i), all columns or a slab at a time
 
 A far block ends before the first token of its tile, so its tokens see all of it. The entries of
 the next step are read one step ahead, so that its copies find them in the cache.
@@ -31,7 +31,7 @@ from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.specs.gathered import GatheredAttention
-from kernels_pallas.specs.tile import ROWS
+from kernels_pallas.specs.tile import ROWS, SMEM_THIRD
 
 
 class Rows(NamedTuple):
@@ -67,6 +67,16 @@ class GatheredWalk:
         return operands.Buffers(jnp.dtype(spec.dtype), spec.token_tile, bool(spec.interpret))
 
     @property
+    def staged_columns(self) -> int:
+        """Columns of the result that are in shared memory at a time: all, or a slab where an SM
+        then has room for three CTAs.
+        """
+        spec, slab = self.spec, self.spec.token_tile.slab
+        others = spec.D + spec.Dv + sum(self.rows.values())
+        fits = lambda columns: ROWS * 2 * (others + columns) <= SMEM_THIRD
+        return slab if fits(slab) and not fits(self.out_width) else self.out_width
+
+    @property
     def gathered_rows(self) -> GatheredRows:
         return GatheredRows(self.spec.group, bool(self.spec.interpret))
 
@@ -74,7 +84,7 @@ class GatheredWalk:
         """The kernel of `body(refs)`, which calls `run`."""
         spec, buffers, tokens = self.spec, self.buffers, self.gathered_rows.tokens
         slab = spec.token_tile.slab
-        rows = {**self.rows, "out_tile": self.out_width}
+        rows = {**self.rows, "out_tile": self.staged_columns}
         loaded = sum(self.rows.values()) // slab
         return build_kernel(
             kernel,
@@ -128,7 +138,9 @@ class GatheredWalk:
 
             pl.when(i < steps)(lambda: operands.by_warps(tokens, load_token, varies))
 
-        def store(i):
+        def store(i, column):
+            """Starts the copies of what is staged, the columns from `column` on."""
+
             def store_token(t):
                 index = begin + i * tokens + t
 
@@ -136,7 +148,8 @@ class GatheredWalk:
                 def _():
                     place = refs.entries[index] - segment_token * (spec.Hkv * spec.n)
                     heads = functools.partial(_heads, refs.partials, b, place, 0, group)
-                    buffers.store_rows(refs.out_tile, 0, self.out_width, heads, t)
+                    shifted = lambda x: heads(pl.ds(column + x.start, x.size))
+                    buffers.store_rows(refs.out_tile, 0, self.staged_columns, shifted, t)
 
             operands.by_warps(tokens, store_token, varies)
 
@@ -153,10 +166,16 @@ class GatheredWalk:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()  # all four warps are done with these rows and the last output
             load(i + 1)
-            result = compute(*products)
-            buffers.write_rows(refs.out_tile, 0, result)
-            plgpu.commit_smem()
-            store(i)
+            result, staged = compute(*products), self.staged_columns
+            for column in range(0, self.out_width, staged):
+                if column:
+                    # Each warp waits for the copies of the columns before that it started.
+                    done = lambda _: plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    operands.by_warps(4, done, varies)
+                    plgpu.commit_smem()
+                buffers.write_rows(refs.out_tile, 0, result[:, column : column + staged])
+                plgpu.commit_smem()
+                store(i, column)
             return following
 
         @pl.when(steps > 0)

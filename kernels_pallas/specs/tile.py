@@ -22,6 +22,7 @@ INTERVAL_ITEM_INTS = 16  # the same, of intervals
 SMEM_BYTES = 227 * 1024  # of shared memory that one CTA can have
 SMEM_BUDGET = 224 * 1024  # of these, what a kernel plans with: barriers take some
 SMEM_HALF = 112 * 1024  # what each of two CTAs on one SM plans with
+SMEM_THIRD = 74 * 1024  # of three
 WARPS = 4  # of a CTA of one warpgroup, which is what Mosaic launches at least
 
 
