@@ -389,44 +389,43 @@ def partials(kernel: Kernel):
 
 
 def merge(kernel: Kernel):
-    """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of a slab of 64 keys,
-    in their order. Bandwidth bound; small CTAs, since some keys have many partials.
+    """The body of `specs.dkv.merge`: a CTA of one warpgroup adds the partials of 64 keys, in
+    their order. Bandwidth bound.
     """
     spec: Dkv = kernel.spec
     buffers = operands.Buffers(jnp.dtype(spec.dtype), spec.query_tile, bool(spec.interpret))
-    slab, slabs = buffers.slab, spec.slabs
 
     def body(refs):
-        row, tile = refs.cta.bg, lax.div(refs.cta.tile_slab, jnp.int32(len(slabs)))
-        mine = lax.rem(refs.cta.tile_slab, jnp.int32(len(slabs)))
+        row, tile = refs.cta.bg, refs.cta.tile
         b, g = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         # Which work items' tile these 64 keys belong to, and which half of it they are.
         key_tile = lax.div(tile, jnp.int32(spec.consumers))
         keys = pl.ds((tile - key_tile * spec.consumers) * ROWS, ROWS)
-        place = row * refs.sizes.key_tiles + key_tile
-        first, count = refs.first[place] + 0, refs.count[place] + 0
+        mine = row * refs.sizes.key_tiles + key_tile
+        first = refs.first[mine] + 0
+        for name, width in spec.widths.items():
+            partial, out, staged = (
+                getattr(refs, key) for key in (f"{name}_partials", name, f"{name}_s")
+            )
 
-        def merge_slab(name, i):
-            partial, columns = getattr(refs, f"{name}_partials"), pl.ds(i * slab, slab)
+            def add(i, total, partial=partial):
+                more = plgpu.load(partial.at[first + i, keys], layout=MATRIX, optimized=False)
+                return total + more
 
-            def add(j, total):
-                more = partial.at[first + j, keys, columns]
-                return total + plgpu.load(more, layout=MATRIX, optimized=False)
-
-            total = operands.full((ROWS, slab), 0.0, MATRIX)
-            buffers.write_keys(refs.staged, 0, lax.fori_loop(0, count, add, total))
+            total = operands.full((ROWS, width), 0.0, MATRIX)  # [64, width]
+            total = lax.fori_loop(0, refs.count[mine] + 0, add, total)
+            buffers.write_keys(staged, 0, total)
             plgpu.commit_smem()
-            out = getattr(refs, name).at[b, pl.ds(tile * ROWS, ROWS), g, columns]
-            buffers.store_keys(refs.staged, 0, lambda _: out)
-
-        for i, place_of_slab in enumerate(slabs):
-            pl.when(mine == i)(functools.partial(merge_slab, *place_of_slab))
+            rows = out.at[b, pl.ds(tile * ROWS, ROWS), g]
+            buffers.store_keys(staged, 0, lambda columns, rows=rows: rows.at[:, columns])
         plgpu.wait_smem_to_gmem(0)
 
     return build_kernel(
         kernel,
         body,
-        scratch={"staged": buffers.ring(1, ROWS, slab)},
-        grid_names=("bg", "tile_slab"),
+        scratch={
+            f"{name}_s": buffers.ring(1, ROWS, width) for name, width in spec.widths.items()
+        },
+        grid_names=("bg", "tile"),
         interpret=spec.interpret,
     )

@@ -158,12 +158,6 @@ class Dkv(AttentionSizes):
         widths = {"dk": self.D} if self.want_dk else {}
         return widths | ({"dv": self.Dv} if self.want_dv else {})
 
-    @property
-    def slabs(self) -> list[tuple[str, int]]:
-        """Of the gradients that are wanted: the name and the number of each slab."""
-        slab = self.query_tile.slab
-        return [(name, i) for name, width in self.widths.items() for i in range(width // slab)]
-
     # Sizes that grow with a length.
 
     @property
@@ -249,6 +243,6 @@ def merge(spec: Dkv) -> Kernel:
         spec.partials | {"first": by_tile, "count": by_tile},
         {name: spec.keys(width) for name, width in spec.widths.items()},
         sizes={"key_tiles": spec.key_tiles},
-        grid=(spec.B * spec.Hkv, tile.cdiv(spec.S, ROWS) * len(spec.slabs)),
+        grid=(spec.B * spec.Hkv, tile.cdiv(spec.S, ROWS)),
         source="kernels_pallas.specs.dkv:merge",
     )
