@@ -27,7 +27,7 @@ LONG_LIST = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
 MOST_BYTES = 2**30  # of partials at a time; or an output's, or of one run of list chunks
 MOST_SLOTS = 31  # of a token: each has a bit
-# The fields that the gathering kernel has in common with the one that leaves tokens to it.
+# The fields that the gathering kernel has in common with the one that leaves far blocks to it.
 SHARED_FIELDS = (
     *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale"),
     *("gather_limit", "stats_unit", "interpret"),
@@ -66,11 +66,12 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     block_indices, counts, layout = selection
     lists, segments = _segments(ops, spec, spec.Dv, *selection)
     extra = [lse] if gate is None else [lse, gate]
-    out, sums = (walked, []) if added is None else (added, [added])
+    out = walked if added is None else added
     merges = {"gated": gate is not None, "added": added is not None}
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
-        rows = [x[tokens] for x in (walked, *sums)]
+        # Of `out`, not what it began as, which is gone then.
+        rows = [out[tokens]] if added is None else [walked[tokens], out[tokens]]
         given = counts, block_indices, layout.position, *extra, segment, *rows
         kernel = dataclasses.replace(kernel, **merges)
         merged = ops.run(gathered.merge(kernel), *partials, *given)

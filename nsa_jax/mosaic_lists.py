@@ -5,7 +5,7 @@
 | block list of a tile | `selected_attention` | which blocks its tokens chose, and who each |
 | query list of a block | `dkv` | which queries chose the block |
 | the same where dS is stored | `dkv` | which queries, which slot |
-| the same of tokens that leave their tile | `gathered` | which queries, which slot |
+| the same of far blocks of gathered tiles | `gathered` | which queries, which slot |
 | work items | `dkv`, `gathered` | segments of query lists |
 """
 

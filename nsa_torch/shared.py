@@ -41,16 +41,18 @@ class Shared:
         with self._lock:
             if capture != self._capture:
                 self._captured, self._capture = {}, capture
-            found = self._captured.get(key) if capture else None
-            kept = self._kept.get(key, (0, None))[1] if found is None else None
+            captured = self._captured.get(key) if capture else None
+            kept = self._kept.get(key, (0, None))[1]
             if kept is not None:
                 self._use(key, kept)
-        if found is None:
-            found = _made(device, make) if kept is None else kept
-            if capture and kept is not None:
-                found = _held(kept, capture)
-            if found is not kept:
-                self._keep(key, found, capture)
+        if captured is not None:
+            found = captured
+        elif kept is not None:
+            found = _held(kept, capture) if capture else kept
+        else:
+            found = _made(device, make)
+        if found is not captured and found is not kept:
+            self._keep(key, found, capture)
         tensors, stream, event = found
         if event is not None and stream != launch.current_stream(device):
             current = torch.cuda.current_stream(device)
@@ -87,6 +89,7 @@ class Shared:
             self._kept.clear()
             self._captured = {}
             self.size = 0
+        captures.release()
 
 
 SHARED = Shared()
@@ -94,7 +97,10 @@ SHARED = Shared()
 
 def _capture(device) -> Capture | None:
     """The CUDA graph that the current stream is being captured into."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return None
+    current = device.index is None or device.index == torch.cuda.current_device()
+    if current and not torch.cuda.is_current_stream_capturing():  # quicker than the driver
         return None
     return captures.of_stream(launch.current_stream(device))
 

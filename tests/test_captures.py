@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from kernels_pallas.runtime import captures, driver
+from kernels_pallas.runtime.captures import Capture
 
 DESTRUCTOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -62,6 +63,20 @@ def test_the_next_one_drops_those_of_graphs_that_are_gone(objects):
     captures.hold(6, Thing())
     gc.collect()
     assert there() is None and len(captures._held) == 1
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, None), (1, Capture(7, 5)), (2, None)])
+def test_what_a_stream_is_captured_into(monkeypatch, status, found):
+    """Of a capture that has failed the driver gives neither number nor graph."""
+
+    def call(name, stream, state, number, graph, *rest):
+        assert (name, stream.value) == ("cuStreamGetCaptureInfo_v2", 3)
+        state._obj.value = status
+        if status == 1:
+            number._obj.value, graph._obj.value = 7, 5
+
+    monkeypatch.setattr(driver, "call", call)
+    assert captures.of_stream(3) == found
 
 
 def test_a_refusal_is_an_error_and_holds_nothing(monkeypatch):

@@ -132,6 +132,10 @@ def test_a_graph_holds_what_was_there(monkeypatch):
         assert shared.get("a", CPU, make)[0] is kept
     assert [(graph, x) for graph, [x] in held] == [(1007, kept), (1008, kept)]
     assert len(calls) == 1
+    released = []
+    monkeypatch.setattr(captures, "release", lambda: released.append(1))
+    shared.clear()
+    assert released  # memory of graphs that are gone is given back too
     capturing(monkeypatch, 0)
     shared.get("b", CPU, make)  # drops a, which the graph of this capture has
     capturing(monkeypatch, 8)

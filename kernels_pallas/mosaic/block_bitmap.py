@@ -57,8 +57,8 @@ class BlockBitmap:
         """Words a block."""
         return -(-self.tokens // LANES)
 
-    def load(self, position, key_start, b: Word, token0: Word, limit=None) -> Tokens:
-        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `limit`: of a
+    def load(self, position, key_start, b: Word, token0: Word, most_of=None) -> Tokens:
+        """The tokens from `token0` on; `position`, `key_start`: int32 `[B, T]`; `most_of`: of a
         token, how many blocks it may select at most.
         """
         warp, found = self.warp, Tokens([], [], [])
@@ -72,19 +72,13 @@ class BlockBitmap:
             selects = selects & (last >= 0)
             last = warp.larger(last, 0)
             bound = last // self.block + 1
-            if limit is not None:
-                most = limit(exists)
+            if most_of is not None:
+                most = most_of(exists)
                 selects, bound = selects & (most > 0), warp.smaller(bound, most)
             found.sequence.append(warp.where(selects, first_key, -1))
             found.position.append(last)
             found.bound.append(warp.where(selects, bound, 0))
         return found
-
-    def first_near(self, position: Word) -> Word:
-        """The first of the blocks that are near a tile, but for block 0: that before the block
-        of its first token, which is at `position`.
-        """
-        return self.warp.larger(self.warp.larger(position, 0) // self.block - 1, 0)
 
     def sequences(self, tokens: Tokens) -> Word:
         """How many there are; tokens of one stand beside each other."""

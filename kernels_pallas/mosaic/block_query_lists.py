@@ -34,7 +34,7 @@ from kernels_pallas.specs.block_query_lists import (
     BLOCK_OFFSET_SHIFT,
     BlockQueryLists,
 )
-from kernels_pallas.specs.selected import COUNTS, BlockCounts
+from kernels_pallas.specs.selected import COUNTS, BlockCounts, first_near
 from kernels_pallas.specs.tile import LANES, ROWS
 
 BLOCKS = BlockCounts._fields.index("blocks")
@@ -67,7 +67,7 @@ class Walk:
         first = 1 if spec.limit else 0  # block 0 is near
         bitmap = BlockBitmap(warp, sizes.T, spec.Hkv, spec.n, spec.block, tokens_of_word, first)
 
-        def first_near(token):
+        def far_end(token):
             """Where the far blocks end of a token whose tile is gathered, as
             `selected_walk.tile_is_gathered` says; else 0.
             """
@@ -76,10 +76,11 @@ class Walk:
             blocks = warp.element(counts, (before, 4 * COUNTS), (BLOCKS, 4))
             gathered = (warp.fetch(blocks) > spec.limit) & (tile > 0)
             of_tile = b * sizes.T + tile * spec.tile, 4
-            near = bitmap.first_near(warp.fetch(warp.element(position, of_tile)))
+            at = warp.fetch(warp.element(position, of_tile))
+            near = first_near(at, spec.block, warp.larger)
             return warp.where(gathered, near, 0)
 
-        limit = first_near if spec.limit else None
+        most_of = far_end if spec.limit else None
 
         def edge(tile, after=0):
             """The element of `edges` of the tile and this chunk, or the one after it."""
@@ -108,7 +109,7 @@ class Walk:
             def some_tokens(k, nothing):
                 query_tile0 = chunk * sizes.chunk + k * spec.query_tiles_of_word
                 token0 = query_tile0 * spec.tokens
-                tokens = bitmap.load(position, key_start, b, token0, limit)
+                tokens = bitmap.load(position, key_start, b, token0, most_of)
 
                 def sequence(_, state):
                     first_key, own, blocks = bitmap.next_sequence(tokens, state[0])

@@ -1,4 +1,4 @@
-"""Gathered attention, forward: partial outputs of each token and selected block.
+"""Gathered attention, forward: partial outputs of each token and far block.
 
 Algorithm: a softmax of one block, O_j = softmax(scale Q K_j^T) V_j with its lse_log2, which
 `gathered_merge.py` merges:

@@ -52,7 +52,7 @@ def build_dq(kernel: Kernel):
 def _build(kernel: Kernel, width: int, merge, scratch):
     spec, stages = kernel.spec, _stages(kernel.spec)
     buffers, slabs = _buffers(spec), width // spec.tile.slab
-    added = {"added_tile": buffers.rows(1, width)} if spec.added and scratch else {}
+    added = {"added_tile": buffers.rows(1, width)} if spec.added else {}
     return build_kernel(
         kernel,
         lambda refs: merge(refs).run(),

@@ -29,6 +29,7 @@ from kernels_pallas.mosaic.operands import (
 )
 from kernels_pallas.mosaic.softmax import SoftmaxStats
 from kernels_pallas.mosaic.warp import Word
+from kernels_pallas.specs.selected import first_near
 
 QUAD = 4  # lanes that hold the same row
 
@@ -137,7 +138,7 @@ class GatheredRows:
         _, _, heads, n = indices.shape
         if self.interpret:
             rows = []
-            near = lax.div(jnp.maximum(position[b, first], 0), jnp.int32(ROWS)) - 1
+            near = first_near(position[b, first], ROWS, jnp.maximum)
             for i in range(self.tokens):
                 token = jnp.minimum(first + i, length - 1)
                 own = lax.div(jnp.maximum(position[b, token], 0), jnp.int32(ROWS))
@@ -151,7 +152,7 @@ class GatheredRows:
             rows = jnp.repeat(jnp.stack(rows), self.group)
             return jnp.pad(rows, (0, ROWS - rows.shape[0]))
 
-        def visible(row, refs, words):
+        def far(row, refs, words):
             b, kv_head, first, length = words
             exists = (row < self.tokens * self.group) & (first + self._token(row) < length)
             token = warp.smaller(first + self._token(row), length - 1)
@@ -159,18 +160,18 @@ class GatheredRows:
             at = warp.fetch(warp.element(refs[1], (token, 4)))
             own = warp.larger(at, 0) // ROWS
             of_tile = warp.fetch(warp.element(refs[1], (b * length + first, 4)))
-            near = warp.larger(of_tile, 0) // ROWS - 1
+            near = first_near(of_tile, ROWS, warp.larger)
             size = 4 * n
             address = warp.element(refs[0], (token, heads * size), (kv_head, size))
             bits = warp.word(0)
             for j in range(n):
                 block = warp.fetch(address, 4 * j)
-                far = (block > 0) & (block < near) & (block <= own)
-                bits = bits | (warp.number(far) << j)
+                is_far = (block > 0) & (block < near) & (block <= own)
+                bits = bits | (warp.number(is_far) << j)
             return [warp.where(exists & (at >= 0), bits, 0)]
 
         arrays, words = [indices, position], [b, kv_head, first, length]
-        return _by_row(visible, arrays, words, [], [jnp.int32])[0]
+        return _by_row(far, arrays, words, [], [jnp.int32])[0]
 
     def in_step(self, first, end):
         """Of each row, whether its entry, from `first` on, comes before `end`."""

@@ -51,18 +51,18 @@ class Walked(NamedTuple):
 
     uncut: Any  # need no mask by key, and come first
     blocks: Any
-    begin: Any  # of these, those before it stand at their place in the list
-    skip: Any  # of the list, between them and the others
+    far_begin: Any  # places in the list from here on are `far` further than in the walk
+    far: Any  # how many blocks of the list are passed over; None: none is in any tile
 
     def place(self, i):
         """Of the `i`-th one in the list."""
-        return i if self.skip is None else i + jnp.where(i >= self.begin, self.skip, 0)
+        return i if self.far is None else i + jnp.where(i >= self.far_begin, self.far, 0)
 
 
 def tile_is_gathered(block_counts, tile, index, gather_limit: int):
-    """Whether a tile is left to `specs/gathered.py`: the block list of the tile before it is
-    longer than `gather_limit`. Its own list cannot decide, as no output may depend on tokens
-    after its own.
+    """Whether far blocks of a tile are left to `specs/gathered.py`: the block list of the tile
+    before it is longer than `gather_limit`. Its own list cannot decide, as no output may depend
+    on tokens after its own.
 
     Args:
       tile: along the tokens.
@@ -248,9 +248,9 @@ class SelectedWalk:
         if not gather_limit:
             return Walked(found.uncut, found.blocks, None, None)
         gathered = tile_is_gathered(counts, tile.index, index, gather_limit)
-        skip = jnp.where(gathered, found.far_end - found.far_begin, 0)
-        far_uncut = jnp.clip(found.uncut - found.far_begin, 0, skip)
-        return Walked(found.uncut - far_uncut, found.blocks - skip, found.far_begin, skip)
+        far = jnp.where(gathered, found.far_end - found.far_begin, 0)
+        far_uncut = jnp.clip(found.uncut - found.far_begin, 0, far)
+        return Walked(found.uncut - far_uncut, found.blocks - far, found.far_begin, far)
 
     def _rows_of(self, array, tile: TilePlace):
         """The tile of `[B, T, H, .]`, by columns."""

@@ -88,9 +88,9 @@ def rescaled(state: SoftmaxState, new_max, p) -> SoftmaxState:
     return SoftmaxState(acc, new_max, row_sum)
 
 
-def online_softmax(state: SoftmaxState, scores, c: float, visible=None):
+def online_softmax(state: SoftmaxState, scores, c: float):
     """`block_softmax`'s P, and the state rescaled to its maximum."""
-    p, new_max = block_softmax(state.row_max, scores, c, visible)
+    p, new_max = block_softmax(state.row_max, scores, c)
     return p, rescaled(state, new_max, p)
 
 

@@ -22,6 +22,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX
 from kernels_pallas.mosaic.refs import build_kernel
+from kernels_pallas.mosaic.selected_walk import list_counts
 from kernels_pallas.mosaic.stored_ds import NO_ENTRY, StoredDs
 from kernels_pallas.specs.selected import LIST_CHUNK
 from kernels_pallas.specs.stored_ds import FIRST_ROW, KEYS, StoredDsQuery
@@ -58,7 +59,7 @@ def build(kernel: Kernel):
             for t in range(tokens):
                 rows = heads_of(refs.added, t)
                 buffers.load_rows(rows, refs.out_tile, 0, spec.D, refs.added_ready, t)
-        count = refs.block_counts[row * refs.sizes.tiles + index, 1] + 0
+        count = list_counts(refs.block_counts, row * refs.sizes.tiles + index).blocks
         place = b, kv_head, first, length
         blocks = stored.blocks_of_tile(refs.indices, refs.position, *place)
         plgpu.barrier_wait(refs.list_ready)

@@ -29,7 +29,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import NOWHERE, BlockBitmap
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
-from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention
+from kernels_pallas.specs.selected import COUNTS, BlockCounts, SelectedAttention, first_near
 from kernels_pallas.specs.tile import LANES
 
 WINDOW = 1024  # blocks of a sequence that have their bits in shared memory at a time
@@ -66,7 +66,7 @@ class MakeList:
         tokens = bitmap.load(position, key_start, b, token0)
         # The first block that ends after the token's last key.
         cut = [(last + 1) // size for last in tokens.position]
-        near = bitmap.first_near(warp.shuffle(tokens.position[0], 0))
+        near = first_near(warp.shuffle(tokens.position[0], 0), size, warp.larger)
 
         mine = (b * spec.Hkv + g) * sizes.tiles + tile
 

@@ -15,8 +15,8 @@ A token with at most `free` blocks to choose from takes all of them, without the
 
 Cost: at the start a read and some instructions for each stripe, more where two are known. Then for
 each winner two reductions; for each column that is read again a read, and a reduction and a vote
-for each entry that is known. A warp extracts for four tokens at once, so that one's latency hides
-another's.
+for each entry that is known. A warp extracts for up to four tokens at once, so that one's latency
+hides another's.
 
 All of it is what one warp does (`warp.py`), so nothing waits for another warp. Scores, which
 are not negative, are compared as integers; -1.0 is below all of them.
@@ -200,7 +200,7 @@ class WarpTopK:
                 )
             ]
 
-        all_win = warp.same(int(self.takes_all_of_few), 1)  # in all tokens of the warp
+        all_win = warp.same(int(self.takes_all_of_few), 1)  # in all of these tokens
         for column in columns:
             all_win = all_win & (column.count <= spec.free)
         state = warp.repeat(warp.where(all_win, 0, spec.free), one, state)

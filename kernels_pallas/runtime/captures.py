@@ -4,11 +4,11 @@
     replay     ...                     what the graph reads is still there
     the graph and its executables are destroyed
                the driver runs the object's destructor
-    later      the next `hold`         drops what was held
+    later      `release`               drops what was held; `hold` begins with it
 
 The driver runs a destructor on a thread of its own, perhaps while a thread that holds Python's
-lock waits for it. So no Python runs there: the destructor is libc's `sem_post`, and `hold` reads
-the semaphores.
+lock waits for it. So no Python runs there: the destructor is libc's `sem_post`, and `release`
+reads the semaphores.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from kernels_pallas.runtime import driver
 
+ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on 64-bit Linux
 NO_DESTRUCTOR_SYNC = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 MOVE = 1  # CU_GRAPH_USER_OBJECT_MOVE: the graph takes the caller's reference
@@ -34,15 +35,16 @@ class Capture(NamedTuple):
 
 
 def of_stream(stream: int) -> Capture | None:
-    """What a stream is being captured into; None: nothing."""
+    """What a stream is being captured into; None: nothing, or a capture that has failed."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
     driver.call("cuStreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *found, None, None)
-    return Capture(number.value, graph.value or 0) if status.value else None
+    return Capture(number.value, graph.value or 0) if status.value == ACTIVE else None
 
 
 def hold(graph: int, things: Any) -> None:
-    """Keeps `things` until the graph, its copies and all executables made of them are gone.
+    """Keeps `things` until the graph, its copies and all executables made of them are gone, and
+    `release` is called.
 
     Raises:
       RuntimeError: the driver refused.

@@ -10,6 +10,7 @@ Bodies: `mosaic/selected_forward.py` and `mosaic/selected_dq.py` over `mosaic/se
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array, Kernel, described
@@ -34,8 +35,9 @@ class BlockCounts(NamedTuple):
 
     uncut: Any  # blocks of the prefix that needs no mask by key
     blocks: Any  # of the whole list
-    # Where far blocks begin and end in the list, and the slots of the selection that have some,
-    # from the first one to after the last one. Of packed rows nobody reads these.
+    # Where far blocks begin and end in the list; the first slot of the selection that has a far
+    # block of some token, and one past the last. Read only where tiles may be gathered, and
+    # without meaning in packed rows.
     far_begin: Any
     far_end: Any
     far_slot: Any
@@ -43,6 +45,13 @@ class BlockCounts(NamedTuple):
 
 
 COUNTS = len(BlockCounts._fields)
+
+
+def first_near(position: Any, block: int, larger: Callable[[Any, Any], Any]) -> Any:
+    """The first of the blocks near a tile, but for block 0: that before the block of the tile's
+    first token, which is at `position`; `larger`: of two numbers, where they are computed.
+    """
+    return larger(larger(position, 0) // block - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
