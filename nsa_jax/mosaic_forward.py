@@ -120,8 +120,9 @@ def selected(
     `block_lists`: `tile_block_lists` where they are there already.
     """
     sizes = sizes_of(query, key, value, scale)
-    gathers = query, key, value, block_indices, config, layout.packed
-    gather_limit = mosaic_gather.gather_limit(*gathers)
+    gather_limit = mosaic_gather.gather_limit(
+        query, key, value, block_indices, config, layout.packed
+    )
     stages = selected_spec.forward_stages(sizes["D"], sizes["Dv"], config.select_block)
     spec = selected_spec.SelectedAttention(
         **sizes,

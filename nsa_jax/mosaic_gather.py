@@ -73,13 +73,13 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
         # Of `out`, not what it began as, which is gone then.
         rows = [out[tokens]] if added is None else [walked[tokens], out[tokens]]
         given = counts, block_indices, layout.position, *extra, segment, *rows
-        kernel = dataclasses.replace(kernel, **merges)
-        merged = ops.run(gathered.merge(kernel), *partials, *given)
+        merge = gathered.merge(dataclasses.replace(kernel, **merges))
+        merged = ops.run(merge, *partials, *given)
         out = ops.write(out, tokens, merged[0])
         if added is None:
             lse = ops.write(lse, tokens, merged[1])
         del partials, merged  # or those of two segments would exist at once
-    return out, None if added is not None else lse
+    return out, lse if added is None else None
 
 
 def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):

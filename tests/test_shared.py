@@ -8,7 +8,7 @@ import torch
 from kernels_pallas.runtime import captures
 from kernels_pallas.runtime.captures import Capture
 from nsa_torch import fa2
-from nsa_torch.shared import Shared
+from nsa_torch.shared import Shared, _capture
 
 CPU = torch.device("cpu")
 
@@ -78,11 +78,14 @@ def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
     assert len(calls) == 8
 
 
-def test_clear_forgets():
+def test_clear_forgets(monkeypatch):
+    """And gives back what was held for graphs that are gone."""
+    released = []
+    monkeypatch.setattr(captures, "release", lambda: released.append(1))
     shared, (make, calls) = Shared(), counted([1])
     shared.get("a", CPU, make)
     shared.clear()
-    assert shared.size == 0
+    assert shared.size == 0 and released
     shared.get("a", CPU, make)
     assert len(calls) == 2
 
@@ -132,15 +135,24 @@ def test_a_graph_holds_what_was_there(monkeypatch):
         assert shared.get("a", CPU, make)[0] is kept
     assert [(graph, x) for graph, [x] in held] == [(1007, kept), (1008, kept)]
     assert len(calls) == 1
-    released = []
-    monkeypatch.setattr(captures, "release", lambda: released.append(1))
-    shared.clear()
-    assert released  # memory of graphs that are gone is given back too
+    shared.get("b", CPU, make)  # the graph's own
+    assert len(held) == 2 and len(calls) == 2
     capturing(monkeypatch, 0)
-    shared.get("b", CPU, make)  # drops a, which the graph of this capture has
-    capturing(monkeypatch, 8)
-    shared.get("a", CPU, make)
-    assert len(calls) == 3  # the capture before was another one
+    shared.get("b", CPU, make)  # drops a
+    capturing(monkeypatch, 9)
+    assert shared.get("a", CPU, make)[0] is not kept
+    assert len(held) == 2 and len(calls) == 4
+
+
+@pytest.mark.parametrize(("current", "asked"), [(0, []), (1, [3])])
+def test_a_capture_on_another_device_is_seen(monkeypatch, current, asked):
+    """torch says whether the current device's stream is captured, the driver of any."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("interop.launch.current_stream", lambda device: 3)
+    monkeypatch.setattr(captures, "of_stream", streams.append)
+    assert _capture(torch.device("cuda", 0)) is None and streams == asked
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.row_io import GatheredRows
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_THIRD
+from kernels_pallas.specs.work_items import WorkItem
 
 
 class Rows(NamedTuple):
@@ -121,10 +122,11 @@ class GatheredWalk:
 
         # Sums, not loads: under `shard_map` only they have the type of what varies.
         segment, segment_token = refs.segment[0] + 0, refs.segment[1] + 0
-        item = refs.items.at[segment * refs.sizes.items + refs.cta.item]
-        exists, row = item[0] >= 0, jnp.maximum(item[0], 0)
+        columns = refs.items.at[segment * refs.sizes.items + refs.cta.item]
+        item = WorkItem(*(columns[i] + 0 for i in range(len(WorkItem._fields))))
+        exists, row = item.row >= 0, jnp.maximum(item.row, 0)
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
-        first_key, begin, end = (item[i] + 0 for i in (1, 2, 4))
+        begin, end = item.begin, item.end
         steps = lax.div(end - begin + (tokens - 1), jnp.int32(tokens))
         steps = jnp.where(exists, steps, 0)
 
@@ -180,7 +182,7 @@ class GatheredWalk:
 
         @pl.when(steps > 0)
         def _():
-            keys = pl.ds(first_key, ROWS)
+            keys = pl.ds(item.first_key, ROWS)
             for source, tile in ((refs.key, refs.key_tile), (refs.value, refs.value_tile)):
 
                 def block(columns, source=source):

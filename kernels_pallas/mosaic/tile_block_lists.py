@@ -135,8 +135,8 @@ class MakeList:
             ended = ended | warp.number(first_cut < NOWHERE)
             return [first_key, ended, *counted]
 
-        nothing = BlockCounts(0, 0, 0, 0, spec.n, 0)
-        state = [warp.word(-1), warp.word(0), *map(warp.word, nothing)]
+        none = BlockCounts(0, 0, 0, 0, far_slot=spec.n, far_slot_end=0)
+        state = [warp.word(-1), warp.word(0), *map(warp.word, none)]
         _, _, *counted = warp.repeat(bitmap.sequences(tokens), each_sequence, state)
         found = BlockCounts(*counted)
         found = found._replace(
