@@ -87,7 +87,7 @@ SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/compare.jsonl too."
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git."
+    "commit", None, "The commit that this tree is a copy of; default: git's."
 )
 EXPLAIN = flags.DEFINE_bool(
     "explain", False, "Only print what would run, and what refuses why."

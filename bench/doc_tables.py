@@ -14,6 +14,7 @@ A document names a table between two comments, and this command fills what stand
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
+| `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
 | `training` | time of a training step of the 124 M model | `device` |
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
@@ -196,6 +197,32 @@ def counters() -> str:
     names = [name for name in found[0] if name != "commit"]
     rows = [[str(line[name]) for name in (*names, "commit")] for line in found]
     return table([name.replace("_", " ") for name in (*names, "commit")], rows)
+
+
+def memory_check(device: str = DEVICE.name) -> str:
+    """The newest row of each layer and tool; a layer alone is the one whose calls are compared."""
+    newest: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for line in lines_of("kernel_log/memory_check.jsonl", device):
+        newest.setdefault(line["layer"], {})[line["tool"]] = line
+    tools = list(dict.fromkeys(tool for found in newest.values() for tool in found))
+    rows = []
+    for layer, found in newest.items():
+        ran = [x["ran"] for x in found.values() if x["ran"]]
+        kernels, tiles = (len(ran[0]["kernels"]), ran[0]["gathered_tiles"]) if ran else (0, 0)
+        cells = [_judged(found.get(tool)) for tool in tools]
+        used = dict.fromkeys(x["commit"][:7] for x in found.values())
+        name = layer or "a planted fault"
+        rows.append([name, str(kernels or ""), str(tiles or ""), *cells, ", ".join(used)])
+    return table(["layer", "kernels", "tiles gathered", *tools, "commit"], rows)
+
+
+def _judged(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return MISSING
+    if line["status"] != "ok":
+        return line["reason"]
+    said = "clean" if line["layer"] else "found"
+    return f"{said} (`{line['watched']}`)" if line["watched"] else said
 
 
 def training(device: str = DEVICE.name) -> str:
@@ -473,6 +500,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "branches": branches,
     "variants": variants,
     "counters": counters,
+    "memory_check": memory_check,
     "training": training,
     "decode": decode,
     "host": host,

@@ -31,7 +31,7 @@ FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 OUT = flags.DEFINE_string("out", None, "A new file, for the same as JSON.", **_own)
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
 )
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")

@@ -50,7 +50,7 @@ SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/indices.jsonl too."
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git."
+    "commit", None, "The commit that this tree is a copy of; default: git's."
 )
 TITLES = ("input", "framework", "implementation", "status", "rows", "differ", "unexplained")
 TITLES += ("shortfall", "float32 resolves", "ms")

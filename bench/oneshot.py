@@ -46,7 +46,7 @@ SAVE = flags.DEFINE_bool(
     "save_records", False, "Steps keep their records in bench/records/ too.", **_own
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
 )
 
 

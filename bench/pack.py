@@ -38,7 +38,7 @@ SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/pack.jsonl too."
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git."
+    "commit", None, "The commit that this tree is a copy of; default: git's."
 )
 FORWARD = ("copy", "torch", "torch+plan", "triton", "triton+plan")
 BACKWARD = ("copy", "torch", "triton", "triton deterministic")

@@ -25,7 +25,7 @@ OUT = flags.DEFINE_string(
     "out", None, "Folder for routing.json, which must not be there.", **_own
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
 )
 
 

@@ -36,7 +36,7 @@ ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, 
 AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
 SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree, where it has no .git.", **at)
+COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
 
 # JAX only makes inputs and oracles here: it gives back memory that it does not use, and what it
 # compiles runs once.

@@ -44,7 +44,7 @@ OUT = flags.DEFINE_string(
     "out", None, "A new folder for the results; default: bench/results/<time>.", **_own
 )
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git.", **_own
+    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
 )
 QUERY = "timestamp,utilization.gpu,memory.used"
 COLUMNS = ("S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "FA-2 used")

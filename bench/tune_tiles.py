@@ -46,7 +46,7 @@ SECONDS = flags.DEFINE_float(
 )
 OUT = flags.DEFINE_string("out", None, "Folder of the table; default: configs/tiles.")
 COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of, where it has no .git."
+    "commit", None, "The commit that this tree is a copy of; default: git's."
 )
 TITLES = "| kernel | tiles | ms | beside the heuristic |\n|---|---|---|---|"
 

@@ -47,7 +47,7 @@ def flag_values(
         "save_records", False, "Append to bench/records/<device>/<bench>.jsonl too.", **at
     )
     flags.DEFINE_string(
-        "commit", None, "The commit that this tree is a copy of, where it has no .git.", **at
+        "commit", None, "The commit that this tree is a copy of; default: git's.", **at
     )
     flags.DEFINE_enum("device", "auto", ["auto", "cpu", "cuda"], "Where it runs.", **at)
     flags.DEFINE_integer("seed", 0, "Of the random arrays.", lower_bound=0, **at)

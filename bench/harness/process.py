@@ -100,7 +100,13 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
 
 
 def run(
-    name: str, words: Sequence[str], folder: Path, timeout_s: float, budget: bool
+    name: str,
+    words: Sequence[str],
+    folder: Path,
+    timeout_s: float,
+    budget: bool,
+    before: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Result:
     """Runs `python -m <words>`, its output in `<folder>/<name>.log`.
 
@@ -109,8 +115,10 @@ def run(
 
     Args:
       budget: whether `timeout_s` is what the whole run has left, for the reason.
+      before: a command that runs this one.
+      variables: of the environment, besides those of this process.
     """
-    command = [sys.executable, "-u", "-m", *words]
+    command = [*before, sys.executable, "-u", "-m", *words]
     log = folder / f"{name}.log"
     start = time.monotonic()
     status: Status = "ok"
@@ -118,7 +126,7 @@ def run(
         child = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment({"PYTHONDONTWRITEBYTECODE": ""}),
+            env=environment({"PYTHONDONTWRITEBYTECODE": ""} | dict(variables or {})),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -230,7 +230,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """The fields `versions`, `commit` and `dirty` of this process.
 
     Args:
-      commit: what a tree without `.git` is a copy of.
+      commit: what this tree is a copy of; by default what git says.
     """
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -242,10 +242,10 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
     # Records that a run adds do not change what the next one measures.
     status = _output("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records")
-    commit_here = head(FOLDER)
+    commit_here = None if commit else head(FOLDER)  # a copy may have the .git of another
     return {
         "versions": versions,
-        "commit": commit_here or commit,
+        "commit": commit or commit_here,
         "dirty": None if commit_here is None or status is None else bool(status),
     }
 

@@ -1,0 +1,220 @@
+"""A layer whose kernels run under `compute-sanitizer`: a process of `bench.memory_check`.
+
+    python -m bench.harness.checked_layer "gathered, G=4"
+    python -m bench.harness.checked_layer --planted=memcheck
+
+The layer is called three times without gradients and three times with them, and has to give the
+same bits each time: the first call is checked and decided, the third one is run from a list
+(`nsa_torch.replay`). One JSON line says what ran.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from absl import app, flags
+
+import nsa_torch
+from bench.harness import cli, exit_status
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.specs.gathered import GatheredAttention
+from kernels_pallas.specs.selected import BlockCounts
+from nsa_jax.config import NSAConfig
+from nsa_torch.torch_ops import TORCH_OPS
+
+FLAGS = flags.FlagValues()
+CALLS = 3
+PAPER = NSAConfig()
+SMALL_BLOCKS = NSAConfig(16, 16, 16, num_selected=6, window=10)
+# Block lists of more than 24 blocks are long, so tiles are gathered from token 1600 on.
+FEW_SELECTED = NSAConfig(num_selected=6)
+GATHERED = "gathered_forward", "gathered_merge", "gathered_dq", "gathered_merge_dq"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Sizes as in `nsa_jax.types`.
+
+    Attributes:
+      cu_seqlens: of packed rows; tokens behind the last one are padding.
+      kernels: that have to run; gathering ones must have tiles to gather.
+    """
+
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    T: int
+    B: int = 1
+    config: NSAConfig = PAPER
+    cu_seqlens: tuple[int, ...] | None = None
+    kernels: tuple[str, ...] = ("interval_forward", "selected_forward", "dkv_partials")
+
+
+LAYERS: Mapping[str, Layer] = {
+    "G=6, D=64": Layer(H=12, Hkv=2, D=64, Dv=64, B=2, T=400),
+    "G=6, D=64, packed": Layer(
+        H=12, Hkv=2, D=64, Dv=64, T=700, cu_seqlens=(0, 130, 131, 520, 660)
+    ),
+    "G=6, D=64, 70 tokens": Layer(H=12, Hkv=2, D=64, Dv=64, B=2, T=70),
+    "G=16, D=64": Layer(H=32, Hkv=2, D=64, Dv=64, T=333),
+    "G=4, D=32, Dv=64": Layer(H=8, Hkv=2, D=32, Dv=64, B=3, T=300),
+    "G=16": Layer(H=32, Hkv=2, D=128, Dv=128, T=400, kernels=("dkv_partials", "stored_ds_dq")),
+    "G=16, D=192": Layer(H=16, Hkv=1, D=192, Dv=128, T=200),
+    "G=10": Layer(H=20, Hkv=2, D=128, Dv=128, T=260),
+    "G=24, D=64": Layer(H=24, Hkv=1, D=64, Dv=64, T=260),
+    "blocks of 16, G=1": Layer(H=2, Hkv=2, D=64, Dv=64, T=2100, config=SMALL_BLOCKS),
+    "blocks of 16, G=4": Layer(H=4, Hkv=1, D=64, Dv=64, T=5000, config=SMALL_BLOCKS),
+    "blocks of 16, G=16": Layer(H=16, Hkv=1, D=64, Dv=64, T=4500, config=SMALL_BLOCKS),
+    "gathered, G=1": Layer(
+        H=2, Hkv=2, D=128, Dv=128, B=2, T=2500, config=FEW_SELECTED, kernels=GATHERED
+    ),
+    "gathered, G=4": Layer(
+        H=8, Hkv=2, D=128, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
+    ),
+    "gathered, G=4, 16 selected": Layer(H=8, Hkv=2, D=128, Dv=128, T=6000, kernels=GATHERED),
+    "gathered, G=6, D=64": Layer(
+        H=12, Hkv=2, D=64, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
+    ),
+    "gathered, G=8": Layer(
+        H=16, Hkv=2, D=128, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
+    ),
+}
+
+# A kernel of CUDA C++ for each tool, with one fault that the tool must find: a write behind an
+# array, a barrier that not all threads of a warp reach, a read with no barrier after the write.
+FAULTS = {
+    "memcheck": "x[128 + threadIdx.x] = 1;",
+    "synccheck": "if (threadIdx.x < 60) __syncthreads(); x[threadIdx.x] = 1;",
+    "racecheck": "__shared__ int y[64]; y[threadIdx.x] = 1; x[threadIdx.x] = y[63 - threadIdx.x];",
+}
+TOOLS = tuple(FAULTS)
+PLANTED = flags.DEFINE_enum(
+    "planted", None, TOOLS, "The fault for this tool, in place of a layer.", flag_values=FLAGS
+)
+
+
+def plant(tool: str) -> None:
+    """Runs the kernel with the fault; its name is that of a kernel of Mosaic."""
+    name = "planted_mosaic_gpu_kernel"
+    source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
+    kernel = torch.cuda._compile_kernel(source, name)
+    x = torch.zeros(128, dtype=torch.int32, device="cuda")
+    kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[x])
+    torch.cuda.synchronize()
+
+
+class Watch:
+    """Which kernels run within `watching`.
+
+    Attributes:
+      launches: by the kernel's name.
+      gathered_tiles: tiles whose far blocks were gathered forward.
+    """
+
+    def __init__(self):
+        self.launches: dict[str, int] = collections.Counter()
+        self.gathered_tiles = 0
+        self._run = TORCH_OPS.run
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with mock.patch.object(TORCH_OPS, "run", self.run):
+            yield
+
+    def run(self, kernel: Kernel, *tensors: torch.Tensor):
+        self.launches[kernel.name] += 1
+        if kernel.name == "gathered_merge":
+            counts = tensors[kernel.names.index("block_counts")]
+            self.gathered_tiles += gathered_tiles(kernel.spec, counts)
+        return self._run(kernel, *tensors)
+
+
+def gathered_tiles(spec: GatheredAttention, counts: torch.Tensor) -> int:
+    """Tiles after one with a block list that is too long; waits for the GPU.
+
+    Args:
+      counts: `block_counts` of all tiles, as `selected.forward` takes them.
+    """
+    blocks = counts.reshape(-1, spec.all_tiles, len(BlockCounts._fields))
+    before = blocks[:, :-1, BlockCounts._fields.index("blocks")]
+    return int((before > spec.gather_limit).sum())
+
+
+def inputs(layer: Layer) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Query, key, value and gates, and the output's cotangent; random, always the same."""
+    random = torch.Generator("cuda").manual_seed(1)
+
+    def normal(heads: int, width: int) -> torch.Tensor:
+        shape = layer.B, layer.T, heads, width
+        return torch.randn(shape, generator=random, device="cuda", dtype=torch.bfloat16)
+
+    tensors = [normal(layer.H, layer.D), normal(layer.Hkv, layer.D)]
+    tensors += [normal(layer.Hkv, layer.Dv), normal(layer.H, 3)]
+    return [x.requires_grad_() for x in tensors], normal(layer.H, layer.Dv)
+
+
+def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
+    """Outputs of a call without gradients and of one with them, then the gradients; of the
+    tokens that are not padding."""
+    ends, end = None, layer.T
+    if layer.cu_seqlens is not None:
+        ends = torch.tensor(layer.cu_seqlens, dtype=torch.int32, device="cuda")
+        end = layer.cu_seqlens[-1]
+    options: dict[str, Any] = {"config": layer.config, "cu_seqlens": ends}
+    options["implementation"] = "mosaic"
+    with torch.no_grad():
+        alone = nsa_torch.attention(*tensors, **options)
+    out = nsa_torch.attention(*tensors, **options)
+    grads = torch.autograd.grad(out, tensors, do)
+    return [x.detach()[:, :end].float().cpu() for x in (alone, out, *grads)]
+
+
+def check(layer: Layer) -> dict[str, Any]:
+    """What ran, and `fault`: what is wrong with it, or None."""
+    tensors, do = inputs(layer)
+    watch = Watch()
+    with watch.watching():
+        found = [results(layer, tensors, do)]
+    found += [results(layer, tensors, do) for _ in range(CALLS - 1)]
+    digests = {digest(x) for x in found}
+    fault = None
+    if missing := [name for name in layer.kernels if name not in watch.launches]:
+        fault = f"{', '.join(missing)} did not run"
+    elif "gathered_merge" in layer.kernels and not watch.gathered_tiles:
+        fault = "no tile was gathered"
+    elif not all(x.isfinite().all() for x in found[0]):
+        fault = "a result is not finite"
+    elif len(digests) > 1:
+        fault = f"{len(digests)} results in {CALLS} calls"
+    ran = {"kernels": dict(watch.launches), "gathered_tiles": watch.gathered_tiles}
+    return ran | {"digest": min(digests), "fault": fault}
+
+
+def digest(arrays: Sequence[torch.Tensor]) -> str:
+    """Of their bytes."""
+    found = hashlib.sha256()
+    for x in arrays:
+        found.update(x.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def main(argv: Sequence[str]) -> int:
+    if PLANTED.value:
+        plant(PLANTED.value)
+        return exit_status.OK
+    if len(argv) != 2 or argv[1] not in LAYERS:
+        raise app.UsageError(f"one layer must be given, of: {'; '.join(LAYERS)}")
+    found = check(LAYERS[argv[1]])
+    print(json.dumps(found), flush=True)
+    return exit_status.WRONG if found["fault"] else exit_status.OK
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS, arguments=True)

@@ -1,0 +1,212 @@
+"""bench.memory_check: what it makes of what a sanitizer says, by one that is not real; layers on a
+GPU."""
+
+import dataclasses
+import json
+import stat
+import sys
+
+import pytest
+import torch
+
+from bench import memory_check
+from bench.doc_tables import _judged
+from bench.harness import checked_layer, exit_status
+from bench.harness.checked_layer import LAYERS, Watch, gathered_tiles
+from kernels_pallas.specs import gathered
+from kernels_pallas.specs.gathered import GatheredAttention
+
+LAYER, OTHER = "gathered, G=1", "gathered, G=8"
+
+SANITIZER = f"""#!{sys.executable}
+import json, os, subprocess, sys
+words = sys.argv[1:]
+child = words.index({sys.executable!r})
+tool, subject = words[1], words[-1]
+os.environ["UNDER"] = tool
+status = subprocess.run(words[child:]).returncode
+print("words", json.dumps(words[:child]))
+found = json.loads(os.environ["FOUND"]).get(f"{{tool}} {{subject}}", int("planted" in subject))
+what = "{{}} hazards displayed" if tool == "racecheck" else "{{}} errors"
+if found is not None:
+    print("========= SUMMARY:", what.format(found))
+sys.exit(status)
+"""
+CHILD = """
+import json, os, sys, time
+ran = {"kernels": {"selected_forward": 2, "gathered_dq": 1}, "gathered_tiles": 3}
+said = json.loads(os.environ["SAID"]).get(os.environ.get("UNDER", "alone") + " " + sys.argv[1], {})
+time.sleep(said.pop("sleep", 0))
+if "planted" not in sys.argv[1]:
+    print(json.dumps(ran | {"digest": "a", "fault": None} | said))
+"""
+
+
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    """Sets what the sanitizer finds and the layers say, by `<tool> <layer>`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(memory_check, "CHILD", "layer_that_says")
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "layer_that_says.py").write_text(CHILD)
+    program = folder / memory_check.SANITIZER
+    program.write_text(SANITIZER)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    def told(found=None, said=None):
+        monkeypatch.setenv("FOUND", json.dumps(found or {}))
+        monkeypatch.setenv("SAID", json.dumps(said or {}))
+
+    told()
+    return told
+
+
+def check(tmp_path, *flags):
+    """Exit status, and the lines by tool and layer."""
+    own, out = memory_check.FLAGS, tmp_path / "out"
+    for name in own:
+        own[name].unparse()
+    own.unparse_flags()
+    own(["", f"--only={LAYER}", f"--only={OTHER}", f"--out={out}", *flags])
+    status = memory_check.main([""])
+    lines = map(json.loads, (out / "memory_check.jsonl").read_text().splitlines())
+    return status, {(x["tool"], x["layer"]): x for x in lines}
+
+
+def test_clean(sanitizer, tmp_path, capsys):
+    status, lines = check(tmp_path)
+    assert status == exit_status.OK
+    alone = [("alone", LAYER), ("alone", OTHER)]
+    tools = "memcheck", "synccheck", "racecheck"
+    assert [*lines] == alone + [(x, layer) for x in tools for layer in ("", LAYER, OTHER)]
+    assert {(x["status"], x["reason"]) for x in lines.values()} == {("ok", "")}
+    assert {_judged(lines[x]) for x in lines if not x[1]} == {"found"}
+    assert {_judged(lines[x]) for x in lines if x[1]} == {"clean"}
+    assert "3 tiles gathered" in capsys.readouterr().out
+
+
+def test_only_racecheck_watches_some_kernels(sanitizer, tmp_path):
+    status, lines = check(tmp_path, "--kernels=gathered")
+    assert status == exit_status.OK
+    logs = {
+        x: (tmp_path / "out" / f"{x[0]}, {x[1] or 'planted'}.log").read_text() for x in lines
+    }
+    watched = {x[0] for x in lines if '"kns=gathered"' in logs[x]}
+    assert watched == {"racecheck"} and "kns=" not in logs["memcheck", ""]
+    assert _judged(lines["racecheck", LAYER]) == "clean (`gathered`)"
+    assert _judged(lines["memcheck", LAYER]) == "clean"
+
+
+FAULTS = [
+    ({f"memcheck {LAYER}": 2}, {}, ("memcheck", LAYER), "memcheck found 2"),
+    ({f"racecheck {OTHER}": 1}, {}, ("racecheck", OTHER), "racecheck found 1"),
+    ({f"synccheck {LAYER}": None}, {}, ("synccheck", LAYER), "no summary of synccheck"),
+    ({"memcheck --planted=memcheck": 0}, {}, ("memcheck", ""), "not find the fault that was"),
+    ({"racecheck --planted=racecheck": None}, {}, ("racecheck", ""), "not find the fault that"),
+    ({}, {f"memcheck {LAYER}": {"digest": "b"}}, ("memcheck", LAYER), "other bits than alone"),
+    ({}, {f"synccheck {LAYER}": {"fault": "no tile"}}, ("synccheck", LAYER), "no tile"),
+    ({}, {f"alone {LAYER}": {"fault": "2 results"}}, ("alone", LAYER), "2 results"),
+]
+
+
+@pytest.mark.parametrize(("found", "said", "where", "reason"), FAULTS)
+def test_what_is_wrong(found, said, where, reason, sanitizer, tmp_path):
+    sanitizer(found, said)
+    status, lines = check(tmp_path)
+    assert status == exit_status.WRONG
+    wrong = {x for x, line in lines.items() if line["status"] == "wrong"}
+    assert wrong == {where} and reason in lines[where]["reason"]
+    assert _judged(lines[where]) == lines[where]["reason"]
+    tools = {tool for tool, layer in lines if layer == LAYER}
+    assert (tools == {"alone"}) == (where[0] == "alone")  # no tool for what is wrong alone
+
+
+def test_a_layer_that_breaks(sanitizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_check, "CHILD", "no_such_module")
+    status, lines = check(tmp_path, "--tool=memcheck")
+    assert status == exit_status.WRONG and [*lines][:2] == [("alone", LAYER), ("alone", OTHER)]
+    assert lines["alone", LAYER]["reason"] == "exit status 1"
+
+
+def test_what_does_not_end(sanitizer, tmp_path):
+    sanitizer(said={f"memcheck {LAYER}": {"sleep": 30}})
+    status, lines = check(tmp_path, "--tool=memcheck", "--timeout_s=2")
+    assert status == exit_status.NOT_MEASURED
+    assert lines["memcheck", LAYER]["status"] == "timeout"
+    assert lines["memcheck", LAYER]["reason"] == "timeout after 2 s"
+    assert lines["memcheck", OTHER]["status"] == "ok"
+
+
+def test_bad_input(sanitizer, tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match="--kernels: 'gathered, G=1' runs selected_forward, ga"
+    ):
+        check(tmp_path, "--kernels=interval")
+    with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
+        check(tmp_path)
+    with pytest.raises(ValueError, match="no such layer, known: G=6, D=64"):
+        memory_check.FLAGS.only = ["H"]
+        memory_check.main([""])
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotImplementedError, match="compute-sanitizer of the CUDA toolkit must"):
+        check(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        check(tmp_path)
+
+
+def test_gathered_tiles_are_those_after_a_long_list():
+    """A tile of 32 tokens, two rows of [B, Hkv]; the last list of a row has no tile after it."""
+    sizes = {
+        "B": 1,
+        "T": 100,
+        "S": 100,
+        "H": 4,
+        "Hkv": 2,
+        "D": 64,
+        "Dv": 64,
+        "dtype": "bfloat16",
+    }
+    spec = GatheredAttention(
+        **sizes, scale=1.0, n=6, gather_limit=24, segment_tokens=100, segments=1, items=1
+    )
+    counts = torch.zeros(2, 4, 6, dtype=torch.int32)
+    counts[..., 0] = 99
+    counts[..., 1] = torch.tensor([[25, 24, 25, 99], [1, 26, 27, 28]])
+    assert spec.all_tiles == 4 and gathered_tiles(spec, counts.reshape(8, 6)) == 4
+    watch, kernel = Watch(), gathered.merge(spec)
+    given = [torch.empty(0)] * len(kernel.inputs)
+    given[kernel.names.index("block_counts")] = counts
+    watch._run = lambda *_: "made"
+    with watch.watching():
+        assert checked_layer.TORCH_OPS.run(kernel, *given) == "made"
+    assert watch.gathered_tiles == 4 and watch.launches == {"gathered_merge": 1}
+    assert checked_layer.TORCH_OPS.run != watch.run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    assert checked_layer.check(LAYERS[name])["fault"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            {"config": checked_layer.PAPER},
+            "gathered_forward, gathered_merge, gathered_dq, gath",
+        ),
+        ({"T": 1600}, "no tile was gathered"),
+    ],
+)
+def test_a_layer_that_gathers_nothing(change, fault):
+    """As those of 3000 tokens that select 16 blocks."""
+    layer = dataclasses.replace(LAYERS["gathered, G=4"], **change)
+    assert checked_layer.check(layer)["fault"].startswith(fault)
