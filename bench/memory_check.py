@@ -74,7 +74,8 @@ def run(tool: str, layer: str, folder: Path) -> Row:
     watched = [] if tool == ALONE else [SANITIZER, "--tool", tool]
     if tool == "racecheck":  # which takes long
         watched += ["--kernel-regex", f"kns={KERNELS.value or OURS}"]
-    words = [CHILD, layer or f"--planted={tool}"]
+    planted = [f"--within={KERNELS.value or 'planted'}", f"--planted={tool}"]
+    words = [CHILD, *([layer] if layer else planted)]
     done = process.run(name, words, folder, TIMEOUT_S.value, False, watched, ENVIRONMENT)
     text = (folder / f"{name}.log").read_text(errors="replace")
     said = [int(number) for number in SUMMARY.findall(text)]

@@ -82,9 +82,7 @@ LAYERS: Mapping[str, Layer] = {
     "gathered, G=6, D=64": Layer(
         H=12, Hkv=2, D=64, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
     ),
-    "gathered, G=8": Layer(
-        H=16, Hkv=2, D=128, Dv=128, T=3000, config=FEW_SELECTED, kernels=GATHERED
-    ),
+    "gathered, G=8, 16 selected": Layer(H=16, Hkv=2, D=128, Dv=128, T=7000, kernels=GATHERED),
 }
 
 # A kernel of CUDA C++ for each tool, with one fault that the tool must find: a write behind an
@@ -95,14 +93,16 @@ FAULTS = {
     "racecheck": "__shared__ int y[64]; y[threadIdx.x] = 1; x[threadIdx.x] = y[63 - threadIdx.x];",
 }
 TOOLS = tuple(FAULTS)
+at = {"flag_values": FLAGS}
 PLANTED = flags.DEFINE_enum(
-    "planted", None, TOOLS, "The fault for this tool, in place of a layer.", flag_values=FLAGS
+    "planted", None, TOOLS, "The fault for this tool, in place of a layer.", **at
 )
+WITHIN = flags.DEFINE_string("within", "planted", "The name of the faulty kernel.", **at)
 
 
-def plant(tool: str) -> None:
-    """Runs the kernel with the fault; its name is that of a kernel of Mosaic."""
-    name = "planted_mosaic_gpu_kernel"
+def plant(tool: str, within: str) -> None:
+    """Runs the kernel with the fault; `within` stands in its name, as in a kernel of Mosaic."""
+    name = f"{within}_mosaic_gpu_kernel"
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)
     x = torch.zeros(128, dtype=torch.int32, device="cuda")
@@ -207,7 +207,7 @@ def digest(arrays: Sequence[torch.Tensor]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if PLANTED.value:
-        plant(PLANTED.value)
+        plant(PLANTED.value, WITHIN.value)
         return exit_status.OK
     if len(argv) != 2 or argv[1] not in LAYERS:
         raise app.UsageError(f"one layer must be given, of: {'; '.join(LAYERS)}")
