@@ -107,13 +107,13 @@ GROUPED = [(group, segments) for group in GROUPS for segments in (None, (2105, 3
 @pytest.fixture(params=[scores.KEYS, scores.Scores.held], ids=["in-parts", ""])
 def specs(request, monkeypatch):
     """Those of the kernels for scores; with few scores held at a time, or all."""
-    found, build = [], scores.best_blocks
+    found, make = [], scores.Scores
 
-    def record(spec):
-        found.append(dataclasses.replace(spec, held=request.param))
-        return build(found[-1])
+    def record(**sizes):
+        found.append(make(**{**sizes, "held": request.param}))
+        return found[-1]
 
-    monkeypatch.setattr(scores, "best_blocks", record)
+    monkeypatch.setattr(scores, "Scores", record)
     yield found
     assert found and all((spec.chunks > 1) == (request.param == scores.KEYS) for spec in found)
 
