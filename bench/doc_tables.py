@@ -199,21 +199,30 @@ def counters() -> str:
     return table([name.replace("_", " ") for name in (*names, "commit")], rows)
 
 
+# Runs of `bench.memory_check`, and what a clean one shows.
+CHECKS = {
+    "alone": "same bits",
+    "memcheck": "clean",
+    "synccheck": "clean",
+    "racecheck": "clean",
+}
+
+
 def memory_check(device: str = DEVICE.name) -> str:
-    """The newest row of each layer and tool; a layer alone is the one whose calls are compared."""
+    """The newest run of each layer, alone and under each tool; the planted faults last."""
     newest: dict[str, dict[str, Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/memory_check.jsonl", device):
         newest.setdefault(line["layer"], {})[line["tool"]] = line
-    tools = list(dict.fromkeys(tool for found in newest.values() for tool in found))
     rows = []
-    for layer, found in newest.items():
-        ran = [x["ran"] for x in found.values() if x["ran"]]
-        kernels, tiles = (len(ran[0]["kernels"]), ran[0]["gathered_tiles"]) if ran else (0, 0)
-        cells = [_judged(found.get(tool)) for tool in tools]
+    for layer, found in sorted(newest.items(), key=lambda item: not item[0]):
+        ran = next((x["ran"] for x in found.values() if x["ran"]), None)
+        counts = (len(ran["kernels"]), ran["gathered_tiles"]) if ran else ("", "")
+        cells = [_judged(found.get(tool)) for tool in CHECKS]
         used = dict.fromkeys(x["commit"][:7] for x in found.values())
-        name = layer or "a planted fault"
-        rows.append([name, str(kernels or ""), str(tiles or ""), *cells, ", ".join(used)])
-    return table(["layer", "kernels", "tiles gathered", *tools, "commit"], rows)
+        cells = layer or "a planted fault", *map(str, counts), *cells, ", ".join(used)
+        rows.append(cells)
+    head = "layer", "kernels", "tiles gathered", "three calls", *list(CHECKS)[1:], "commit"
+    return table(head, rows)
 
 
 def _judged(line: Mapping[str, Any] | None) -> str:
@@ -221,7 +230,7 @@ def _judged(line: Mapping[str, Any] | None) -> str:
         return MISSING
     if line["status"] != "ok":
         return line["reason"]
-    said = "clean" if line["layer"] else "found"
+    said = CHECKS[line["tool"]] if line["layer"] else "found"
     return f"{said} (`{line['watched']}`)" if line["watched"] else said
 
 

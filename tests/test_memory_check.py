@@ -87,7 +87,8 @@ def test_clean(sanitizer, tmp_path, capsys):
     assert [*lines] == alone + [(x, layer) for x in tools for layer in ("", LAYER, OTHER)]
     assert {(x["status"], x["reason"]) for x in lines.values()} == {("ok", "")}
     assert {_judged(lines[x]) for x in lines if not x[1]} == {"found"}
-    assert {_judged(lines[x]) for x in lines if x[1]} == {"clean"}
+    assert {_judged(lines[x]) for x in alone} == {"same bits"}
+    assert {_judged(lines[x]) for x in lines if x[1] and x not in alone} == {"clean"}
     assert "3 tiles gathered" in capsys.readouterr().out
 
 
