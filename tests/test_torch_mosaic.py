@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import interop.launch
 import nsa_torch
+from bench.harness.checked_layer import Watch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
@@ -357,23 +358,30 @@ def launcher(kernel, device):
     return start
 
 
-@pytest.mark.parametrize(
-    ("form", "workspace"),
-    [(SHARED, 2**20), (APART, 0), (GIVEN, 2**20)],
-    ids=["one allocation", "one each", "packed"],
-)
+# Far blocks, near ones and two segments, where a list of more than two blocks is too long.
+FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
+FAR_SIZES = 34, 400, 4, 1, 64, 64
+LISTED = {
+    "one allocation": (SHARED, 2**20, SIZES, FEW),
+    "one each": (APART, 0, SIZES, FEW),
+    "packed": (GIVEN, 2**20, (21, *SIZES[1:]), FEW),
+    "gathered": (SHARED, 2**20, FAR_SIZES, FAR),
+}
+
+
+@pytest.mark.parametrize(("form", "workspace", "sizes", "config"), LISTED.values(), ids=LISTED)
 @pytest.mark.usefixtures("interpreted")
-def test_calls_alike_run_from_a_list(form, workspace, monkeypatch):
+def test_calls_alike_run_from_a_list(form, workspace, sizes, config, monkeypatch):
     """The same bits forward and backward, from other inputs than those that were recorded."""
+    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
     monkeypatch.setattr(interop.launch, "launcher", launcher)
     monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
     monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
     monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
-    packed = form is GIVEN
-    where = {"cu_seqlens": torch.tensor([0, 1, 15])} if packed else {}
-    sizes = (21, *SIZES[1:]) if packed else SIZES
-    function = [*inputs(*sizes)], FEW, where
+    where = {"cu_seqlens": torch.tensor([0, 1, 15])} if form is GIVEN else {}
+    function, watch = ([*inputs(*sizes)], config, where), Watch()
 
     def both(tensors, config, where, forward, backward):
         query, key, value, gates = tensors
@@ -410,9 +418,12 @@ def test_calls_alike_run_from_a_list(form, workspace, monkeypatch):
         for scale in (1, 1, 2):
             tensors, *rest = function
             tensors = [x.detach() * scale for x in tensors]
-            want, got = both(tensors, *rest, *steps), both(tensors, *rest, *listed)
+            with watch.watching():
+                want = both(tensors, *rest, *steps)
+            got = both(tensors, *rest, *listed)
             assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert counts == [2, 2]
+    assert bool(watch.gathered_tiles) == (config is FAR)
 
 
 @pytest.mark.usefixtures("interpreted")
