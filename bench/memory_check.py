@@ -85,12 +85,14 @@ def run(tool: str, layer: str, folder: Path) -> Row:
         return Row(tool, layer, "timeout", done.seconds, done.reason)
     if not layer:
         reason = "" if any(said) else "it does not find the fault that was planted"
+    elif any(said):
+        reason = f"{tool} found {sum(said)}"
     elif not ran:
         reason = done.reason or "it said nothing"
-    elif tool != ALONE and said != [0]:
-        reason = f"{tool} found {said[0]}" if said else f"no summary of {tool}"
+    elif tool != ALONE and not said:
+        reason = f"no summary of {tool}"
     else:
-        reason = ran["fault"] or ""
+        reason = ran["fault"] or done.reason
     return Row(tool, layer, "wrong" if reason else "ok", done.seconds, reason, ran)
 
 
@@ -114,19 +116,22 @@ def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.
     """
-    with ThreadPoolExecutor(AT_ONCE.value) as pool:
+    pool = ThreadPoolExecutor(AT_ONCE.value)
+    try:
         alone = {}
         for row in pool.map(lambda layer: run(ALONE, layer, folder), layers):
             yield row
-            if row.status == "ok":
-                alone[row.layer] = row
-                if not any(KERNELS.value in name for name in row.ran["kernels"]):
-                    raise ValueError(
-                        f"--kernels: {row.layer!r} runs {', '.join(row.ran['kernels'])}"
-                    )
+            if row.status != "ok":
+                continue
+            kernels = row.ran["kernels"]
+            if not any(KERNELS.value in name for name in kernels):
+                raise ValueError(f"--kernels: {row.layer!r} runs {', '.join(kernels)}")
+            alone[row.layer] = row
         pairs = [(tool, layer) for tool in tools for layer in ("", *alone)]
         for row in pool.map(lambda pair: run(pair[0], pair[1], folder), pairs):
             yield compared(row, alone[row.layer]) if row.layer else row
+    finally:
+        pool.shutdown(cancel_futures=True)  # else all that waits would still run
 
 
 def main(argv: Sequence[str]) -> int:

@@ -38,8 +38,10 @@ ran = {"kernels": {"selected_forward": 2, "gathered_dq": 1}, "gathered_tiles": 3
 place = os.environ.get("UNDER", "alone") + " " + sys.argv[-1]
 said = json.loads(os.environ["SAID"]).get(place, {})
 time.sleep(said.pop("sleep", 0))
-if "planted" not in sys.argv[-1]:
+status, silent = said.pop("exit", 0), said.pop("silent", False)
+if "planted" not in sys.argv[-1] and not silent:
     print(json.dumps(ran | {"digest": "a", "fault": None} | said))
+sys.exit(status)
 """
 
 
@@ -114,6 +116,14 @@ FAULTS = [
     ({}, {f"memcheck {LAYER}": {"digest": "b"}}, ("memcheck", LAYER), "other bits than alone"),
     ({}, {f"synccheck {LAYER}": {"fault": "no tile"}}, ("synccheck", LAYER), "no tile"),
     ({}, {f"alone {LAYER}": {"fault": "2 results"}}, ("alone", LAYER), "2 results"),
+    ({}, {f"memcheck {LAYER}": {"exit": 7}}, ("memcheck", LAYER), "exit status 7"),
+    ({}, {f"memcheck {LAYER}": {"silent": True}}, ("memcheck", LAYER), "it said nothing"),
+    (  # An address that is wrong ends the program.
+        {f"memcheck {LAYER}": 3},
+        {f"memcheck {LAYER}": {"exit": 1, "silent": True}},
+        ("memcheck", LAYER),
+        "memcheck found 3",
+    ),
 ]
 
 
