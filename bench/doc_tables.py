@@ -209,25 +209,28 @@ CHECKS = {
 
 
 def memory_check(device: str = DEVICE.name) -> str:
-    """The newest run of each layer, alone and under each tool; the planted faults last."""
-    newest: dict[str, dict[str, Mapping[str, Any]]] = {}
+    """The newest run of each layer, alone and under each tool; under `racecheck` that of each
+    `--kernels`. The planted faults come last."""
+    newest: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/memory_check.jsonl", device):
-        newest.setdefault(line["layer"], {})[line["tool"]] = line
+        key = line["tool"], line["watched"] or ""
+        newest.setdefault(line["layer"], {})[key] = line
     rows = []
     for layer, found in sorted(newest.items(), key=lambda item: not item[0]):
         ran = next((x["ran"] for x in found.values() if x["ran"]), None)
         counts = (len(ran["kernels"]), ran["gathered_tiles"]) if ran else ("", "")
-        cells = [_judged(found.get(tool)) for tool in CHECKS]
-        used = dict.fromkeys(x["commit"][:7] for x in found.values())
-        cells = layer or "a planted fault", *map(str, counts), *cells, ", ".join(used)
-        rows.append(cells)
-    head = "layer", "kernels", "tiles gathered", "three calls", *list(CHECKS)[1:], "commit"
-    return table(head, rows)
+        cells = [
+            "; ".join(_judged(line) for (of, _), line in found.items() if of == tool) or MISSING
+            for tool in CHECKS
+        ]
+        used = dict.fromkeys((x["commit"] or MISSING)[:7] for x in found.values())
+        row = layer or "a planted fault", *map(str, counts), *cells, ", ".join(used)
+        rows.append(row)
+    head = "layer", "kernels", "tiles gathered in two calls", "three calls"
+    return table((*head, *list(CHECKS)[1:], "commit"), rows)
 
 
-def _judged(line: Mapping[str, Any] | None) -> str:
-    if line is None:
-        return MISSING
+def _judged(line: Mapping[str, Any]) -> str:
     if line["status"] != "ok":
         return line["reason"]
     said = CHECKS[line["tool"]] if line["layer"] else "found"

@@ -5,18 +5,19 @@
 
 | tool | what it finds |
 |---|---|
-| `memcheck` | an address outside every array |
+| `memcheck` | an address outside every allocation |
 | `synccheck` | a barrier that not all threads reach |
 | `racecheck` | threads that reach the same shared memory with no barrier between |
 
-Layers and what of them must run are in `bench.harness.checked_layer`. Each layer first runs
-alone, which builds its kernels; then under every tool, `--at_once` processes side by side. torch
-then asks CUDA for each tensor: in torch's own large blocks `memcheck` would not see an address
-behind one. A tool is believed only where it finds a fault that is planted for it.
+`bench.harness.checked_layer` has the layers, and says which kernels of each have to run. Each
+layer runs alone first, which builds its kernels; then under every tool, `--at_once` processes side
+by side. torch asks CUDA for each tensor there: within torch's own large blocks `memcheck` would
+not see an address past the end of one. A tool that does not find a fault which is planted for it
+is asked about no layer.
 
-A row is `ok`, `wrong` (the tool found something, or a layer gave other bits, or did not run what
-it is here for) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records`
-appends its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
+A row is `ok`, `wrong` (the tool found something, a layer gave other bits, or a kernel did not run
+that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records` appends
+its lines to bench/records/<device>/kernel_log/memory_check.jsonl.
 """
 
 import dataclasses
@@ -24,14 +25,14 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from absl import flags
 
-from bench.harness import cli, command, exit_status, process, records
+from bench.harness import checked_layer, cli, command, exit_status, process, records
 from bench.harness.checked_layer import LAYERS, TOOLS
 
 FLAGS = flags.FlagValues()
@@ -50,50 +51,60 @@ COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git sa
 SANITIZER = "compute-sanitizer"
 CHILD = "bench.harness.checked_layer"
 ALONE = "alone"  # in place of a tool
-OURS = "mosaic_gpu"  # in the name of every kernel of Mosaic, and of no other
+ALL_KERNELS = checked_layer.symbol("")  # within the name of every kernel of Mosaic
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
-# Two processes or more share the GPU; every tensor is an allocation of its own.
+# Several processes share the GPU; every tensor is an allocation of its own.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How a layer fared, or with the name "" the fault that is planted for the tool."""
+    """What became of a layer; of the planted fault where `layer` is "".
+
+    Attributes:
+      reason: why it is not `ok`.
+      ran: what `checked_layer.check` says; empty where it said nothing.
+      watched: `--kernels` where the tool looked at these only.
+    """
 
     tool: str
     layer: str
     status: Literal["ok", "wrong", "timeout"]
     seconds: float
     reason: str
-    ran: dict[str, Any] = dataclasses.field(default_factory=dict)  # of `checked_layer.check`
+    ran: dict[str, Any]
+    watched: str | None
 
 
 def run(tool: str, layer: str, folder: Path) -> Row:
-    """A row, but for what `compared` says of it."""
-    name = f"{tool}, {layer or 'planted'}"
-    watched = [] if tool == ALONE else [SANITIZER, "--tool", tool]
+    """Runs a process and judges it; `compared` judges the bits of a layer under a tool."""
+    log = f"{tool}, {layer or 'planted'}"
+    command = [] if tool == ALONE else [SANITIZER, "--tool", tool]
+    watched = (KERNELS.value or None) if tool == "racecheck" else None
     if tool == "racecheck":  # which takes long
-        watched += ["--kernel-regex", f"kns={KERNELS.value or OURS}"]
-    planted = [f"--within={KERNELS.value or 'planted'}", f"--planted={tool}"]
-    words = [CHILD, *([layer] if layer else planted)]
-    done = process.run(name, words, folder, TIMEOUT_S.value, False, watched, ENVIRONMENT)
-    text = (folder / f"{name}.log").read_text(errors="replace")
-    said = [int(number) for number in SUMMARY.findall(text)]
+        command += ["--kernel-regex", f"kns={watched or ALL_KERNELS}"]
+    name = KERNELS.value or "planted"
+    words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]
+    done = process.run(log, words, folder, TIMEOUT_S.value, False, command, ENVIRONMENT)
+    text = (folder / f"{log}.log").read_text(errors="replace")
+    found = sum(map(int, SUMMARY.findall(text)))
     lines = [line for line in text.splitlines() if line.startswith('{"kernels"')]
     ran = json.loads(lines[-1]) if lines else {}
     if done.status == "timeout":
-        return Row(tool, layer, "timeout", done.seconds, done.reason)
+        return Row(tool, layer, "timeout", done.seconds, done.reason, ran, watched)
     if not layer:
-        reason = "" if any(said) else "it does not find the fault that was planted"
-    elif any(said):
-        reason = f"{tool} found {sum(said)}"
+        caught = found and checked_layer.symbol(name) in text
+        reason = "" if caught else "it does not find the fault that was planted"
+    elif found:
+        reason = f"{tool} found {found}"
     elif not ran:
         reason = done.reason or "it said nothing"
-    elif tool != ALONE and not said:
+    elif tool != ALONE and not SUMMARY.search(text):
         reason = f"no summary of {tool}"
     else:
         reason = ran["fault"] or done.reason
-    return Row(tool, layer, "wrong" if reason else "ok", done.seconds, reason, ran)
+    status = "wrong" if reason else "ok"
+    return Row(tool, layer, status, done.seconds, reason, ran, watched)
 
 
 def compared(row: Row, alone: Row) -> Row:
@@ -111,27 +122,42 @@ def show(row: Row) -> None:
 
 
 def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Layers alone, then those that are right so under every tool.
+    """Layers alone and the planted faults, then the layers that are right under the tools that
+    are. What runs is ended where the rows are not waited for.
 
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.
     """
     pool = ThreadPoolExecutor(AT_ONCE.value)
+    futures: list[Future[Row]] = []
+
+    def rows(pairs: Sequence[tuple[str, str]]) -> Iterator[Row]:
+        futures[:] = [pool.submit(run, tool, layer, folder) for tool, layer in pairs]
+        return (future.result() for future in futures)
+
     try:
-        alone = {}
-        for row in pool.map(lambda layer: run(ALONE, layer, folder), layers):
+        alone, believed = {}, []
+        for row in rows([(ALONE, layer) for layer in layers] + [(tool, "") for tool in tools]):
             yield row
-            if row.status != "ok":
-                continue
-            kernels = row.ran["kernels"]
-            if not any(KERNELS.value in name for name in kernels):
-                raise ValueError(f"--kernels: {row.layer!r} runs {', '.join(kernels)}")
-            alone[row.layer] = row
-        pairs = [(tool, layer) for tool in tools for layer in ("", *alone)]
-        for row in pool.map(lambda pair: run(pair[0], pair[1], folder), pairs):
-            yield compared(row, alone[row.layer]) if row.layer else row
+            if row.status == "ok" and row.layer:
+                alone[row.layer] = row
+                _check_watched(row)
+            elif row.status == "ok":
+                believed.append(row.tool)
+        for row in rows([(tool, layer) for tool in believed for layer in alone]):
+            yield compared(row, alone[row.layer])
     finally:
-        pool.shutdown(cancel_futures=True)  # else all that waits would still run
+        for future in futures:
+            future.cancel()
+        while wait(futures, timeout=0.2).not_done:
+            process.end_all()
+        pool.shutdown()
+
+
+def _check_watched(row: Row) -> None:
+    kernels = row.ran["kernels"]
+    if not any(KERNELS.value in checked_layer.symbol(name) for name in kernels):
+        raise ValueError(f"--kernels: {row.layer!r} runs {', '.join(kernels)}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,13 +175,15 @@ def main(argv: Sequence[str]) -> int:
     device = torch.cuda.get_device_name()
     about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)
     made = []
-    for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
-        show(row)
-        watched = KERNELS.value or None if row.tool == "racecheck" else None
-        made.append(about | dataclasses.asdict(row) | {"watched": watched})
-        records.append_lines(
-            lines, made[-1:]
-        )  # at once: what follows may be ended from outside
+    try:
+        with process.interruptible():
+            for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
+                show(row)
+                made.append(about | dataclasses.asdict(row))
+                records.append_lines(lines, made[-1:])
+    except process.Interrupted as error:
+        print(f"interrupted by {error}: {folder}")
+        return 128 + error.number
     if SAVE.value:
         kept = records.folder_of(device) / "kernel_log" / lines.name
         records.append_lines(kept, made)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nsa_torch
+from bench.harness.checked_layer import Watch, symbol
 from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
 from kernels_pallas.mosaic import capability
@@ -104,6 +105,14 @@ def test_bodies_ask_refs_for_the_place_of_a_cta():
     assert hidden not in lowering.lower(merge)  # of one length, whose grid is the one that runs
 
 
+@pytest.mark.parametrize("name", ["tile_block_lists", "gathered_dq"])
+def test_machine_code_has_the_name_of_its_kernel(name):
+    """Of each of the two ways to build one; a profile shows it."""
+    kernel = next(x for x in kernels_of("gathered", 9000, True) if x.name == name)
+    module = symbol(name).removesuffix("_kernel").encode()
+    assert module in lowering.lower(kernel.for_any_length())
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("group", [4, 16])
@@ -183,9 +192,11 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         return torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16)
 
     heads, kv_heads = layer["heads"], layer["kv_heads"]
-    key = 1, 3000, kv_heads, layer["key_width"]
-    shapes = (1, 3000, heads, layer["key_width"]), key, (*key[:3], layer["value_width"])
-    shapes = *shapes, (1, 3000, heads, 3)
+    # Up to 4096 tokens no list of blocks is too long where a token selects 16.
+    length = 9000 if name == "gathered" else 3000
+    key = 1, length, kv_heads, layer["key_width"]
+    shapes = (1, length, heads, layer["key_width"]), key, (*key[:3], layer["value_width"])
+    shapes = *shapes, (1, length, heads, 3)
     bounds = torch.tensor([0, 7, 2900], device="cuda") if "packed" in layer else None
 
     def both(tensors):
@@ -199,11 +210,14 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
             *torch.autograd.grad(out, leaves, tensors[2].new_ones(out.shape)),
         ]
 
-    graphs, start = [], sequence._Graph.launch
+    watch, graphs, start = Watch(), [], sequence._Graph.launch
     monkeypatch.setattr(
         sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
     )
     tensors = [normal(*shape) for shape in shapes]
+    with watch.watching():
+        both(tensors)
+    assert bool(watch.gathered_tiles) == (name == "gathered")
     for _ in range(24):
         repeated = None  # so that addresses come again
         repeated = both(tensors)

@@ -101,7 +101,7 @@ def check(spec, arrays, edges, query_tiles, marks=None):
             before = order
         assert not here
         place += 1
-    assert edges[-1] == sum(map(len, want.values())) or not merged
+    assert edges[-1] == sum(map(len, want.values()))
     return len(want)
 
 

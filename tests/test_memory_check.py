@@ -1,17 +1,22 @@
 """bench.memory_check: what it makes of what a sanitizer says, by one that is not real; layers on a
 GPU."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import stat
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
 from bench import memory_check
 from bench.doc_tables import _judged
-from bench.harness import checked_layer, exit_status
+from bench.harness import checked_layer, exit_status, records
 from bench.harness.checked_layer import LAYERS, Watch, gathered_tiles
 from kernels_pallas.specs import gathered
 from kernels_pallas.specs.gathered import GatheredAttention
@@ -27,14 +32,17 @@ os.environ["UNDER"] = tool
 status = subprocess.run(words[child:]).returncode
 print("words", json.dumps(words))
 found = json.loads(os.environ["FOUND"]).get(f"{{tool}} {{subject}}", int("planted" in subject))
-what = "{{}} hazards displayed" if tool == "racecheck" else "{{}} errors"
+what = "RACECHECK SUMMARY: {{}} hazard" if tool == "racecheck" else "ERROR SUMMARY: {{}} error"
+if found:
+    print("=========     at " + words[-2].removeprefix("--name=") + "_mosaic_gpu_kernel+0x70")
 if found is not None:
-    print("========= SUMMARY:", what.format(found))
+    print("=========", what.format(found) + "s" * (found != 1))
 sys.exit(status)
 """
 CHILD = """
 import json, os, sys, time
 ran = {"kernels": {"selected_forward": 2, "gathered_dq": 1}, "gathered_tiles": 3}
+print("apart:", os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"], os.getpid(), flush=True)
 place = os.environ.get("UNDER", "alone") + " " + sys.argv[-1]
 said = json.loads(os.environ["SAID"]).get(place, {})
 time.sleep(said.pop("sleep", 0))
@@ -70,23 +78,34 @@ def sanitizer(tmp_path, monkeypatch):
 
 
 def check(tmp_path, *flags):
-    """Exit status, and the lines by tool and layer."""
+    """Exit status, and the lines by tool and layer, each once."""
     own, out = memory_check.FLAGS, tmp_path / "out"
     for name in own:
         own[name].unparse()
     own.unparse_flags()
     own(["", f"--only={LAYER}", f"--only={OTHER}", f"--out={out}", *flags])
     status = memory_check.main([""])
-    lines = map(json.loads, (out / "memory_check.jsonl").read_text().splitlines())
-    return status, {(x["tool"], x["layer"]): x for x in lines}
+    lines = [json.loads(x) for x in (out / "memory_check.jsonl").read_text().splitlines()]
+    found = {(x["tool"], x["layer"]): x for x in lines}
+    assert len(found) == len(lines)
+    return status, found
+
+
+def log(tmp_path, tool, layer):
+    return (tmp_path / "out" / f"{tool}, {layer or 'planted'}.log").read_text()
 
 
 def test_clean(sanitizer, tmp_path, capsys):
-    status, lines = check(tmp_path)
+    status, lines = check(tmp_path, "--commit=0123456789")
     assert status == exit_status.OK
     alone = [("alone", LAYER), ("alone", OTHER)]
     tools = "memcheck", "synccheck", "racecheck"
-    assert [*lines] == alone + [(x, layer) for x in tools for layer in ("", LAYER, OTHER)]
+    planted = [(x, "") for x in tools]
+    assert [*lines] == alone + planted + [(x, y) for x in tools for y in (LAYER, OTHER)]
+    assert all("apart: 1" in log(tmp_path, *x) for x in lines)
+    watched = {x for x in lines if "kns=_mosaic_gpu_kernel" in log(tmp_path, *x)}
+    assert watched == {x for x in lines if x[0] == "racecheck"}
+    assert {(x["commit"], x["dirty"]) for x in lines.values()} == {("0123456789", None)}
     assert {(x["status"], x["reason"]) for x in lines.values()} == {("ok", "")}
     assert {_judged(lines[x]) for x in lines if not x[1]} == {"found"}
     assert {_judged(lines[x]) for x in alone} == {"same bits"}
@@ -97,11 +116,9 @@ def test_clean(sanitizer, tmp_path, capsys):
 def test_only_racecheck_watches_some_kernels(sanitizer, tmp_path):
     status, lines = check(tmp_path, "--kernels=gathered")
     assert status == exit_status.OK
-    logs = {
-        x: (tmp_path / "out" / f"{x[0]}, {x[1] or 'planted'}.log").read_text() for x in lines
-    }
+    logs = {x: log(tmp_path, *x) for x in lines}
+    assert "--name=gathered" in logs["racecheck", ""]
     watched = {x[0] for x in lines if '"kns=gathered"' in logs[x]}
-    assert "--within=gathered" in logs["racecheck", ""]
     assert watched == {"racecheck"} and "kns=" not in logs["memcheck", ""]
     assert _judged(lines["racecheck", LAYER]) == "clean (`gathered`)"
     assert _judged(lines["memcheck", LAYER]) == "clean"
@@ -133,10 +150,12 @@ def test_what_is_wrong(found, said, where, reason, sanitizer, tmp_path):
     status, lines = check(tmp_path)
     assert status == exit_status.WRONG
     wrong = {x for x, line in lines.items() if line["status"] == "wrong"}
+    # Nothing is run under a tool that is not believed, nor what is wrong alone.
+    assert any(x[0] == where[0] and x[1] for x in lines) == bool(where[1])
     assert wrong == {where} and reason in lines[where]["reason"]
     assert _judged(lines[where]) == lines[where]["reason"]
     tools = {tool for tool, layer in lines if layer == LAYER}
-    assert (tools == {"alone"}) == (where[0] == "alone")  # no tool for what is wrong alone
+    assert (tools == {"alone"}) == (where[0] == "alone")
 
 
 def test_a_layer_that_breaks(sanitizer, tmp_path, monkeypatch):
@@ -153,6 +172,45 @@ def test_what_does_not_end(sanitizer, tmp_path):
     assert lines["memcheck", LAYER]["status"] == "timeout"
     assert lines["memcheck", LAYER]["reason"] == "timeout after 5 s"
     assert lines["memcheck", OTHER]["status"] == "ok"
+
+
+def test_wrong_comes_before_what_does_not_end(sanitizer, tmp_path):
+    sanitizer({f"memcheck {OTHER}": 1}, {f"memcheck {LAYER}": {"sleep": 30}})
+    status, lines = check(tmp_path, "--tool=memcheck", "--timeout_s=5")
+    assert status == exit_status.WRONG
+    assert {x["status"] for x in lines.values()} == {"ok", "wrong", "timeout"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_what_runs(number, sanitizer, tmp_path, capsys):
+    sanitizer(said={f"alone {x}": {"sleep": 60} for x in (LAYER, OTHER)})
+    logs = [tmp_path / "out" / f"alone, {x}.log" for x in (LAYER, OTHER)]
+
+    def stop():
+        while not all(x.exists() and "apart:" in x.read_text() for x in logs):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(FileNotFoundError):  # no line was written
+        check(tmp_path, "--timeout_s=50")
+    assert time.monotonic() - begin < 30
+    assert f"interrupted by {number.name}" in capsys.readouterr().out
+    for x in logs:
+        process = int(x.read_text().split()[2])
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_records_are_kept_where_asked_for(sanitizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "FOLDER", tmp_path / "records")
+    kept = tmp_path / "records" / "a-gpu" / "kernel_log" / "memory_check.jsonl"
+    for asked in (False, True):
+        assert not kept.exists()
+        check(tmp_path / str(asked), "--tool=memcheck", *["--save_records"] * asked)
+    made = tmp_path / "True" / "out" / "memory_check.jsonl"
+    assert kept.read_text() == made.read_text() != ""
 
 
 def test_bad_input(sanitizer, tmp_path, monkeypatch):
@@ -197,9 +255,46 @@ def test_gathered_tiles_are_those_after_a_long_list():
     given[kernel.names.index("block_counts")] = counts
     watch._run = lambda *_: "made"
     with watch.watching():
-        assert checked_layer.TORCH_OPS.run(kernel, *given) == "made"
-    assert watch.gathered_tiles == 4 and watch.launches == {"gathered_merge": 1}
+        for x in (gathered.merge_dq(spec), kernel, kernel):
+            assert checked_layer.TORCH_OPS.run(x, *given) == "made"
+    assert watch.gathered_tiles == 8
+    assert watch.launches == {"gathered_merge_dq": 1, "gathered_merge": 2}
     assert checked_layer.TORCH_OPS.run != watch.run
+
+
+ONES, TWOS = ([torch.full((2,), x)] for x in (1.0, 2.0))
+JUDGED = {
+    "right": (["gathered_merge"], 3, [ONES] * 3, None),
+    "a kernel is missing": (["deltas"], 3, [ONES] * 3, "gathered_merge did not run"),
+    "nothing to gather": (["gathered_merge"], 0, [ONES] * 3, "no tile was gathered"),
+    "not finite": (["gathered_merge"], 3, [[ONES[0] / 0]] * 3, "a result is not finite"),
+    "other bits": (["gathered_merge"], 3, [ONES, ONES, TWOS], "2 results in 3 calls"),
+}
+
+
+@pytest.mark.parametrize(("kernels", "tiles", "found", "fault"), JUDGED.values(), ids=JUDGED)
+def test_what_is_said_of_a_layer(kernels, tiles, found, fault, monkeypatch, capsys):
+    watched, calls = [], iter(found)
+
+    class Pretended(Watch):
+        @contextlib.contextmanager
+        def watching(self):
+            yield watched.append(self)
+            self.launches.update(kernels)
+            self.gathered_tiles = tiles
+
+    layer = dataclasses.replace(LAYERS[LAYER], kernels=("gathered_merge",))
+    monkeypatch.setattr(checked_layer, "LAYERS", {"a layer": layer})
+    monkeypatch.setattr(checked_layer, "Watch", Pretended)
+    monkeypatch.setattr(checked_layer, "inputs", lambda _: ((), None))
+    monkeypatch.setattr(checked_layer, "results", lambda *_: next(calls))
+    checked_layer.FLAGS.unparse_flags()
+    checked_layer.FLAGS([""])
+    status = checked_layer.main(["", "a layer"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["fault"] == fault and (status == exit_status.WRONG) == (fault is not None)
+    assert said["kernels"] == dict.fromkeys(kernels, 1) and said["gathered_tiles"] == tiles
+    assert len(watched) == 1 and next(calls, None) is None
 
 
 @pytest.mark.gpu

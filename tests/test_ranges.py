@@ -7,6 +7,7 @@ import torch
 
 from bench import ranges as bench_ranges
 from nsa_jax import ranges as jax_ranges
+from nsa_jax.config import NSAConfig
 from nsa_torch import fa2, functional, geometry, packing, ranges
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu
@@ -139,12 +140,17 @@ def test_ranges_change_nothing_on_a_gpu(mode):
     shape = dict(device="cuda", dtype=torch.bfloat16)
     query = torch.randn(2, 700, 8, 64, **shape)
     key, value = torch.randn(2, 2, 700, 2, 64, **shape)
-    blocks = functional.select_blocks(query, functional.compress(key))
+    config = NSAConfig()
+    blocks = functional.select_blocks(
+        query, functional.compress(key, config=config), config=config
+    )
     results = []
     for how in ("none", mode):
         leaves = [x.clone().requires_grad_() for x in (query, key, value)]
         with ranges.using(how):
-            out, lse = functional.selected_attention(*leaves, blocks, implementation="fa2")
+            out, lse = functional.selected_attention(
+                *leaves, blocks, config=config, implementation="fa2"
+            )
             out.float().square().sum().backward()
         results.append((out, lse, *(x.grad for x in leaves)))
     for one, other in zip(*results, strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.checked_layer import symbol
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import driver
@@ -70,6 +71,7 @@ def test_a_kernel_that_no_other_process_can_describe(spec, source, message):
 def test_a_build_gives_what_a_launch_must_know(results, cubin):
     assert results[2].image.startswith(b"\x7fELF")
     assert cubin.name == "copy" and cubin.block == (128, 1, 1)
+    assert cubin.entry == symbol("copy")  # what profilers and checkers show
     assert [(x.rank, x.dtype) for x in cubin.arguments] == [
         (4, "bfloat16"),
         (4, "bfloat16"),

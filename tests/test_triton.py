@@ -24,7 +24,7 @@ from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem, Registry
 from nsa_jax.triton_ops import compiled_for
 from nsa_jax.types import Branches
-from nsa_torch import dispatch
+from nsa_torch import dispatch, replay
 from tests import interpreted_triton
 from tests.inputs import PAPER, SMALL, Case, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
@@ -238,6 +238,8 @@ class Mutant:
 def test_mutants_are_caught(mutant, monkeypatch):
     from nsa_torch import triton
 
+    # Else a call alike runs what an earlier one launched.
+    monkeypatch.setattr(replay, "DEVICE_TYPES", ())
     monkeypatch.setattr(triton.OPS, "run", mutant(triton.OPS.run), raising=False)
     with pytest.raises(AssertionError):
         check_whole(WHOLE[3], "triton", DEVICE)

@@ -3,9 +3,10 @@
     python -m bench.harness.checked_layer "gathered, G=4"
     python -m bench.harness.checked_layer --planted=memcheck
 
-The layer is called three times without gradients and three times with them, and has to give the
-same bits each time: the first call is checked and decided, the third one is run from a list
-(`nsa_torch.replay`). One JSON line says what ran.
+The layer is called three times without gradients and three times with them; each three have to
+give the same bits. The first call is checked and decided, the third one is run from a list
+(`nsa_torch.replay`), in which what only kernels read is one allocation. One JSON line says what
+ran in the first two calls, one of either kind.
 """
 
 import collections
@@ -32,7 +33,8 @@ FLAGS = flags.FlagValues()
 CALLS = 3
 PAPER = NSAConfig()
 SMALL_BLOCKS = NSAConfig(16, 16, 16, num_selected=6, window=10)
-# Block lists of more than 24 blocks are long, so tiles are gathered from token 1600 on.
+# A list of more than 24 blocks is too long: a tile may be gathered where the one before it reaches
+# token 1536.
 FEW_SELECTED = NSAConfig(num_selected=6)
 GATHERED = "gathered_forward", "gathered_merge", "gathered_dq", "gathered_merge_dq"
 
@@ -43,7 +45,7 @@ class Layer:
 
     Attributes:
       cu_seqlens: of packed rows; tokens behind the last one are padding.
-      kernels: that have to run; gathering ones must have tiles to gather.
+      kernels: those that have to run; where `gathered_merge` is one, tiles must be gathered.
     """
 
     H: int
@@ -85,8 +87,9 @@ LAYERS: Mapping[str, Layer] = {
     "gathered, G=8, 16 selected": Layer(H=16, Hkv=2, D=128, Dv=128, T=7000, kernels=GATHERED),
 }
 
-# A kernel of CUDA C++ for each tool, with one fault that the tool must find: a write behind an
-# array, a barrier that not all threads of a warp reach, a read with no barrier after the write.
+# Statements of a kernel in CUDA C++ for each tool, with a fault that the tool must find: a write
+# past the end of an array, a barrier that not all threads of a warp reach, a read with no barrier
+# after the write.
 FAULTS = {
     "memcheck": "x[128 + threadIdx.x] = 1;",
     "synccheck": "if (threadIdx.x < 60) __syncthreads(); x[threadIdx.x] = 1;",
@@ -97,12 +100,17 @@ at = {"flag_values": FLAGS}
 PLANTED = flags.DEFINE_enum(
     "planted", None, TOOLS, "The fault for this tool, in place of a layer.", **at
 )
-WITHIN = flags.DEFINE_string("within", "planted", "The name of the faulty kernel.", **at)
+NAME = flags.DEFINE_string("name", "planted", "Of the kernel with the fault.", **at)
 
 
-def plant(tool: str, within: str) -> None:
-    """Runs the kernel with the fault; `within` stands in its name, as in a kernel of Mosaic."""
-    name = f"{within}_mosaic_gpu_kernel"
+def symbol(name: str) -> str:
+    """How a kernel of Mosaic that has this name is called in machine code."""
+    return f"{name}_mosaic_gpu_kernel"
+
+
+def plant(tool: str, name: str) -> None:
+    """Runs the kernel with the fault, which has the name of a kernel of Mosaic."""
+    name = symbol(name)
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)
     x = torch.zeros(128, dtype=torch.int32, device="cuda")
@@ -115,7 +123,7 @@ class Watch:
 
     Attributes:
       launches: by the kernel's name.
-      gathered_tiles: tiles whose far blocks were gathered forward.
+      gathered_tiles: tiles whose far blocks were gathered forward, of all calls.
     """
 
     def __init__(self):
@@ -207,7 +215,7 @@ def digest(arrays: Sequence[torch.Tensor]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if PLANTED.value:
-        plant(PLANTED.value, WITHIN.value)
+        plant(PLANTED.value, NAME.value)
         return exit_status.OK
     if len(argv) != 2 or argv[1] not in LAYERS:
         raise app.UsageError(f"one layer must be given, of: {'; '.join(LAYERS)}")

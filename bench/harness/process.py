@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Literal
 ROOT = Path(__file__).parents[2]  # commands run here, where the sources are
 SHOWN_LINES = 15
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
+
+_running: set[subprocess.Popen] = set()
+_lock = threading.Lock()
 
 Status = Literal["ok", "failed", "timeout", "skipped", "interrupted"]
 
@@ -132,6 +136,8 @@ def run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        with _lock:
+            _running.add(child)
         try:
             code = child.wait(timeout_s)
             status, reason = ("ok", "") if code == 0 else ("failed", _ended(code))
@@ -142,9 +148,19 @@ def run(
             status, reason = "interrupted", str(error)
         finally:
             _end(child)
+            with _lock:
+                _running.discard(child)
     seconds = round(time.monotonic() - start, 2)
     shown = shlex.join(["python", "-m", *words]).replace(f"{ROOT}{os.sep}", "")
     return Result(name, shown, status, seconds, reason)
+
+
+def end_all() -> None:
+    """Ends what `run` has started in other threads, each of which then returns a `Result`."""
+    with _lock:
+        children = [*_running]
+    for child in children:
+        _end(child)
 
 
 def _ended(code: int) -> str:

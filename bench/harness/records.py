@@ -230,7 +230,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """The fields `versions`, `commit` and `dirty` of this process.
 
     Args:
-      commit: what this tree is a copy of; by default what git says.
+      commit: what this tree is a copy of; by default what git says. Where git says another
+        one, or nothing, `dirty` is None: a copy may have the .git of another tree.
     """
     versions = {
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -242,11 +243,14 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
     # Records that a run adds do not change what the next one measures.
     status = _output("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records")
-    commit_here = None if commit else head(FOLDER)  # a copy may have the .git of another
+    here = head(FOLDER)
+    if commit is None or (here and here.startswith(commit)):
+        commit = here
+    known = commit is not None and commit == here and status is not None
     return {
         "versions": versions,
-        "commit": commit or commit_here,
-        "dirty": None if commit_here is None or status is None else bool(status),
+        "commit": commit,
+        "dirty": bool(status) if known else None,
     }
 
 

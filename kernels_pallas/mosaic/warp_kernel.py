@@ -88,6 +88,7 @@ def warp_kernel(
 
         warp.each(run, arrays, [*places, *(sizes.values() if traced else ())])
 
+    body.__name__ = kernel.name  # in profiles
     warpgroups = warps // WARPS
     return plgpu.kernel(
         body,
