@@ -164,6 +164,8 @@ def main(argv: Sequence[str]) -> int:
     layers = [name for name in LAYERS if name.startswith(tuple(ONLY.value) or "")]
     if not layers:
         raise ValueError(f"--only: no such layer, known: {'; '.join(LAYERS)}")
+    if KERNELS.value and "racecheck" not in TOOL.value:
+        raise ValueError("--kernels is for --tool=racecheck: other tools watch all kernels")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise NotImplementedError("a Hopper GPU is needed")
     if not shutil.which(SANITIZER):

@@ -218,6 +218,8 @@ def test_bad_input(sanitizer, tmp_path, monkeypatch):
         ValueError, match="--kernels: 'gathered, G=1' runs selected_forward, ga"
     ):
         check(tmp_path, "--kernels=interval")
+    with pytest.raises(ValueError, match="--kernels is for --tool=racecheck"):
+        check(tmp_path, "--kernels=gathered", "--tool=memcheck")
     with pytest.raises(ValueError, match=r"memory_check\.jsonl exists"):
         check(tmp_path)
     with pytest.raises(ValueError, match="no such layer, known: G=6, D=64"):
