@@ -35,7 +35,7 @@ MARGIN = flags.DEFINE_float("margin", 0.02, "What counts as slower.", lower_boun
 OTHER_BITS = flags.DEFINE_bool("allow_other_bits", False, "Bits may differ.", **at)
 MEMORY = flags.DEFINE_float("memory_gib", 70, "Of the GPU, for all at once.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 OTHER = flags.DEFINE_string("other_commit", None, "Of the other, likewise.", **at)
 
 PAPER = {"H": 64, "Hkv": 4, "D": 128, "Dv": 128}

@@ -51,7 +51,7 @@ NAMES = flags.DEFINE_multi_enum(
 CHECKED = flags.DEFINE_integer("checked", 256, "Queries that are judged.", **at)
 SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
 TIMES_SDPA = 2.0
 

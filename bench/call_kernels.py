@@ -40,7 +40,7 @@ at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Rows whose names begin so (repeatable).", **at)
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Calls that are timed.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the lines to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 
 REST, WHOLE = "rest", "whole"
 OF_BRANCH = {

@@ -86,9 +86,7 @@ OUT = flags.DEFINE_string("out", None, "Folder of the results; default: bench/re
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/compare.jsonl too."
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's."
-)
+COMMIT = cli.define_commit()
 EXPLAIN = flags.DEFINE_bool(
     "explain", False, "Only print what would run, and what refuses why."
 )
@@ -112,10 +110,8 @@ def side_by_side(lengths: Sequence[int]) -> int:
 
     The records of all are in `compare.jsonl`, what else a length has in the folder of its name.
     """
-    folder = command.folder(OUT.value)
-    lines = folder / "compare.jsonl"
-    if lines.exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "compare.jsonl")
+    folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     # Where JAX only makes inputs and oracles, it gives back what it does not use.
     alone = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"} if FRAMEWORK.value == "torch" else {}
@@ -200,10 +196,8 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
 def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     """Measures the jobs of each mode, writes a line as each ends, then table and plot; the exit
     status."""
-    folder = command.folder(OUT.value)
-    lines = folder / "compare.jsonl"
-    if lines.exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "compare.jsonl")
+    folder = lines.parent
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

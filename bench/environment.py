@@ -30,9 +30,7 @@ SCHEMA = 1
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 OUT = flags.DEFINE_string("out", None, "A new file, for the same as JSON.", **_own)
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
-)
+COMMIT = cli.define_commit(FLAGS)
 
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 # Who states the version of whom, and in which of its extras.

@@ -41,7 +41,7 @@ LONGEST = flags.DEFINE_integer("longest", 16384, "Tokens at most.", lower_bound=
 SEED = flags.DEFINE_integer("seed", 0, "Of the random lengths.", **at)
 JOBS = flags.DEFINE_integer("jobs", None, "Processes that build; default: one a core.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 STAGES = ("cold", "warm", "lengths", "jax", "jax_again")
 STAGE = flags.DEFINE_enum("stage", None, STAGES, "Only this one.", **at)
 FOLDER = flags.DEFINE_string("folder", None, "Of the kernels, with --stage.", **at)

@@ -46,7 +46,7 @@ at = {"flag_values": FLAGS}
 CALLS = flags.DEFINE_integer("calls", 200, "Timed a form and round.", lower_bound=1, **at)
 ROUNDS = flags.DEFINE_integer("rounds", 2, "Processes a form.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", "mosaic", ["mosaic", "triton"], "Kernels.", **at
 )

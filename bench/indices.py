@@ -11,12 +11,11 @@ it gives up is below what float32 resolves of these scores
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, exit_status, problems, records
+from bench.harness import cli, command, exit_status, problems, records
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, forward, out_of_memory, problem
 from bench.judge import selection_shortfall
@@ -49,9 +48,7 @@ OUT = flags.DEFINE_string("out", None, "A new folder, for the records in indices
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/indices.jsonl too."
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's."
-)
+COMMIT = cli.define_commit()
 TITLES = ("input", "framework", "implementation", "status", "rows", "differ", "unexplained")
 TITLES += ("shortfall", "float32 resolves", "ms")
 
@@ -125,9 +122,7 @@ def line(record: Record, found: selection_shortfall.Comparison | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    lines = Path(OUT.value) / "indices.jsonl" if OUT.value else None
-    if lines is not None and lines.exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "indices.jsonl") if OUT.value else None
     names = ("jax", "torch") if FRAMEWORK.value == "both" else (FRAMEWORK.value,)
     runners = [RUNNERS[name]() for name in names]
     gpu = any(runner.device != "cpu" for runner in runners)

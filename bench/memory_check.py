@@ -11,9 +11,9 @@
 
 `bench.harness.checked_layer` has the layers, and says which kernels of each have to run. Each
 layer runs alone first, which builds its kernels; then under every tool, `--at_once` processes side
-by side. torch asks CUDA for each tensor there: within torch's own large blocks `memcheck` would
-not see an address past the end of one. A tool that does not find a fault which is planted for it
-is asked about no layer.
+by side. torch's caching allocator is off: within its large blocks `memcheck` would not see an
+address past the end of a tensor. Each tool must first find a fault that is planted for it; else no
+layer runs under it.
 
 A row is `ok`, `wrong` (the tool found something, a layer gave other bits, or a kernel did not run
 that has to) or `timeout`. Logs are in `--out`, with memory_check.jsonl; `--save_records` appends
@@ -40,26 +40,26 @@ at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Layers whose names begin so (repeatable).", **at)
 TOOL = flags.DEFINE_multi_enum("tool", TOOLS, TOOLS, "Repeatable.", **at)
 KERNELS = flags.DEFINE_string(
-    "kernels", "", "racecheck: only kernels whose names have this within.", **at
+    "kernels", "", "racecheck: only kernels whose names contain this.", **at
 )
 AT_ONCE = flags.DEFINE_integer("at_once", 8, "Processes side by side.", lower_bound=1, **at)
 TIMEOUT_S = flags.DEFINE_integer("timeout_s", 300, "Of a process.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
 SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 
 SANITIZER = "compute-sanitizer"
 CHILD = "bench.harness.checked_layer"
 ALONE = "alone"  # in place of a tool
-ALL_KERNELS = checked_layer.symbol("")  # within the name of every kernel of Mosaic
+ALL_KERNELS = checked_layer.symbol("")  # what the symbols of all Mosaic kernels contain
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:error|hazard)")
-# Several processes share the GPU; every tensor is an allocation of its own.
+# Several processes share the GPU. torch's caching allocator is off.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of a layer; of the planted fault where `layer` is "".
+    """The outcome of a layer, or of the planted fault where `layer` is "".
 
     Attributes:
       reason: why it is not `ok`.
@@ -79,13 +79,14 @@ class Row:
 def run(tool: str, layer: str, folder: Path) -> Row:
     """Runs a process and judges it; `compared` judges the bits of a layer under a tool."""
     log = f"{tool}, {layer or 'planted'}"
-    command = [] if tool == ALONE else [SANITIZER, "--tool", tool]
+    sanitizer = [] if tool == ALONE else [SANITIZER, "--tool", tool]
     watched = (KERNELS.value or None) if tool == "racecheck" else None
     if tool == "racecheck":  # which takes long
-        command += ["--kernel-regex", f"kns={watched or ALL_KERNELS}"]
+        sanitizer += ["--kernel-regex", f"kns={watched or ALL_KERNELS}"]
     name = KERNELS.value or "planted"
     words = [CHILD, *([layer] if layer else [f"--name={name}", f"--planted={tool}"])]
-    done = process.run(log, words, folder, TIMEOUT_S.value, False, command, ENVIRONMENT)
+    how = {"budget": False, "before": sanitizer, "variables": ENVIRONMENT}
+    done = process.run(log, words, folder, TIMEOUT_S.value, **how)
     text = (folder / f"{log}.log").read_text(errors="replace")
     found = sum(map(int, SUMMARY.findall(text)))
     lines = [line for line in text.splitlines() if line.startswith('{"kernels"')]
@@ -122,8 +123,8 @@ def show(row: Row) -> None:
 
 
 def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Layers alone and the planted faults, then the layers that are right under the tools that
-    are. What runs is ended where the rows are not waited for.
+    """Layers alone and the planted faults; then the layers that were right, under the tools that
+    found theirs. Processes are ended where the caller stops waiting for rows.
 
     Raises:
       ValueError: a layer has no kernel that `--kernels` names.
@@ -136,15 +137,15 @@ def check(layers: Sequence[str], tools: Sequence[str], folder: Path) -> Iterator
         return (future.result() for future in futures)
 
     try:
-        alone, believed = {}, []
+        alone, trusted = {}, []
         for row in rows([(ALONE, layer) for layer in layers] + [(tool, "") for tool in tools]):
             yield row
             if row.status == "ok" and row.layer:
                 alone[row.layer] = row
                 _check_watched(row)
             elif row.status == "ok":
-                believed.append(row.tool)
-        for row in rows([(tool, layer) for tool in believed for layer in alone]):
+                trusted.append(row.tool)
+        for row in rows([(tool, layer) for tool in trusted for layer in alone]):
             yield compared(row, alone[row.layer])
     finally:
         for future in futures:
@@ -170,9 +171,8 @@ def main(argv: Sequence[str]) -> int:
         raise NotImplementedError("a Hopper GPU is needed")
     if not shutil.which(SANITIZER):
         raise NotImplementedError(f"{SANITIZER} of the CUDA toolkit must be on PATH")
-    folder = command.folder(OUT.value)
-    if (lines := folder / "memory_check.jsonl").exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "memory_check.jsonl")
+    folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)

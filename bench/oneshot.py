@@ -45,9 +45,7 @@ MINUTES = flags.DEFINE_float("minutes", 10.0, "Budget of the whole run.", lower_
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Steps keep their records in bench/records/ too.", **_own
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
-)
+COMMIT = cli.define_commit(FLAGS)
 
 
 def load(name: str) -> list[Step]:

@@ -10,16 +10,14 @@ of as many bytes. Bytes: each row that is read and each that is written, and the
 """
 
 import dataclasses
-import datetime
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from absl import flags
 
-from bench.harness import cli, cost, exit_status, problems, records
+from bench.harness import cli, command, cost, exit_status, problems, records
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, out_of_memory
 from nsa_torch import chunks, fa2, packing
@@ -37,9 +35,7 @@ OUT = flags.DEFINE_string("out", None, "Folder of the lines; default: bench/resu
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/pack.jsonl too."
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's."
-)
+COMMIT = cli.define_commit()
 FORWARD = ("copy", "torch", "torch+plan", "triton", "triton+plan")
 BACKWARD = ("copy", "torch", "triton", "triton deterministic")
 RANGE_BYTES = 24
@@ -196,10 +192,7 @@ def table(found: Sequence[Record]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     runner = RUNNERS["torch"]()
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    lines = Path(OUT.value or Path(__file__).parent / "results" / stamp) / "pack.jsonl"
-    if lines.exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "pack.jsonl")
     for config in CONFIG.value or (["tiny"] if runner.device == "cpu" else ["paper", "seed"]):
         settings = problems.settings(config)
         problem = Packing(settings, runner.platform, SEED.value)

@@ -24,9 +24,7 @@ _own = {"flag_values": FLAGS}
 OUT = flags.DEFINE_string(
     "out", None, "Folder for routing.json, which must not be there.", **_own
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
-)
+COMMIT = cli.define_commit(FLAGS)
 
 
 def presets() -> list[str]:

@@ -64,7 +64,7 @@ PREDICT = flags.DEFINE_list("predict", [], "Numbers of devices to predict from r
 RECORDS = flags.DEFINE_string("records", None, "The rows to predict from.", **at)
 LINK = flags.DEFINE_float("link_gb_s", None, "GB/s of other links than the measured.", **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 WORKER = flags.DEFINE_string("worker", None, "Problems in JSON; what a run is given.", **at)
 
 

@@ -36,7 +36,7 @@ ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, 
 AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
 OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
 SAVE = flags.DEFINE_bool("save_records", False, "Keep the records.", **at)
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: what git says.", **at)
+COMMIT = cli.define_commit(FLAGS)
 
 # JAX only makes inputs and oracles here: it gives back memory that it does not use, and what it
 # compiles runs once.
@@ -85,10 +85,8 @@ def main(argv: Sequence[str]) -> int:
     shapes = [name for name in SHAPES if name.startswith(tuple(ONLY.value) or "")]
     if not shapes:
         raise ValueError(f"--only: no such shape, known: {'; '.join(SHAPES)}")
-    folder = command.folder(OUT.value)
-    lines = folder / "compare.jsonl"
-    if lines.exists():
-        raise ValueError(f"{lines} exists; --out must name a new folder")
+    lines = command.new_file(OUT.value, "compare.jsonl")
+    folder = lines.parent
     folder.mkdir(parents=True, exist_ok=True)
     statuses, kept = [], []
     commands = list(commands_of(shapes, INPUT.value, folder))

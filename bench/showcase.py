@@ -43,9 +43,7 @@ TIMEOUT = flags.DEFINE_float("timeout_s", 600.0, "Of a row's process.", lower_bo
 OUT = flags.DEFINE_string(
     "out", None, "A new folder for the results; default: bench/results/<time>.", **_own
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
-)
+COMMIT = cli.define_commit(FLAGS)
 QUERY = "timestamp,utilization.gpu,memory.used"
 COLUMNS = ("S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "FA-2 used")
 COLUMNS += ("GPU %", "MFU %", "status", "note")

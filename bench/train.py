@@ -150,9 +150,7 @@ TOKENS = flags.DEFINE_integer(
 SECONDS = flags.DEFINE_float(
     "row_seconds", 3.0, "Time spent on samples of a row of --throughput.", **_own
 )
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's.", **_own
-)
+COMMIT = cli.define_commit(FLAGS)
 SAVE = flags.DEFINE_bool(
     "save_records", False, "Append to bench/records/<device>/train.jsonl too.", **_own
 )

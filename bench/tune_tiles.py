@@ -45,9 +45,7 @@ SECONDS = flags.DEFINE_float(
     "row_seconds", 0.3, "Time spent on samples of a variant.", lower_bound=0
 )
 OUT = flags.DEFINE_string("out", None, "Folder of the table; default: configs/tiles.")
-COMMIT = flags.DEFINE_string(
-    "commit", None, "The commit that this tree is a copy of; default: git's."
-)
+COMMIT = cli.define_commit()
 TITLES = "| kernel | tiles | ms | beside the heuristic |\n|---|---|---|---|"
 
 

@@ -3,16 +3,15 @@
     python -m bench.harness.checked_layer "gathered, G=4"
     python -m bench.harness.checked_layer --planted=memcheck
 
-The layer is called three times without gradients and three times with them; each three have to
-give the same bits. The first call is checked and decided, the third one is run from a list
-(`nsa_torch.replay`), in which what only kernels read is one allocation. One JSON line says what
-ran in the first two calls, one of either kind.
+The layer is called three times without gradients and three times with them; the results of each
+three must be bitwise equal. The third call is replayed from a recorded list of launches
+(`nsa_torch.replay`), and its temporary tensors share one allocation. One JSON line says which
+kernels ran in the first call of either kind.
 """
 
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from absl import app, flags
 
 import nsa_torch
 from bench.harness import cli, exit_status
+from bench.harness.timed_problem import digest
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.selected import BlockCounts
@@ -44,7 +44,7 @@ class Layer:
     """Sizes as in `nsa_jax.types`.
 
     Attributes:
-      cu_seqlens: of packed rows; tokens behind the last one are padding.
+      cu_seqlens: of packed rows; tokens after the last sequence are padding.
       kernels: those that have to run; where `gathered_merge` is one, tiles must be gathered.
     """
 
@@ -104,12 +104,12 @@ NAME = flags.DEFINE_string("name", "planted", "Of the kernel with the fault.", *
 
 
 def symbol(name: str) -> str:
-    """How a kernel of Mosaic that has this name is called in machine code."""
+    """The symbol in machine code of the Mosaic kernel that has this name."""
     return f"{name}_mosaic_gpu_kernel"
 
 
 def plant(tool: str, name: str) -> None:
-    """Runs the kernel with the fault, which has the name of a kernel of Mosaic."""
+    """Runs the kernel with the fault; its symbol is like that of a Mosaic kernel."""
     name = symbol(name)
     source = f'extern "C" __global__ void {name}(int *x) {{ {FAULTS[tool]} }}'
     kernel = torch.cuda._compile_kernel(source, name)
@@ -181,7 +181,7 @@ def results(layer: Layer, tensors: Sequence[torch.Tensor], do: torch.Tensor):
         alone = nsa_torch.attention(*tensors, **options)
     out = nsa_torch.attention(*tensors, **options)
     grads = torch.autograd.grad(out, tensors, do)
-    return [x.detach()[:, :end].float().cpu() for x in (alone, out, *grads)]
+    return [x.detach()[:, :end] for x in (alone, out, *grads)]
 
 
 def check(layer: Layer) -> dict[str, Any]:
@@ -203,14 +203,6 @@ def check(layer: Layer) -> dict[str, Any]:
         fault = f"{len(digests)} results in {CALLS} calls"
     ran = {"kernels": dict(watch.launches), "gathered_tiles": watch.gathered_tiles}
     return ran | {"digest": min(digests), "fault": fault}
-
-
-def digest(arrays: Sequence[torch.Tensor]) -> str:
-    """Of their bytes."""
-    found = hashlib.sha256()
-    for x in arrays:
-        found.update(x.numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,6 +35,14 @@ flags.register_validator(
 
 log = logging.getLogger(__name__)
 
+flags.disclaim_key_flags()  # those defined below are of the command that asks for them
+
+
+def define_commit(own: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder[str | None]:
+    """Defines `--commit`, which `records.environment` takes."""
+    what = "The commit that this tree is a copy of; default: git's."
+    return flags.DEFINE_string("commit", None, what, flag_values=own)
+
 
 def run(
     main: Callable[[Sequence[str]], int | None],

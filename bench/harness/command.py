@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import exit_status, problems, records
+from bench.harness import cli, exit_status, problems, records
 from bench.harness.measure import shape_of
 from bench.harness.records import Record
 from nsa_jax.config import NSAConfig
@@ -46,9 +46,7 @@ def flag_values(
     flags.DEFINE_bool(
         "save_records", False, "Append to bench/records/<device>/<bench>.jsonl too.", **at
     )
-    flags.DEFINE_string(
-        "commit", None, "The commit that this tree is a copy of; default: git's.", **at
-    )
+    cli.define_commit(own)
     flags.DEFINE_enum("device", "auto", ["auto", "cpu", "cuda"], "Where it runs.", **at)
     flags.DEFINE_integer("seed", 0, "Of the random arrays.", lower_bound=0, **at)
     flags.DEFINE_integer(
@@ -171,6 +169,18 @@ def folder(out: str | None) -> Path:
     """Where a run writes: `out`, or a folder of `bench/results` that bears the time."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     return Path(out) if out else Path(__file__).parents[1] / "results" / stamp
+
+
+def new_file(out: str | None, name: str) -> Path:
+    """The file of this name in `folder(out)`.
+
+    Raises:
+      ValueError: it is there.
+    """
+    path = folder(out) / name
+    if path.exists():
+        raise ValueError(f"{path} exists; --out must name a new folder")
+    return path
 
 
 def speed_up(slow: Record, fast: Record) -> float | None:

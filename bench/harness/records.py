@@ -241,17 +241,13 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "cuda": version("nvidia-cuda-runtime") or version("nvidia-cuda-runtime-cu12"),
         "driver": _driver(),
     }
-    # Records that a run adds do not change what the next one measures.
-    status = _output("git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records")
-    here = head(FOLDER)
-    if commit is None or (here and here.startswith(commit)):
-        commit = here
-    known = commit is not None and commit == here and status is not None
-    return {
-        "versions": versions,
-        "commit": commit,
-        "dirty": bool(status) if known else None,
-    }
+    here, status = head(FOLDER), None
+    if here and here.startswith(commit or ""):
+        # Records that a run adds do not change what the next one measures.
+        changed = "git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records"
+        commit, status = here, _output(*changed)
+    dirty = None if status is None else bool(status)
+    return {"versions": versions, "commit": commit, "dirty": dirty}
 
 
 def head(folder: Path) -> str | None:
