@@ -25,7 +25,7 @@ from nsa_jax.array_ops import ArrayOps
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_LIST = 4
 MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
-MOST_BYTES = 2**30  # of partials at a time; or an output's, or of one run of list chunks
+MOST_BYTES = 2**30  # of partials at a time; or half an output's, or of one run of list chunks
 MOST_SLOTS = 31  # of a token: each has a bit
 # The fields that the gathering kernel has in common with the one that leaves far blocks to it.
 SHARED_FIELDS = (
@@ -121,7 +121,7 @@ def _segments(
     )
     step = math.lcm(lists.chunk, tile)
     output_bytes = spec.B * spec.H * width * 2  # of a token
-    size = max(MOST_BYTES, output_bytes * spec.T) // (output_bytes * spec.n * step)
+    size = max(MOST_BYTES, output_bytes * spec.T // 2) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)

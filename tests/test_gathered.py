@@ -14,11 +14,13 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
+from bench import call_kernels
 from kernels_pallas.mosaic.gathered_walk import GatheredWalk
 from kernels_pallas.specs import dkv, gathered
 from nsa_jax import mosaic, mosaic_gather
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
+from nsa_torch import warm_up
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
@@ -254,3 +256,18 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
     for got, want in zip(found, wanted, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
         assert 0 < error < 4e-3
+
+
+def test_partials_are_at_most_half_an_output(monkeypatch):
+    """Where an output is larger than what partials may take in any case."""
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
+    ops, length = warm_up.Recording(None), 8192
+
+    def tensor(heads, width):
+        return torch.empty(1, length, heads, width, dtype=torch.bfloat16, device="meta")
+
+    query, key, gates = tensor(16, 128), tensor(2, 128), tensor(16, 3)
+    call_kernels.run(ops, (query, key, key, gates), query)
+    names = "gathered_forward", "gathered_dq"
+    made = {x.name: x.outputs[0].size for x in ops.kernels if x.name in names}
+    assert {*made} == {*names} and 2 * max(made.values()) <= query.numel()
