@@ -16,13 +16,14 @@ export PYTHONDONTWRITEBYTECODE :=
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all test-clean durations wheel check format clean
+.PHONY: help setup compare oneshot test test-all test-gpu test-clean durations wheel check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
 	@echo "make oneshot     environment, tests, every bench and a report, within 10 minutes"
 	@echo "make test        those that fit in six minutes (GPU tests run where there is a GPU)"
 	@echo "make test-all    all tests, 25 minutes on two cores"
+	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
@@ -58,6 +59,10 @@ test-all: $(READY)
 
 durations: $(READY)
 	$(PYTEST) --record-durations
+
+# The record that it appends is committed with what was tested.
+test-gpu: $(READY)
+	$(RUN) -m bench.gpu_tests --save_records $(if $(PART),--part $(PART)) $(if $(GPUS),--gpus $(GPUS))
 
 # CLEAN names the environments to try, none: all (tests/clean_environments.py).
 test-clean:

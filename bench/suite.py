@@ -24,27 +24,24 @@ from bench.harness import cli
 
 SCHEMA = 1
 ROOT = Path(__file__).parents[1]
+ALLOWED = configs.FOLDER / "oneshot" / "skips.yaml"
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 OUT = flags.DEFINE_string("out", None, "A new folder, for junit.xml and tests.json.", **_own)
-SKIPS = flags.DEFINE_string(
-    "skips",
-    str(configs.FOLDER / "oneshot" / "skips.yaml"),
-    "The reasons that are allowed.",
-    **_own,
-)
+SKIPS = flags.DEFINE_string("skips", str(ALLOWED), "The reasons that are allowed.", **_own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Tests by outcome, and the skipped ones by reason."""
+    """Tests by outcome, the names of those that failed, and the skipped ones by reason."""
 
     passed: int
     failed: int
     skipped: int
     allowed: dict[str, int]
     unknown: dict[str, int]
+    failures: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -53,11 +50,12 @@ class Counts:
 
 def count(junit: Path, allowed: Sequence[str]) -> Counts:
     """What the report at `junit` says; `allowed` are regular expressions of whole reasons."""
-    outcomes, reasons = collections.Counter(), collections.Counter()
+    outcomes, reasons, failures = collections.Counter(), collections.Counter(), []
     for case in xml.parse(junit).getroot().iter("testcase"):
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             outcomes["failed"] += 1
+            failures.append(f"{case.get('classname', '')}::{case.get('name')}")
         elif skip is not None:
             outcomes["skipped"] += 1
             reasons[skip.get("message", "")] += 1
@@ -70,6 +68,7 @@ def count(junit: Path, allowed: Sequence[str]) -> Counts:
         outcomes["skipped"],
         {text: n for text, n in reasons.items() if known[text]},
         {text: n for text, n in reasons.items() if not known[text]},
+        failures,
     )
 
 
@@ -90,30 +89,45 @@ def allow_list(path: str | Path) -> list[str]:
     return found
 
 
+def run(
+    folder: Path, arguments: Sequence[str], skips: str | Path = ALLOWED
+) -> tuple[int, Counts | None]:
+    """Runs pytest with `arguments`; `folder` gets `junit.xml` and `tests.json`.
+
+    Returns:
+      The status of pytest, and what its report says; None: it wrote none.
+
+    Raises:
+      OSError, ValueError: the file `skips` of allowed reasons cannot be read.
+    """
+    allowed = allow_list(skips)
+    folder.mkdir(parents=True, exist_ok=True)
+    junit = folder / "junit.xml"
+    command = [sys.executable, "-m", "pytest", f"--junitxml={junit}", *arguments]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    if not junit.exists():
+        print(f"pytest ended with status {status} and no report")
+        return status, None
+    found = count(junit, allowed)
+    for text, n in found.unknown.items():
+        print(f"skipped for a reason that is not in {Path(skips).name}: {n} x {text!r}")
+    about = {"schema": SCHEMA, "status": status, **dataclasses.asdict(found)}
+    (folder / "tests.json").write_text(json.dumps(about, indent=2) + "\n")
+    print(f"tests: {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
+    return status, found
+
+
 def main(argv: Sequence[str]) -> int:
     if OUT.value is None:
         raise app.UsageError("--out must name a new folder")
     folder = Path(OUT.value).absolute()
-    junit = folder / "junit.xml"
-    if junit.exists():
+    if (junit := folder / "junit.xml").exists():
         raise app.UsageError(f"--out must name a new folder, {junit} exists")
     try:
-        allowed = allow_list(SKIPS.value)
+        status, found = run(folder, argv[1:], SKIPS.value)
     except (OSError, ValueError) as error:
         raise app.UsageError(f"--skips: {error}") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", f"--junitxml={junit}", *argv[1:]]
-    status = subprocess.run(command, cwd=ROOT).returncode
-    if not junit.exists():
-        print(f"pytest ended with status {status} and no report")
-        return 1
-    found = count(junit, allowed)
-    for text, n in found.unknown.items():
-        print(f"skipped for a reason that is not in {Path(SKIPS.value).name}: {n} x {text!r}")
-    about = {"schema": SCHEMA, "status": status, **dataclasses.asdict(found)}
-    (folder / "tests.json").write_text(json.dumps(about, indent=2) + "\n")
-    print(f"tests: {found.passed} passed, {found.failed} failed, {found.skipped} skipped")
-    return int(status != 0 or not found.ok)
+    return int(found is None or status != 0 or not found.ok)
 
 
 if __name__ == "__main__":

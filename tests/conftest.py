@@ -12,7 +12,15 @@ import torch
 # not optimise: nearly all of the suite's time is compilation.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 FLAGS = "--xla_force_host_platform_device_count=8"
-if not torch.cuda.is_available():
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+if torch.cuda.is_available():
+    # Nearly all of the time of tests on a GPU is compilation, in children with as many threads as
+    # a process has cores: each worker has cores of its own.
+    cores = sorted(os.sched_getaffinity(0))
+    if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        os.sched_setaffinity(0, cores[int(WORKER.removeprefix("gw")) % len(cores) :: workers])
+    FLAGS += " --xla_gpu_autotune_level=0"  # a product's fastest kernel is not what is tested
+else:
     FLAGS += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     # Fusions by LLVM directly: through MLIR they take half of all compilation.
     FLAGS += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -26,7 +34,6 @@ os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 # What was compiled once is read back, in this run and the next. A folder for each worker: an
 # entry is not written at once whole, and a damaged one is a warning, which is an error here.
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax" / WORKER
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -64,11 +71,31 @@ callbacks.io_callback_impl = _call_back
 pytest_plugins = ["tests.durations"]
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", help="K/N: the Kth of N parts of the tests, in their order.")
+
+
+def part_of(items, part):
+    """The Kth of N parts as "K/N", and the others."""
+    k, _, n = part.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {part}")
+    begin, end = (len(items) * i // int(n) for i in (int(k) - 1, int(k)))
+    return items[begin:end], items[:begin] + items[end:]
+
+
+@pytest.hookimpl(trylast=True)  # after -m
 def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU are left out, and counted as such, where there is none; those that
-    -k asks for say why they do not run.
+    -k asks for say why they do not run. Those that need two are skipped where there is one.
     """
+    if config.option.part:
+        items[:], others = part_of(items, config.option.part)
+        config.hook.pytest_deselected(items=others)
     if torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+                item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and config.option.keyword:

@@ -424,7 +424,7 @@ def test_freed_memory_is_reused_in_stream_order():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_the_device_is_that_of_the_tensors():
     x, y = (tensor.to("cuda:1") for tensor in inputs_on_gpu())
     outputs = launch(tiny(), x, y)

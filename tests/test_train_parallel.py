@@ -376,10 +376,9 @@ def test_varlen_is_dense_attention_with_a_mask(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp", "fsdp graph"])
 def test_two_gpus_by_torchrun(tmp_path, kind):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     flags = "--framework=torch --seq_len=64 --batch=4 --steps=6 --corpus_bytes=65536".split()
     flags += ["--dtype=f32", "--margin=9"]
     module = ["-m", "bench.train"]

@@ -245,18 +245,18 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     if here and here.startswith(commit or ""):
         # Records that a run adds do not change what the next one measures.
         changed = "git", "status", "--porcelain", "--", ":/", ":(top,exclude)bench/records"
-        commit, status = here, _output(*changed)
+        commit, status = here, output(*changed)
     dirty = None if status is None else bool(status)
     return {"versions": versions, "commit": commit, "dirty": dirty}
 
 
 def head(folder: Path) -> str | None:
     """The commit that is checked out in `folder`, None where there is no git."""
-    return _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    return output("git", "-C", str(folder), "rev-parse", "HEAD")
 
 
 def _driver() -> str | None:
-    listed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    listed = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return listed.splitlines()[0] if listed else None
 
 
@@ -268,7 +268,7 @@ def version(package: str) -> str | None:
         return None
 
 
-def _output(*command: str) -> str | None:
+def output(*command: str) -> str | None:
     """What the command prints, None where it cannot run or fails."""
     try:
         done = subprocess.run(

@@ -1,0 +1,122 @@
+"""Every test that needs a GPU, on this machine's GPU; and how old the last such run is.
+
+    python -m bench.gpu_tests --save_records
+    python -m bench.gpu_tests --part 1/2
+    python -m bench.gpu_tests --gpus 2
+    python -m bench.gpu_tests --age
+
+Tests run in one process a core, each on cores of its own; machine code that one of them builds
+the others load. `--gpus 2` runs those that need two GPUs, and nothing else. A skipped test
+counts as in `bench.suite`.
+
+`--save_records` appends a line to bench/records/<device>/gpu_tests.jsonl: commit, outcomes,
+seconds, versions. Commit it with the change. `--age` runs nothing: it warns where kernels or the
+host side have changed since the newest such line.
+"""
+
+import datetime
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from absl import flags
+
+from bench import suite
+from bench.harness import cli, command, exit_status, records
+
+FLAGS = flags.FlagValues()
+at = {"flag_values": FLAGS}
+GPUS = flags.DEFINE_enum("gpus", "1", ["1", "2"], "How many the tests need.", **at)
+PART = flags.DEFINE_string("part", None, "K/N: the Kth of N parts of the tests.", **at)
+PROCESSES = flags.DEFINE_integer(
+    "processes", None, "Side by side; default: one a core.", lower_bound=1, **at
+)
+OUT = flags.DEFINE_string("out", None, "A new folder; default: bench/results/<time>.", **at)
+SAVE = flags.DEFINE_bool("save_records", False, "Keep the record.", **at)
+AGE = flags.DEFINE_bool("age", False, "Only say how old the newest record is.", **at)
+COMMIT = cli.define_commit(FLAGS)
+
+NAME = "gpu_tests.jsonl"
+DATE = "%Y-%m-%d %H:%M"
+# What such a run is about: kernels and the host side.
+FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")
+# Of the GPU, for one process: the contexts of both frameworks and what their allocators keep.
+PROCESS_BYTES = 5 << 30
+
+
+def pytest_arguments() -> list[str]:
+    """Which tests run, in how many processes."""
+    if GPUS.value == "2":
+        return ["-m", "two_gpus"]
+    room = torch.cuda.get_device_properties(0).total_memory // PROCESS_BYTES
+    processes = PROCESSES.value or min(len(os.sched_getaffinity(0)), max(1, room))
+    which = ["-m", "gpu and not two_gpus", *([f"--part={PART.value}"] if PART.value else [])]
+    return [*which, "-n", str(processes), "--dist", "worksteal", "-p", "no:benchmark"]
+
+
+def whole(parts: set[str | None]) -> bool:
+    """Whether these runs together are one of all tests."""
+    counts = {int(part.split("/")[1]) for part in parts if part}
+    return None in parts or any(parts >= {f"{k}/{n}" for k in range(1, n + 1)} for n in counts)
+
+
+def age() -> str:
+    """Whether all tests ran on one GPU since the newest change, with the dates of both.
+
+    Raises:
+      NotImplementedError: git does not say when the newest change was.
+    """
+    changed = records.output(
+        "git", "log", "-1", "--format=%cI", "--", *(f":/{x}" for x in FOLDERS)
+    )
+    if not changed:
+        raise NotImplementedError(f"git must say when {', '.join(FOLDERS)} were changed")
+    change = datetime.datetime.fromisoformat(changed)
+    runs = [
+        line | {"time": datetime.datetime.fromisoformat(line["time"])}
+        for path in sorted(records.FOLDER.glob(f"*/{NAME}"))
+        for _, line in records.read_lines(path)
+        if line["gpus"] == 1
+    ]
+    since = [run for run in runs if run["time"] >= change]
+    failed = sum(len(run["failed"]) for run in since)
+    newest = max((f"{run['time']:{DATE}}" for run in runs), default="never")
+    dates = f"newest change {change.astimezone(datetime.UTC):{DATE}}, GPU tests {newest} (UTC)"
+    if not whole({run["part"] for run in since}):
+        return f"warning: {dates}: run `make test-gpu` and commit its record"
+    return f"warning: {dates}: {failed} failed" if failed else f"ok: {dates}"
+
+
+def main(argv: Sequence[str]) -> int:
+    if AGE.value:
+        print(age())
+        return exit_status.OK
+    if torch.cuda.device_count() < int(GPUS.value):
+        raise NotImplementedError(
+            f"{GPUS.value} GPU(s) needed, {torch.cuda.device_count()} found"
+        )
+    folder = command.new_file(OUT.value, "tests.json").parent
+    device = torch.cuda.get_device_name()
+    about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)
+    start = time.monotonic()
+    status, found = suite.run(folder, pytest_arguments())
+    if found is None:
+        return exit_status.WRONG
+    line = about | {
+        "gpus": int(GPUS.value),
+        "part": PART.value,
+        "passed": found.passed,
+        "failed": found.failures,
+        "skipped": found.allowed | found.unknown,
+        "seconds": round(time.monotonic() - start),
+    }
+    records.append_lines(folder / NAME, [line])
+    if SAVE.value:
+        records.append_lines(records.folder_of(device) / NAME, [line])
+    print(f"{line['seconds']} s, written to {folder}")
+    return exit_status.OK if status == 0 and found.ok else exit_status.WRONG
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

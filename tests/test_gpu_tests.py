@@ -1,0 +1,90 @@
+"""bench.gpu_tests: the age of the last run of GPU tests, and parts of the tests."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import gpu_tests
+from bench.harness import records
+from tests.conftest import part_of
+
+CHANGED = "2026-11-20T12:00:00+02:00"
+LATER, EARLIER = "2026-11-20T10:00:01+00:00", "2026-11-20T09:59:59+00:00"
+
+
+@pytest.fixture
+def age(tmp_path, monkeypatch):
+    """`gpu_tests.age` where kernels were changed at `CHANGED`, of the runs it is given; git's
+    history and the records are data, which a test must not take from this checkout."""
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    monkeypatch.setattr(records, "output", lambda *command: CHANGED)
+
+    def of(*runs):
+        for i, (time, part, failed, *gpus) in enumerate(runs):
+            line = {
+                "time": time,
+                "part": part,
+                "failed": failed,
+                "gpus": gpus[0] if gpus else 1,
+            }
+            records.append_lines(tmp_path / f"card{i % 2}" / gpu_tests.NAME, [line])
+        return gpu_tests.age()
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([], "GPU tests never"),
+        ([(EARLIER, None, [])], "GPU tests 2026-11-20 09:59 (UTC): run `make test-gpu`"),
+        ([(LATER, "1/2", []), (EARLIER, "2/2", [])], "run `make test-gpu`"),
+        ([(LATER, None, [], 2)], "run `make test-gpu`"),
+        (
+            [(LATER, None, ["a::b"]), (EARLIER, None, [])],
+            "GPU tests 2026-11-20 10:00 (UTC): 1 failed",
+        ),
+    ],
+    ids=["no run", "an older run", "half a run", "on two GPUs", "a failure"],
+)
+def test_a_warning_has_both_dates(age, runs, said):
+    found = age(*runs)
+    assert found.startswith("warning: newest change 2026-11-20 10:00, ") and said in found
+
+
+@pytest.mark.parametrize("parts", [[None], ["1/2", "2/2"], ["3/3", "1/2", "2/3", "1/3"]])
+def test_no_warning_after_a_whole_run(age, parts):
+    assert age(*((LATER, part, []) for part in parts)).startswith("ok: ")
+
+
+def test_parts_are_all_tests_once():
+    items = list(range(11))
+    parts = [part_of(items, f"{k}/3") for k in (1, 2, 3)]
+    assert [x for kept, _ in parts for x in kept] == items
+    assert all(sorted(kept + others) == items for kept, others in parts)
+    assert max(len(kept) for kept, _ in parts) == 4
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "one", "1"])
+def test_a_part_that_is_none_is_refused(part):
+    with pytest.raises(pytest.UsageError, match="--part must be K/N"):
+        part_of([1], part)
+
+
+def test_the_command_says_the_age_of_this_checkout():
+    """CI runs it; git may not be there."""
+    command = [sys.executable, "-m", "bench.gpu_tests", "--age"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode in (0, 3)
+    assert done.stdout.startswith(("ok: ", "warning: ")) == (done.returncode == 0), done.stdout
+
+
+def test_every_record_is_whole():
+    for path in records.FOLDER.glob(f"*/{gpu_tests.NAME}"):
+        for where, line in records.read_lines(path):
+            assert line["commit"] and line["passed"] > 0, f"{where}: {json.dumps(line)}"
