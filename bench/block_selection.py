@@ -80,10 +80,10 @@ def attend(
         the last tokens.
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
 
     from nsa_torch.huggingface.block_selection import block_attention
+    from nsa_torch.huggingface.compatibility import sdpa_attention_forward
 
     if name == "nsa_blocks":
         return block_attention(of, query, key, value, None, block_indices=indices)[0]

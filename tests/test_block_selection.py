@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
-from transformers.masking_utils import causal_mask_function
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLTextConfig,
 )
@@ -21,6 +20,7 @@ from bench.block_selection import attend, layer_of
 from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import block_selection, register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
+from nsa_torch.huggingface.compatibility import CACHE, causal_mask_function
 
 BLOCK, TOPK = 8, 3
 SIZES = dict(
@@ -139,8 +139,8 @@ def test_cached_is_uncached():
     want = model("eager")(ids).logits
     cache, parts = None, []
     for part in ids.split([17, 12, 9, 1, 1, 5], dim=1):
-        out = made(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = made(part, use_cache=True, **{CACHE: cache})
+        cache = out[CACHE]
         parts.append(out.logits)
     close(torch.cat(parts, 1), want)
 

@@ -40,6 +40,7 @@ from nsa_torch.huggingface import (
     from_safetensors,
     to_safetensors,
 )
+from nsa_torch.huggingface.compatibility import CACHE
 from nsa_torch.huggingface.rows import Rows
 from tests import loops
 
@@ -121,8 +122,8 @@ def test_cached_equals_uncached(kind):
     for splits in ([WIDTH], [20, 1, 7, 13], [30] + [1] * 11):
         cache, parts = None, []
         for part in ids.split(splits, dim=1):
-            out = model(kind)(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(kind)(part, cache=cache, use_cache=True)
+            cache = out[CACHE]
             parts.append(out.logits)
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=FLOAT32_MAX)
         assert cache.get_seq_length() == WIDTH and cache.lengths.tolist() == [WIDTH] * 2
@@ -133,7 +134,7 @@ def steps(model, ids, mask, splits):
     cache, begin, parts = NSAModelCache(model.config), 0, []
     for size in splits:
         end = begin + size
-        options = dict(attention_mask=mask[:, :end], past_key_values=cache)
+        options = dict(attention_mask=mask[:, :end], cache=cache)
         parts.append(model(ids[:, begin:end], **options).logits)
         begin = end
     return torch.cat(parts, dim=1), cache
@@ -351,7 +352,7 @@ def test_generate_with_guesses_takes_them_back(kind):
         max_new_tokens=24,
         do_sample=False,
         prompt_lookup_num_tokens=4,
-        past_key_values=cache,
+        cache=cache,
     )
     assert torch.equal(plain, guessed) and min(cropped) < 0
 
@@ -368,7 +369,7 @@ def test_operations_on_a_cache(kind):
         return made(
             following[rows],
             attention_mask=torch.cat([mask, after], 1)[rows],
-            past_key_values=cache,
+            cache=cache,
         ).logits
 
     def fresh():
@@ -386,17 +387,17 @@ def test_operations_on_a_cache(kind):
         torch.testing.assert_close(go_on(cache, rows), want[rows], rtol=0, atol=FLOAT32_MAX)
     cache = NSAModelCache(made.config)
     cache.activate_past_recording()
-    made(ids, attention_mask=mask, past_key_values=cache)
+    made(ids, attention_mask=mask, cache=cache)
     for count in (9, 4):  # twice, the second time less than was appended
         go_on(cache, [0, 1])
         cache.crop(-count)
         if count < 9:
-            options = dict(past_key_values=cache)
+            options = dict(cache=cache)
             rest = made(following[:, 9 - count :], **options).logits
             torch.testing.assert_close(rest, want[:, 9 - count :], rtol=0, atol=FLOAT32_MAX)
     cache.reset()
     assert cache.get_seq_length() == 0
-    again = made(ids, attention_mask=mask, past_key_values=cache)
+    again = made(ids, attention_mask=mask, cache=cache)
     assert difference(again.logits, alone(made, ids, (0, 13))) < FLOAT32_MAX
 
 
@@ -407,14 +408,14 @@ def test_capacity(kind):
     whole = made(ids, use_cache=False).logits
     cache = NSAModelCache(made.config, capacity=50)
     assert cache.get_max_length() == 50
-    made(ids[:, :40], past_key_values=cache)
+    made(ids[:, :40], cache=cache)
     with pytest.raises(ValueError, match="cache capacity is 50 tokens, got 51"):
-        made(ids[:, 40:51], past_key_values=cache)
-    rest = made(ids[:, 40:50], past_key_values=cache)  # nothing was lost
+        made(ids[:, 40:51], cache=cache)
+    rest = made(ids[:, 40:50], cache=cache)  # nothing was lost
     torch.testing.assert_close(rest.logits, whole[:, 40:50], rtol=0, atol=FLOAT32_MAX)
     grows, lasts = NSAModelCache(made.config), []
     for part in tokens(2, 150, seed=2).split([60, 10, 80], dim=1):
-        lasts.append(made(part, past_key_values=grows).logits)
+        lasts.append(made(part, cache=grows).logits)
     assert grows.layers[0].state.capacity == 256 and grows.get_max_length() == -1
     want = made(tokens(2, 150, seed=2), use_cache=False).logits
     torch.testing.assert_close(torch.cat(lasts, 1), want, rtol=0, atol=FLOAT32_MAX)
@@ -599,7 +600,7 @@ def test_gradient_checkpointing_and_float64(kind):
     calls = []
     made.model.layers[1].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     out = made(ids, labels=ids, use_cache=True)
-    assert out.past_key_values is None
+    assert out.get(CACHE) is None
     out.loss.backward()
     assert len(calls) == 2  # the second time for the backward pass
     for x, parameter in zip(plain, made.parameters(), strict=True):
@@ -616,7 +617,7 @@ def test_gradients_through_the_cache(kind):
 
     want = gradients(made(ids).logits)
     first = made(ids[:, :13], use_cache=True)
-    rest = made(ids[:, 13:], past_key_values=first.past_key_values)
+    rest = made(ids[:, 13:], cache=first[CACHE])
     got = gradients(torch.cat([first.logits, rest.logits], dim=1))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
@@ -754,16 +755,16 @@ def test_masks_that_are_refused(which):
 def test_calls_that_are_refused():
     made, ids = model("mixed"), tokens(1, 6)
     ones = torch.ones(1, 6, dtype=torch.long)
-    cache = made(ids).past_key_values
+    cache = made(ids)[CACHE]
     longer = torch.tensor([[0, 1, 1, 1, 1, 1, 1]])
     for message, options in (
-        ("as many ones as the cache has", dict(attention_mask=longer, past_key_values=cache)),
-        ("past_key_values must be an NSAModelCache", dict(past_key_values=DynamicCache())),
+        ("as many ones as the cache has", dict(attention_mask=longer, cache=cache)),
+        ("cache must be an NSAModelCache", dict(cache=DynamicCache())),
         ("position_ids must count", dict(position_ids=torch.arange(6)[None] + 1)),
         ("position_ids must count", dict(position_ids=ones, attention_mask=ones)),
         ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=ones[0, :2], attention_mask=ones)),
     ):
-        step = ids[:, :1] if options.get("past_key_values") is cache else ids
+        step = ids[:, :1] if options.get("cache") is cache else ids
         with pytest.raises(ValueError, match=message):
             made(step, **options)
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
@@ -780,7 +781,7 @@ def test_calls_that_are_refused():
         made.generate(ids, cache_implementation="offloaded", max_new_tokens=1)
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         NSAModelCache(made.config, 0)
-    cache = made(ids).past_key_values
+    cache = made(ids)[CACHE]
     with pytest.raises(ValueError, match=r"count must be in 0..0, the tokens since record"):
         cache.crop(-1)
     with pytest.raises(ValueError, match=r"tokens_to_remove must be in -6\.\.0"):

@@ -48,7 +48,7 @@ def steps(made, ids, mask, splits, spoil=False):
         end = begin + size
         if spoil and begin:
             poison(cache)
-        options = dict(attention_mask=mask[:, :end], past_key_values=cache)
+        options = dict(attention_mask=mask[:, :end], cache=cache)
         parts.append(made(ids[:, begin:end], **options).logits)
         begin = end
     return torch.cat(parts, dim=1), cache
@@ -88,11 +88,11 @@ def test_poison_of_a_token_is_seen():
     cache.rows.lengths += 1
     poison(cache)
     cache.rows.lengths -= 1
-    assert made(ids[:, -1:], past_key_values=cache).logits.isfinite().all()
+    assert made(ids[:, -1:], cache=cache).logits.isfinite().all()
     cache.rows.lengths -= 2
     poison(cache)
     cache.rows.lengths += 2
-    assert made(ids[:, -1:], past_key_values=cache).logits.isnan().any()
+    assert made(ids[:, -1:], cache=cache).logits.isnan().any()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_generate(kind, options):
         assert torch.equal(want, generate(use_cache=False))
     cache = paged(made, 3 * options.get("num_beams", 1))
     for _ in range(1 if options else 2):
-        assert torch.equal(generate(**options, past_key_values=cache), want)
+        assert torch.equal(generate(**options, cache=cache), want)
         cache.reset()
         assert cache.get_seq_length() == 0 and not cache.lengths.any()
 
@@ -129,7 +129,7 @@ def test_generate_with_guesses_takes_them_back():
             super().crop(tokens_to_remove)
 
     cache = Watched(model().config, 1, ROOM)
-    guessed = generate(prompt_lookup_num_tokens=4, past_key_values=cache)
+    guessed = generate(prompt_lookup_num_tokens=4, cache=cache)
     assert torch.equal(guessed, generate()) and min(cropped) < 0
 
 
@@ -143,7 +143,7 @@ def test_operations_on_a_cache(kind):
 
     def go_on(cache, rows):
         both = torch.cat([mask, after], 1)[rows]
-        return made(following[rows], attention_mask=both, past_key_values=cache).logits
+        return made(following[rows], attention_mask=both, cache=cache).logits
 
     def fresh():
         return steps(made, ids, mask, [WIDTH])[1]
@@ -168,7 +168,7 @@ def test_operations_on_a_cache(kind):
     go_on(cache, [0, 1])
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
-    again = made(ids, attention_mask=mask, past_key_values=cache)
+    again = made(ids, attention_mask=mask, cache=cache)
     assert difference(again.logits, alone(made, ids, (0, 13))) < FLOAT32_MAX
     assert where == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
     assert cache.lengths is lengths
@@ -220,12 +220,12 @@ def test_one_capture_serves_rows_that_grow_shrink_and_begin(as_on_a_gpu):
     def start():
         for cache in caches:
             cache.reset()
-            made(ids[:, -9:], attention_mask=mask[:, -9:], past_key_values=cache)
+            made(ids[:, -9:], attention_mask=mask[:, -9:], cache=cache)
 
     def step(there=(1, 1)):
         new = torch.randint(1, 64, (2, 1))
         there = torch.tensor(there)[:, None]
-        inputs = dict(attention_mask=there, past_key_values=caches[1])
+        inputs = dict(attention_mask=there, cache=caches[1])
         want, got = made(new, **inputs).logits, graph(new, there)
         own = there[:, 0] > 0
         torch.testing.assert_close(got[own], want[own], rtol=0, atol=FLOAT32_MAX)
@@ -259,7 +259,7 @@ def test_a_step_that_keeps_a_length_of_the_host_is_seen(as_on_a_gpu, monkeypatch
     graph, new = StepGraph(made, cache), tokens(1, 6)
     found = []
     for each in new.split(1, dim=1):
-        got, want = graph(each), made(each, past_key_values=plain).logits
+        got, want = graph(each), made(each, cache=plain).logits
         found.append(float((got - want).abs().max()))
     assert max(found[:4]) < FLOAT32_MAX < min(found[4:]) / 100
 
@@ -293,10 +293,10 @@ def test_generate_replays_one_graph(as_on_a_gpu):
     want = generate()
     for _ in range(2):
         cache.reset()
-        assert torch.equal(generate(past_key_values=cache), want)
+        assert torch.equal(generate(cache=cache), want)
     assert captured == [WIDTH + step_graph.WARMUP]
     cache.reset()
-    assert torch.equal(generate(past_key_values=cache, disable_compile=True), want)
+    assert torch.equal(generate(cache=cache, disable_compile=True), want)
     assert cache.graph.serves(made) and not cache.graph.serves(model())
     norm = made.model.norm
     kept = norm.weight.data
@@ -320,25 +320,25 @@ def test_what_is_refused(monkeypatch):
         (dict(max_new_tokens=2, cache_implementation="static"), "cache_implementation must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate(past_key_values=cache, **options)
+            generate(cache=cache, **options)
     assert cache.lengths is None
-    made(ids, past_key_values=cache)
+    made(ids, cache=cache)
     with pytest.raises(ValueError, match="cache capacity is 44 tokens, got 45"):
-        made(ids[:, :4], past_key_values=cache)
+        made(ids[:, :4], cache=cache)
     with pytest.raises(ValueError, match=r"each of the 1 rows of the input, got batch_size=2"):
-        made(ids[:1, :1], past_key_values=cache)
+        made(ids[:1, :1], cache=cache)
     with pytest.raises(ValueError, match=r"tokens_to_remove must be in -41\.\.0"):
         cache.crop(-42)
     assert cache.lengths.tolist() == [41, 41]
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no_grad"):
-        made(ids[:, :1], past_key_values=cache)
+        made(ids[:, :1], cache=cache)
     with pytest.raises(ValueError, match="model must be on one CUDA device, got cpu"):
         StepGraph(made, cache)
     monkeypatch.setattr(made.config, "_attn_implementation_internal", "flex_attention")
     with pytest.raises(
         NotImplementedError, match=r"must be 'sdpa' or 'eager' .*flex_attention"
     ):
-        made(ids[:, :1], past_key_values=cache)
+        made(ids[:, :1], cache=cache)
     for sizes, message in (
         ((0, 8), "batch_size must be"),
         ((1, 2.5), "capacity must be an int"),
@@ -370,12 +370,12 @@ def test_replay_on_a_gpu_equals_eager(phi):
     mask = (torch.arange(60, device="cuda") >= torch.tensor([[0], [40]], device="cuda")).long()
     caches = [paged(made, 2, 128) for _ in range(2)]
     for cache in caches:
-        made(ids * mask, attention_mask=mask, past_key_values=cache)
+        made(ids * mask, attention_mask=mask, cache=cache)
     graph = StepGraph(made, caches[0])
     for count in range(step_graph.WARMUP + 24):
         new = torch.randint(1, 128, (2, 1), device="cuda")
         there = torch.tensor([[1], [int(count % 7 != 6)]], device="cuda")
-        inputs = dict(attention_mask=there, past_key_values=caches[1])
+        inputs = dict(attention_mask=there, cache=caches[1])
         want, got = made(new, **inputs).logits, graph(new, there)
         assert torch.equal(got, want), count
         assert torch.equal(*(x.lengths for x in caches))
@@ -389,5 +389,5 @@ def test_replay_on_a_gpu_equals_eager(phi):
     texts = []
     for off in (False, True):
         caches[0].reset()
-        texts.append(generate(past_key_values=caches[0], disable_compile=off))
+        texts.append(generate(cache=caches[0], disable_compile=off))
     assert torch.equal(*texts)

@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function
 
 from nsa_jax.config import NSAConfig
 from nsa_torch.functional import selected_attention
+from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
 
 NAME = "nsa_blocks"
 # Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are

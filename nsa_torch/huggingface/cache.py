@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_jax.config import NSAConfig
 from nsa_torch import cache as nsa_cache
+from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
 
@@ -44,6 +44,7 @@ class DenseCache:
 class ModelLayer(CacheLayerMixin):
     """A layer's cache, to which the attention layers of an nsa model append."""
 
+    is_croppable = True  # read from transformers 5.24 on
     is_sliding = False
     supports_early_init = False
 

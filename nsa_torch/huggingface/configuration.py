@@ -41,7 +41,7 @@ class NSAModelConfig(PreTrainedConfig):
     """
 
     model_type = "nsa"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
 
     vocab_size: int = 32000
     hidden_size: int = 768

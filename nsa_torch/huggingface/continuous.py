@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from nsa_torch.huggingface.compatibility import paged_attention_cache
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import attend_pages
 from nsa_torch.module import NSAAttention
@@ -29,17 +28,8 @@ from nsa_torch.paged import PagedCache
 
 NAME = "paged|nsa"  # for set_attn_implementation: no mask of all tokens times all is made
 
-_pages: weakref.WeakKeyDictionary[PagedAttentionCache, dict[int, PagedCache]]
-_pages = weakref.WeakKeyDictionary()
-
-
-def check_version() -> None:
-    """Raises NotImplementedError where transformers keeps its pages in another way."""
-    if not hasattr(PagedAttentionCache, "copy_cache"):
-        raise NotImplementedError(
-            "generate_batch on NSA needs the paged cache of transformers 5.17, got "
-            f"{transformers.__version__}, which keeps its pages in another order"
-        )
+# Of each `PagedAttentionCache`, which stays theirs: `paged_attention_cache` says of which version.
+_pages: weakref.WeakKeyDictionary[Any, dict[int, PagedCache]] = weakref.WeakKeyDictionary()
 
 
 def continuous_batching_config(
@@ -54,7 +44,7 @@ def continuous_batching_config(
       options: other fields of it; `block_size` must be `config.select_block` where it is given,
         `max_memory_percent` counts all pages.
     """
-    check_version()
+    paged_attention_cache()
     size = config.select_block
     if options.setdefault("block_size", size) != size:
         raise ValueError(f"block_size must be select_block={size}, got {options['block_size']}")
@@ -84,9 +74,9 @@ class ContinuousBatch:
         config: NSAModelConfig,
         position: Tensor,
         mask: Tensor | None,
-        cu_seq_lens_q: Tensor,
         *,
-        cache: PagedAttentionCache,
+        cache: Any,
+        cu_seq_lens_q: Tensor,
         cu_seq_lens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
@@ -164,7 +154,7 @@ class ContinuousBatch:
         return found[index]
 
 
-def _copy_all(cache: PagedAttentionCache, found: dict[int, PagedCache]) -> None:
+def _copy_all(cache: Any, found: dict[int, PagedCache]) -> None:
     """Where transformers copies pages, as for requests that fork, ours are copied with them."""
     copy = cache.copy_cache
 
@@ -186,7 +176,7 @@ def dense_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    cache: PagedAttentionCache | None = None,
+    cache: Any = None,
     **paged: Any,
 ) -> tuple[Tensor, None]:
     """`paged|nsa` of a layer with dense attention: causal, row after row, without a mask.

@@ -1,12 +1,18 @@
 """What `generate` asks of a model: its cache, and how a step runs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
 from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.compatibility import (
+    CACHE,
+    CausalLMOutputWithPast,
+    GenerationMixin,
+    cache_argument,
+    cache_named,
+    paged_attention_cache,
+)
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
@@ -16,6 +22,20 @@ class NSAGenerationMixin(GenerationMixin):
 
     config: Any
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, whose `cache` is also `past_key_values`, in every version."""
+        base: Any = super()
+        return base.generate(*args, **cache_named(CACHE, kwargs))
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' manager of `generate_batch`; `NotImplementedError` as of
+        `compatibility.paged_attention_cache`, before it starts.
+        """
+        paged_attention_cache()
+        base: Any = super()
+        return base.init_continuous_batching(*args, **kwargs)
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -23,13 +43,10 @@ class NSAGenerationMixin(GenerationMixin):
 
         A paged cache is one that the caller gives: "paged" means `generate_batch` there.
         """
-        name, given = (
-            generation_config.cache_implementation,
-            model_kwargs.get("past_key_values"),
-        )
+        name, given = generation_config.cache_implementation, model_kwargs.get(CACHE)
         if given is not None and name is not None:
             raise ValueError(
-                f"cache_implementation must be None where past_key_values is given, got {name!r}"
+                f"cache_implementation must be None where a cache is given, got {name!r}"
             )
         if isinstance(given, NSAPagedModelCache):
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
@@ -43,13 +60,13 @@ class NSAGenerationMixin(GenerationMixin):
         cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
         """Whether steps run by `get_compiled_call`: on a paged cache, where a GPU has the model
         and `disable_compile` is not set.
         """
-        if isinstance(model_kwargs.get("past_key_values"), NSAPagedModelCache):
+        if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
         base: Any = super()
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
@@ -63,7 +80,7 @@ class NSAGenerationMixin(GenerationMixin):
         ready: list[StepGraph] = []
 
         def call(**inputs: Any) -> Any:
-            cache = inputs.get("past_key_values")
+            cache = inputs.get(CACHE)
             if not isinstance(cache, NSAPagedModelCache):
                 return base.get_compiled_call(compile_config)(**inputs)
             if not _is_step(inputs, model.config):
@@ -73,7 +90,7 @@ class NSAGenerationMixin(GenerationMixin):
                     cache.graph = StepGraph(self, cache)
                 ready.append(cache.graph)
             logits: Any = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
-            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return CausalLMOutputWithPast(logits=logits, **cache_argument(cache))
 
         return call
 
@@ -91,16 +108,16 @@ def _check_room(cache: NSAPagedModelCache, generation_config, rows: int, columns
     """Raises ValueError where `generate` would outgrow the cache."""
     if generation_config.compile_config is not None:
         raise ValueError(
-            "compile_config must be None where past_key_values is an NSAPagedModelCache, whose "
+            "compile_config must be None where cache is an NSAPagedModelCache, whose "
             "steps are a CUDA graph and not compiled"
         )
     if cache.batch_size != rows:
         raise ValueError(
-            f"past_key_values must have batch_size={rows}, a row for each sequence, "
+            f"cache must have batch_size={rows}, a row for each sequence, "
             f"got {cache.batch_size}"
         )
     if columns > cache.rows.capacity:
         raise ValueError(
-            f"past_key_values must have capacity for {columns} tokens, all of max_length but the "
+            f"cache must have capacity for {columns} tokens, all of max_length but the "
             f"last, got {cache.rows.capacity}"
         )

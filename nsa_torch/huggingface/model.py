@@ -6,23 +6,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
-from transformers.utils import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
 from nsa_jax.layer import KIND_KEY
 from nsa_jax.types import Branches
 from nsa_torch import geometry, heads
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.compatibility import (
+    ALL_ATTENTION_FUNCTIONS,
+    CACHE,
+    BaseModelOutputWithPast,
+    Cache,
+    CausalLMOutputWithPast,
+    GradientCheckpointingLayer,
+    LlamaRMSNorm,
+    PreTrainedModel,
+    cache_argument,
+    can_return_tuple,
+    capture_outputs,
+    create_causal_mask,
+    eager_attention_forward,
+    takes_past_key_values,
+)
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.huggingface.continuous import ContinuousBatch, check_version
+from nsa_torch.huggingface.continuous import ContinuousBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
@@ -108,7 +115,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         where: Rows | ContinuousBatch,
         position: Tensor | None = None,
         mask: Tensor | None = None,
-        past_key_values: NSAModelCache | None = None,
+        cache: NSAModelCache | None = None,
     ) -> Tensor:
         """`x` [B, T, dim]; `position` and `mask`, of aligned rows, are read by dense layers."""
         if isinstance(where, ContinuousBatch):
@@ -116,7 +123,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
             x = x + where.attend(self.self_attn, self.index, inputs)
             return x + self.mlp(self.post_attention_layernorm(x))
         inputs = where.align(self.input_layernorm(x))
-        layer = None if past_key_values is None else past_key_values.layers[self.index]
+        layer = None if cache is None else cache.layers[self.index]
         if self.kind == "dense":
             y = self.self_attn(inputs, position, mask, layer, where.count)
         elif layer is None:
@@ -135,7 +142,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NSADecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": NSADecoderLayer}  # noqa: RUF012
 
@@ -208,13 +215,14 @@ class NSAModel(NSAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_past_key_values
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -226,7 +234,8 @@ class NSAModel(NSAPreTrainedModel):
           attention_mask: as `rows.rows` says; a row may be padded on the left or on the right.
           position_ids: checked against the mask; without a mask, a single row whose positions
             start anew is a packed one.
-          past_key_values: an `NSAModelCache`, to which the tokens are appended.
+          cache: an `NSAModelCache`, to which the tokens are appended; also as `past_key_values`,
+            its name before transformers 5.24.
           use_cache: makes a cache where none is given. None: the configuration's outside
             training.
           cu_seq_lens_q: int `[sequences + 1]`, a packed row.
@@ -241,17 +250,15 @@ class NSAModel(NSAPreTrainedModel):
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
         if kwargs.get("output_attentions"):
             raise NotImplementedError("no layer makes attention weights: output_attentions")
-        if "cache" in kwargs:
-            return self._continuous(x, attention_mask, position_ids, cu_seq_lens_q, **kwargs)
-        if past_key_values is not None and not isinstance(past_key_values, NSAModelCache):
-            raise ValueError(
-                f"past_key_values must be an NSAModelCache, got {type(past_key_values).__name__}"
-            )
+        if "cu_seq_lens_k" in kwargs:
+            paged = {"cache": cache, "cu_seq_lens_q": cu_seq_lens_q, **kwargs}
+            return self._continuous(x, attention_mask, position_ids, **paged)
+        if cache is not None and not isinstance(cache, NSAModelCache):
+            raise ValueError(f"cache must be an NSAModelCache, got {type(cache).__name__}")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if self.gradient_checkpointing and self.training:
-            use_cache, past_key_values = False, None
-        cache = past_key_values
+            use_cache, cache = False, None
         if cache is None and use_cache and cu_seq_lens_q is None:
             cache = NSAModelCache(self.config)
         where = rows(x.shape[0], x.shape[1], attention_mask, position_ids, cu_seq_lens_q, cache)
@@ -261,15 +268,14 @@ class NSAModel(NSAPreTrainedModel):
             cache.begin(x, where.count)
         position, mask = self._dense_inputs(x, where, cache)
         for layer in self.layers:
-            x = layer(x, where, position, mask, past_key_values=cache)
+            x = layer(x, where, position, mask, cache=cache)
         if cache is not None:
             cache.end(where.count)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **cache_argument(cache))
 
-    def _continuous(self, x, mask, position, cu_seq_lens_q, **paged):
+    def _continuous(self, x, mask, position, **paged):
         """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
-        check_version()
-        batch = ContinuousBatch(self.config, position, mask, cu_seq_lens_q, **paged)
+        batch = ContinuousBatch(self.config, position, mask, **paged)
         for layer in self.layers:
             x = layer(x, batch)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
@@ -311,9 +317,9 @@ class NSAModel(NSAPreTrainedModel):
             config=self.config,
             inputs_embeds=x,
             attention_mask=None,
-            past_key_values=cache,
             position_ids=packed,
             and_mask_function=only,
+            **cache_argument(cache),
         )
         return position, mask
 
@@ -330,13 +336,14 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_past_key_values
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -355,7 +362,7 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -370,9 +377,9 @@ class NSAForCausalLM(NSAGenerationMixin, NSAPreTrainedModel):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **cache_argument(outputs.get(CACHE)),
         )
 
 

@@ -20,7 +20,7 @@ from nsa_torch.huggingface.paged_layer import PagedLayer, PagedRows, StaticDense
 
 
 class NSAPagedModelCache(NSAModelCache):
-    """The past of a batch, for `NSAForCausalLM`: `generate(.., past_key_values=this)`.
+    """The past of a batch, for `NSAForCausalLM`: `generate(.., cache=this)`.
 
     Args:
       config: of the model.

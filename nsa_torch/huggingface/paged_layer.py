@@ -62,7 +62,7 @@ class PagedRows:
         batch, T = x.shape[:2]
         if batch != self.batch:
             raise ValueError(
-                f"past_key_values must have a row for each of the {batch} rows of the input, "
+                f"cache must have a row for each of the {batch} rows of the input, "
                 f"got batch_size={self.batch}"
             )
         self.reserve(T)

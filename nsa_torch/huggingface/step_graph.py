@@ -85,7 +85,7 @@ class StepGraph:
 
     def _step(self) -> Tensor:
         inputs = {"input_ids": self.input_ids, "attention_mask": self.mask}
-        return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+        return self.model(**inputs, cache=self.cache, use_cache=True).logits
 
 
 def why_not(model: Any) -> str | None:

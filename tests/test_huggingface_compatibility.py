@@ -1,0 +1,113 @@
+"""What the Hugging Face model stands on in transformers: what broke, and where to mend it."""
+
+import importlib
+import inspect
+import sys
+
+import pytest
+import torch
+import transformers.utils
+
+from nsa_torch.huggingface import (
+    NSAForCausalLM,
+    NSAModel,
+    NSAModelCache,
+    NSAModelConfig,
+    cache,
+    compatibility,
+    paged_cache,
+    paged_layer,
+)
+from nsa_torch.huggingface.compatibility import (
+    CACHE,
+    OVERRIDDEN,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    GenerationMixin,
+    PreTrainedModel,
+)
+from tests.test_huggingface import model, tokens
+
+LAYERS = cache.NSALayer, cache.DenseLayer, paged_layer.PagedLayer
+OURS = {
+    GenerationMixin: (NSAForCausalLM,),
+    PreTrainedModel: (NSAForCausalLM, NSAModel),
+    CacheLayerMixin: LAYERS,
+    DynamicLayer: LAYERS,
+    Cache: (NSAModelCache, paged_cache.NSAPagedModelCache),
+}
+MEND = f"transformers {transformers.__version__}: see nsa_torch/huggingface/compatibility.py"
+
+
+def parameters(function):
+    found = inspect.signature(function).parameters.values()
+    return [x for x in found if x.kind is not x.VAR_KEYWORD and x.kind is not x.VAR_POSITIONAL]
+
+
+@pytest.mark.parametrize("base", OVERRIDDEN, ids=lambda x: x.__name__)
+def test_transformers_has_what_is_overridden(base):
+    """Each hook by its name, called as ours is declared."""
+    for name in OVERRIDDEN[base]:
+        assert hasattr(base, name), f"{base.__name__}.{name} is gone in {MEND}"
+        for ours in OURS[base]:
+            theirs, own = getattr(base, name), getattr(ours, name, None)
+            if own is None or own is theirs or not inspect.isfunction(theirs):
+                continue
+            takes = inspect.signature(own).parameters.values()
+            anything = any(x.kind is x.VAR_POSITIONAL for x in takes)
+            names = [x.name for x in parameters(own)]
+            required = [x.name for x in parameters(theirs) if x.default is x.empty]
+            assert anything or set(required) <= set(names), (
+                f"{base.__name__}.{name} takes {required} in {MEND}; ours takes {names}"
+            )
+
+
+@pytest.mark.parametrize("base", OVERRIDDEN, ids=lambda x: x.__name__)
+def test_what_is_overridden_is_listed(base):
+    """Ours that stand for a private name of theirs, or for any name of a cache."""
+    for ours in OURS[base]:
+        of_us = [x for x in ours.__mro__ if x.__module__.startswith("nsa_torch.huggingface")]
+        names = {name for x in of_us for name in vars(x) if not name.startswith("__")}
+        shared = {name for name in names if name in vars(base) and name.startswith("_")}
+        shared -= {"_abc_impl"}
+        assert shared <= set(OVERRIDDEN[base])
+
+
+def test_a_name_that_moved_is_said(monkeypatch):
+    """Loaded anew where transformers has no such name."""
+    monkeypatch.delattr(transformers.utils, "can_return_tuple")
+    monkeypatch.delitem(sys.modules, compatibility.__name__)
+    with pytest.raises(ImportError, match=r"5\.17 to 5\.\d+, got .*moved: .*can_return_tuple"):
+        importlib.import_module(compatibility.__name__)
+
+
+@torch.no_grad()
+def test_a_cache_has_two_names():
+    """`cache`, and `past_key_values` of before 5.24, in calls and in `generate`."""
+    made, ids = model("mixed"), tokens(2)
+    assert CACHE in ("cache", "past_key_values")
+    want, texts = made(ids, use_cache=False).logits[:, -1:], []
+    for name in ("cache", "past_key_values"):
+        kept = NSAModelCache(made.config)
+        out = made(ids[:, :-1], **{name: kept})
+        assert out[CACHE] is kept
+        last = made.model(ids[:, -1:], **{name: kept})
+        assert last[CACHE] is kept and kept.get_seq_length() == ids.shape[1]
+        torch.testing.assert_close(made.lm_head(last[0]), want)
+        kept.reset()
+        options = dict(max_new_tokens=3, do_sample=False)
+        texts.append(made.generate(ids, **{name: kept}, **options))
+        assert kept.get_seq_length() == ids.shape[1] + 2
+    assert torch.equal(*texts)
+    both = {name: NSAModelCache(made.config) for name in ("cache", "past_key_values")}
+    for call in (made, made.model, made.generate):
+        with pytest.raises(ValueError, match="cache and past_key_values are one argument"):
+            call(ids, **both)
+    assert made(ids, use_cache=False, past_key_values=None).logits.shape == (2, 41, 64)
+
+
+def test_outputs_without_a_cache():
+    made = NSAForCausalLM(NSAModelConfig(**model().config.to_dict()))
+    assert made(tokens(1), use_cache=False).get(CACHE) is None
+    assert len(made(tokens(1), use_cache=False, return_dict=False)) == 1
