@@ -273,7 +273,7 @@ def selected_attention(
 
     Args:
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch.
+        sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
     """
     validate.attention(query, key, value, config, segment_ids, scale)

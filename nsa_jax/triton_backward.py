@@ -175,8 +175,10 @@ def block_query_lists(ops: ArrayOps, block_indices, position, key_start, dkv: Se
     """Which queries chose each tile of keys, and the work items: `of_blocks` describes them."""
     xp, tiles = ops.xp, dkv.tiles
     batch, _, heads, _ = block_indices.shape
-    start = key_start[..., None, None] + block_indices * dkv.block
-    valid = (block_indices >= 0) & (position >= 0)[..., None, None] & (start < dkv.problem.S)
+    first = block_indices * dkv.block  # token of the sequence
+    # Without a block of the future, `of_blocks` knows which entries see a block in part.
+    valid = (block_indices >= 0) & (first <= position[..., None, None])
+    start = key_start[..., None, None] + first
     tile = start // dkv.block
     found = [xp.where(valid, tile, tiles)]
     if dkv.copies == 2:

@@ -364,7 +364,7 @@ def selected_attention(
 
     Args:
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; local to the
-        sequence in a packed batch.
+        sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
     """
     checks.tokens(query, key, value, config, cu_seqlens, scale)

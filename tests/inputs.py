@@ -96,6 +96,20 @@ def problem(case: Case, seed: int = 0) -> Problem:
     )
 
 
+def any_blocks(case: Case) -> np.ndarray:
+    """Random blocks of any place, int32 `[B, T, Hkv, n]`: of the future too, empty slots
+    anywhere, no block for each seventh query.
+    """
+    rng = np.random.default_rng(5)
+    blocks = case.config.num_blocks(case.S)
+    shape = (case.B, case.T, case.Hkv, blocks)
+    order = rng.permuted(np.broadcast_to(np.arange(blocks), shape), axis=-1)
+    indices = order[..., : case.config.num_selected].astype(np.int32)
+    indices[rng.uniform(size=indices.shape) < 0.3] = -1
+    indices[:, ::7] = -1
+    return indices
+
+
 def call(function, *arrays, **options):
     """`function` compiled as a whole: op by op each shape would cost a compilation an op."""
     return jax.jit(functools.partial(function, **options))(*arrays)

@@ -32,7 +32,17 @@ from kernels_pallas.specs import scores
 from nsa_jax import geometry, key_bounds, mosaic
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import Problem
-from tests.inputs import PAPER, SMALL, Case, call, oracle, problem, selection, yardstick
+from tests.inputs import (
+    PAPER,
+    SMALL,
+    Case,
+    any_blocks,
+    call,
+    oracle,
+    problem,
+    selection,
+    yardstick,
+)
 from tests.test_branches import compare, compressed_of
 from tests.test_cache import equations
 
@@ -199,17 +209,8 @@ def test_any_blocks_in_any_order(scale, group, n, interpreted):
 
 
 def check_any_blocks(p, scale=None):
-    case, rng = p.case, np.random.default_rng(5)
-    blocks = case.config.num_blocks(case.S)
-    shape = (case.B, case.T, case.Hkv, blocks)
-    order = rng.permuted(np.broadcast_to(np.arange(blocks), shape), axis=-1)
-    indices = order[..., : case.config.num_selected].astype(np.int32)
-    indices[rng.uniform(size=indices.shape) < 0.3] = -1
-    indices[:, ::7] = -1
-    arrays, options = (
-        (p.query, p.key, p.value, jnp.asarray(indices)),
-        p.where | {"scale": scale},
-    )
+    arrays = p.query, p.key, p.value, jnp.asarray(any_blocks(p.case))
+    options = p.where | {"scale": scale}
     out = run("selected_attention", *arrays, **options)
     assert np.isneginf(np.asarray(out[1])[:, ::7]).all()
     assert not np.asarray(out[0], np.float32)[:, ::7].any()

@@ -14,7 +14,7 @@ from bench.judge.parity import assert_parity
 from nsa_jax import reference
 from nsa_torch import MLPParams, NSAConfig, PoolParams, sdpa, select
 from nsa_torch import reference as torch_reference
-from tests.inputs import PAPER, SMALL, Case, problem, selection
+from tests.inputs import PAPER, SMALL, Case, any_blocks, problem, selection
 from tests.torch_inputs import (
     BRANCHES,
     TIGHT,
@@ -65,6 +65,12 @@ def _cpu(monkeypatch):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branch_forward_and_backward(case, branch, implementation):
     check_branch(case, branch, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_any_blocks_in_any_order(implementation):
+    """Blocks behind the query, empty slots anywhere: output and gradients."""
+    check_branch(CASES[1], "selected", implementation, blocks=any_blocks)
 
 
 @pytest.mark.parametrize("short", [5, 1024])

@@ -12,7 +12,7 @@ import torch
 
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2
-from tests.inputs import PAPER, SMALL, Case
+from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
@@ -63,6 +63,35 @@ def test_fa2_gpu_varlen_branch(case, branch, monkeypatch):
 def test_gpu_branch(case, branch, implementation, monkeypatch):
     monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**20)
     check_branch(case, branch, implementation, "cuda")
+
+
+SEVEN_HUNDRED = Case(
+    700,
+    700,
+    B=1,
+    H=8,
+    Hkv=2,
+    D=64,
+    Dv=64,
+    config=dataclasses.replace(PAPER, num_selected=11),
+    dtype="bfloat16",
+)
+ANY_BLOCKS = (
+    SEVEN_HUNDRED,
+    dataclasses.replace(SEVEN_HUNDRED, H=2),
+    dataclasses.replace(SEVEN_HUNDRED, H=32, dtype="float16"),
+    dataclasses.replace(SEVEN_HUNDRED, T=350),
+    dataclasses.replace(SEVEN_HUNDRED, segments=(300, 1, 380, -19)),
+)
+ANY_BLOCKS_RUNS = [(c, i) for c in ANY_BLOCKS for i in ("sdpa", "fa2", "triton")] + [
+    (dataclasses.replace(SEVEN_HUNDRED, H=h, dtype="float32"), "triton") for h in (2, 8, 32)
+]
+
+
+@pytest.mark.parametrize("case, implementation", ANY_BLOCKS_RUNS, ids=str)
+def test_gpu_any_blocks_in_any_order(case, implementation):
+    """Blocks behind the query, empty slots anywhere: output and gradients."""
+    check_branch(case, "selected", implementation, "cuda", any_blocks)
 
 
 @by_case

@@ -30,7 +30,8 @@ from nsa_torch import (
 )
 from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.operators import arguments
-from tests.inputs import PAPER, SMALL, Case
+from tests.inputs import PAPER, SMALL, Case, any_blocks
+from tests.test_torch_gpu import ANY_BLOCKS
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
@@ -520,6 +521,12 @@ def gpu(function):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branch_on_gpu(case, branch):
     check_branch(case, branch, "mosaic", "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("case", ANY_BLOCKS, ids=str)
+def test_any_blocks_in_any_order_on_gpu(case):
+    check_branch(case, "selected", "mosaic", "cuda", any_blocks)
 
 
 @gpu

@@ -26,7 +26,7 @@ from nsa_jax.triton_ops import compiled_for
 from nsa_jax.types import Branches
 from nsa_torch import dispatch, replay
 from tests import interpreted_triton
-from tests.inputs import PAPER, SMALL, Case, problem
+from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.torch_inputs import (
     check_branch,
@@ -60,6 +60,13 @@ BRANCHES = (
 SELECTIONS = (
     Case(30, 30, B=1, H=4, Hkv=2, config=FINE),
     Case(24, 24, B=1, H=6, Hkv=1, segments=(9, 0, 1, 12, -2)),
+)
+EIGHT = dataclasses.replace(SMALL, num_selected=8)
+ANY_BLOCKS = (
+    Case(60, 80, B=1, H=4, Hkv=1, D=8, Dv=8),
+    Case(50, 50, B=1, H=16, Hkv=1, D=8, Dv=8, dtype="bfloat16"),
+    Case(140, 140, B=1, H=2, Hkv=2, D=8, Dv=8, config=EIGHT),
+    Case(50, 50, B=1, H=4, Hkv=1, D=8, Dv=8, segments=(35, 1, 12, -2)),
 )
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 64)
 ON_A_GPU = [
@@ -110,6 +117,15 @@ def test_triton_sel_parity_gpu(case):
 def test_branch(branch, case):
     """Output, log-sum-exp and gradients of one branch."""
     check_branch(case, branch, "triton", DEVICE)
+
+
+@kernel
+@pytest.mark.parametrize("case", ANY_BLOCKS, ids=str)
+def test_any_blocks_in_any_order(case, monkeypatch):
+    """Blocks behind the query, empty slots anywhere: output and gradients."""
+    if INTERPRETED:  # query lists with whole tiles of rows behind a block's own tokens
+        monkeypatch.setattr(descriptions, "SEGMENT", 256)
+    check_branch(case, "selected", "triton", DEVICE, any_blocks)
 
 
 @kernel

@@ -183,8 +183,11 @@ def bind(name, indices, **options):
 
 
 @functools.lru_cache
-def expected(case) -> Expected:
-    """The oracle and the yardstick of every step, forward and backward."""
+def expected(case, blocks=None) -> Expected:
+    """The oracle and the yardstick of every step, forward and backward.
+
+    `blocks`: a function of the case to the block indices; None: those of the reference.
+    """
     p = problem(case)
     shape = (*p.query.shape[:3], case.Dv)
     normal = np.random.default_rng(1).normal
@@ -193,7 +196,10 @@ def expected(case) -> Expected:
 
     def make_inputs(query, key, value):
         pair = tuple(reference.compress(x, **options) for x in (key, value))
-        indices = reference.select_blocks(query, pair[0], **p.where)
+        if blocks is None:
+            indices = reference.select_blocks(query, pair[0], **p.where)
+        else:
+            indices = jnp.asarray(blocks(case))
         return {
             "compressed": (query, *pair),
             "selected": (query, key, value, indices),
@@ -220,8 +226,8 @@ def expected(case) -> Expected:
     return Expected(inputs, weights, exact, rough)
 
 
-def check_branch(case, branch, implementation, device="cpu"):
-    want = expected(case)
+def check_branch(case, branch, implementation, device="cpu", blocks=None):
+    want = expected(case, blocks)
     inputs = [tensor(x, device) for x in want.inputs[branch]]
     floats = [x.requires_grad_() for x in inputs[:3]]
     options = where_of(case, device)

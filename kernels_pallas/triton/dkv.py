@@ -372,7 +372,8 @@ def of_blocks(
     Args:
       query .. key_start: as of `selected.forward`; do .. dlse: as of `interval.dq`.
       order: int32 `[B * HEADS, entries]`: the query lists of all tiles, one after the other; an
-        entry is `(token * N + slot) * COPIES + copy`, ascending in a list.
+        entry is `(token * N + slot) * COPIES + copy`, ascending in a list. No block of a list
+        begins behind its token.
       starts: int32 `[B * HEADS, tiles + 1]`: where each list begins.
       ends: int32 `[B * HEADS, tiles]`: the item after each tile's.
       tile_of: int32 `[B * HEADS, items]`: the tile of each item; `tiles`: none.
