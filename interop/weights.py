@@ -10,7 +10,7 @@ has the same names, so a path maps to a key by one rule:
 
 Dtypes are kept, bfloat16 included; nothing is cast. The file's metadata records what
 `module.hyper_parameters()` returns (names to numbers or words), as JSON. Each attention layer's
-gate and phi stand in the file too (`nsa_jax.layer.KIND_KEY`), as in the torch state_dict.
+gate and phi stand in the file too, as names (`LayerSpec.kind_keys`) of entries that are zero.
 """
 
 import json
@@ -25,7 +25,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from nsa_jax.layer import KIND, KIND_KEY, LayerSpec
+from nsa_jax.layer import KIND, KIND_MODULE, LayerSpec, take_kind
 
 if TYPE_CHECKING:  # a torch module is saved and loaded without Flax
     from flax import nnx
@@ -79,12 +79,11 @@ def load(path: str | Path, module: Module) -> None:
     recorded = json.loads(metadata.get(METADATA_KEY, "{}"))
     if METADATA_KEY in metadata:
         _check_hyper_parameters(path, module.hyper_parameters(), recorded)
-    for key, spec in _layers(module).items():
-        if key in tensors:
-            spec.check_kind(f"{path}: {key}", bytes(tensors[key].tolist()))
-        elif not recorded.keys() >= set(KIND):
-            spec.check_kind(f"{path}: {key}", None)
-        tensors[key] = _kind(spec)
+    for prefix, spec in _layers(module).items():
+        stated = take_kind(tensors, prefix)
+        if stated or not recorded.keys() >= set(KIND):
+            spec.check_kind(stated, f"{path}: {prefix}{KIND_MODULE}")
+        tensors |= _kind(prefix, spec)
     _check_tensors(path, _tensors(module), tensors)
     if isinstance(module, torch.nn.Module):
         module.load_state_dict(tensors)
@@ -127,34 +126,40 @@ def _tensors(module: Module) -> dict[str, torch.Tensor]:
     """The module's weights as they stand in the file."""
     if isinstance(module, torch.nn.Module):
         return {key: value.contiguous() for key, value in module.state_dict().items()}
-    tensors = {key: _kind(spec) for key, spec in _layers(module).items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for prefix, spec in _layers(module).items():
+        tensors |= _kind(prefix, spec)
     for steps, param in _params(module):
         tensors[_key(steps)] = _from_nnx(steps, param.get_value())
     return tensors
 
 
 def _layers(module: Module) -> dict[str, LayerSpec]:
-    """The attention layers in `module`, each by the key that states its gate and phi."""
+    """The attention layers in `module` that state their gate and phi, by their keys' prefix."""
     if isinstance(module, torch.nn.Module):
         keys = module.state_dict().keys()
         found = {
-            _join(name, KIND_KEY): getattr(layer, "spec", None)
+            name and f"{name}.": getattr(layer, "spec", None)
             for name, layer in module.named_modules()
         }
-        return {k: x for k, x in found.items() if k in keys and isinstance(x, LayerSpec)}
+        return {
+            prefix: spec
+            for prefix, spec in found.items()
+            if isinstance(spec, LayerSpec) and keys >= {*spec.kind_keys(prefix)}
+        }
     from flax import nnx
 
     from nsa_jax.nn import NSAAttention
 
     return {
-        _join(*map(str, steps), KIND_KEY): layer.spec
+        "".join(f"{step}." for step in steps): layer.spec
         for steps, layer in nnx.iter_graph(module)
         if isinstance(layer, NSAAttention)
     }
 
 
-def _kind(spec: LayerSpec) -> torch.Tensor:
-    return torch.tensor(list(spec.kind()), dtype=torch.uint8)
+def _kind(prefix: str, spec: LayerSpec) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros(()) for key in spec.kind_keys(prefix)}
 
 
 def _params(module: Module) -> "nnx.FlatState":
@@ -163,13 +168,9 @@ def _params(module: Module) -> "nnx.FlatState":
     return nnx.to_flat_state(nnx.state(module, nnx.Param))
 
 
-def _join(*names: str) -> str:
-    return ".".join(name for name in names if name)
-
-
 def _key(steps: tuple[Any, ...]) -> str:
     *parents, name = map(str, steps)
-    return _join(*parents, "weight" if name == "kernel" else name)
+    return ".".join([*parents, "weight" if name == "kernel" else name])
 
 
 def _is_matrix(name: str, steps: tuple[Any, ...], array: np.ndarray | jax.Array) -> bool:

@@ -9,11 +9,11 @@ from nsa_jax.config import NSAConfig
 PHI = ("avg", "mlp", "mlp_pe")
 GATES = ("sigmoid", "softmax")
 
-# What a layer's weights alone do not tell. A checkpoint states it under this key of torch's
-# state_dict: `KIND_BYTES` bytes of JSON, the same number for every layer, as uint8.
+# What a layer's weights alone do not tell. The names of entries of its state say it, such as
+# `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
 KIND = ("gate", "phi")
-KIND_KEY = "_extra_state"
-KIND_BYTES = 64
+KIND_MODULE = "kind"
+EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
 FORCED = ("num_initial", "num_local")
 
 
@@ -129,37 +129,69 @@ class LayerSpec:
                 values[name] = None
         return {name: value for name, value in values.items() if value is not None}
 
-    def kind(self) -> bytes:
-        """Gate and phi as a checkpoint states them."""
-        values = self.as_dict()
-        text = json.dumps({name: values[name] for name in KIND})
-        return text.ljust(KIND_BYTES).encode()
+    def kind_marks(self) -> tuple[str, ...]:
+        """Gate and phi as names: `("gate_sigmoid", "phi_avg")`."""
+        return tuple(f"{name}_{getattr(self, name)}" for name in KIND)
 
-    def check_kind(self, key: str, stated: bytes | None) -> None:
+    def kind_keys(self, prefix: str = "") -> list[str]:
+        """The keys of a torch state_dict that state the kind of the layer at `prefix`."""
+        return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
+
+    def check_kind(self, stated: dict[str, str], where: str) -> None:
         """That the weights of a checkpoint are of a layer with this gate and this phi.
 
         Args:
-          key: where the checkpoint states it; named in the message.
-          stated: as `kind` of the layer that was saved; None: the checkpoint does not say
-            (the seed system's do not), and its weights are taken if the caller named both.
+          stated: what the checkpoint says of itself; empty: nothing (the seed system's do not),
+            and its weights are taken if the caller named both.
+          where: the place in the checkpoint; named in the message.
 
         Raises:
           ValueError: gate or phi differ, or nobody says what they are.
         """
-        if stated is None:
-            missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
-            if missing:
-                raise ValueError(
-                    f"{' and '.join(missing)} must be named when the layer is made, to load "
-                    f"weights that do not say theirs, got no key {key!r} in the checkpoint "
-                    f"(the seed system's layers have gate='softmax')"
-                )
-            return
-        found = json.loads(stated)
-        for name in KIND:
-            ours, theirs = getattr(self, name), found.get(name, "no such name")
+        missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
+        if not stated and missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be named when the layer is made, to load "
+                f"weights that do not say theirs, got no {where!r} in the checkpoint "
+                f"(the seed system's layers have gate='softmax')"
+            )
+        for name in sorted({*KIND, *stated}) if stated else ():
+            ours = str(getattr(self, name)) if name in KIND else "no such name"
+            theirs = stated.get(name, "no such name")
             if ours != theirs:
                 raise ValueError(
-                    f"{name} must be {str(ours)!r} as in the module, got {theirs!r} in the "
-                    f"checkpoint ({key})"
+                    f"{name} must be {ours!r} as in the module, got {theirs!r} in the "
+                    f"checkpoint ({where})"
                 )
+
+
+def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """What a torch state_dict says of the layer at `prefix`; removed from it. `{}`: nothing.
+
+    Raises:
+      ValueError: it says two things, or what it says cannot be read.
+    """
+    former = state.pop(f"{prefix}{EXTRA_STATE}", None)
+    found = {} if former is None else _from_json(former, f"{prefix}{EXTRA_STATE}")
+    start = f"{prefix}{KIND_MODULE}."
+    for key in [key for key in state if key.startswith(start)]:
+        name, _, word = key.removeprefix(start).removesuffix(f".{EXTRA_STATE}").partition("_")
+        if found.get(name, word) != word:
+            raise ValueError(
+                f"{name} must be stated once in a checkpoint, got {found[name]!r} and {word!r} "
+                f"({start.removesuffix('.')})"
+            )
+        found[name] = word
+        del state[key]
+    return found
+
+
+def _from_json(tensor: Any, key: str) -> dict[str, str]:
+    """Bytes of JSON, as checkpoints once stated the kind; those of an average need rounding."""
+    values = tensor.tolist()
+    try:
+        return json.loads(bytes(map(round, values)))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{key} must hold bytes of JSON, or not be in the checkpoint, got {values}"
+        ) from error

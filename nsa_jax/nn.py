@@ -92,9 +92,9 @@ class Kind(nnx.Module):
 
     def __init__(self, spec: LayerSpec):
         self.spec = spec
-        for name in KIND:
+        for mark in spec.kind_marks():
             # Not an integer: `jax.grad` takes the whole state of a module.
-            setattr(self, f"{name}_{getattr(spec, name)}", Mark(jnp.zeros(())))
+            setattr(self, mark, Mark(jnp.zeros(())))
 
     def __setattr__(self, name: str, value) -> None:
         kind, _, got = name.partition("_")

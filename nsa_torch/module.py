@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
-from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_KEY, LayerSpec
+from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
 from nsa_jax.types import Branches
 from nsa_torch import cache, context, functional, geometry, heads
 
@@ -80,6 +80,16 @@ def reset_pool(conv: nn.Conv1d) -> None:
     nn.init.constant_(conv.weight, 1 / conv.kernel_size[0])
 
 
+class Mark(nn.Module):
+    """An entry of the state_dict without a meaning of its own: its name is what it tells."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing is read."""
+
+
 class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
@@ -92,8 +102,9 @@ class NSAAttention(nn.Module):
       implementation: as in `nsa_torch.attention`; not together with the two switches.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
 
-    The state_dict states gate and phi. `load_state_dict` raises `ValueError` where they differ,
-    and where weights come without them (the seed's) unless both were named here.
+    The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
+    averages of weights keep. `load_state_dict` raises `ValueError` where they differ, and where
+    weights come without them (the seed's) unless both were named here.
     """
 
     def __init__(
@@ -166,18 +177,12 @@ class NSAAttention(nn.Module):
         elif phi == "mlp_pe":
             self.phi_k_mlp = MLP(l, d_k, spec.phi_width(d_k))
             self.phi_v_mlp = MLP(l, d_v, spec.phi_width(d_v))
+        self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
 
     def hyper_parameters(self) -> dict[str, Any]:
         """What makes this layer's function, for a checkpoint's metadata."""
         return self.spec.as_dict()
-
-    def get_extra_state(self) -> Tensor:
-        """Gate and phi in the state_dict: with the same weights, others are other functions."""
-        return torch.tensor(list(self.spec.kind()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.spec.check_kind(KIND_KEY, bytes(state.to("cpu", torch.uint8).tolist()))
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.spec.as_dict().items())
@@ -312,12 +317,10 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
     A state_dict without them (the seed's) is completed where the caller named both; one
     without any weight of this layer is left to `strict`.
     """
-    key = prefix + KIND_KEY
-    if key in state_dict:
-        module.set_extra_state(state_dict[key])
-    elif any(f"{prefix}{name}.weight" in state_dict for name, _ in module.named_children()):
-        module.spec.check_kind(key, None)
-        state_dict[key] = module.get_extra_state()
+    stated = take_kind(state_dict, prefix)
+    if stated or any(f"{prefix}{x}.weight" in state_dict for x, _ in module.named_children()):
+        module.spec.check_kind(stated, f"{prefix}{KIND_MODULE}")
+        state_dict.update(dict.fromkeys(module.spec.kind_keys(prefix), torch.zeros(())))
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel):

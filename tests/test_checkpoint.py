@@ -1,6 +1,7 @@
 """A checkpoint says what it is: gate and phi travel with the weights, and are compared."""
 
 import copy
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 from flax import nnx
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from interop import weights
-from nsa_jax.layer import GATES, KIND, KIND_BYTES, KIND_KEY, PHI, LayerSpec
+from nsa_jax.layer import EXTRA_STATE, GATES, KIND, PHI, LayerSpec
 from nsa_jax.nn import Mark
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
@@ -36,9 +38,22 @@ def jax_layer(**options):
 
 def seed_state(**options):
     """A state_dict as the seed system's module has it."""
-    state = torch_layer(**options).state_dict()
-    del state[KIND_KEY]
-    return {name: value + 1 for name, value in state.items()}
+    parameters = torch_layer(**options).named_parameters()
+    return {name: value.detach() + 1 for name, value in parameters}
+
+
+def former_state(text=None, prefix="", **options):
+    """A state_dict as it was until its kind stood in names: 64 bytes of JSON as uint8."""
+    layer = torch_layer(**options)
+    words = {"gate": str(layer.spec.gate), "phi": str(layer.spec.phi)}
+    kind = torch.tensor(list((text or json.dumps(words)).ljust(64).encode()), dtype=torch.uint8)
+    state = {name: value + 1 for name, value in layer.named_parameters()} | {EXTRA_STATE: kind}
+    return {prefix + name: value.detach() for name, value in state.items()}
+
+
+def average(a, b):
+    """What scripts of weight averages do: one loop over all keys."""
+    return {key: 0.1 * a[key] + 0.9 * b[key] for key in a}
 
 
 def values(module):
@@ -59,14 +74,112 @@ def test_the_state_survives_torch_save(gate, phi, tmp_path):
     source = torch_layer(gate=gate, phi=phi)
     torch.save(source.state_dict(), tmp_path / "layer.pt")
     state = torch.load(tmp_path / "layer.pt", weights_only=True)
-    assert state[KIND_KEY].dtype == torch.uint8 and state[KIND_KEY].shape == (KIND_BYTES,)
+    assert {f"kind.gate_{gate}._extra_state", f"kind.phi_{phi}._extra_state"} < state.keys()
     target = TorchAttention(**SIZES, gate=gate, phi=phi)
     assert str(target.load_state_dict(state)) == "<All keys matched successfully>"
     assert same(values(source), values(target))
-    # safetensors takes tensors only; a cast of everything leaves bytes readable.
+    # safetensors takes tensors only; a cast of everything keeps names.
     again = safetensors.torch.load(safetensors.torch.save(state))
     again = {name: value.bfloat16() for name, value in again.items()}
     target.load_state_dict(again)
+
+
+@pytest.mark.parametrize("make", [torch_layer, jax_layer])
+@pytest.mark.parametrize("former", [False, True])
+def test_averages_of_weights_load(make, former, tmp_path):
+    """By torch and by a file, from the present form and from that of older checkpoints."""
+    kind = {"gate": "softmax", "phi": "mlp"}
+    states = former_state(**kind), former_state(**kind)
+    if not former:
+        states = torch_layer(**kind).state_dict(), torch_layer(**kind).state_dict()
+    states[1]["W_Q.weight"] += 1
+    mean = average(*states)
+    other = {"gate": "softmax"}
+    targets = make(**kind), make(**other)
+    if make is torch_layer:
+        assert str(targets[0].load_state_dict(mean)) == "<All keys matched successfully>"
+        with pytest.raises(ValueError, match="phi must be 'avg' as in the module, got 'mlp'"):
+            targets[1].load_state_dict(mean)
+        torch.testing.assert_close(targets[0].W_Q.weight.data, states[0]["W_Q.weight"] + 0.9)
+    path = tmp_path / "mean.safetensors"
+    safetensors.torch.save_file(mean, path)
+    weights.load(path, targets[0])
+    with pytest.raises(ValueError, match=r"phi must be 'avg' .* got 'mlp'.*mean\.safetensors"):
+        weights.load(path, targets[1])
+
+
+def test_moving_averages_load():
+    """torch's, and one in place over all values of a state_dict."""
+    layer = torch_layer()
+    mean = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
+    mean.update_parameters(layer)
+    layer.load_state_dict(mean.module.state_dict())
+    shadow = {name: value.clone() for name, value in layer.state_dict().items()}
+    for name, value in torch_layer(phi="avg").state_dict().items():
+        shadow[name].lerp_(value, 0.1)
+    layer.load_state_dict(shadow)
+
+
+def test_an_average_of_two_kinds_is_no_checkpoint():
+    """A loop over the keys of one ends at the other's; a union of both is refused."""
+    one, two = torch_layer().state_dict(), torch_layer(gate="softmax").state_dict()
+    with pytest.raises(KeyError, match="gate_sigmoid"):
+        average(one, two)
+    for layer in (torch_layer(), torch_layer(gate="softmax")):
+        with pytest.raises(ValueError, match="gate must be stated once"):
+            layer.load_state_dict({**two, **one})
+
+
+@pytest.mark.parametrize("make", [torch_layer, jax_layer])
+def test_older_files_load(make, tmp_path):
+    """Those with the kind as bytes, with metadata of `interop.weights` and without."""
+    kind = {"gate": "softmax", "phi": "mlp"}
+    target, state = make(**kind), former_state(**kind)
+    for metadata in (None, {weights.METADATA_KEY: json.dumps(target.hyper_parameters())}):
+        path = tmp_path / "older.safetensors"
+        safetensors.torch.save_file(state, path, metadata)
+        weights.load(path, target)
+        before = values(target)
+        with pytest.raises(
+            ValueError, match="gate must be 'sigmoid' as in the module, got 'softmax'"
+        ):
+            weights.load(path, make(phi="mlp"))
+        assert same(before, values(target))
+
+
+def test_older_state_dicts_load():
+    model = torch.nn.ModuleDict({"layer": torch_layer()})
+    state = former_state(prefix="layer.")
+    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert f"layer.{EXTRA_STATE}" in state
+    other = torch.nn.ModuleDict({"layer": torch_layer(phi="mlp")})
+    before = values(other)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="phi must be 'mlp' as in the module, got 'avg'"):
+            other.load_state_dict(state, strict=strict)
+    assert same(before, values(other))
+    for text in ("none", '{"gate": "sigmoid"'):
+        with pytest.raises(ValueError, match=r"layer\._extra_state must hold bytes of JSON"):
+            model.load_state_dict(former_state(text, "layer."))
+
+
+def test_a_word_of_a_later_version_is_refused(tmp_path):
+    """What a checkpoint says and this version does not know changes the meaning of weights."""
+    state = torch_layer().state_dict() | {"kind.kv_shared._extra_state": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"kv must be 'no such name' .* got 'shared'"):
+        torch_layer().load_state_dict(state)
+    safetensors.torch.save_file(state, tmp_path / "later.safetensors")
+    with pytest.raises(ValueError, match=r"kv must be 'no such name' .* got 'shared'"):
+        weights.load(tmp_path / "later.safetensors", jax_layer())
+
+
+def test_the_state_of_distributed_checkpoints():
+    """torch looks up every key of a state_dict in the module."""
+    model = torch.nn.ModuleDict({"layer": torch_layer(phi="mlp")})
+    state = get_model_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    set_model_state_dict(model, state)
+    assert not list(model.buffers())  # DDP would send them at each forward pass
 
 
 @pytest.mark.parametrize(
@@ -81,8 +194,7 @@ def test_another_kind_is_refused_by_torch(changed, message, strict):
     state = torch_layer().state_dict()
     model = torch.nn.ModuleDict({"layer": torch_layer(**changed)})
     before = values(model)
-    state = {f"layer.{name}": value + 1 for name, value in state.items() if name != KIND_KEY}
-    state[f"layer.{KIND_KEY}"] = torch_layer().get_extra_state()
+    state = {f"layer.{name}": value + 1 for name, value in state.items()}
     with pytest.raises(ValueError, match=message):
         model.load_state_dict(state, strict=strict)
     assert same(before, values(model))
@@ -104,7 +216,9 @@ def test_the_seeds_state_dict_loads_where_gate_and_phi_were_named():
 def test_the_seeds_state_dict_is_refused_elsewhere(named, missing, strict):
     target = torch_layer(**named)
     before = values(target)
-    message = f"^{missing} must be named when the layer is made.*got no key '{KIND_KEY}'"
+    message = (
+        f"^{missing} must be named when the layer is made.*got no 'kind' in the checkpoint"
+    )
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(seed_state(), strict=strict)
     assert same(before, values(target))
@@ -156,6 +270,14 @@ def test_a_file_without_metadata_says_its_kind(make, name, ours, theirs, tmp_pat
     weights.load(path, make(**{name: theirs}))
 
 
+def test_an_average_of_states_of_nnx_loads():
+    one, two = nnx.state(jax_layer()), nnx.state(jax_layer())
+    mean = jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, one, two)
+    nnx.update(jax_layer(), mean)
+    with pytest.raises(ValueError, match="gate must be 'softmax'"):
+        nnx.update(jax_layer(gate="softmax"), mean)
+
+
 @pytest.mark.parametrize("changed", [{"gate": "softmax"}, {"phi": "mlp"}], ids=str)
 @pytest.mark.parametrize("pure", [False, True], ids=["state", "pure"])
 def test_another_kind_is_refused_by_nnx(changed, pure):
@@ -185,5 +307,3 @@ def test_named_and_unnamed_layers_are_equal():
     assert named == LayerSpec(**SIZES) and hash(named) == hash(LayerSpec(**SIZES))
     plain = LayerSpec(**SIZES).as_dict()
     assert {type(plain[name]) for name in KIND} == {str}
-    longest = max(len(LayerSpec(**SIZES, gate=g, phi=p).kind()) for g in GATES for p in PHI)
-    assert longest == KIND_BYTES

@@ -715,12 +715,11 @@ def test_a_checkpoint_with_gate_and_phi_in_its_weights(folder):
     assert not [key for key in state if key.endswith("_extra_state")]
     made = NSAForCausalLM(model().config)
     layer = made.model.layers[0].self_attn
-    key = "model.layers.0.self_attn._extra_state"
-    made.load_state_dict(state | {key: layer.get_extra_state()})
-    other = dataclasses.replace(layer.spec, gate="softmax").kind()
-    wrong = torch.tensor(list(other), dtype=torch.uint8)
+    prefix = "model.layers.0.self_attn."
+    made.load_state_dict(state | {prefix + key: x for key, x in layer.state_dict().items()})
+    other = dataclasses.replace(layer.spec, gate="softmax").kind_keys(prefix)
     with pytest.raises(ValueError, match="gate must be 'sigmoid' as in the module"):
-        made.load_state_dict(state | {key: wrong})
+        made.load_state_dict(state | dict.fromkeys(other, torch.zeros(())))
 
 
 def test_a_looser_load(folder):

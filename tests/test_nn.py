@@ -10,7 +10,7 @@ from flax import nnx
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
 from interop import weights
-from nsa_jax.layer import GATES, KIND_KEY, PHI, LayerSpec
+from nsa_jax.layer import GATES, PHI, LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
@@ -84,10 +84,10 @@ def test_the_seeds_state_dict_keys():
     keys = {f"{name}.weight" for name in linear}
     keys |= {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
     module, _ = modules()
-    assert set(module.state_dict()) == keys | {KIND_KEY}
+    assert set(module.state_dict()) == keys | set(module.spec.kind_keys())
     module, _ = modules(phi="mlp")
-    convolutions = {"phi_k_conv.weight", "phi_v_conv.weight"}
-    assert set(module.state_dict()) == keys | convolutions | {KIND_KEY}
+    keys |= {"phi_k_conv.weight", "phi_v_conv.weight"}
+    assert set(module.state_dict()) == keys | set(module.spec.kind_keys())
     assert module.state_dict()["phi_k_conv.weight"].shape == (8, 1, 8)
 
 
@@ -184,8 +184,7 @@ def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
     conv, conv_twin = modules(phi="mlp", gate="sigmoid")
     x = tokens()
     if framework == "torch":
-        shared = mean.state_dict()
-        del shared[KIND_KEY]  # as the seed's: phi is what the module says
+        shared = dict(mean.named_parameters())  # as the seed's: phi is what the module says
         conv.load_state_dict(shared, strict=False)
         with torch.no_grad():
             a, b = mean(torch.from_numpy(x))[0].numpy(), conv(torch.from_numpy(x))[0].numpy()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_jax.layer import KIND_KEY
+from nsa_jax.layer import EXTRA_STATE
 from nsa_jax.types import Branches
 from nsa_torch import geometry, heads
 from nsa_torch.huggingface import checkpoints
@@ -391,5 +391,5 @@ def _draw(linear: nn.Linear, deviation: float | None, divisor: float = 1.0) -> N
 
 def _without_kinds(module, state_dict, prefix, local_metadata) -> None:
     """Gate and phi stand in config.json: FSDP shards what is in a state_dict, numbers only."""
-    for key in [key for key in state_dict if key.endswith(f".{KIND_KEY}")]:
+    for key in [key for key in state_dict if key.endswith(f".{EXTRA_STATE}")]:
         del state_dict[key]
