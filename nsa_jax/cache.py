@@ -20,6 +20,9 @@ from nsa_jax.compression import apply_phi
 from nsa_jax.config import NSAConfig
 from nsa_jax.types import Branches
 
+# A cache holds its configuration beside its arrays: `jit` knows it, no transform touches it.
+jax.tree_util.register_static(NSAConfig)
+
 
 class NSACache(NamedTuple):
     """`M`: capacity in tokens. Sliding fields are None where it reads the selected ones."""
@@ -33,6 +36,7 @@ class NSACache(NamedTuple):
     recent_key: Float[Array, "B l-1 Hkv D"]
     recent_value: Float[Array, "B l-1 Hkv Dv"]
     length: Int[Array, " B"]  # tokens seen by each sequence
+    config: NSAConfig  # what compressed tokens are made with
 
     @property
     def capacity(self) -> int:
@@ -55,6 +59,7 @@ def init_cache(
     Args:
       separate: whether the sliding branch has keys and values of its own (`Branches`).
     """
+    validate.configuration(config)
     validate.sizes(
         batch=batch,
         capacity=capacity,
@@ -77,6 +82,7 @@ def init_cache(
         zeros(recent, key_width),
         zeros(recent, value_width),
         jnp.zeros((batch,), jnp.int32),
+        config,
     )
 
 
@@ -87,7 +93,7 @@ def cached_attention(
     gates,
     cache: NSACache,
     *,
-    config: NSAConfig = NSAConfig(),
+    config: NSAConfig | None = None,
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
     scale: float | None = None,
     implementation: str | Branches[str | None] | None = None,
@@ -100,13 +106,15 @@ def cached_attention(
     Args:
       query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
+      config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
       compress_params: of the keys and of the values (`nsa_jax.compress_params`).
 
     Raises:
-      ValueError: bad shapes, or more tokens than the capacity.
+      ValueError: bad shapes, a cache of another config, or more tokens than the capacity.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     if not isinstance(cache.length, jax.core.Tracer):
         longest = int(np.max(np.asarray(cache.length))) + query.shape[1]  # inside of jit too
@@ -173,6 +181,7 @@ def update(cache, key, value, config, compress_params) -> NSACache:
         recent_key,
         recent_value,
         start + num_new,
+        cache.config,
     )
 
 

@@ -239,6 +239,18 @@ def sizes(**values: int) -> None:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
 
 
+def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
+    """`config`, None: the cache's. What the cache holds must be what it asks for."""
+    if config is None:
+        return cache.config
+    configuration(config)
+    for name in ("compress_block", "compress_stride"):
+        ours, theirs = getattr(config, name), getattr(cache.config, name)
+        if ours != theirs:
+            raise ValueError(f"cache must be made with {name}={ours}, got one with {theirs}")
+    return config
+
+
 def cached(query, key, value, cache, config, compress_params, scale) -> None:
     """New tokens `[B, T, Hkv, .]` of each branch that fit a cache of either framework."""
     for branch, k, v in zip(Branches._fields, key, value, strict=True):
@@ -248,11 +260,6 @@ def cached(query, key, value, cache, config, compress_params, scale) -> None:
     if cache.recent_key.shape[0] != query.shape[0]:
         raise ValueError(
             f"cache must be of batch {query.shape[0]}, got {cache.recent_key.shape[0]}"
-        )
-    if cache.recent_key.shape[1] != config.compress_block - 1:
-        raise ValueError(
-            f"cache must be made with compress_block={config.compress_block}, "
-            f"got one with {cache.recent_key.shape[1] + 1}"
         )
     if cache.recent_key.dtype != query.dtype:
         raise ValueError(

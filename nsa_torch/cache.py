@@ -34,6 +34,7 @@ class NSACache:
     recent_key: Tensor  # [B, l - 1, Hkv, D], raw tokens of the compressed branch
     recent_value: Tensor  # [B, l - 1, Hkv, Dv]
     length: Tensor  # int32 [B], tokens seen by each sequence
+    config: NSAConfig  # what compressed tokens are made with
     longest: int = 0  # no sequence is longer; known on the host
     # [B, R, Hkv, .]: where `crop` has to go back, `recent` and what came since `record`.
     history_key: Tensor | None = None
@@ -79,6 +80,7 @@ def init_cache(
     Args:
       separate: whether the sliding branch has keys and values of its own (`Branches`).
     """
+    validate.configuration(config)
     validate.sizes(
         batch=batch,
         capacity=capacity,
@@ -101,6 +103,7 @@ def init_cache(
         zeros(recent, key_width),
         zeros(recent, value_width),
         torch.zeros(batch, dtype=torch.int32, device=device),
+        config,
     )
 
 
@@ -111,7 +114,7 @@ def cached_attention(
     gates: Tensor | Branches[Tensor],
     cache: NSACache,
     *,
-    config: NSAConfig = NSAConfig(),
+    config: NSAConfig | None = None,
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
     scale: float | None = None,
     new_lengths: Tensor | None = None,
@@ -129,6 +132,7 @@ def cached_attention(
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
     checks.devices(query, {"query": query, "cache": cache.selected_key})
     num_new = query.shape[1]
@@ -193,10 +197,10 @@ def update(cache, key, value, config, compress_params, new_lengths=None) -> NSAC
     return cache
 
 
-def grow(cache: NSACache, capacity: int, config: NSAConfig) -> NSACache:
+def grow(cache: NSACache, capacity: int) -> NSACache:
     """A cache of the same tokens with room for `capacity` of them."""
     sizes = {"selected": (cache.capacity, capacity), "sliding": (cache.capacity, capacity)}
-    slots = cache.compressed_key.shape[1] - 1, config.num_compressed(capacity) + 1
+    slots = cache.compressed_key.shape[1] - 1, cache.config.num_compressed(capacity) + 1
     wide: dict[str, Any] = {
         name: extend(x, *size)
         for branch, size in (sizes | {"compressed": slots}).items()

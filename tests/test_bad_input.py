@@ -165,6 +165,21 @@ CASES = {
         ),
         "cache must be made with compress_block=8, got one with 32",
     ),
+    "cache of another stride": (
+        lambda: nsa_jax.cached_attention(
+            Q,
+            K,
+            V,
+            GATES,
+            nsa_jax.init_cache(2, 30, 2, 8, 6, config=NSAConfig(8, 2, 16, 4, window=10)),
+            config=SMALL,
+        ),
+        "cache must be made with compress_stride=4, got one with 2",
+    ),
+    "cache without a config": (
+        lambda: nsa_jax.init_cache(2, 30, 2, 8, 6, config={"l": 8}),
+        "config must be an NSAConfig, got dict",
+    ),
     "cache of another batch": (
         lambda: nsa_jax.cached_attention(
             Q, K, V, GATES, nsa_jax.init_cache(3, 30, 2, 8, 6, config=SMALL), config=SMALL

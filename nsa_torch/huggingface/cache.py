@@ -20,6 +20,19 @@ from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.module import NSAAttention
 
 ROOM = 64  # capacities of a growing cache are multiples of it
+# Of a model's configuration, what its cache follows.
+CACHED = (
+    "layer_attention",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "rope_parameters",
+    "phi",
+    "phi_hidden",
+    *(field.name for field in dataclasses.fields(NSAConfig)),
+)
 
 
 @dataclasses.dataclass
@@ -130,9 +143,9 @@ class RowLayer(ModelLayer):
 class NSALayer(RowLayer):
     """That of a layer with NSA."""
 
-    def __init__(self, limit: int | None, config: NSAConfig):
+    def __init__(self, limit: int | None):
         super().__init__(limit)
-        self.config, self.recording = config, False
+        self.recording = False
 
     def attend(self, attention: NSAAttention, x: Tensor, count: Tensor | None) -> Tensor:
         """`attention` of the columns `x` [B, T, dim] to all before; `count`: `Rows.count`."""
@@ -147,7 +160,7 @@ class NSALayer(RowLayer):
         return y
 
     def grow(self, capacity: int) -> None:
-        self.state = nsa_cache.grow(self.state, capacity, self.config)
+        self.state = nsa_cache.grow(self.state, capacity)
 
     def activate_past_recording(self) -> None:
         """From now on keeps what `crop` needs to take tokens back."""
@@ -207,13 +220,12 @@ class NSAModelCache(Cache):
             raise ValueError(f"capacity must be >= 1 or None, got {capacity}")
         kinds = config.layer_attention
         super().__init__(layers=[self.make_layer(kind, config, capacity) for kind in kinds])
+        self.config = config
         self.ragged = False  # whether rows may have different lengths
 
     def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:
         """The cache of a layer of this kind, "nsa" or "dense"."""
-        if kind == "dense":
-            return DenseLayer(capacity)
-        return NSALayer(capacity, config.layer_spec.config)
+        return DenseLayer(capacity) if kind == "dense" else NSALayer(capacity)
 
     @property
     def lengths(self) -> Tensor | None:
@@ -229,6 +241,15 @@ class NSAModelCache(Cache):
     @property
     def is_initialized(self) -> bool:
         return self.lengths is not None
+
+    def check_model(self, config: NSAModelConfig) -> None:
+        """Raises ValueError unless the cache was made for layers as the model's."""
+        for name in CACHED:
+            ours, theirs = getattr(config, name), getattr(self.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"the cache must be made for a model with {name}={ours!r}, got {theirs!r}"
+                )
 
     def begin(self, x: Tensor, count: Tensor | None) -> None:
         """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`."""

@@ -265,6 +265,7 @@ class NSAModel(NSAPreTrainedModel):
         if where.cu_seqlens is not None:
             cache = None
         if cache is not None:
+            cache.check_model(self.config)
             cache.begin(x, where.count)
         position, mask = self._dense_inputs(x, where, cache)
         for layer in self.layers:

@@ -38,7 +38,6 @@ class NSAPagedModelCache(NSAModelCache):
         for name, size in (("batch_size", batch_size), ("capacity", capacity)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be an int >= 1, got {size!r}")
-        self.config = config
         self.rows = PagedRows(batch_size, capacity, config.select_block)
         self.graph: Any = None  # the `StepGraph` of the last `generate`
         super().__init__(config, capacity)

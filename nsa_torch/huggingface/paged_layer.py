@@ -252,6 +252,7 @@ def attend_pages(
         pages,
         *at,
         starts,
+        config=attention.spec.config,
         max_seqlen_q=max_seqlen_q,
         implementation=one_name(attention.implementation),
     )
