@@ -36,7 +36,7 @@ from typing import Any, cast
 
 from absl import app, flags
 
-from bench.harness import cli, command, exit_status, heartbeat, records, scale_model
+from bench.harness import cli, command, exit_status, heartbeat, launchers, records, scale_model
 from bench.harness.scale_problem import Problem
 from nsa_jax import context_layout
 from nsa_jax.config import NSAConfig
@@ -194,6 +194,7 @@ def work() -> int:
 def main(argv: Sequence[str]) -> int:
     if WORKER.value:
         return work()
+    launchers.check_one()
     if PREDICT.value:
         if not RECORDS.value:
             raise app.UsageError("--predict needs --records")
@@ -237,4 +238,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, FLAGS)
+    cli.run(main, FLAGS, several=True)  # --devices starts them

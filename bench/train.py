@@ -167,6 +167,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--dense=all is for --throughput, got a training run")
     if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
         raise ValueError("--throughput measures one device, got --parallel or --accumulate")
+    if GRAPH.value and FRAMEWORK.value == "jax":
+        raise ValueError("--graph needs --framework=torch, got jax")
     ranks = SPREAD.ranks(FRAMEWORK.value)
     try:
         status = _main(ranks, settings)
@@ -353,4 +355,4 @@ def _finish(folder: Path, verdicts: Sequence[curves.Verdict]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, FLAGS)
+    cli.run(main, FLAGS, several=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bench.lm import checkpoint, loop, share, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
-from bench.lm.ranks import LostError, TorchRanks
+from bench.lm.ranks import LostError, TorchRanks, debug_level
 from bench.lm.watch import Settings
 from bench.lm.watchdog import Watchdog
 from nsa_jax.layer import LayerSpec
@@ -83,21 +83,22 @@ class StopAt(loop.Stop):
 
 
 @contextlib.contextmanager
-def group(folder: Path, rank: int, size: int):
+def group(folder: Path, rank: int, size: int, level: str = "OFF"):
     """The ranks of a phase; None on processes that are none of them."""
     if rank >= size:
         yield None
         return
     store = dist.FileStore(str(folder / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    with debug_level(level):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     yield TorchRanks(TIMEOUT_S)
     dist.destroy_process_group()
 
 
-def started(folder: Path, name: str, rank: int, size: int):
+def started(folder: Path, name: str, rank: int, size: int, level: str = "OFF"):
     place = folder / name
     place.mkdir(exist_ok=True)
-    return group(place, rank, size)
+    return group(place, rank, size, level)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -117,6 +118,12 @@ def main(rank: int, folder: Path) -> None:
     if rank == 3:  # alone, and none waits for it
         with Watchdog(folder / "stacks.txt", 0.2):
             time.sleep(TIMEOUT_S)
+    with started(folder, "compared", rank, 2, "DETAIL") as ranks:
+        if ranks is not None:
+            trained("safe", ranks, two("ddp", accumulate=2, safe=True), task(), kind=Documents)
+            trained("safe fsdp", ranks, two("fsdp", safe=True), task("dense"), kind=Documents)
+            for kind in ("ddp", "fsdp"):
+                other_collective(folder, ranks, kind)
     with started(folder, "two", rank, 2) as ranks:
         if ranks is None:
             return
@@ -141,6 +148,17 @@ def same_rows(folder: Path, ranks) -> None:
         batch = wrong.of(lambda rows, step=step: run.batches.train(step, rows))
         losses.append(learner.step(batch, step)[0])
     told(folder, "same_rows", ranks, losses)
+
+
+def other_collective(folder: Path, ranks, kind: str) -> None:
+    """Rank 0 begins a step, where its gradients are added up; rank 1 adds up something else."""
+    todo = task("dense")
+    run = run_of(folder, ranks, Parallel(kind, 2, safe=True), todo)
+    learner = variants.learner(run.variant, todo, scratch(folder, ranks), ranks)
+    batch = learner.share.of(lambda rows: run.batches.train(0, rows))
+    step = lambda: learner.step(batch, 0)
+    error = raised((lambda: dist.all_reduce(torch.ones(3))) if ranks.rank else step)
+    told(folder, f"compared {kind}", ranks, error)
 
 
 def faults(folder: Path, ranks) -> None:
@@ -203,7 +221,7 @@ def scratch(folder: Path, ranks) -> Path:
 def raised(call) -> str:
     try:
         call()
-    except (ValueError, OSError, ArithmeticError, LostError) as error:
+    except (ValueError, OSError, ArithmeticError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -58,7 +58,8 @@ def one(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         run = run_of(folder, Ranks(), Parallel(), todo, **options)
         found[name] = loop.run(run, StopAt(0, False)), losses(folder), norms(folder)
-    return found | {"moved": found["packed"], "graph": found["packed"]}
+    packed, dense = found["packed"], found["dense"]
+    return found | {"moved": packed, "graph": packed, "safe": packed, "safe fsdp": dense}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,10 @@ def told(several, name: str) -> list:
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["ddp4", "moved", "packed", "graph", "bf16", "dense"])
+RUNS = ["ddp4", "moved", "packed", "graph", "bf16", "dense", "safe", "safe fsdp"]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_process(several, one, name):
     folder, _ = several
     (summary, expected, sizes), found = one[name], losses(folder / name)
@@ -227,6 +231,13 @@ def test_a_nan_of_a_gradient_has_a_name(several, kind, rank):
     """And a rank, where the sum over ranks can be left out."""
     for text in told(several, f"gradient {kind}"):
         assert "loss=nan" not in text and text.endswith(f"first: gradient of embedding{rank}")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_safe_ranks_in_different_collectives_are_told(several, kind):
+    """Without it they wait for each other, or add up what does not belong together."""
+    for text in told(several, f"compared {kind}"):
+        assert text.startswith("RuntimeError: Detected mismatch between collectives on ranks")
 
 
 def test_a_full_disk_on_one_rank_leaves_the_last_checkpoint(several):
@@ -377,7 +388,9 @@ def test_varlen_is_dense_attention_with_a_mask(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.two_gpus
-@pytest.mark.parametrize("kind", ["ddp", "graph", "fsdp", "fsdp graph"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", "ddp safe", "graph", "fsdp", "fsdp safe", "fsdp graph"]
+)
 def test_two_gpus_by_torchrun(tmp_path, kind):
     flags = "--framework=torch --seq_len=64 --batch=4 --steps=6 --corpus_bytes=65536".split()
     flags += ["--dtype=f32", "--margin=9"]
@@ -388,6 +401,7 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
     ):
         spread = ["--parallel=fsdp" if "fsdp" in kind else "--parallel=ddp"]
         spread.append("--graph" if "graph" in kind else "--nograph")
+        spread += ["--ddp_safe"] if "safe" in kind else []
         spread = [] if name == "one" else spread
         out = f"--out={tmp_path / name}"
         subprocess.run([sys.executable, *launch, *flags, *spread, out], cwd=ROOT, check=True)

@@ -7,17 +7,23 @@ import json
 import math
 import sys
 
+import jax
 import numpy as np
 import pytest
+import torch
+from absl import app, flags
 
-from bench import train
+from bench import scale, train
+from bench.harness import cli, launchers
 from bench.lm import (
     checkpoint,
     curves,
     health,
+    jax_parallel,
     log,
     loop,
     side_by_side,
+    spread,
     variants,
     watch,
     watched,
@@ -304,6 +310,12 @@ def test_more_devices_than_there_are(tmp_path):
         variants.learner(run.variant, run.task, tmp_path)
 
 
+def test_processes_of_jax_without_a_device_in_the_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="devices must be all 8 of the 2 processes, got 4"):
+        jax_parallel.Layout.of(Parallel("ddp", 4), DENSE.model)
+
+
 def variant_of(*arguments: str) -> variants.Variant:
     own = train.FLAGS
     for flag in own:
@@ -351,16 +363,130 @@ def test_a_header_says_graph_where_there_is_one(tmp_path):
         (["--parallel=ddp"], "--parallel needs --framework=torch, got both"),
         (["--parallel=ddp", "--framework=torch"], "torchrun --nproc-per-node=N"),
         (["--framework=torch", "--jax_coordinator=auto"], "needs --framework=jax, got torch"),
-        (["--framework=jax", "--jax_coordinator=a:1"], "needs --jax_processes and --jax_pro"),
+        (
+            ["--framework=jax", "--parallel=ddp", "--jax_coordinator=a:1"],
+            "needs --jax_processes and --jax_process",
+        ),
         (["--throughput", "--accumulate=2"], "--throughput measures one device"),
         (["--framework=jax", "--devices=2"], "parallel must be ddp or fsdp for 2 devices"),
         (["--framework=torch", "--graph", "--compile"], "--graph captures what a process"),
+        (
+            ["--framework=torch", "--ddp_safe"],
+            "--ddp_safe needs --parallel=ddp or fsdp, got none",
+        ),
+        (
+            ["--framework=jax", "--parallel=ddp", "--ddp_safe"],
+            "--ddp_safe needs --framework=torch, got jax",
+        ),
+        (["--framework=jax", "--compile"], "--compile needs --framework=torch, got jax"),
+        (["--framework=jax", "--graph"], "--graph needs --framework=torch, got jax"),
+        (
+            ["--framework=jax", "--jax_coordinator=auto"],
+            "needs --parallel=ddp or fsdp, got none",
+        ),
+        (["--framework=jax", "--jax_process=0"], "--jax_process needs --jax_coordinator"),
+        (["--framework=jax", "--jax_processes=2"], "--jax_processes needs --jax_coordinator"),
     ],
     ids=str,
 )
 def test_bad_flags_are_named(command, arguments, message):  # noqa: F811
     with pytest.raises((ValueError, NotImplementedError), match=message):
         command(*arguments)
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    """As if it had started this process by itself."""
+    about = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in (about | {"TORCHELASTIC_RUN_ID": "one"}).items():
+        monkeypatch.setenv(name, value)
+
+
+SAFE = ("--framework=torch", "--parallel=ddp", "--ddp_safe")
+
+
+def test_a_safe_run(command, torchrun):  # noqa: F811
+    small = "--attention=dense --batch=2 --seq_len=64 --steps=2 --corpus_bytes=65536"
+    status, _, lines = command(*SAFE, *small.split())
+    assert status == 0 and len(curves.losses(lines)["torch-dense"]) == 2
+
+
+def test_safe_ranks_compare_collectives(torchrun):
+    own = flags.FlagValues()
+    spread_flags = spread.Flags(own)
+    own(["train", *SAFE[1:]])
+    ranks = spread_flags.ranks("torch")
+    group = torch.distributed.group.WORLD
+    try:
+        assert "Wrapper" in type(group._get_backend(torch.device("cpu"))).__name__
+    finally:
+        ranks.close()
+
+
+LAUNCHED = {
+    "torchrun": {"WORLD_SIZE": "2", "RANK": "1"},
+    "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
+    "mpirun": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+    "mpiexec": {"PMI_SIZE": "2", "PMI_RANK": "1"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize(
+    ("arguments", "use"),
+    [
+        ("--framework=torch", "--framework=torch --parallel=ddp or fsdp"),
+        ("--framework=jax", "--parallel=ddp or fsdp --jax_coordinator"),
+        ("--framework=jax --parallel=fsdp", "--parallel=ddp or fsdp --jax_coordinator"),
+        ("", "--framework=torch --parallel=ddp or fsdp"),
+        ("--throughput --framework=torch", "--framework=torch --parallel=ddp or fsdp"),
+    ],
+)
+def test_several_processes_that_do_not_know_each_other(
+    command,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    launcher,
+    arguments,
+    use,
+):
+    """Each would train a copy, all into one --out."""
+    for name, value in LAUNCHED[launcher].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{launcher} started 2 processes .*{use}"):
+        command("--steps=1", "--corpus_bytes=65536", *arguments.split())
+    assert not list(tmp_path.rglob("train.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "alone", [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}, {"SLURM_NTASKS": "4"}]
+)
+def test_a_process_by_itself(monkeypatch, alone):
+    """One of torchrun, a word of another program, a batch script of SLURM."""
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    launchers.check_one()
+
+
+def test_other_commands_are_one_process(monkeypatch, capsys):
+    for name, value in LAUNCHED["torchrun"].items():
+        monkeypatch.setenv(name, value)
+    ran = []
+    assert exit_status_of(ran.append) == 2 and not ran
+    assert "torchrun started 2 processes (WORLD_SIZE=2)" in capsys.readouterr().err
+    scale.FLAGS(["scale"])
+    with pytest.raises(ValueError, match="torchrun started 2 processes"):
+        scale.main(["scale"])
+    scale.FLAGS.unparse_flags()
+
+
+def exit_status_of(main):
+    """Of a command that is not for several processes."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["test"])
+    if "verbosity" not in flags.FLAGS:
+        app.define_help_flags()
+    return cli._start(main, True, ["summarize"])
 
 
 def test_a_lost_rank_is_an_exit_status(command, monkeypatch, capsys):  # noqa: F811

@@ -17,7 +17,7 @@ from pathlib import Path
 from absl import app, flags
 from absl import logging as absl_logging
 
-from bench.harness import exit_status, heartbeat, seed_env
+from bench.harness import exit_status, heartbeat, launchers, seed_env
 from nsa_jax import debug, policy
 
 LOG = flags.DEFINE_list(
@@ -49,12 +49,14 @@ def run(
     own: flags.FlagValues | None = None,
     *,
     arguments: bool = False,
+    several: bool = False,
 ) -> None:
     """Parses the command line and exits with what `main` returns.
 
     Args:
       own: flags that are not in `flags.FLAGS` while the module is only imported.
       arguments: whether the command takes any that are no flags.
+      several: whether it looks itself at the processes that a launcher started.
     """
     if own is not None:
         for name in own:
@@ -63,7 +65,7 @@ def run(
         own.mark_as_parsed()  # by way of flags.FLAGS, which has the same flags
     program = sys.modules["__main__"]
     program.__doc__ = f"{(program.__doc__ or '').rstrip()}\n{exit_status.TABLE}"
-    app.run(functools.partial(_start, main, arguments), flags_parser=_parse)
+    app.run(functools.partial(_start, main, arguments, several=several), flags_parser=_parse)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -79,12 +81,14 @@ def _parse(argv: Sequence[str]) -> list[str]:
         raise SystemExit(exit_status.OK if asked or "-?" in argv else end.code) from None
 
 
-def _start(main, arguments, argv):
+def _start(main, arguments, argv, several=False):
     if not flags.FLAGS["verbosity"].present:
         absl_logging.set_verbosity(absl_logging.WARNING)  # commands print what they choose
     try:
         if len(argv) > 1 and not arguments:
             raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        if not several:
+            launchers.check_one()
         for line in seed_env.apply(flags.FLAGS, Path(argv[0]).stem):
             print(f"warning: {line}", file=sys.stderr)
         _log_events()

@@ -53,12 +53,18 @@ class Layout:
         """Of the first `parallel.devices` devices, replicas of a process beside each other.
 
         Raises:
-          ValueError: there are fewer devices, or `dim` cannot be divided.
+          ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
+            divided.
         """
         devices = jax.devices()
         if len(devices) < parallel.devices:
             raise ValueError(
                 f"devices must be at most the {len(devices)} there are, got {parallel.devices}"
+            )
+        if jax.process_count() > 1 and len(devices) > parallel.devices:
+            raise ValueError(
+                f"devices must be all {len(devices)} of the {jax.process_count()} processes, got "
+                f"{parallel.devices}"
             )
         shards = parallel.replicas if parallel.kind == "fsdp" else 1
         if model.layer.dim % shards:

@@ -47,20 +47,32 @@ class Ranks:
         """Leaves the others."""
 
 
+@contextlib.contextmanager
+def debug_level(name: str) -> Iterator[None]:
+    """Within: torch makes process groups of this level. "DETAIL": their collectives are compared
+    between the ranks before they run; "OFF": they are not."""
+    import torch.distributed as dist
+
+    before = dist.get_debug_level()
+    dist.set_debug_level(getattr(dist.DebugLevel, name))
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
 class TorchRanks(Ranks):
     """Those of `torch.distributed`: gloo on the CPU, nccl for tensors on GPUs.
 
     Args:
       timeout_s: after which a collective that some rank does not join is an error.
-      detail: each collective is compared between the ranks before it runs.
+      compared: as of `debug_level`.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S, detail: bool = False):
+    def __init__(self, timeout_s: float = TIMEOUT_S, compared: bool = False):
         import torch
         import torch.distributed as dist
 
-        if detail:
-            dist.set_debug_level(dist.DebugLevel.DETAIL)
         on_gpu = torch.cuda.is_available()
         if not dist.is_initialized():
             if not dist.is_torchelastic_launched():
@@ -72,7 +84,9 @@ class TorchRanks(Ranks):
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             if on_gpu:
                 torch.cuda.set_device(dist.get_node_local_rank())
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+            timeout = datetime.timedelta(seconds=timeout_s)
+            with debug_level("DETAIL") if compared else contextlib.nullcontext():
+                dist.init_process_group(backend, timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
 

@@ -2,6 +2,7 @@
 
 from absl import flags
 
+from bench.harness import launchers
 from bench.lm import watch
 from bench.lm.parallel import KINDS, Parallel
 from bench.lm.ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
@@ -83,18 +84,42 @@ class Flags:
         """The processes of this run, which all call it.
 
         Raises:
-          ValueError: what was asked for needs other processes, or one framework.
+          ValueError: what was asked for needs other processes, or one framework, or has no
+            effect.
         """
+        self._check(framework)
         if self.coordinator.value is not None:
-            self._only("jax", framework, "--jax_coordinator")
             known = self.processes.value, self.process.value
-            if self.coordinator.value != "auto" and None in known:
-                raise ValueError("--jax_coordinator needs --jax_processes and --jax_process")
             return JaxRanks(self.coordinator.value, *known, self.timeout_s.value)
-        if self.kind.value == "none" or framework == "jax":
-            return Ranks()
-        self._only("torch", framework, "--parallel")
-        return TorchRanks(self.timeout_s.value, self.safe.value)
+        if framework == "torch" and self.kind.value != "none":
+            return TorchRanks(self.timeout_s.value, self.safe.value)
+        together = "--parallel=ddp or fsdp"
+        if framework == "jax":
+            launchers.check_one(f"{together} --jax_coordinator")
+        launchers.check_one(f"--framework=torch {together}")
+        return Ranks()
+
+    def _check(self, framework: str) -> None:
+        """Refuses flags that would mean nothing beside the others."""
+        coordinator, spread = self.coordinator.value, self.kind.value != "none"
+        if coordinator is not None:
+            self._only("jax", framework, "--jax_coordinator")
+        elif spread and framework == "both":
+            self._only("torch", framework, "--parallel")
+        for flag, value in (("--ddp_safe", self.safe.value), ("--compile", self.compile.value)):
+            if value and framework == "jax":
+                self._only("torch", framework, flag)
+        for flag, value in (
+            ("--ddp_safe", self.safe.value),
+            ("--jax_coordinator", coordinator),
+        ):
+            if value and not spread:
+                raise ValueError(f"{flag} needs --parallel=ddp or fsdp, got none")
+        for holder in (self.processes, self.process):
+            if holder.value is not None and coordinator is None:
+                raise ValueError(f"--{holder.name} needs --jax_coordinator")
+            if holder.value is None and coordinator not in (None, "auto"):
+                raise ValueError("--jax_coordinator needs --jax_processes and --jax_process")
 
     def parallel(self, framework: str, among: Ranks) -> Parallel:
         """How a run of `framework` is laid out.

@@ -19,13 +19,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.lm import checkpoint, shards, torch_learner, torch_lm
-from bench.lm.ranks import Ranks
+from bench.lm.ranks import Ranks, debug_level
 from bench.lm.spec import Task
 
 
@@ -118,11 +119,18 @@ class DDPLearner(Replicated):
         super().__init__(task, *args, graph=False, **options)
 
     def _network(self) -> nn.Module:
-        return DistributedDataParallel(
-            Cast(self.master, self.dtype),
-            gradient_as_bucket_view=not self.safe,
-            find_unused_parameters=self.safe,
+        network = Cast(self.master, self.dtype)
+        if not self.safe:
+            return DistributedDataParallel(network, gradient_as_bucket_view=True)
+        # torch 2.14 dies in DistributedDataParallel of a group that compares collectives. It has
+        # one that does not, and the sums of gradients go by the one that does.
+        with debug_level("OFF"):
+            plain = dist.new_group()
+        safe = DistributedDataParallel(
+            network, process_group=plain, find_unused_parameters=True
         )
+        safe.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        return safe
 
     def _use_master(self) -> None:
         pass  # the weights are cast where they are used

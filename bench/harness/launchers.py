@@ -1,0 +1,32 @@
+"""Whether a launcher started this process as one of several, by the variables that it sets."""
+
+import os
+
+# Of each launcher: how many processes there are, and which this is. A batch script of SLURM has
+# SLURM_NTASKS too, and is one process.
+LAUNCHERS = {
+    "torchrun": ("WORLD_SIZE", "RANK"),
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+}
+
+
+def check_one(together: str = "") -> None:
+    """Refuses to be one of several processes that do not know each other.
+
+    Args:
+      together: the flags by which they would be one run, if there are any.
+
+    Raises:
+      ValueError: a launcher started several.
+    """
+    for launcher, (size, rank) in LAUNCHERS.items():
+        count = os.environ.get(size, "")
+        if rank in os.environ and count.isdigit() and int(count) > 1:
+            use = f"give {together}, " if together else ""
+            raise ValueError(
+                f"{launcher} started {count} processes ({size}={count}), each of which would do "
+                f"all of the work and write the same files: {use}start one, or unset {size} "
+                "where each is a run of its own"
+            )
