@@ -149,13 +149,21 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
             plain = replay.plain([grad])
-            addresses = _addresses(arguments) if plain else None
-            if addresses and 0 in addresses:
+            addresses = _addresses(arguments) if plain else []
+            if 0 in addresses:
                 _refuse_empty(name, arguments)
-            with early_release.allowed(ctx.alone and plain and early_release.is_last_pass()):
+            last = ctx.alone and plain and early_release.is_last_pass()
+            # The gradient that comes in may lie in what was kept, which then stays.
+            apart = last and grad.untyped_storage().data_ptr() not in addresses
+            with early_release.allowed(apart):
                 # What was saved may come back as other tensors: from another device, say.
                 if ctx.pair and addresses == ctx.addresses:
-                    found = gradient.again(ctx.pair.backward(grad), grad, *arguments)
+                    alike = ctx.pair.backward(grad)
+                    if alike.program is None:
+                        # What is recorded knows tensors as objects, and this one may be any of
+                        # those that were saved.
+                        grad = grad.detach()
+                    found = gradient.again(alike, grad, *arguments)
                 else:
                     found = call(f"{name}_backward", grad, *arguments)
             return None, None, None, *found, *nothing

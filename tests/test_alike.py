@@ -1,7 +1,7 @@
 """Public calls alike decide once (`nsa_torch.alike`), and what decides is seen.
 
-Kernels are stand-ins here: each output is a number of the means of the inputs. What real ones
-give from the list of a public call: `test_any_length.py`, on a GPU.
+Kernels are stand-ins here. What real ones give from the list of a public call:
+`test_any_length.py`, on a GPU.
 """
 
 import contextlib
@@ -20,57 +20,13 @@ from kernels_pallas.mosaic import capability
 from nsa_jax import debug, policy
 from nsa_torch import Branches, alike, checks, early_release, operators, replay, torch_ops
 from tests.inputs import SMALL
-from tests.torch_inputs import on_the_cpu, tensors_at
-
-
-def stand_in(kernel, *tensors, out=()):
-    """`interop.launch.launch` of a kernel that is none."""
-    mean = sum(x.double().mean() * (i + 1) for i, x in enumerate(tensors) if x.numel())
-    out = out or [None] * len(kernel.outputs)
-    found = []
-    for i, (x, array) in enumerate(zip(out, kernel.outputs, strict=True)):
-        dtype = getattr(torch, array.dtype)
-        x = torch.empty(array.shape, dtype=dtype) if x is None else x
-        value = mean.item() / (i + 2)
-        found.append(x.fill_(value if dtype.is_floating_point else int(abs(value)) % 3))
-    return tuple(found)
-
-
-def launcher(kernel, device):
-    """`interop.launch.launcher` of the same."""
-
-    def start(stream, addresses):
-        assert stream == 0
-        inputs, outputs = tensors_at(kernel, addresses)
-        stand_in(kernel, *inputs, out=outputs)
-
-    return start
-
-
-def sequence(kernels, arguments, device):
-    """`interop.launch.sequence` of the same."""
-    starts = [launcher(kernel, device) for kernel in kernels]
-
-    def start(stream, addresses):
-        for each, numbers in zip(starts, arguments, strict=True):
-            each(stream, [addresses[i] for i in numbers])
-
-    return start
+from tests.stand_in_kernels import stand_in, stand_ins
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch):
-    monkeypatch.setattr(torch_ops, "launch", stand_in)
-    monkeypatch.setattr(interop.launch, "launcher", launcher)
-    monkeypatch.setattr(interop.launch, "sequence", sequence)
-    monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
-    for module in (interop.launch, torch_ops):
-        monkeypatch.setattr(module, "ALIGNMENT", 16)
-    monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
-    alike.DECIDED.clear()
-    with capability.interpreted(True), on_the_cpu(monkeypatch):
+def on_stand_ins(monkeypatch):
+    with stand_ins(monkeypatch):
         yield
-    alike.DECIDED.clear()
 
 
 @pytest.fixture
@@ -239,6 +195,22 @@ def test_what_others_may_have_stays(how, released, monkeypatch):
         gradients, out = a_call(**options)
     gradients(False)
     assert released == ([] if how == "recomputed" else [[out.nbytes] * 3])
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_the_gradient_lies_in_stays(view, released):
+    """It is read after the outputs of the branches."""
+    for _ in range(4):
+        arguments = good(scale=0.6 + view)
+        leaves = [arguments[x].requires_grad_() for x in GIVEN]
+        out = nsa_torch.attention(**arguments)
+        kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.shape == out.shape]
+        grad = kept[-1][:, 5:6].expand_as(out) if view else kept[-1]
+        want = torch.autograd.grad(out, leaves, grad.clone(), retain_graph=True)
+        released.clear()
+        got = torch.autograd.grad(out, leaves, grad)
+        assert released == [[out.nbytes] * 3]
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 @pytest.mark.parametrize("launches", [0, 4])
