@@ -78,7 +78,16 @@ DTYPE = flags.DEFINE_enum(
 )
 STEPS = flags.DEFINE_integer("steps", None, "Optimizer steps.", lower_bound=1, **_own)
 SEQ_LEN = flags.DEFINE_integer("seq_len", None, "Tokens a sequence.", lower_bound=1, **_own)
-BATCH = flags.DEFINE_integer("batch", None, "Sequences a step.", lower_bound=1, **_own)
+BATCH = flags.DEFINE_integer(
+    "batch", None, "Sequences a step, of all devices together.", lower_bound=1, **_own
+)
+BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size",
+    None,
+    "In place of --batch, as the seed system counts: sequences of a micro-batch on one device.",
+    lower_bound=1,
+    **_own,
+)
 LR = flags.DEFINE_float("lr", None, "Highest learning rate.", **_own)
 WARMUP = flags.DEFINE_integer("warmup", None, "Steps up to it; default: a tenth.", **_own)
 CLIP = flags.DEFINE_float("clip", 1.0, "Largest norm of the gradient.", **_own)
@@ -169,6 +178,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--throughput measures one device, got --parallel or --accumulate")
     if GRAPH.value and FRAMEWORK.value == "jax":
         raise ValueError("--graph needs --framework=torch, got jax")
+    if None not in (BATCH.value, BATCH_SIZE.value):
+        raise ValueError("--batch and --batch_size are both given")
     ranks = SPREAD.ranks(FRAMEWORK.value)
     try:
         status = _main(ranks, settings)
@@ -219,6 +230,20 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     return [spec.Task(name, model, training, dtype) for model in models]
 
 
+def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:
+    """What `--batch_size` comes to, as of `_tasks`."""
+    if batch_size is None:
+        return {}
+    spread = SPREAD.parallel(_frameworks()[0], ranks)
+    batch = batch_size * spread.accumulate * spread.replicas
+    if ranks.rank == 0:
+        print(
+            f"{batch_size=} x accumulate={spread.accumulate} x {spread.replicas} replica(s): "
+            f"{batch=} rows a step"
+        )
+    return {"batch": batch}
+
+
 def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Batches:
     """Of the dataset that the flags name; what is noted of a stream lies in `folder`."""
     given = settings.data
@@ -265,7 +290,7 @@ def _variant(
 
 def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     """Trains every run that is not done yet; the exit status."""
-    tasks = _tasks(settings)
+    tasks = _tasks(settings, **_of_all(BATCH_SIZE.value, ranks))
     training, dtype = tasks[0].training, tasks[0].dtype
     kept = Path(CHECKPOINTS.value or folder / "checkpoints")
     batches = _batches(settings, folder, training.batch, training.seq_len)
@@ -320,7 +345,7 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
     path, statuses = folder / "train.jsonl", set()
     with tempfile.TemporaryDirectory() as scratch:
         for framework, length in itertools.product(_frameworks(), map(int, LENGTHS.value)):
-            batch = BATCH.value or max(1, TOKENS.value // length)
+            batch = BATCH.value or BATCH_SIZE.value or max(1, TOKENS.value // length)
             batches = _batches(settings, folder, batch, length)
             for task in _tasks(settings, batch=batch, seq_len=length):
                 task = settings.fitted(task, batches.vocabulary)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bench.lm import checkpoint, loop, share, spec, variants
 from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
-from bench.lm.ranks import LostError, TorchRanks, debug_level
+from bench.lm.ranks import TorchRanks, debug_level
 from bench.lm.watch import Settings
 from bench.lm.watchdog import Watchdog
 from nsa_jax.layer import LayerSpec

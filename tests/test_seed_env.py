@@ -105,6 +105,28 @@ def test_what_another_command_means_by_it(values):
     assert "no --lr in this command" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], (None, 1)), (["--batch=8"], (8, None)), (["--batch_size=2"], (None, 2))],
+)
+def test_its_batch_is_a_devices_micro_batch(arguments, expected):
+    from bench import train
+
+    train.FLAGS.unparse_flags()
+    train.FLAGS(["train", *arguments])
+    try:
+        lines = apply({"NSA_BATCH_SIZE": "1", "NSA_ACCUM": "4"}, train.FLAGS, "train")
+        assert "use --accumulate 4 (--accumulate set)" in lines[0]
+        assert (train.BATCH.value, train.BATCH_SIZE.value) == expected
+        won = (
+            f"{arguments[0].partition('=')[0]} of the command line wins" if arguments else "set"
+        )
+        assert won in lines[1]
+    finally:
+        for name in train.FLAGS:
+            train.FLAGS[name].unparse()
+
+
 def test_the_path_of_fa2_is_a_flag_of_its_bench(values):
     own = values()
     (line,) = apply({"NSA_FA2_FORCE_DENSE": "1"}, own)
@@ -155,7 +177,7 @@ def test_training_reads_config():
         assert "--config set" in line and train.CONFIG.value == "configs/train/tiny.yaml"
         _, values, _ = config_file.read("tiny", ["train.batch_size=3"])
         config_file.apply(values, (train.FLAGS, flags.FLAGS))
-        assert (train.BATCH.value, train.SEQ_LEN.value, train.LR.value) == (3, 64, 3e-3)
+        assert (train.BATCH_SIZE.value, train.SEQ_LEN.value, train.LR.value) == (3, 64, 3e-3)
     finally:
         for name in train.FLAGS:
             train.FLAGS[name].unparse()

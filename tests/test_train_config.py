@@ -40,6 +40,7 @@ def test_a_file_is_understood(name):
 
 def training_of(found):
     given = dataclasses.asdict(found.train)
+    given["batch"] = found.train.batch or found.train.batch_size
     names = {field.name for field in dataclasses.fields(spec.Training)}
     return spec.Training(**{k: v for k, v in given.items() if k in names and v is not None})
 
@@ -97,7 +98,9 @@ FAULTS = [
         "parallel.devices must be a multiple of parallel.tensor=2, got 3",
     ),
     ("parallel: {coordinator: a}", "needs parallel.processes and parallel.process, got None"),
-    ("train: {batch: 1, batch_size: 2}", "batch_size and another name of train.batch are both"),
+    ("train: {batch: 1, batch_size: 2}", "train.batch and train.batch_size are both given"),
+    ("train: {batch_size: 0}", "train.batch_size must be over 0, got 0"),
+    ("train: {clip: 1, grad_clip: 2}", "grad_clip and another name of train.clip are both"),
     ("train: {lr_schedule: linear}", "train.lr_schedule must be cosine, got 'linear'"),
     ("- 1", "must hold a mapping, got list"),
     ("a: [", "is not YAML"),
@@ -138,7 +141,8 @@ def test_the_seed_systems_names():
     given += ["train.lr_schedule=cosine", "train.log_every=20", "data.tokenizer=byte"]
     found, values, told = config_file.read(None, given)
     train_ = found.train
-    assert (train_.batch, train_.accumulate, train_.warmup) == (6, 2, 3)
+    assert (train_.batch, train_.batch_size) == (None, 6)
+    assert (train_.accumulate, train_.warmup) == (2, 3)
     assert (train_.dtype, train_.clip, found.nsa.select_block, found.nsa.window) == (
         *("bf16", 2.0, 128, 9),
     )
@@ -192,6 +196,24 @@ def test_who_wins(own):
     assert train.SEQ_LEN.value == 512 and train.DATASET.value == "text"
 
 
+@pytest.mark.parametrize(
+    ("given", "changes", "expected"),
+    [
+        ([], [], (4, None)),
+        ([], ["train.batch_size=2"], (None, 2)),
+        ([], ["train.batch_size=2", "train.batch=3"], (3, None)),
+        (["--batch_size=1"], [], (None, 1)),
+        (["--batch=1"], ["train.batch_size=2"], (1, None)),
+        (["--batch_size=1"], ["train.batch=3"], (None, 1)),
+    ],
+)
+def test_one_of_two_words_for_the_batch_wins(own, given, changes, expected):
+    own(["train", *given])
+    _, values, _ = config_file.read("tiny", changes)
+    config_file.apply(values, (own, flags.FLAGS))
+    assert (train.BATCH.value, train.BATCH_SIZE.value) == expected
+
+
 def test_a_flag_that_is_missing_or_refuses():
     few = flags.FlagValues()
     flags.DEFINE_integer("batch", None, "", lower_bound=2, flag_values=few)
@@ -236,9 +258,34 @@ def test_a_run_from_a_file(command, tmp_path):
             command(*given, "--resume", *changes)
 
 
+SEED_RUN = ("--set=train.batch_size=1", "--set=train.accumulate_grad_batches=4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas"),
+    [
+        ("--framework=torch", 1),
+        ("--framework=jax --parallel=fsdp --devices=4 --tensor=2", 2),
+    ],
+)
+def test_the_seeds_batch_size_is_a_devices_micro_batch(command, capsys, arguments, replicas):
+    """1 x 4 of accumulation are 4 rows a step, of each device."""
+    small = "--attention=dense --steps=1 --seq_len=32 --corpus_bytes=65536"
+    small += " --set=model.dim=32 --set=model.layers=1"
+    status, found = command(*small.split(), *SEED_RUN, *arguments.split())
+    header = next(line for line in found if isinstance(line, log.Header))
+    assert status == 0 and header.training["batch"] == 4 * replicas
+    assert header.parallel["accumulate"] == 4
+    told = (
+        f"batch_size=1 x accumulate=4 x {replicas} replica(s): batch={4 * replicas} rows a step"
+    )
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--batch_size=1"], "--batch and --batch_size are both given"),
         (["--set=model.vocabulary=255"], "model.vocabulary must be >= 256, that of the tokens"),
         (["--attention=nsa", "--seq_len=31"], "seq_len must be >= select_block=32 .*, got 31"),
         (["--config=125m_2gpu"], "parallel.strategy=ddp needs --parallel|torchrun|processes"),

@@ -29,6 +29,7 @@ class Meaning:
     reason: str = ""  # why there is no flag
     command: str = ""  # the only command in which it means this
     length: bool = False  # its value is a threshold: 0 and less switched the kernel off
+    instead: str = ""  # a flag that says the same in other words, and wins too
 
 
 def _flag(command: str = "", **values: str | None) -> Meaning:
@@ -113,7 +114,7 @@ TABLE: dict[str, Meaning] = {
     "NSA_DEBUG_COMPARE": _flag(log="compare"),
     "NSA_LOG_LIMIT": _flag(log_limit=None),
     "NSA_SEQ_LEN": _flag("train", seq_len=None),
-    "NSA_BATCH_SIZE": _flag("train", batch=None),
+    "NSA_BATCH_SIZE": Meaning({"batch_size": None}, command="train", instead="batch"),
     "NSA_LR": _flag("train", lr=None),
     "NSA_ACCUM": _flag("train", accumulate=None),
     "NSA_DDP_SAFE_MODE": _flag("train", ddp_safe="true"),
@@ -192,8 +193,8 @@ def _one(name, text, values, command, present) -> str:
     for flag, x in wanted.items():
         if flag not in values:
             notes.append(f"no --{flag} in this command, ignored")
-        elif flag in present:
-            notes.append(f"--{flag} of the command line wins")
+        elif given := present & {flag, meaning.instead}:
+            notes.append(f"--{given.pop()} of the command line wins")
         else:
             notes.append(f"--{flag} set")
             _set(values[flag], x, name)

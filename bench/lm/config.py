@@ -44,12 +44,14 @@ class NSA:
 @dataclasses.dataclass(frozen=True)
 class Train:
     """The optimizer and its steps, as in `spec.Training`; `batch` rows a step in all, on every
-    device, `accumulate` micro-batches of them one after the other."""
+    device, `accumulate` micro-batches of them one after the other. `batch_size` in its place: the
+    rows of a micro-batch on one device (with others that share its rows' heads, if `tensor`)."""
 
     framework: Literal["jax", "torch", "both"] | None = None
     dtype: Literal["f32", "bf16"] | None = None
     steps: int | None = None
     batch: int | None = None
+    batch_size: int | None = None
     seq_len: int | None = None
     accumulate: int = 1
     lr: float | None = None
@@ -225,7 +227,8 @@ SIZES = {
 POSITIVE = (
     *(f"model.{name}" for name in (*LAYER, "layers", "hidden", "vocabulary")),
     *(f"nsa.{name}" for name in SIZES.values() if name != "window"),
-    *(f"train.{name}" for name in ("steps", "batch", "seq_len", "accumulate", "lr", "clip")),
+    *(f"train.{name}" for name in ("steps", "batch", "batch_size", "seq_len")),
+    *(f"train.{name}" for name in ("accumulate", "lr", "clip")),
     *("train.save_every", "train.eps", "data.corpus_bytes", "data.shuffle_buffer"),
     *("parallel.devices", "parallel.tensor", "parallel.processes", "watch.heartbeat_s"),
 )

@@ -29,7 +29,8 @@ FLAGS = {
     f"{section}.{name}": name
     for section, names in {
         "train": (
-            "framework dtype steps batch seq_len accumulate lr warmup clip seed save_every out"
+            "framework dtype steps batch batch_size seq_len accumulate lr warmup clip seed "
+            "save_every out"
         ),
         "data": "dataset text_column tokenizer pack shuffle_buffer corpus_bytes",
         "runtime": (
@@ -45,7 +46,6 @@ SEED_KEYS = {
     "model.n_layers": "model.layers",
     "model.vocab_size": "model.vocabulary",
     **{f"nsa.{word}": f"nsa.{name}" for word, name in SIZES.items()},
-    "train.batch_size": "train.batch",
     "train.accumulate_grad_batches": "train.accumulate",
     "train.warmup_steps": "train.warmup",
     "train.grad_clip": "train.clip",
@@ -53,6 +53,8 @@ SEED_KEYS = {
     "train.out_dir": "train.out",
     "runtime.precision": "train.dtype",
 }
+# Two words for one thing: the one that is given later wins, both at once are an error.
+EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 SEED_IGNORED = {
     "train.lr_schedule": "the rate falls by half a cosine, always",
     "train.log_every": "every step is a line of train.jsonl",
@@ -116,6 +118,8 @@ def read(
             raise ValueError(f"--set {key} must have a value in YAML, got {text!r}") from None
         one = _renamed(_flat(given), "--set", told)
         _built(one, "--set")
+        for key in one:
+            values.pop(EITHER.get(key), None)
         values |= one
     found = _built(values, "")
     try:
@@ -137,7 +141,9 @@ def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
     for key, value in values.items():
         if key not in FLAGS or value is None:
             continue
-        name = FLAGS[key]
+        name, instead = FLAGS[key], FLAGS.get(EITHER.get(key, ""))
+        if any(instead in own and own[instead].present for own in given):
+            continue
         flag = next((own[name] for own in given if name in own), None)
         if flag is None:
             if value != get(defaults, key):
@@ -184,6 +190,9 @@ def _renamed(values: Mapping[str, Any], where: str, told: list[str]) -> dict[str
                 f"{where}: unknown key {key!r}, the nearest is {nearest!r}; known: {known}"
             )
         found[name] = value
+    for one, other in EITHER.items():
+        if found.get(one) is not None and found.get(other) is not None:
+            raise ValueError(f"{where}: {one} and {other} are both given")
     return found
 
 
