@@ -22,7 +22,8 @@ from torch import Tensor
 from bench.harness import cli, command, problems
 from bench.harness.command import integers, shown, speed_up
 from bench.harness.jobs import Job
-from bench.harness.measure import measure
+from bench.harness.measure import Judged, guarded, judge, shape_without_inputs
+from bench.harness.parts import Parts
 from bench.harness.records import Record
 from bench.harness.runners import TorchRunner, problem
 from bench.judge.checks import Checker
@@ -42,6 +43,8 @@ BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1, **_own)
 PATH = flags.DEFINE_enum(
     "path", "auto", ["auto", "varlen", "dense"], "Which call of FA-2; auto: varlen.", **_own
 )
+PARTS = Parts(FLAGS)
+IMPLEMENTATIONS = ("masked", "fa2", "sdpa")
 COLUMNS = ("D", "T", "dtype", "sdpa_ms", "fa_ms", "speedup", "sm", "device")
 COLUMNS += ("branch", "S", "w", "l", "d", "path", "sdpa_p20_ms", "sdpa_p80_ms")
 COLUMNS += ("fa_p20_ms", "fa_p80_ms", "library_ms", "kernel", "commit", "status", "reason")
@@ -142,9 +145,9 @@ def _dense(query, key, value, window: int = -1):
     return out[..., :value_width]
 
 
-def jobs(branch: str, runner, settings, inputs) -> tuple[Job, Job, Job]:
-    """The masked row, FA-2's and the portable path's of one problem."""
-    config, kv_len = settings.nsa, inputs.num_keys
+def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
+    """The rows of `IMPLEMENTATIONS` of one problem."""
+    config = settings.nsa
     asked = problem(settings, "torch", runner.platform, runner.capability)
     asked = asked._replace(branch=branch)
     refusal = fa2.why_not(asked) or ""
@@ -206,6 +209,59 @@ def row(
     return cells
 
 
+class Problem:
+    """A row of the table: a branch at one length, by `masked`, `fa2` and `sdpa`."""
+
+    def __init__(self, runner, branch: str, length: int, config: NSAConfig):
+        self.runner, self.branch = runner, branch
+        gpu = runner.platform == "cuda"
+        self.how = command.sampling(FLAGS, gpu)
+        self.settings = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
+        self.judged: list[Judged] = []
+        self.overlap: float | None = None
+
+    def judge(self) -> None:
+        def make():
+            inputs = problems.make(self.settings, "random", FLAGS.seed)
+            self.overlap = inputs.overlap
+            checker = Checker(self.settings, inputs, backward=False)
+            runner, settings = self.runner, self.settings
+            self.judged = [
+                judge(job, runner, settings, inputs, checker, "forward")
+                for job in jobs(self.branch, runner, settings, inputs.num_keys)
+            ]
+            return {}
+
+        if failed := guarded("inputs", make, library=False):
+            self.judged = [Judged("", False, failed)] * len(IMPLEMENTATIONS)
+
+    def time(self) -> list[Record]:
+        done = [each.timed(**self.how) for each in self.judged]
+        self.judged = []  # and the arrays
+        return self._records(done)
+
+    def lost(self, reason: str) -> list[Record]:
+        return self._records([{"status": "error", "reason": reason}] * len(IMPLEMENTATIONS))
+
+    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
+        shape = shape_without_inputs(self.settings)
+        about = command.about_shape(self.runner, self.settings, shape)
+        about |= {"branch": self.branch, "mode": "forward", "overlap": self.overlap}
+        made = []
+        for name, each in zip(IMPLEMENTATIONS, found, strict=True):
+            ours = name == "fa2"
+            kernel = fa2.library() if ours else "scaled_dot_product_attention"
+            each = each | {"extra": {"kernel": kernel, "path": path() if ours else name}}
+            about["implementation"] = name
+            made.append(command.record_of("fa2", FLAGS.commit, **about | each))
+        return made
+
+
+def path() -> str:
+    """Which call of FA-2 is measured."""
+    return "dense" if PATH.value == "dense" else "varlen"
+
+
 def configs(lengths: Sequence[int], windows: Sequence[int]):
     """(branch, length, config) of every row."""
     block, stride = FLAGS.l, FLAGS.d
@@ -221,30 +277,14 @@ def main(argv: Sequence[str]) -> int:
     gpu = runner.platform == "cuda"
     lengths = integers("S_list", LENGTHS.value, (256, 512, 1024) if gpu else (256, 512))
     windows = integers("w_list", WINDOWS.value, (32, 64, 128, 256) if gpu else (32, 128))
-    how, results, rows = command.sampling(FLAGS, gpu), command.Results("fa2", FLAGS), []
-    path = "dense" if PATH.value == "dense" else "varlen"
-    print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path}", flush=True)
-    for branch, length, config in configs(lengths, windows):
-        at = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
-        inputs = problems.make(at, "random", FLAGS.seed)
-        checker = Checker(at, inputs, backward=False)
-        found_rows = []
-        for job in jobs(branch, runner, at, inputs):
-            found = measure(job, runner, at, inputs, checker, "forward", **how)
-            ours = job.label == "fa2"
-            kernel = fa2.library() if ours else "scaled_dot_product_attention"
-            found["extra"] = {"kernel": kernel, "path": path if ours else job.label}
-            common = command.about(runner, at, inputs)
-            found_rows.append(
-                results.add(
-                    beside=not ours,
-                    branch=branch,
-                    implementation=job.label,
-                    mode="forward",
-                    **common | found,
-                )
-            )
-        base, fast, library = found_rows
+    found = [Problem(runner, *each) for each in configs(lengths, windows)]
+    if PARTS.is_child:
+        return PARTS.child(found)
+    results, rows = command.Results("fa2", FLAGS), []
+    print(f"device: {runner.device}; FA-2 of {fa2.library()}, {path()}", flush=True)
+    for base, fast, library in PARTS.measure("fa2", found, results.folder):
+        for record in (base, fast, library):
+            results.keep([record], beside=record is not fast)
         print(line(base, fast, library), flush=True)
         rows.append(row(base, fast, library, runner.capability))
     return results.finish(COLUMNS, rows)

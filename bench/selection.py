@@ -12,7 +12,8 @@ seed system's column) is the library's selected attention by what `kernel` names
 portable path, `speedup` the one over the other where `kernel` is a kernel, else nothing, `mae`
 the mean error beside the float64 reference. What is named by `--beside` has columns of its own.
 With `--streams k` all are k calls on k CUDA streams at once. All are checked before they are
-timed.
+timed. With `--processes p` the rows are made ready by p processes side by side, and a kernel that
+crashes or hangs costs its own row alone.
 
 `--preset` names a matrix in `configs/selection/`, or a path; a flag that is given stands in
 place of what it lists. `s2` is the seed system's matrix, Triton beside packed SDPA and FA-2;
@@ -20,6 +21,7 @@ its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +30,12 @@ from absl import flags
 import configs
 from bench.harness import cli, command
 from bench.harness.command import integers, shown, speed_up
+from bench.harness.measure import Judged, guarded, shape_without_inputs
+from bench.harness.parts import Parts
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS
-from bench.harness.selection_case import Case
-from bench.harness.selection_rows import SPANS, Matrix
+from bench.harness.selection_case import Case, settings_of
+from bench.harness.selection_rows import SPANS, Matrix, Row
 from nsa_jax import flags as kernel_flags
 from nsa_jax import policy
 
@@ -60,6 +64,7 @@ REF = flags.DEFINE_string(
     "ref", None, "The reference implementation; default: sdpa in torch, xla in JAX.", **_own
 )
 BESIDE = flags.DEFINE_list("beside", [], "Implementations with columns of their own.", **_own)
+PARTS = Parts(FLAGS)
 COLUMNS = ("mode", "N", "H", "D", "Dv", "L", "nspans", "streams", "tri_ms", "ref_ms")
 COLUMNS += ("speedup", "mae", "dist", "B", "S", "dtype", "framework", "kernel", "ref_kernel")
 COLUMNS += ("tri_p20_ms", "tri_p80_ms", "ref_p20_ms", "ref_p80_ms", "error_max", "error_bound")
@@ -161,53 +166,98 @@ def mode(dist: str) -> str:
     return "dense" if SPANS[dist] == 1 else "varlen"
 
 
+class Selection:
+    """A row of the matrix: what `names` has, for each number of streams."""
+
+    def __init__(self, runner, row: Row, matrix: Matrix, names: Sequence[str | None]):
+        self.runner, self.row, self.names, self.matrix = runner, row, names, matrix
+        gpu = runner.platform != "cpu"
+        self.settings = settings_of(FLAGS, row, matrix, BATCH.value, gpu)
+        self.how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
+        self.shape = shape_without_inputs(self.settings, row.N)
+        self.judged: list[Judged] = []
+        self.overlap: float | None = None
+
+    @property
+    def calls(self) -> list[tuple[int, str | None]]:
+        """Streams and implementation of each record."""
+        return [(streams, name) for streams in self.matrix.streams for name in self.names]
+
+    def judge(self) -> None:
+        on_unsupported, row = kernel_flags.on_unsupported(), self.row
+        found, failed = list[Case](), {}
+        if not row.why_not:
+            make = lambda: found.append(Case(self.runner, self.settings, row, FLAGS.seed)) or {}
+            failed = guarded("inputs", make, library=False)
+        for streams, name in self.calls:
+            refusal = row.why_not or self._no_streams(streams)
+            if refusal:
+                failed = {"status": "unsupported", "reason": refusal}
+            if refusal or not found:
+                self.judged.append(
+                    Judged("", False, {"implementation": name or "auto"} | failed)
+                )
+            else:
+                self.judged.append(found[0].judge(name, on_unsupported, streams))
+                self.overlap = found[0].inputs.overlap
+
+    def time(self) -> list[Record]:
+        done = [each.timed(**self.how) for each in self.judged]
+        self.judged = []  # and the arrays
+        return self._records(done)
+
+    def lost(self, reason: str) -> list[Record]:
+        fields = {"status": "error", "reason": reason}
+        return self._records(
+            [{"implementation": name or "auto"} | fields for _, name in self.calls]
+        )
+
+    def _no_streams(self, streams: int) -> str:
+        runner = self.runner
+        if streams == 1 or (runner.framework, runner.platform) == ("torch", "cuda"):
+            return ""
+        where = f"in {runner.framework} on {runner.platform}"
+        return f"{streams} streams need torch on CUDA, the run is {where}"
+
+    def _records(self, found: Sequence[dict[str, Any]]) -> list[Record]:
+        row = self.row
+        about = command.about_shape(self.runner, self.settings, self.shape)
+        about |= {"branch": "selected", "mode": "decode" if DECODE.value else "forward"}
+        about |= {"overlap": self.overlap}
+        extra = {"mode": mode(row.dist), "dist": row.dist, "L": row.L, "nspans": row.runs}
+        return [
+            command.record_of(
+                "selection", FLAGS.commit, **about | each, extra=extra | {"streams": k}
+            )
+            for (k, _), each in zip(self.calls, found, strict=True)
+        ]
+
+
 def main(argv: Sequence[str]) -> int:
     runner = RUNNERS[FLAGS.framework](FLAGS.device)
     gpu = runner.platform != "cpu"
     matrix = matrix_of(gpu)
-    no_streams = ""
-    if (runner.framework, gpu) != ("torch", True):
-        no_streams = f"in {runner.framework} on {runner.platform}"
-    if STREAMS.value > 1 and no_streams:
+    if STREAMS.value > 1 and (runner.framework, gpu) != ("torch", True):
         raise ValueError(
-            f"streams must be 1 but in torch on CUDA, got {STREAMS.value} {no_streams}"
+            f"streams must be 1 but in torch on CUDA, got {STREAMS.value} in "
+            f"{runner.framework} on {runner.platform}"
         )
-    on_unsupported = kernel_flags.on_unsupported()
     reference = matrix.ref or ("sdpa" if runner.framework == "torch" else "xla")
     names = matrix.kernel, reference, *matrix.beside
     for known in filter(None, names):
         if known not in runner.registry.names("selected"):
             listed = runner.registry.names("selected")
             raise ValueError(f"{runner.framework} has {listed}, got {known!r}")
-    how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
+    rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
+    if PARTS.is_child:
+        return PARTS.child(rows)
     results, table = command.Results("selection", FLAGS), []
     print(f"device: {runner.device}; {runner.framework}", flush=True)
-    for row in matrix.rows():
-        case = Case(runner, FLAGS, row, matrix, BATCH.value)
-        for streams in matrix.streams:
-            refusal = row.why_not
-            if streams > 1 and no_streams:
-                refusal = f"{streams} streams need torch on CUDA, the run is {no_streams}"
-            common = command.about(runner, case.settings, case.inputs) | {
-                "branch": "selected",
-                "mode": "decode" if DECODE.value else "forward",
-                "extra": {
-                    "mode": mode(row.dist),
-                    "dist": row.dist,
-                    "L": row.L,
-                    "nspans": row.runs,
-                    "streams": streams,
-                },
-            }
-            found = []
-            for name in names:
-                fields = {"implementation": name or "auto"}
-                if refusal:
-                    fields |= {"status": "unsupported", "reason": refusal}
-                else:
-                    fields = case.measure(name, on_unsupported, streams, how)
-                found.append(results.add(beside=len(found) > 0, **common | fields))
-            table.append(cells(*found))
+    for found in PARTS.measure("selection", rows, results.folder):
+        for several in itertools.batched(found, len(names)):
+            for i, record in enumerate(several):
+                results.keep([record], beside=i > 0)
+            table.append(cells(*several))
             print(line(table[-1], matrix.beside), flush=True)
     columns = *COLUMNS, *(column for name in matrix.beside for column in columns_of(name))
     if PRESET.value is not None:  # the seed system's two files

@@ -1,7 +1,9 @@
 """Selected attention beside the portable path: problems, lines, table, what is wrong."""
 
 import dataclasses
+import io
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -9,8 +11,15 @@ import pytest
 import configs
 import nsa_torch.dispatch
 from bench import selection
-from bench.harness import exit_status, problems, records, selection_case, selection_rows
-from bench.harness.runners import problem
+from bench.harness import (
+    exit_status,
+    problems,
+    records,
+    selection_case,
+    selection_rows,
+    turns,
+)
+from bench.harness.runners import RUNNERS, problem
 from bench.harness.selection_rows import Matrix
 from kernels_pallas.triton import capability
 from nsa_jax.dispatch import Implementation
@@ -222,6 +231,48 @@ def test_a_matrix_has_triton_beside_sdpa_and_fa2(tmp_path, capsys, monkeypatch):
             expected = float(row[base]) / float(row["tri_ms"])
             assert float(row[name]) == pytest.approx(expected)
     assert " triton/sdpa fa2_ms=" in capsys.readouterr().out
+
+
+def test_a_process_measures_its_rows_for_another(tmp_path, monkeypatch, capsys):
+    """What `--processes` starts: ready, then timed when told to, a file a row."""
+    put_in_place(monkeypatch, triton="whole", fa2="broken")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(turns.GO))
+    with pytest.raises(FileNotFoundError, match=r"selection\.jsonl"):  # its parent's to write
+        run(selection, tmp_path, *TINY, "--streams=1", f"--turn={tmp_path}", "--rows=2")
+    assert capsys.readouterr().out == turns.READY
+    found = records.read(tmp_path / "2.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["2.jsonl"]
+    kinds = [(r.implementation, r.status, r.extra["dist"]) for r in found]
+    assert kinds == [
+        ("triton", "ok", "mixed"),
+        ("sdpa", "ok", "mixed"),
+        ("fa2", "error", "mixed"),
+    ]
+    assert found[0].overlap is not None and found[2].reason.endswith("the kernel broke")
+
+
+def test_inputs_that_do_not_fit_are_rows(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise MemoryError("full")
+
+    monkeypatch.setattr(problems, "make", full)
+    code, found, table = run(selection, tmp_path, *TINY, "--streams=1", "--dist=few")
+    assert code == exit_status.NOT_MEASURED and len(table) == 1
+    assert [(r.implementation, r.status, r.reason) for r in found] == [
+        (name, "oom", "MemoryError: full") for name in ("triton", "sdpa", "fa2")
+    ]
+
+
+def test_rows_of_a_process_that_died(tmp_path):
+    row = next(S2.rows())
+    selection.FLAGS(["selection", *TINY])
+    names = ("triton", "sdpa", "fa2")
+    found = selection.Selection(RUNNERS["torch"]("cpu"), row, S2, names).lost("it died")
+    assert [(r.implementation, r.extra["streams"]) for r in found] == [
+        (name, streams) for streams in (1, 2) for name in names
+    ]
+    assert {(r.status, r.reason, r.T, r.D) for r in found} == {("error", "it died", 256, 64)}
+    records.append(tmp_path / "x.jsonl", found)
 
 
 def test_a_wrong_kernel_beside_has_no_time(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, exit_status, problems, records
+from bench.harness import cli, cost, exit_status, problems, records
 from bench.harness.measure import shape_of
 from bench.harness.records import Record
 from nsa_jax.config import NSAConfig
@@ -206,7 +206,8 @@ class Results:
         for path in (self.path, self.table):
             if path.exists():
                 raise ValueError(f"{path} exists; --out and --csv must name what is new")
-        self.environment = records.environment(own.commit)
+        self.commit = own.commit
+        records.environment(own.commit)  # as it is at the start
         self.done: list[Record] = []
         self.beside: list[Record] = []
 
@@ -215,8 +216,7 @@ class Results:
 
         `beside`: it is what others are compared with, and not what the command is about.
         """
-        fields |= {"bench": self.bench, "time": records.utc_now(), **self.environment}
-        record = Record(**fields)
+        record = record_of(self.bench, self.commit, **fields)
         self.keep([record], beside)
         return record
 
@@ -242,6 +242,12 @@ class Results:
         return status
 
 
+def record_of(bench: str, commit: str | None, **fields: Any) -> Record:
+    """A record of `bench.<bench>` as of now; `commit`: as `--commit` says."""
+    fields |= {"bench": bench, "time": records.utc_now(), **records.environment(commit)}
+    return Record(**fields)
+
+
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """A CSV file of these columns; what a row lacks is empty, what is extra an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,14 +259,19 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]
 
 def about(runner, settings: problems.Settings, inputs: problems.Inputs) -> dict[str, Any]:
     """The fields of a record that belong to the problem, whatever runs."""
-    shape: dict[str, Any] = dataclasses.asdict(shape_of(settings, inputs))
-    del shape["itemsize"]
-    return shape | {
+    found = about_shape(runner, settings, shape_of(settings, inputs))
+    given = {"input_sha256": inputs.sha256, "overlap": inputs.overlap}
+    return found | given | {"input": inputs.name}
+
+
+def about_shape(runner, settings: problems.Settings, shape: cost.Shape) -> dict[str, Any]:
+    """Those of a problem on random arrays that need not be there."""
+    sizes: dict[str, Any] = dataclasses.asdict(shape)
+    del sizes["itemsize"]
+    return sizes | {
         "framework": runner.framework,
         "dtype": settings.runtime.dtype.name,
         "config": dataclasses.asdict(settings.nsa),
-        "input": inputs.name,
-        "input_sha256": inputs.sha256,
-        "overlap": inputs.overlap,
+        "input": "random",
         "device": runner.device,
     }

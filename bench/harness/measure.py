@@ -48,7 +48,7 @@ class Judged:
         time = self.time
         if time is None:
             return self.found
-        return guarded(self.name, lambda: self.found | time(**how), library=self.library)
+        return self.found | guarded(self.name, lambda: time(**how), library=self.library)
 
 
 def measure(
@@ -194,6 +194,17 @@ def selection(runner, config, job: Job, arguments: Mapping[str, Any]) -> tuple:
 
 def shape_of(settings, inputs) -> cost.Shape:
     """The sizes of a problem."""
-    model, (batch, queries) = settings.model, inputs.query.shape[:2]
+    batch, queries = inputs.query.shape[:2]
+    return _shape(settings, batch, queries, inputs.num_keys)
+
+
+def shape_without_inputs(settings, queries: int | None = None) -> cost.Shape:
+    """The sizes of a problem that was not made; `queries`: the last of its tokens, None: all."""
+    run = settings.runtime
+    return _shape(settings, run.batch, queries or run.seq_len, run.seq_len)
+
+
+def _shape(settings, batch: int, queries: int, keys: int) -> cost.Shape:
+    model = settings.model
     sizes = (model.n_heads, model.n_kv_groups, model.d_k, model.d_v)
-    return cost.Shape(batch, queries, inputs.num_keys, *sizes, settings.runtime.dtype.itemsize)
+    return cost.Shape(batch, queries, keys, *sizes, settings.runtime.dtype.itemsize)

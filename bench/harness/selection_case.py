@@ -7,64 +7,72 @@ import numpy as np
 from absl import flags
 
 from bench.harness import command, cost, problems
-from bench.harness.measure import guarded, judged, shape_of, timed
+from bench.harness.measure import Judged, guarded, judged, shape_of, timed
 from bench.harness.runners import problem
 from bench.harness.selection_rows import SPANS, Matrix, Row, spans
 from bench.judge.checks import Checker
 from nsa_jax.config import NSAConfig
 
 
+def settings_of(
+    own: flags.FlagValues, row: Row, matrix: Matrix, batch: int, gpu: bool
+) -> problems.Settings:
+    """The settings of one row of `matrix`; `batch`: sequences, `own`: the command's flags."""
+    blocks = 2 * (matrix.lengths[-1] // row.l_sel) + max(SPANS.values())
+    return command.settings(
+        own,
+        selected(row.l_sel, row.count),
+        gpu,
+        seq_len=blocks * row.l_sel + row.N,
+        batch=batch,
+        dtype=matrix.dtype,
+        heads=row.H,
+        dk=row.D,
+        dv=row.Dv,
+    )
+
+
 class Case:
-    """One problem, and the calls that are measured on it.
+    """One problem, and the calls that are measured on it; `settings`: of `settings_of`."""
 
-    Args:
-      own: the flags of the command (`groups`, `seed`, `dtype`).
-      row: sizes; `matrix`, which it is of, decides how many keys there are.
-      batch: sequences.
-    """
-
-    def __init__(self, runner, own: flags.FlagValues, row: Row, matrix: Matrix, batch: int):
-        size, groups, gpu = row.l_sel, own.groups, runner.platform != "cpu"
-        blocks = 2 * (matrix.lengths[-1] // size) + max(SPANS.values())
-        runs = min(row.runs, row.count)
-        self.runner, self.config = runner, selected(size, row.count)
-        self.settings = command.settings(
-            own,
-            self.config,
-            gpu,
-            seq_len=blocks * size + row.N,
-            batch=batch,
-            dtype=matrix.dtype,
-            heads=row.H,
-            dk=row.D,
-            dv=row.Dv,
-        )
-        listed = spans(batch * row.N * groups, blocks, row.count, runs, own.seed)
+    def __init__(self, runner, settings: problems.Settings, row: Row, seed: int):
+        self.runner, self.settings, self.config = runner, settings, settings.nsa
+        batch, groups = settings.runtime.batch, settings.model.n_kv_groups
+        blocks = (settings.runtime.seq_len - row.N) // row.l_sel
+        listed = spans(batch * row.N * groups, blocks, row.count, row.runs, seed)
         self.inputs = problems.make(
-            self.settings,
+            settings,
             "random",
-            own.seed,
+            seed,
             num_queries=row.N,
             block_indices=jnp.asarray(listed.reshape(batch, row.N, groups, row.count)),
         )
-        self.checker = Checker(self.settings, self.inputs, backward=False)
-        asked = problem(self.settings, runner.framework, runner.platform, runner.capability)
+        self.checker = Checker(settings, self.inputs, backward=False)
+        asked = problem(settings, runner.framework, runner.platform, runner.capability)
         self.asked = asked._replace(branch="selected", T=row.N, S=self.inputs.num_keys)
 
-    def measure(self, name: str | None, on_unsupported, streams: int, how) -> dict[str, Any]:
-        """The fields of a record of the implementation called `name`, None: the first."""
+    def judge(self, name: str | None, on_unsupported, streams: int) -> Judged:
+        """What the implementation called `name` comes to, None: the first, before it is timed."""
+        label = f"{self.runner.framework} selected {name or 'auto'}"
         found: dict[str, Any] = {"implementation": name or "auto"}
+        step: Any = None
 
         def take():
+            nonlocal step
             choice = self.runner.registry.choose(self.asked, name, on_unsupported)
             found["implementation"] = choice.implementation
             found["refused"] = dict(choice.refused)
-            return self._take(choice.load(), streams, how)
+            step, parity = self._judge(choice.load(), streams)
+            return parity
 
-        label = f"{self.runner.framework} selected {name or 'auto'}"
-        return found | guarded(label, take, library=False)
+        made = guarded(label, take, library=False)
+        found |= made
+        if "status" in found:
+            return Judged(label, False, found)
+        ran = found["implementation"]
+        return Judged(label, False, found, lambda **how: self._time(step, ran, streams, how))
 
-    def _take(self, target, streams: int, how) -> dict[str, Any]:
+    def _judge(self, target, streams: int) -> tuple[Any, dict[str, Any]]:
         runner, inputs = self.runner, self.inputs
         where: dict[str, Any] = {"config": self.config, "kv_len": inputs.num_keys}
         if runner.framework == "torch":
@@ -79,14 +87,16 @@ class Case:
         arguments = runner.load(inputs.arguments("selected"))
         step = runner.prepare(function, arguments)
         parity = self.checker.check(runner, step, "selected", arguments)
-        found = judged(parity, len(self.checker.rows))
-        if "status" in found:
-            return found
         if streams > 1:
             step = runner.prepare(at_once(runner.torch, function, streams), arguments)
-        shape = shape_of(self.settings, inputs)
+        return step, judged(parity, len(self.checker.rows))
+
+    def _time(self, step, name: str, streams: int, how) -> dict[str, Any]:
+        shape = shape_of(self.settings, self.inputs)
         timing = step.time(**how)
-        found |= timed(timing, self.work(shape, streams), runner.device, shape.itemsize)
+        found = timed(timing, self.work(shape, streams), self.runner.device, shape.itemsize)
+        if "reason" not in found:
+            found["reason"] = self.runner.note("selected", name, self.asked)
         return found | {"extra_peak_bytes": step.extra_peak_bytes}
 
     def work(self, shape: cost.Shape, streams: int) -> cost.Cost:

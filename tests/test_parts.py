@@ -1,0 +1,51 @@
+"""Rows by several processes: a crash or a hang costs its own row, and nothing else."""
+
+import pytest
+from absl import flags
+
+from bench.harness import parts, process
+from tests.fake_rows import ROWS, Row
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """Implementation, status and reason of each row of these numbers."""
+    monkeypatch.chdir(process.ROOT)
+
+    def call(numbers, processes, words=("tests.fake_rows",)):
+        rows = {number: Row(ROWS[number]) for number in numbers}
+        found = parts.by_processes(words, rows, processes, tmp_path / "parts")
+        return [(r.implementation, r.status, r.reason) for (r,) in found]
+
+    return call
+
+
+def test_a_crash_and_a_hang_are_rows_and_the_rest_is_measured(measured, tmp_path):
+    found = measured([0, 1, 2, 3], 2)
+    assert sorted(found, key=lambda row: row[0]) == [
+        ("aborts", "error", "its process ended with status -6: Fatal Python error: Aborted"),
+        ("good", "ok", ""),
+        ("good", "ok", ""),
+        ("hangs", "error", "its process ended with status 1: Timeout (0:00:01)!"),
+    ]
+    assert {path.suffix for path in (tmp_path / "parts").iterdir()} == {".log"}
+
+
+def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
+    monkeypatch.setattr(parts, "ROUNDS", 2)
+    ((_, status, reason),) = measured([0], 2, ["tests.no_such_module"])
+    assert status == "error" and reason.startswith(
+        "not begun in 2 processes; its process ended"
+    )
+
+
+def test_rows_by_number(tmp_path):
+    own = flags.FlagValues()
+    these = parts.Parts(own)
+    rows = [Row("good"), Row("error"), Row("good")]
+    own(["x", "--rows=2,1"])
+    found = these.measure("none", rows, tmp_path)
+    assert [r.implementation for (r,) in found] == ["good", "error"]
+    own(["x", "--rows=3"])
+    with pytest.raises(ValueError, match=r"rows must be of 0\.\.2, got '3'"):
+        list(these.measure("none", rows, tmp_path))
