@@ -93,10 +93,8 @@ def fa2_lines(rows: Sequence[Record], branch: str) -> list[str]:
 def threshold_lines(folder: Path, device: str) -> list[str]:
     """The thresholds that this run's own records give."""
     found = threshold_evidence.Evidence()
-    for step in ("fa2", "selection"):
-        path = folder / step / f"{step}.jsonl"
-        if path.is_file():
-            threshold_evidence.read_records([path], device, found)
+    for name in threshold_evidence.FILES:
+        threshold_evidence.read_records(sorted(folder.glob(f"*/{name}")), device, found)
     lines = []
     for name in policy.DECIDES:
         if not found.of(name):
@@ -157,7 +155,8 @@ def report(folder: Path) -> str:
         "",
         "Benches:",
     ]
-    names = {"decode": "Decode bench", "selection": "Selection bench", "fa2": "FA-2 bench"}
+    names = {"decode": "Decode bench", "selection": "Selection bench"}
+    names |= {"selection_s2": "Selection bench, the guide's matrix", "fa2": "FA-2 bench"}
     for step, name in names.items():
         parts += [f"- {name}:", "", *last_lines(folder, step), ""]
     files = sorted(str(path.relative_to(folder)) for path in folder.glob("**/*.csv"))

@@ -1,5 +1,6 @@
 """From records to the thresholds of a device, in `configs/devices/<device>.yaml`.
 
+    python -m bench.tune_thresholds artifacts/<commit>
     python -m bench.tune_thresholds bench/results/*/fa2.jsonl bench/results/*/selection.jsonl
     python -m bench.tune_thresholds --csv fa2.csv --threshold fa2_min_len_win --dry_run
     python -m bench.tune_thresholds --check --device "NVIDIA H100 80GB HBM3"
@@ -8,7 +9,11 @@ A threshold is the smallest recorded length at which the kernel is faster by the
 rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
 SDPA under the whole mask, as the seed system asks, and the portable path stands beside it; the
 kernels of the selection are compared with the portable path. A kernel that failed at a length
-does not win there. Only measurements count: no rows, no threshold.
+does not win there. Only measurements count: no rows, no threshold. Of a folder its files
+`fa2.jsonl` and `selection.jsonl` are read, at any depth.
+
+In the device's file values alone change; comments and the rest stay. A rule of its policy that is
+`provisional` loses the steps for which its kernel was measured and pays from some length on.
 Whether choice then switches where the file says is what `--check` finds out
 (`tuners/threshold_check.py`).
 """
@@ -26,16 +31,17 @@ from absl import flags
 
 import configs
 from bench.harness import cli, records
-from bench.tuners import threshold_check, threshold_evidence
+from bench.tuners import threshold_check, threshold_evidence, yaml_text
 from bench.tuners.threshold_evidence import Evidence, Pair
 from nsa_jax import policy
 
+HEAD = "Written by `python -m bench.tune_thresholds` from records; policy is a person's."
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
 RECORDS = flags.DEFINE_multi_string(
     "records",
     [],
-    "Files of records (repeatable; arguments without a flag are such files too).",
+    "Files of records, or folders of them (repeatable; arguments without a flag are such too).",
     **_own,
 )
 CSV = flags.DEFINE_multi_string(
@@ -166,25 +172,53 @@ def _file(pair: Pair) -> str:
     return records.shown(pair.where.rpartition(":")[0])
 
 
-def merged(path: Path, device: str, tuned: dict[str, Any]) -> str:
-    """The text of the device's file with `tuned` laid over what it has.
+def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[str]]:
+    """The text of the device's file with `tuned` laid over what it has, and what becomes of
+    its provisional rules.
 
     Raises:
       ValueError: the file there is damaged, or of another device.
     """
-    data: dict[str, Any] = {"schema": policy.SCHEMA, "device": device}
-    if path.is_file():
-        policy.read(path)
-        data = configs.overlay(configs.load(path), {})
+    if not path.is_file():
+        data = {"schema": policy.SCHEMA, "device": device, **tuned}
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
+        return f"# {HEAD}\n{text}", []
+    policy.read(path)
+    data = configs.load(path)
     for section, values in tuned.items():
         data[section] = (data.get(section) or {}) | values
-    data["device"] = device
+    rules, told = lifted(data.get("policy") or [], tuned["evidence"])
+    data["policy"] = rules
     order = ("schema", "device", "runtime", "policy", "evidence")
-    data = {key: data[key] for key in order if key in data}
-    head = (
-        "# Written by `python -m bench.tune_thresholds` from records; policy is a person's.\n"
-    )
-    return head + yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
+    wanted = {key: data[key] for key in order if data.get(key)}
+    return yaml_text.edited(path.read_text(), wanted), told
+
+
+def lifted(
+    rules: Sequence[dict[str, Any]], evidence: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rules without the steps for which a provisional one's kernel was measured and pays,
+    and a line for each such step that was measured."""
+    left, told = [], []
+    for rule in rules:
+        steps = list(rule["steps"])
+        for name, about in evidence.items():
+            step = policy.DECIDES[name][0]
+            asked = rule.get("provisional") and not rule["allowed"] and step in steps
+            if not asked or about["kernel"] != rule["kernel"]:
+                continue
+            # What choice keeps to: `policy.Device.limit`.
+            value = about.get("over_portable_path", about["value"])
+            pays = value != policy.NEVER
+            told.append(
+                f"policy {rule['kernel']} {step}: "
+                + (f"lifted, it pays from {value} on" if pays else f"stays, {name} is never")
+            )
+            if pays:
+                steps.remove(step)
+        if steps:
+            left.append(rule | {"steps": steps})
+    return left, told
 
 
 def write(path: Path, text: str) -> None:
@@ -235,6 +269,7 @@ def main(argv: Sequence[str]) -> int:
     if not files and not CSV.value:
         raise ValueError("no rows: give --records FILE or --csv FILE")
     found = Evidence()
+    files = [path for given in files for path in threshold_evidence.files_of(given)]
     threshold_evidence.read_records(files, DEVICE.value, found)
     for path in CSV.value:
         threshold_evidence.read_csv(path, DEVICE.value, found)
@@ -247,7 +282,10 @@ def main(argv: Sequence[str]) -> int:
     (device,) = found.devices
     print(f"device: {device}\n{report(found, tuned, MARGIN.value)}")
     path = folder / f"{configs.slug(device)}.yaml"
-    text, old = merged(path, device, tuned), path.read_text() if path.is_file() else ""
+    old = path.read_text() if path.is_file() else ""
+    text, told = merged(path, device, tuned)
+    if told:
+        print("\n".join(told))
     if text == old:
         print(f"\n{path}: unchanged")
         return 0

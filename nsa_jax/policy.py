@@ -89,13 +89,18 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Whether a kernel may be chosen for these steps, by whose decision and since when."""
+    """Whether a kernel may be chosen for these steps, by whose decision and since when.
+
+    A `provisional` rule stands until records of the device show that the kernel pays:
+    `bench.tune_thresholds` then lifts it.
+    """
 
     kernel: str
     steps: tuple[str, ...]
     allowed: bool
     reason: str
     since: str
+    provisional: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,18 +291,20 @@ def read(path: Path) -> Device:
 
 
 def _rule(data: Any, where: str) -> Rule:
-    names = [field.name for field in dataclasses.fields(Rule)]
-    if not isinstance(data, dict) or sorted(data) != sorted(names):
+    *names, optional = (field.name for field in dataclasses.fields(Rule))
+    if not isinstance(data, dict) or sorted({*data} - {optional}) != sorted(names):
         raise ValueError(f"{where} must have the keys {names}, got {data!r}")
     if data["kernel"] not in KERNELS:
         raise ValueError(f"{where}: kernel must be one of {KERNELS}, got {data['kernel']!r}")
     steps = data["steps"]
     if not isinstance(steps, list) or not steps or not set(steps) <= set(STEPS):
         raise ValueError(f"{where}: steps must be a list of {STEPS}, got {steps!r}")
-    if not isinstance(data["allowed"], bool):
-        raise ValueError(f"{where}: allowed must be a bool, got {data['allowed']!r}")
+    allowed, provisional = data["allowed"], data.get(optional, False)
+    for name, value in (("allowed", allowed), (optional, provisional)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: {name} must be a bool, got {value!r}")
     texts = {name: str(data[name] or "").strip() for name in ("reason", "since")}
     for name, text in texts.items():
         if not text:
             raise ValueError(f"{where}: {name} must not be empty")
-    return Rule(data["kernel"], tuple(steps), data["allowed"], **texts)
+    return Rule(data["kernel"], tuple(steps), allowed, provisional=provisional, **texts)

@@ -7,6 +7,7 @@ import os
 import pytest
 import yaml
 
+import configs
 from bench import tune_thresholds
 from bench.harness import records
 from bench.tuners import threshold_check, threshold_evidence
@@ -192,6 +193,65 @@ def test_a_rewrite_keeps_policy_and_the_other_thresholds(run, write, tmp_path, m
     device = policy.read(path)
     assert device.thresholds == policy.Thresholds(1024, "never", 256)
     assert [r.kernel for r in device.policy] == ["triton"]
+
+
+CARD = "NVIDIA GeForce RTX 4090"
+
+
+@pytest.fixture
+def card(tmp_path):
+    """The seed's rules for its card, and what a person wrote beside them."""
+    source = configs.FOLDER / "devices" / f"{configs.slug(CARD)}.yaml"
+    path = tmp_path / "out" / source.name
+    path.parent.mkdir()
+    own = "# measured at 300 W\nruntime:  # of the lab\n  sel_min_len: 64  # see the log\n"
+    path.write_text(source.read_text().replace("policy:", f"{own}policy:"))
+    return path
+
+
+def test_the_card_of_the_seed_gets_its_answer(run, write, card, capsys):
+    """Its matrix lifts the rule that it disproves, and no other; comments stay."""
+    matrix = pairs("selected", {64: 1.1, 128: 1.3, 256: 2.0}, "triton", device=CARD)
+    matrix += [r for r in pairs("selected", {64: 0.5, 256: 0.9}, H=4, device=CARD)]
+    write(matrix, "run/selection_s2/selection.jsonl")
+    grid = [
+        *pairs("sliding", {256: 1.3}, device=CARD),
+        *pairs("compressed", {8: 0.5}, device=CARD),
+    ]
+    folder = write(grid, "run/fa2/fa2.jsonl").parents[1]
+    before = card.read_text().splitlines()
+    assert run(folder) == 0
+    device = policy.read(card)
+    thresholds = policy.Thresholds(256, "never", "never", 128)
+    assert device.thresholds == thresholds
+    (rule,) = device.policy
+    assert (rule.kernel, rule.steps) == ("fa2", ("compressed", "selected"))
+    printed = capsys.readouterr().out
+    assert "policy triton selected: lifted, it pays from 128 on" in printed
+    assert "policy fa2 compressed: stays, fa2_min_len_cmp is never" in printed
+    after = card.read_text()
+    kept = [line for line in before if "#" in line and "sel_min_len" not in line]
+    assert len(kept) >= 4 and all(line in after.splitlines() for line in kept)
+    assert "  sel_min_len: never  # see the log\n" in after
+    assert "ADR-2025-08" not in after and "ADR-2025-09" in after
+    policy.of.cache_clear()
+    assert run(folder) == 0
+    assert card.read_text() == after and "unchanged" in capsys.readouterr().out
+
+
+def test_a_rule_of_a_person_is_not_lifted(run, write, card):
+    card.write_text(card.read_text().replace("  provisional: true\n", ""))
+    assert (
+        run(write(pairs("selected", {64: 9.0}, "triton", device=CARD), "selection.jsonl")) == 0
+    )
+    device = policy.read(card)
+    assert [rule.kernel for rule in device.policy] == ["triton", "fa2"]
+    assert device.thresholds.sel_triton_min_L == 64
+
+
+def test_a_folder_without_records(run, tmp_path):
+    with pytest.raises(ValueError, match=r"has no file fa2.jsonl or selection.jsonl"):
+        run(tmp_path)
 
 
 def test_no_rows_is_no_threshold(run, write, tmp_path):

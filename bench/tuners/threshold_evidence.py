@@ -24,6 +24,7 @@ from nsa_jax import policy
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"
+FILES = ("fa2.jsonl", "selection.jsonl")  # of the benches that measure pairs
 # What two rows of one pair have in common.
 SAME = (
     "bench",
@@ -133,6 +134,21 @@ class Evidence:
                     f"{used[0].kernel} stands before it"
                 )
         return lines
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """The files of records at `path`: itself, or those about thresholds below a folder.
+
+    Raises:
+      ValueError: the folder has none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    found = sorted(x for name in FILES for x in path.rglob(name))
+    if not found:
+        raise ValueError(f"{path} has no file {' or '.join(FILES)}")
+    return found
 
 
 def read_records(paths: Iterable[str | Path], device: str | None, into: Evidence) -> None:
