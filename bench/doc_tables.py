@@ -22,6 +22,7 @@ A document names a table between two comments, and this command fills what stand
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
+| `selection` | the seed system's selection matrix: medians and least over its sizes | |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts and tests of the seed system, and what they are here | |
 
@@ -31,6 +32,7 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -349,25 +351,33 @@ def first_call(device: str) -> str:
 
 
 def selection() -> str:
-    """The seed system's matrix as far as it was measured, the newest of each."""
-    kernels = ("triton", "sdpa", "fa2")
-    newest: dict[tuple[Any, ...], dict[str, Record]] = {}
+    """The seed system's matrix as far as it was measured, the newest of each problem."""
+    newest: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Record]]] = {}
     for record in records.read(DEVICE / "selection.jsonl"):
         about = record.extra
-        if record.implementation in kernels and record.dtype == "float16":
-            shape = record.T, record.H, record.D, record.Dv
-            at = *shape, about["dist"], about["L"], about["streams"]
-            newest.setdefault(at, {})[record.implementation] = record
-    rows = [
-        [
-            *(f"{n} / {heads} / {d} / {dv}", dist, str(keys), str(streams)),
-            *(ms(found.get(kernel)) for kernel in kernels),
-            commits(found.values()),
-        ]
-        for (n, heads, d, dv, dist, keys, streams), found in newest.items()
-    ]
-    head = ["N / H / D / Dv", "blocks", "keys a query", "streams"]
-    return table([*head, *map(kernel_name, kernels), "commit"], rows)
+        if record.framework == "torch" and record.dtype == "float16":
+            sizes = record.T, record.H, record.D, record.Dv
+            problems = newest.setdefault((about["dist"], about["L"], about["streams"]), {})
+            problems.setdefault(sizes, {})[record.implementation] = record
+
+    def over(problems: Iterable[dict[str, Record]], base: str) -> str:
+        gains = []
+        for found in problems:
+            slow, fast = (found[x].times_ms if x in found else None for x in (base, "triton"))
+            if slow and fast:
+                gains.append(slow[0] / fast[0])
+        return f"{statistics.median(gains):.1f} ({min(gains):.1f})" if gains else MISSING
+
+    rows = []
+    for (dist, keys, streams), each in sorted(newest.items(), key=lambda x: (x[0][1], x[0])):
+        timed = [r.times_ms[0] for x in each.values() if (r := x.get("triton")) and r.times_ms]
+        about = [dist, str(keys), str(streams), f"{len(timed)} of {len(each)}"]
+        median = f"{statistics.median(timed):.2f}" if timed else MISSING
+        gains = (over(each.values(), base) for base in ("sdpa", "fa2"))
+        said = commits(record for found in each.values() for record in found.values())
+        rows.append([*about, median, *gains, said])
+    head = ["blocks", "keys a query", "streams", "problems", "`triton`, ms"]
+    return table([*head, "over `sdpa`", "over `fa2`", "commit"], rows)
 
 
 def block_selection(device: str) -> str:

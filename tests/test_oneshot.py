@@ -194,6 +194,22 @@ def test_plans_name_commands_that_exist(name):
     assert sum(step.timeout_s for step in plan if step.last) <= 60
 
 
+def test_the_seeds_matrix_and_grid_are_measured_whole_on_any_gpu():
+    plan = {step.name: step for step in oneshot.load("gpu")}
+    matrix, grid = plan["selection_s2"], plan["fa2"]
+    for hopper in (False, True):
+        command = expand(oneshot.template_of(matrix, hopper), {}, [])
+        flags = [word for word in command if word.startswith("--")]
+        own = {"--preset", "--iters", "--processes", "--out"}
+        assert set(flags) == own and command[2] == "s2", "no flag in place of one of its lists"
+        command = expand(oneshot.template_of(grid, hopper), {}, [])
+        lists = dict(zip(command[1::2], command[2::2], strict=False))
+        assert {"256", "512", "1024"} <= set(lists["--S_list"].split(","))
+        assert {"32", "64", "128", "256"} <= set(lists["--w_list"].split(","))
+    assert "--framework jax" in plan["triton_jax"].command
+    assert "--peers flash_attn" in oneshot.template_of(plan["compare"], hopper=True)
+
+
 def test_words_of_a_command():
     words = {"root": "/r", "commit": "", "save": "--save_records"}
     assert expand("m --out {root}/x {commit} {save}", words, []) == shlex.split(
