@@ -195,6 +195,7 @@ def test_plans_name_commands_that_exist(name):
 
 
 def test_the_seeds_matrix_and_grid_are_measured_whole_on_any_gpu():
+    oneshot.FLAGS(["oneshot"])
     plan = {step.name: step for step in oneshot.load("gpu")}
     matrix, grid = plan["selection_s2"], plan["fa2"]
     for hopper in (False, True):
