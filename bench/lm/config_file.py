@@ -119,7 +119,7 @@ def read(
         one = _renamed(_flat(given), "--set", told)
         _built(one, "--set")
         for key in one:
-            values.pop(EITHER.get(key), None)
+            values.pop(EITHER.get(key, ""), None)
         values |= one
     found = _built(values, "")
     try:
@@ -141,7 +141,7 @@ def apply(values: Mapping[str, Any], given: Sequence[flags.FlagValues]) -> None:
     for key, value in values.items():
         if key not in FLAGS or value is None:
             continue
-        name, instead = FLAGS[key], FLAGS.get(EITHER.get(key, ""))
+        name, instead = FLAGS[key], FLAGS.get(EITHER.get(key, ""), "")
         if any(instead in own and own[instead].present for own in given):
             continue
         flag = next((own[name] for own in given if name in own), None)
