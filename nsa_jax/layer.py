@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
+from nsa_jax import validate
 from nsa_jax.config import NSAConfig
 
 PHI = ("avg", "mlp", "mlp_pe")
@@ -14,7 +15,8 @@ GATES = ("sigmoid", "softmax")
 KIND = ("gate", "phi")
 KIND_MODULE = "kind"
 EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
-FORCED = ("num_initial", "num_local")
+# Not stated where they have their defaults, as in checkpoints older than these names.
+UNSTATED = ("num_initial", "num_local", "bias")
 
 
 class Unnamed(str):
@@ -46,6 +48,7 @@ class LayerSpec:
       gate_temp: the gate's logits are divided by it.
       rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
         pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
+      bias: whether the projections of queries, keys, values and output have one.
 
     Raises:
       ValueError: a rule is broken; the message names the argument and the value.
@@ -70,11 +73,12 @@ class LayerSpec:
     rope_scale: float = 1.0
     num_initial: int = NSAConfig.num_initial
     num_local: int = NSAConfig.num_local
+    bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_heads", "n_kv_groups", "d_k", "d_v"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        sizes = ["dim", "n_heads", "n_kv_groups", "d_k", "d_v"]
+        sizes += [x for x in ("gate_hidden", "phi_hidden") if getattr(self, x) is not None]
+        validate.sizes(**{name: getattr(self, name) for name in sizes})
         if self.n_heads % self.n_kv_groups:
             raise ValueError(
                 f"n_heads must be a multiple of n_kv_groups={self.n_kv_groups}, "
@@ -87,12 +91,9 @@ class LayerSpec:
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
         for name in ("gate_temp", "rope_base", "rope_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
-        for name in ("gate_hidden", "phi_hidden"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be >= 1 or None, got {value}")
+            validate.positive(name, getattr(self, name))
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias must be True or False, got {self.bias!r}")
         _ = self.config
 
     @property
@@ -119,13 +120,13 @@ class LayerSpec:
     def as_dict(self) -> dict[str, Any]:
         """The values that differ from None, for a checkpoint's metadata.
 
-        The numbers of forced blocks stand in it where they are not the paper's: a checkpoint
-        that does not state them has those.
+        Numbers of forced blocks and a bias stand in it where they are not the defaults: a
+        checkpoint that does not state them has those.
         """
         values = dataclasses.asdict(self)
         values |= {name: str(values[name]) for name in KIND}
-        for name in FORCED:
-            if values[name] == getattr(NSAConfig, name):
+        for name in UNSTATED:
+            if values[name] == getattr(LayerSpec, name):
                 values[name] = None
         return {name: value for name, value in values.items() if value is not None}
 

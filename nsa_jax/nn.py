@@ -133,7 +133,7 @@ class NSAAttention(nnx.Module):
             return nnx.Linear(
                 size_in,
                 size_out,
-                use_bias=False,
+                use_bias=spec.bias,
                 dtype=dtype,
                 param_dtype=param_dtype,
                 rngs=rngs,

@@ -53,10 +53,15 @@ def configuration(config) -> None:
 
 
 def scaling(scale) -> None:
-    if scale is None:
-        return
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale must be a positive number or None, got {scale!r}")
+    if scale is not None:
+        positive("scale", scale, " or None")
+
+
+def positive(name: str, value, otherwise: str = "") -> None:
+    """A finite number above zero."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number{otherwise}, got {value!r}")
 
 
 def heads(query, key, name: str = "key") -> None:

@@ -123,7 +123,8 @@ def cached_attention(
     """Appends `T >= 1` tokens to the cache and attends from them: `(out, cache)`.
 
     Arguments and errors as in `nsa_jax.cached_attention`. Go on with the cache that comes
-    back: it is the one given, unless a gradient made a copy necessary.
+    back: it is the one given, unless a gradient made a copy necessary. Copies stay in the
+    graph, so that steps without a gradient belong under `torch.no_grad()`.
 
     Args:
       new_lengths: int32 or int64 `[B]`, `0..T`, not read on the host: the first `new_lengths`

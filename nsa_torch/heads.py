@@ -59,41 +59,46 @@ def project(
 
 def _projection(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """What `layers` make of `x` [B, T, dim], concatenated along the last axis."""
-    if x.shape[:-1].numel() < FUSED_FROM or not all(_is_plain(each, x) for each in layers):
+    if x.shape[:-1].numel() < FUSED_FROM or not _are_plain(layers, x):
         return torch.cat([each(x) for each in layers], dim=-1)
-    weights = [each.weight for each in layers]
+    weights, bias = [each.weight for each in layers], None
+    if layers[0].bias is not None:
+        bias = torch.cat([each.bias for each in layers])
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [each.to(dtype) for each in weights]
-    return _FusedLinear.apply(x, *weights)
+        bias = None if bias is None else bias.to(dtype)
+    return _FusedLinear.apply(x, bias, *weights)
 
 
 class _FusedLinear(torch.autograd.Function):
-    """`x @ cat(weights).T`. For the gradient it saves the weights, not their concatenation, which
-    sharded training could not free between forward and backward.
+    """`x @ cat(weights).T + bias`. For the gradient it saves the weights, not their concatenation,
+    which sharded training could not free between forward and backward.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, *weights):
-        return F.linear(x, torch.cat(weights))
+    def forward(x, bias, *weights):
+        return F.linear(x, torch.cat(weights), bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+        x, _, *weights = inputs
+        ctx.save_for_backward(x, *weights)
 
     @staticmethod
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
-        wanted_x, *wanted = ctx.needs_input_grad
+        wanted_x, wanted_bias, *wanted = ctx.needs_input_grad
         grad_x = grad @ torch.cat(weights) if wanted_x else None
-        rows = x.flatten(0, -2)
+        rows, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        grad_bias = grad.sum(dim=0) if wanted_bias else None
         sizes = [each.shape[0] for each in weights]
         if all(wanted):
-            return grad_x, *(grad.flatten(0, -2).T @ rows).split(sizes)
-        parts = zip(wanted, grad.flatten(0, -2).split(sizes, dim=-1), strict=True)
-        return grad_x, *(part.T @ rows if each else None for each, part in parts)
+            return grad_x, grad_bias, *(grad.T @ rows).split(sizes)
+        parts = zip(wanted, grad.split(sizes, dim=-1), strict=True)
+        return grad_x, grad_bias, *(part.T @ rows if each else None for each, part in parts)
 
 
 def split(
@@ -147,17 +152,24 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
+def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
+    """Whether each layer is its product and nothing else, with a bias all or none."""
+    plain = all(_is_plain(each, x) for each in layers)
+    return plain and len({each.bias is None for each in layers}) == 1
+
+
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its product and nothing else: no adapter, hook, shard, bias or other
+    """Whether a layer is its product and nothing else: no adapter, hook, shard or other
     `forward`.
     """
-    if type(layer) is not nn.Linear or layer.bias is not None:
+    if type(layer) is not nn.Linear:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks
     hooks = *hooks, layer._backward_hooks, layer._backward_pre_hooks
     if any(hooks) or nn.modules.module._has_any_global_hook() or "forward" in vars(layer):
         return False
-    return type(layer.weight) in (nn.Parameter, Tensor) and layer.weight.device == x.device
+    tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return all(type(y) in (nn.Parameter, Tensor) and y.device == x.device for y in tensors)
 
 
 def _by_kernel(projection: Tensor, sizes: Heads) -> bool:

@@ -20,24 +20,28 @@ from nsa_jax.types import Branches
 from nsa_torch import cache, context, functional, geometry, heads
 
 
+class GateOutput(nn.Linear):
+    """A linear layer that starts near zero: gates start near equal."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+        nn.init.zeros_(self.bias)
+
+
 class Gate(nn.Module):
     """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
 
-    def __init__(self, spec: LayerSpec):
+    def __init__(self, spec: LayerSpec, **factory: Any):
         super().__init__()
-        self.fc1 = nn.Linear(spec.d_k, spec.gate_width)
-        self.fc2 = nn.Linear(spec.gate_width, 3)
+        self.fc1 = nn.Linear(spec.d_k, spec.gate_width, **factory)
+        self.fc2 = GateOutput(spec.gate_width, 3, **factory)
         self.spec = spec
-        self._reset_output()
 
     def reset_parameters(self) -> None:
         """Draws the weights anew."""
         self.fc1.reset_parameters()
-        self._reset_output()
-
-    def _reset_output(self) -> None:
-        nn.init.xavier_uniform_(self.fc2.weight, gain=0.1)
-        nn.init.zeros_(self.fc2.bias)
+        self.fc2.reset_parameters()
 
     def forward(self, pooled_query: Tensor) -> Tensor:
         logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
@@ -47,13 +51,15 @@ class Gate(nn.Module):
 class MLP(nn.Module):
     """The paper's `phi` (`nsa_jax.MLPParams`)."""
 
-    def __init__(self, length: int, width: int, hidden: int):
+    def __init__(self, length: int, width: int, hidden: int, **factory: Any):
         super().__init__()
-        self.position = nn.Parameter(torch.empty(length, width))
-        self.w1 = nn.Parameter(torch.empty(length * width, hidden))
-        self.b1 = nn.Parameter(torch.empty(hidden))
-        self.w2 = nn.Parameter(torch.empty(hidden, width))
-        self.b2 = nn.Parameter(torch.empty(width))
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        self.position = empty(length, width)
+        self.w1, self.b1 = empty(length * width, hidden), empty(hidden)
+        self.w2, self.b2 = empty(hidden, width), empty(width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,16 +74,16 @@ class MLP(nn.Module):
         return MLPParams(self.position, self.w1, self.b1, self.w2, self.b2)
 
 
-def _pool(length: int, stride: int, width: int) -> nn.Conv1d:
+class Pool(nn.Conv1d):
     """The seed's depthwise convolution (its keys in the state_dict); starts as the mean."""
-    conv = nn.Conv1d(width, width, length, stride=stride, groups=width, bias=False)
-    reset_pool(conv)
-    return conv
 
+    def __init__(self, length: int, stride: int, width: int, **factory: Any):
+        options = {"stride": stride, "groups": width, "bias": False}
+        super().__init__(width, width, length, **options, **factory)
 
-def reset_pool(conv: nn.Conv1d) -> None:
-    """Makes a convolution of `_pool` the mean."""
-    nn.init.constant_(conv.weight, 1 / conv.kernel_size[0])
+    def reset_parameters(self) -> None:
+        """Makes it the mean."""
+        nn.init.constant_(self.weight, 1 / self.kernel_size[0])
 
 
 class Mark(nn.Module):
@@ -94,13 +100,14 @@ class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
     Args:
-      dim ... rope_scale, num_initial, num_local: `nsa_jax.layer.LayerSpec`, which also says what
-        is refused.
+      dim ... rope_scale, num_initial, num_local, bias: `nsa_jax.layer.LayerSpec`, which also
+        says what is refused.
       rope_impl: "llama", the seed's only one.
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
       use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
+      device, dtype: of the parameters; None: torch's defaults.
 
     The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
     averages of weights keep. `load_state_dict` raises `ValueError` where they differ, and where
@@ -132,9 +139,12 @@ class NSAAttention(nn.Module):
         rope_scale: float = 1.0,
         num_initial: int = NSAConfig.num_initial,
         num_local: int = NSAConfig.num_local,
+        bias: bool = False,
         implementation: str | Branches[str | None] | None = None,
         context_mesh: DeviceMesh | None = None,
         context_layout: Layout = "zigzag",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.context_mesh, self.context_layout = context_mesh, context_layout
@@ -158,27 +168,37 @@ class NSAAttention(nn.Module):
             rope_scale=rope_scale,
             num_initial=num_initial,
             num_local=num_local,
+            bias=bias,
         )
         if rope_impl != "llama":
             raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
         self.implementation = _seed_switches(implementation, use_flash, use_triton_sel)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(size_in: int, size_out: int) -> nn.Linear:
+            return nn.Linear(size_in, size_out, bias=bias, **factory)
+
         keys, values = n_kv_groups * d_k, n_kv_groups * d_v
-        self.W_Q = nn.Linear(dim, n_heads * d_k, bias=False)
-        self.W_K_cmp = nn.Linear(dim, keys, bias=False)
-        self.W_V_cmp = nn.Linear(dim, values, bias=False)
-        self.W_K_sel = nn.Linear(dim, keys, bias=False)
-        self.W_V_sel = nn.Linear(dim, values, bias=False)
-        self.W_K_win = nn.Linear(dim, keys, bias=False)
-        self.W_V_win = nn.Linear(dim, values, bias=False)
-        self.out = nn.Linear(n_heads * d_v, dim, bias=False)
-        self.gate = Gate(spec)
+        self.W_Q = linear(dim, n_heads * d_k)
+        self.W_K_cmp, self.W_V_cmp = linear(dim, keys), linear(dim, values)
+        self.W_K_sel, self.W_V_sel = linear(dim, keys), linear(dim, values)
+        self.W_K_win, self.W_V_win = linear(dim, keys), linear(dim, values)
+        self.out = linear(n_heads * d_v, dim)
+        self.gate = Gate(spec, **factory)
         if phi == "mlp":
-            self.phi_k_conv, self.phi_v_conv = _pool(l, d, d_k), _pool(l, d, d_v)
+            self.phi_k_conv, self.phi_v_conv = (Pool(l, d, x, **factory) for x in (d_k, d_v))
         elif phi == "mlp_pe":
-            self.phi_k_mlp = MLP(l, d_k, spec.phi_width(d_k))
-            self.phi_v_mlp = MLP(l, d_v, spec.phi_width(d_v))
+            self.phi_k_mlp, self.phi_v_mlp = (
+                MLP(l, x, spec.phi_width(x), **factory) for x in (d_k, d_v)
+            )
         self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, such as those of a layer made on `meta`, after `to_empty`."""
+        for module in self.children():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     def hyper_parameters(self) -> dict[str, Any]:
         """What makes this layer's function, for a checkpoint's metadata."""
@@ -241,7 +261,8 @@ class NSAAttention(nn.Module):
         Args:
           x: `[B, T, dim]`.
           kv: from `init_cache`; None: the tokens are whole sequences (training), and None
-            comes back.
+            comes back. Decode under `torch.no_grad()`: under autograd each call copies the
+            cache, and its graph keeps the copies.
           prefill: False says that `x` continues a cache, which must then be given; chunks of
             any length may be appended either way.
           cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.

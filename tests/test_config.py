@@ -1,6 +1,7 @@
 """`NSAConfig`, the YAML files and their loader, the layer's hyper-parameters."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -50,10 +51,17 @@ def test_config_validation_of_the_seeds_names():
         (dict(d_k=7), "d_k must be even"),
         (dict(phi="conv"), "phi must be one of"),
         (dict(gate="relu"), "gate must be one of"),
-        (dict(gate_temp=0.0), "gate_temp must be > 0"),
-        (dict(dim=0), "dim must be >= 1"),
+        (dict(gate_temp=0.0), r"gate_temp must be a positive number, got 0\.0"),
+        (dict(rope_scale="2"), "rope_scale must be a positive number, got '2'"),
+        (dict(rope_base=math.inf), "rope_base must be a positive number, got inf"),
+        (dict(dim=0), "dim must be an int >= 1, got 0"),
+        (dict(dim=16.0), r"dim must be an int >= 1, got 16\.0"),
+        (dict(n_heads=True), "n_heads must be an int >= 1, got True"),
+        (dict(l=32.0), r"compress_block must be an int, got 32\.0"),
+        (dict(bias=1), "bias must be True or False, got 1"),
         (dict(l=20), "compress_block must be a multiple"),
-        (dict(gate_hidden=0), "gate_hidden must be >= 1"),
+        (dict(gate_hidden=0), "gate_hidden must be an int >= 1, got 0"),
+        (dict(phi_hidden=8.0), r"phi_hidden must be an int >= 1, got 8\.0"),
     ],
     ids=lambda x: str(x)[:30],
 )

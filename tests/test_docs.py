@@ -37,6 +37,16 @@ def test_examples_run(path):
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("path, cache", [("README.md", "cache"), ("docs/seed.md", "kv")])
+def test_decoding_keeps_no_graph(path, cache):
+    """Of all steps before, as autograd would."""
+    (block,) = [x for x in BLOCK.findall((ROOT / path).read_text()) if "init_cache" in x]
+    names = {}
+    exec("import torch, nsa_torch\n" + block, names)
+    assert names[cache].longest and names["y"].grad_fn is None
+    assert names[cache].selected_key.grad_fn is None
+
+
 def test_an_example_that_fails_is_seen():
     assert run("```python\nassert 1 + 1 == 3\n```\n").returncode
 

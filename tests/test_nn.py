@@ -1,5 +1,8 @@
 """The two modules: JAX and torch on the same weights, decode, phi, gates, a training step."""
 
+import copy
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,6 +20,10 @@ from nsa_torch import NSAAttention as TorchAttention
 from nsa_torch import heads, reference
 
 SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
+PROJECTIONS = [
+    *("W_Q", "W_K_cmp", "W_V_cmp", "W_K_sel", "W_V_sel", "W_K_win", "W_V_win"),
+    "out",
+]
 
 
 def modules(**options):
@@ -80,8 +87,7 @@ def test_a_checkpoint_of_another_layer_is_refused(tmp_path):
 
 
 def test_the_seeds_state_dict_keys():
-    linear = ["W_Q", "W_K_cmp", "W_V_cmp", "W_K_sel", "W_V_sel", "W_K_win", "W_V_win", "out"]
-    keys = {f"{name}.weight" for name in linear}
+    keys = {f"{name}.weight" for name in PROJECTIONS}
     keys |= {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
     module, _ = modules()
     assert set(module.state_dict()) == keys | set(module.spec.kind_keys())
@@ -198,6 +204,78 @@ def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
         with torch.no_grad():
             conv.phi_v_conv.weight.mul_(2.0)
             assert (conv(torch.from_numpy(x))[0] - torch.from_numpy(a)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("phi", PHI)
+def test_a_layer_made_on_meta_starts_as_any_other(phi, bias):
+    """By its own `reset_parameters`, and by that of each module, as FSDP and others call it."""
+    options = SIZES | dict(phi=phi, bias=bias)
+    torch.manual_seed(0)
+    start = TorchAttention(**options)
+    with torch.device("meta"):
+        layers = [TorchAttention(**options), TorchAttention(**options)]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(math.nan)
+    torch.manual_seed(0)
+    layers[0].reset_parameters()
+    for module in layers[1].modules():
+        if module is not layers[1] and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for name, parameter in start.named_parameters():
+        own, each = (layer.get_parameter(name) for layer in layers)
+        assert torch.equal(own, parameter), name
+        assert each.abs().max() <= 2 * parameter.abs().max(), name
+        if phi == "mlp" and name.startswith("phi_"):
+            assert (each == 1 / SIZES["l"]).all()
+
+
+def test_where_and_of_what_dtype_a_layer_is_made():
+    """All parameters; of the same numbers."""
+    for phi in PHI:
+        options = SIZES | dict(phi=phi, bias=True)
+        low = TorchAttention(**options, dtype=torch.bfloat16, device=torch.device("cpu"))
+        assert {x.dtype for x in low.parameters()} == {torch.bfloat16}
+        there = TorchAttention(**options, dtype=torch.float64, device="meta")
+        assert {(x.dtype, x.device.type) for x in there.parameters()} == {
+            (torch.float64, "meta")
+        }
+        low.load_state_dict(TorchAttention(**options).state_dict())
+    y, kv = low(torch.from_numpy(tokens(9)).bfloat16(), low.init_cache(2, 9))
+    assert y.dtype == kv.selected_key.dtype == torch.bfloat16 and bool(y.isfinite().all())
+
+
+def test_a_bias_is_added_in_both_modules(tmp_path):
+    """To each projection; whole, through the cache, and in a file for both."""
+    module, twin = modules(bias=True, phi="mlp_pe")
+    names = {name for name, _ in module.named_parameters() if name.endswith("bias")}
+    assert names == {f"{x}.bias" for x in (*PROJECTIONS, "gate.fc1", "gate.fc2")}
+    with torch.no_grad():
+        for name in names:
+            module.get_parameter(name).normal_()
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x = tokens(30)
+    with torch.no_grad():
+        whole = module(torch.from_numpy(x))[0].numpy()
+        first, kv = module(torch.from_numpy(x[:, :20]), module.init_cache(2, 30))
+        second, _ = module(torch.from_numpy(x[:, 20:]), kv)
+    theirs = nnx.jit(lambda m, x: m(x)[0])(twin, jnp.asarray(x))
+    for got in (np.asarray(theirs), torch.cat([first, second], 1).numpy()):
+        np.testing.assert_allclose(got, whole, rtol=0, atol=FLOAT32_MAX)
+    for name in PROJECTIONS:
+        silent = copy.deepcopy(module)
+        with torch.no_grad():
+            silent.get_parameter(f"{name}.bias").zero_()
+            changed = silent(torch.from_numpy(x))[0].numpy()
+        assert np.abs(changed - whole).max() > 1e-3, name
+    with pytest.raises(
+        ValueError, match="bias must be 'no such name' as in the module, got True"
+    ):
+        weights.load(tmp_path / "layer.safetensors", modules(phi="mlp_pe")[0])
 
 
 @pytest.mark.parametrize("kind", ["pool", "mlp"])

@@ -189,6 +189,13 @@ def frozen(module):
         getattr(module, name).weight.requires_grad_(False)
 
 
+def biased_alike(module):
+    """All projections."""
+    for name, each in module.named_children():
+        if name.startswith("W_"):
+            each.bias = nn.Parameter(torch.randn(each.out_features))
+
+
 def plain(module, x):
     return outcome(module, x)
 
@@ -216,7 +223,9 @@ def compiled(module, x):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
-@pytest.mark.parametrize("change", [lambda module: None, frozen], ids=["all", "frozen"])
+@pytest.mark.parametrize(
+    "change", [lambda module: None, frozen, biased_alike], ids=["all", "frozen", "bias"]
+)
 @pytest.mark.parametrize("run", [plain, under_autocast, checkpointed, compiled])
 def test_gradients_of_one_product(run, change, monkeypatch):
     """As those of seven products, under what training puts around a layer."""
@@ -256,7 +265,7 @@ def test_one_product_keeps_the_weights_themselves():
     weights = [torch.randn(n, 24, requires_grad=True) for n in (48, 16)]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        heads._FusedLinear.apply(torch.randn(3, 24), *weights)
+        heads._FusedLinear.apply(torch.randn(3, 24), None, *weights)
     assert {x.data_ptr() for x in kept} >= {x.data_ptr() for x in weights}
     assert sum(x.numel() for x in kept) == (3 + 48 + 16) * 24
 

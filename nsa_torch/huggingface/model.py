@@ -33,7 +33,7 @@ from nsa_torch.huggingface.continuous import ContinuousBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
-from nsa_torch.module import MLP, Gate, NSAAttention, reset_pool
+from nsa_torch.module import MLP, Gate, NSAAttention, Pool
 
 
 class DenseAttention(nn.Module):
@@ -183,10 +183,8 @@ class NSAPreTrainedModel(PreTrainedModel):
         """The start of `module`'s own weights; transformers calls it, children first."""
         given = self.config.initializer_range
         residual = math.sqrt(2 * self.config.num_hidden_layers)
-        if isinstance(module, Gate | MLP):
+        if isinstance(module, Gate | MLP | Pool):
             module.reset_parameters()
-        elif isinstance(module, nn.Conv1d):
-            reset_pool(module)
         elif isinstance(module, nn.Linear):
             _draw(module, given)
             if module.bias is not None:
