@@ -24,7 +24,8 @@ A document names a table between two comments, and this command fills what stand
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the seed system's selection matrix: medians and least over its sizes | |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
-| `seed_names` | scripts and tests of the seed system, and what they are here | |
+| `seed_names` | scripts, commands and tests of the seed system, and what they are here | |
+| `seed_variables` | its environment variables | |
 
 A cell shows the newest record of its shape; the column `commit` says which commits those are.
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
@@ -39,7 +40,7 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, records, seed_names
+from bench.harness import cli, records, seed_env, seed_names
 from bench.harness.records import Record
 from bench.harness.scale_model import problem
 from bench.lm import curves, quality, watched
@@ -536,6 +537,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "crossovers": crossovers,
     "scaling": scaling,
     "seed_names": seed_names.markdown,
+    "seed_variables": seed_env.markdown,
 }
 
 

@@ -82,17 +82,68 @@ def test_events_of_the_log_add_up(values):
         apply({"NSA_LOG_LIMIT": "0"}, values())
 
 
-def test_dead_and_unknown_names_are_told(values):
-    lines = apply(
-        {"NSA_SEL_RANGES_V2_MIN_S": "1024", "NSA_USE_FA3": "1", "DDP": "1"},
-        values(),
-    )
-    assert [line.partition(":")[0] for line in lines] == [
-        "NSA_SEL_RANGES_V2_MIN_S=1024",
-        "NSA_USE_FA3=1",
+def test_dead_names_are_told_and_unknown_ones_are_errors(values):
+    lines = apply({"NSA_SEL_RANGES_V2_MIN_S": "1024", "DDP": "1"}, values())
+    assert [line.partition(":")[0] for line in lines] == ["NSA_SEL_RANGES_V2_MIN_S=1024"]
+    assert "dead in the seed system already" in lines[0] and "--ranges adaptive" in lines[0]
+    with pytest.raises(ValueError, match=r"NSA_USE_FA3=1 is unknown, .* known is NSA_USE_FA2"):
+        apply({"NSA_USE_FA3": "1"}, values())
+
+
+@pytest.mark.parametrize(
+    ("name", "default", "other"),
+    [
+        ("NSA_USE_SEL_PACK", "true", "0"),
+        ("NSA_FORCE_SEL_MASK", "no", "1"),
+        ("NSA_ROPE_SCALE", "1", "2.0"),
+        ("NSA_FORCE_BRANCH", "", "cmp"),
+        ("NSA_SEL_TRITON_FORCE_PATH", "Auto", "dense"),
+        ("NSA_SEL_CUDA", "0", "1"),
+    ],
+)
+def test_what_is_not_here_is_an_error_unless_it_is_the_default(name, default, other, values):
+    (line,) = apply({name: default}, values())
+    assert line.startswith(f"{name}={default}: ignored: ")
+    with pytest.raises(ValueError, match=f"{name}={other}: unset it: .*{line[-20:]}"):
+        apply({name: other}, values())
+
+
+def test_a_choice_that_the_command_would_lose_is_an_error():
+    own = flags.FlagValues()
+    flags.DEFINE_integer("iters", None, "", flag_values=own)
+    own(["prefill"])
+    for name in ("NSA_USE_TRITON_SEL", "NSA_FA2_FORCE_DENSE", "NSA_SEL_TRITON_MIN_L"):
+        with pytest.raises(ValueError, match=f"{name}=1 is .*nothing in bench.prefill"):
+            apply({name: "1"}, own, "prefill")
+    assert apply({"NSA_USE_TRITON_SEL": "0"}, own) == [
+        "NSA_USE_TRITON_SEL=0: off, as without it"
     ]
-    assert all("dead in the seed system already" in line for line in lines[:1])
-    assert "unknown, ignored; the nearest known name is NSA_USE_FA2" in lines[1]
+    # What any call is, and what only training knew in the seed system too.
+    lines = apply({"NSA_FA2_FORCE_VARLEN": "1", "NSA_SEQ_LEN": "8"}, own, "prefill")
+    assert all("ignored here" in line for line in lines)
+    table = flags.FlagValues()
+    table(["summarize"])
+    (line,) = apply({"NSA_USE_TRITON_SEL": "1"}, table, "summarize")
+    assert "no --selected_kernel in this command, ignored" in line
+
+
+def test_values_are_converted(values):
+    own = flags.FlagValues()
+    flags.DEFINE_enum("ranges", "none", ["none", "v1", "v2"], "", flag_values=own)
+    flags.DEFINE_float("timeout_s", 60.0, "", flag_values=own)
+    flags.DEFINE_bool("csv", True, "", flag_values=own)
+    for value, expected in (("0", "v1"), ("1", "v2")):
+        own(["train"])
+        apply({"NSA_SEL_RANGES_V2": value, "NSA_PG_TIMEOUT_MIN": "15"}, own, "train")
+        assert (own.ranges, own.timeout_s) == (expected, 900.0)
+        own.unparse_flags()
+        own["ranges"].unparse()
+    own(["train"])
+    apply({"NSA_DISABLE_CSV_LOGS": "1"}, own, "train")
+    assert own.csv is False
+    for name, value in (("NSA_SEL_RANGES_V2", "adaptive"), ("NSA_PG_TIMEOUT_MIN", "soon")):
+        with pytest.raises(ValueError, match=f"{name}: expected .* got '{value}'"):
+            apply({name: value}, own, "train")
 
 
 def test_what_another_command_means_by_it(values):
@@ -200,9 +251,13 @@ def test_what_is_said_of_gates_is_so():
 def test_every_entry_says_something(values):
     for name, meaning in seed_env.TABLE.items():
         assert bool(meaning.flags) != bool(meaning.reason), name
-    environ = {name.replace("*", "X"): "1" for name in seed_env.TABLE}
+    environ = {
+        name.replace("*", "X"): "1" if meaning.only is None else meaning.only
+        for name, meaning in seed_env.TABLE.items()
+    }
     assert len(apply(environ, values())) == len(seed_env.TABLE)
-    assert not any("unknown" in line for line in apply(environ, values()))
+    text = seed_env.markdown()
+    assert all(f"`{name}" in text for name in seed_env.TABLE)
 
 
 def test_flags_of_the_table_are_those_of_the_commands():
@@ -213,16 +268,15 @@ def test_flags_of_the_table_are_those_of_the_commands():
     assert compare.CONFIG.name == "config"
 
     assert bench.harness.cli.LOG.name == "log" and kernel_flags.NAMES
-    for name, meaning in seed_env.TABLE.items():
+    for meaning in seed_env.TABLE.values():
         known = {"train": train.FLAGS, "fa2": fa2.FLAGS}.get(meaning.command, flags.FLAGS)
         for flag, value in meaning.flags.items():
-            parser = known[flag].parser
-            assert parser.parse(value or "1"), name
+            known[flag].parser.parse(meaning.convert(value or "1"))
 
 
 def test_a_command_warns_and_obeys():
     """The kernels that the variable names are planned, but for the one that a flag names."""
-    environ = {"NSA_FORCE_PARITY": "1", "NSA_GATE": "1", "JAX_PLATFORMS": "cpu"}
+    environ = {"NSA_FORCE_PARITY": "1", "NSA_TEST_FA2": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "bench.compare", "--preset=tiny", "--explain"]
     done = subprocess.run(
         [*command, "--framework=torch", "--sliding_kernel=sdpa"],
@@ -233,6 +287,6 @@ def test_a_command_warns_and_obeys():
     )
     assert done.returncode == 0, done.stderr
     assert "warning: NSA_FORCE_PARITY=1: use --kernels reference (--kernels set)" in done.stderr
-    assert "warning: NSA_GATE=1: unknown" in done.stderr
+    assert "warning: NSA_TEST_FA2=1: ignored: tests are chosen by" in done.stderr
     assert "torch compressed reference: runs" in done.stdout
     assert "torch sliding    sdpa: runs" in done.stdout

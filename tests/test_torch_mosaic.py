@@ -518,7 +518,14 @@ def gpu(function):
 
 @gpu
 @by_case
-@pytest.mark.parametrize("branch", BRANCHES)
+def test_sel_cuda_gpu(case):
+    """Selected attention: output, log-sum-exp and gradients."""
+    check_branch(case, "selected", "mosaic", "cuda")
+
+
+@gpu
+@by_case
+@pytest.mark.parametrize("branch", [name for name in BRANCHES if name != "selected"])
 def test_branch_on_gpu(case, branch):
     check_branch(case, branch, "mosaic", "cuda")
 

@@ -128,9 +128,20 @@ def test_one_tensor_for_all_branches_gets_all_their_gradients():
     torch.testing.assert_close(sum(parts), grad)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
-@pytest.mark.parametrize("bounds", [None, [0, 8, 8, 13]])
-def test_gradcheck(implementation, bounds):
+SOME = pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+
+
+@SOME
+def test_gradcheck(implementation):
+    check_finite_differences(implementation, None)
+
+
+@SOME
+def test_gradcheck_varlen(implementation):
+    check_finite_differences(implementation, [0, 8, 8, 13])
+
+
+def check_finite_differences(implementation, bounds):
     config = NSAConfig(4, 2, 4, num_selected=2, num_initial=1, num_local=1, window=3)
     x = Inputs(15, 15, H=4, Hkv=2, D=3, Dv=2, B=1, config=config)
     cu = None if bounds is None else torch.tensor(bounds)
@@ -150,6 +161,31 @@ def test_gradcheck(implementation, bounds):
         )
 
     assert torch.autograd.gradcheck(function, (x.query, x.key, x.value, x.gates))
+
+
+@SOME
+def test_backward_varlen(implementation):
+    """A packed row has the output and gradients of its sequences, each by itself."""
+    config = NSAConfig(4, 2, 4, num_selected=2, num_initial=1, num_local=1, window=3)
+    x, bounds = Inputs(33, 33, H=4, Hkv=2, D=3, Dv=2, B=1, config=config), [0, 9, 9, 33]
+    leaves = x.query, x.key, x.value, x.gates
+    factors = torch.randn(1, 33, 4, 2, dtype=torch.float64)
+
+    def results(rows, cu_seqlens=None):
+        out = nsa_torch.attention(
+            *(leaf[:, rows] for leaf in leaves),
+            config=config,
+            cu_seqlens=cu_seqlens,
+            implementation=implementation,
+        )
+        return out, torch.autograd.grad((out * factors[:, rows]).sum(), leaves)
+
+    out, packed = results(slice(None), torch.tensor(bounds, dtype=torch.int32))
+    each = [results(slice(*ends)) for ends in ((0, 9), (9, 33))]
+    torch.testing.assert_close(out, torch.cat([part for part, _ in each], dim=1))
+    alone = [sum(grads) for grads in zip(*(grads for _, grads in each), strict=True)]
+    assert all(grad.any() for grad in alone)
+    torch.testing.assert_close(packed, tuple(alone))
 
 
 class Largest(TorchDispatchMode):

@@ -114,7 +114,7 @@ def test_triton_sel_parity_gpu(case):
 
 @kernel
 @pytest.mark.parametrize(("branch", "case"), BRANCHES, ids=str)
-def test_branch(branch, case):
+def test_triton_sel_backward_gpu(branch, case):
     """Output, log-sum-exp and gradients of one branch."""
     check_branch(case, branch, "triton", DEVICE)
 
