@@ -11,7 +11,7 @@ these two. All are compared with the reference before they are timed. Without CU
 measured, and the command says so and ends with status 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -217,28 +217,23 @@ class Problem:
         gpu = runner.platform == "cuda"
         self.how = command.sampling(FLAGS, gpu)
         self.settings = command.settings(FLAGS, config, gpu, seq_len=length, batch=BATCH.value)
-        self.judged: list[Judged] = []
         self.overlap: float | None = None
 
-    def judge(self) -> None:
+    def judge(self) -> Callable[[], list[Record]]:
+        judged: list[Judged] = []
+
         def make():
             inputs = problems.make(self.settings, "random", FLAGS.seed)
             self.overlap = inputs.overlap
             checker = Checker(self.settings, inputs, backward=False)
             runner, settings = self.runner, self.settings
-            self.judged = [
-                judge(job, runner, settings, inputs, checker, "forward")
-                for job in jobs(self.branch, runner, settings, inputs.num_keys)
-            ]
+            for job in jobs(self.branch, runner, settings, inputs.num_keys):
+                judged.append(judge(job, runner, settings, inputs, checker, "forward"))
             return {}
 
         if failed := guarded("inputs", make, library=False):
-            self.judged = [Judged("", False, failed)] * len(IMPLEMENTATIONS)
-
-    def time(self) -> list[Record]:
-        done = [each.timed(**self.how) for each in self.judged]
-        self.judged = []  # and the arrays
-        return self._records(done)
+            judged = [Judged("", False, failed)] * len(IMPLEMENTATIONS)
+        return lambda: self._records([each.timed(**self.how) for each in judged])
 
     def lost(self, reason: str) -> list[Record]:
         return self._records([{"status": "error", "reason": reason}] * len(IMPLEMENTATIONS))

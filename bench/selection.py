@@ -22,7 +22,7 @@ its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -175,7 +175,6 @@ class Selection:
         self.settings = settings_of(FLAGS, row, matrix, BATCH.value, gpu)
         self.how = command.sampling(FLAGS, gpu, iters=matrix.iters, warmup=matrix.warmup)
         self.shape = shape_without_inputs(self.settings, row.N)
-        self.judged: list[Judged] = []
         self.overlap: float | None = None
 
     @property
@@ -183,7 +182,8 @@ class Selection:
         """Streams and implementation of each record."""
         return [(streams, name) for streams in self.matrix.streams for name in self.names]
 
-    def judge(self) -> None:
+    def judge(self) -> Callable[[], list[Record]]:
+        judged: list[Judged] = []
         on_unsupported, row = kernel_flags.on_unsupported(), self.row
         found, failed = list[Case](), {}
         if not row.why_not:
@@ -194,17 +194,11 @@ class Selection:
             if refusal:
                 failed = {"status": "unsupported", "reason": refusal}
             if refusal or not found:
-                self.judged.append(
-                    Judged("", False, {"implementation": name or "auto"} | failed)
-                )
+                judged.append(Judged("", False, {"implementation": name or "auto"} | failed))
             else:
-                self.judged.append(found[0].judge(name, on_unsupported, streams))
+                judged.append(found[0].judge(name, on_unsupported, streams))
                 self.overlap = found[0].inputs.overlap
-
-    def time(self) -> list[Record]:
-        done = [each.timed(**self.how) for each in self.judged]
-        self.judged = []  # and the arrays
-        return self._records(done)
+        return lambda: self._records([each.timed(**self.how) for each in judged])
 
     def lost(self, reason: str) -> list[Record]:
         fields = {"status": "error", "reason": reason}

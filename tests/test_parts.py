@@ -6,6 +6,8 @@ from absl import flags
 from bench.harness import parts, process
 from tests.fake_rows import ROWS, Row
 
+ENDED = "its process ended with status"
+
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
@@ -15,7 +17,7 @@ def measured(tmp_path, monkeypatch):
     def call(numbers, processes, words=("tests.fake_rows",)):
         rows = {number: Row(ROWS[number]) for number in numbers}
         found = parts.by_processes(words, rows, processes, tmp_path / "parts")
-        return [(r.implementation, r.status, r.reason) for (r,) in found]
+        return [(r.implementation, r.status, r.reason, r.time_ms) for (r,) in found]
 
     return call
 
@@ -23,17 +25,17 @@ def measured(tmp_path, monkeypatch):
 def test_a_crash_and_a_hang_are_rows_and_the_rest_is_measured(measured, tmp_path):
     found = measured([0, 1, 2, 3], 2)
     assert sorted(found, key=lambda row: row[0]) == [
-        ("aborts", "error", "its process ended with status -6: Fatal Python error: Aborted"),
-        ("good", "ok", ""),
-        ("good", "ok", ""),
-        ("hangs", "error", "its process ended with status 1: Timeout (0:00:01)!"),
-    ]
+        ("aborts", "error", f"{ENDED} -6: Fatal Python error: Aborted", None),
+        ("good", "ok", "", 1.0),
+        ("good", "ok", "", 1.0),
+        ("hangs", "error", f"{ENDED} 1: Timeout (0:00:01)!", None),
+    ], "the least time of two passes counts"
     assert {path.suffix for path in (tmp_path / "parts").iterdir()} == {".log"}
 
 
 def test_what_never_begins_is_not_tried_for_ever(measured, monkeypatch):
     monkeypatch.setattr(parts, "ROUNDS", 2)
-    ((_, status, reason),) = measured([0], 2, ["tests.no_such_module"])
+    ((_, status, reason, _),) = measured([0], 2, ["tests.no_such_module"])
     assert status == "error" and reason.startswith(
         "not begun in 2 processes; its process ended"
     )
