@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import nsa_jax
 from interop import dlpack
 from nsa_jax.types import Branches
+from nsa_torch.first_order import first_order
 
 
 def jax_function(name: str, arrays: Mapping[str, Any], static: Mapping[str, Any]):
@@ -64,7 +64,7 @@ class _JaxFunction(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad, *_):
         leaves = ctx.saved_tensors
         supply = iter(_run(ctx.call, True, (grad, *leaves)))

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from nsa_torch.first_order import first_order
 
 # Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
 BUDGET_BYTES = 256 * 2**20
@@ -116,7 +117,7 @@ class _OverQueries(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad, _):
         query, *pair = ctx.saved_tensors
         grad_query = torch.empty_like(query)
@@ -149,6 +150,5 @@ class _NothingSeen(torch.autograd.Function):
         return query.new_zeros(*query.shape[:3], value.shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad):
         return tuple(map(torch.zeros_like, ctx.saved_tensors))

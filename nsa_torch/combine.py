@@ -1,10 +1,9 @@
-"""The gated sum of the branches' outputs, and its gradient."""
+"""The gated sum of the branches' outputs, and its gradients, of any order."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa_jax.types import Branches
 from nsa_torch.chunks import chunks, wide
@@ -27,7 +26,6 @@ class _Combine(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad):
         saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
         outputs, gates = saved[:3], saved[3:]

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from nsa_jax import context_layout as layouts
 from nsa_jax.types import Branches
 from nsa_torch import functional, operators
 from nsa_torch.chunks import wide
+from nsa_torch.first_order import first_order
 
 
 class Given(NamedTuple):
@@ -178,7 +178,7 @@ class _Enter(torch.autograd.Function):
         return tuple(x.detach() for x in leaves)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads):
         ctx.found[:] = grads
         return None, None, *(None for _ in grads)
@@ -208,7 +208,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, do):
         call, saved = ctx.call, ctx.saved_tensors
         given, kept = call.given(saved[: ctx.count]), list(saved[ctx.count :])

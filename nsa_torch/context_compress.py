@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa_jax.config import NSAConfig
 from nsa_torch.chunks import wide
 from nsa_torch.compress import apply_phi, compress
 from nsa_torch.context_ranks import Ranks
 from nsa_torch.context_shards import Shards
+from nsa_torch.first_order import first_order
 from nsa_torch.geometry import geometry, window_starts
 
 
@@ -45,7 +45,7 @@ class _Compress(torch.autograd.Function):
         return windows.joined(found)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad):
         (x, following, *params), windows = ctx.saved_tensors, ctx.windows
         shards, ranks = windows.shards, ctx.ranks

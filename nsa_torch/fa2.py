@@ -25,7 +25,7 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from nsa_torch import ranges
+from nsa_torch import first_order, ranges
 from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
 from nsa_torch.geometry import geometry_of
 from nsa_torch.packing import (
@@ -273,7 +273,7 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
     out, lse = varlen(
         query, key, value, bounds, longest, causal=causal, window=window, scale=scale
     )
-    lse = lse.detach()
+    out, lse = first_order.once(out), lse.detach()
     return out[..., :value_width], lse.masked_fill(lse == float("inf"), float("-inf"))
 
 

@@ -16,8 +16,9 @@ follows the last is padding. Positions restart, nothing crosses a border, block 
 local to the sequence. Its values are not read on the host.
 
 All functions return gradients for floating tensors, except that none flows through the
-log-sum-exp and the block indices. Bad input raises `ValueError` (argument, expected, got);
-what a named implementation cannot do raises `NotImplementedError`.
+log-sum-exp and the block indices. `reference` alone has second derivatives: of the others a
+backward pass that autograd records (`create_graph=True`) raises. Bad input raises `ValueError`
+(argument, expected, got); what an implementation cannot do raises `NotImplementedError`.
 """
 
 import contextlib

@@ -233,4 +233,10 @@ def _gradients(ctx, *grads):
     return _join(list(grads), *ctx.saved_tensors, ctx.sizes), None, None, None
 
 
+def _second_gradients(ctx, grad):
+    return list(_split(grad, *ctx.saved_tensors, ctx.sizes)), None, None, None
+
+
+# Each is linear, and the other's gradient.
 _split.register_autograd(_gradients, setup_context=_keep)
+_join.register_autograd(_second_gradients, setup_context=_keep)

@@ -5,7 +5,7 @@ Arguments are those of `functional.py`, with `kv_len` never None. The steps them
 `nsa_jax.fused.Steps`.
 
 Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
-backward pass, and the selection. It cannot be differentiated once more.
+backward pass, and the selection. It cannot be differentiated once more (`first_order.py`).
 """
 
 import functools

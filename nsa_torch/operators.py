@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa_jax.config import NSAConfig
 from nsa_torch import early_release, replay
+from nsa_torch.first_order import first_order
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -143,7 +143,7 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             return output[:results]
 
         @staticmethod
-        @once_differentiable
+        @first_order
         def backward(ctx, grad, *_):
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]

@@ -164,7 +164,7 @@ MUTATED = Case(48, learned=True)
 def raised(call) -> str:
     try:
         call()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # NotImplementedError among them
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -226,6 +226,21 @@ def with_nan(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     out.backward(context.shard_sequence(whole["do"], mesh))
     put = lambda t: context.unshard_sequence(t, mesh, length=case.length)
     return {"out": put(out), "d query": put(x["query"].grad)}
+
+
+def second_derivatives(mesh: DeviceMesh) -> list[str]:
+    """What is raised of attention and of compressed tokens."""
+    x = mine(Case(48), mesh)
+    x["query"].requires_grad_()
+    key = x["key"][0].requires_grad_()
+    made = (
+        lambda: (plain(mesh, x), x["query"]),
+        lambda: (context.compress(key, config=CONFIG, context_mesh=mesh), key),
+    )
+    return [
+        raised(lambda of=of: torch.autograd.grad(of()[0].sum(), of()[1], create_graph=True))
+        for of in made
+    ]
 
 
 def by_kv_head() -> dict[str, torch.Tensor]:
@@ -313,6 +328,7 @@ def main(rank: int, folder: Path) -> None:
     results["heads"] = by_kv_head()
     results["scale"] = scaling(mesh)
     results["nan"] = with_nan(mesh)
+    results["second derivatives"] = second_derivatives(mesh)
     results["errors"] = bad_input(mesh)
     if rank == 3:
         torch.save(results, folder / f"results.{rank}.pt")

@@ -125,6 +125,14 @@ def test_a_nan_reaches_the_queries_that_see_it(several):
             assert apart(x[:, :84], expected[name][:, :84]) < TOLERANCE
 
 
+def test_second_derivatives_are_refused(several):
+    for found in several[0]:
+        for error in found["second derivatives"]:
+            assert (
+                error.startswith("NotImplementedError: ") and "without a context_mesh" in error
+            )
+
+
 ERRORS = {
     "length": "arguments must have the same sizes on all ranks of context_mesh, got "
     "query=(1, 12, 4, 8) float32 on rank 0 and query=(1, 4, 4, 8) float32 on rank 2",

@@ -432,9 +432,8 @@ def test_gradients_end_where_they_should():
     query, key, value, _ = inputs(*SIZES)
     out, lse = mosaic.sliding_attention(query, key, value, config=FEW, kv_len=21)
     assert out.requires_grad and not lse.requires_grad
-    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(out.square().sum(), query, create_graph=True)
 
 
 # Without a kernel

@@ -284,6 +284,14 @@ def test_operators():
 
 
 @kernel
+def test_second_derivatives_are_refused():
+    tensors = leaves()
+    out = nsa_torch.attention(*tensors, config=SMALL, implementation="triton")
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(out.sum(), tensors, create_graph=True)
+
+
+@kernel
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_compiled_without_a_graph_break():
     def function(*tensors):
