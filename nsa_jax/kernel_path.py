@@ -47,6 +47,20 @@ def _foldable(function):
     return folded
 
 
+@jax.custom_jvp
+def _first_order(arrays):
+    """`arrays`, of which kernels make gradients that have none themselves."""
+    return arrays
+
+
+@_first_order.defjvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "implementations 'xla' and 'reference' alone have second derivatives (Hessians, gradient "
+        "penalties): the gradients of kernels have none"
+    )
+
+
 def _differentiable(forward, forward_with_residuals, backward, arrays, integers):
     """The output of `forward(arrays, integers)`, with gradients of the arrays.
 
@@ -59,11 +73,13 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers)
         return _foldable(forward)(arrays, integers)
 
     def keep(arrays, integers):
+        arrays = _first_order(arrays)
         output, residuals = _foldable(forward_with_residuals)(arrays, integers)
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
         return output, (arrays, integers, residuals)
 
     def pull_back(kept, cotangents):
+        cotangents = _first_order(cotangents)
         return _foldable(backward)(*kept, cotangents), None
 
     function.defvjp(keep, pull_back)

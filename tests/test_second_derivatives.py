@@ -1,14 +1,21 @@
-"""Second derivatives in torch: right by `reference`, refused by all others."""
+"""Second derivatives: right by `reference`, and JAX's `xla`; refused by all others."""
 
 import functools
+import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.autograd.functional import hvp
 
+import nsa_jax
 import nsa_torch
 from bench.block_selection import layer_of
-from nsa_torch import MLPParams, NSAAttention, NSAConfig, PoolParams, chunks, heads
+from kernels_pallas.mosaic import capability
+from nsa_jax import chunks as jax_chunks
+from nsa_jax import mosaic, triton
+from nsa_torch import Branches, MLPParams, NSAAttention, NSAConfig, PoolParams, chunks, heads
 from nsa_torch.huggingface.block_selection import block_attention
 from tests import torch_inputs
 from tests.inputs import SMALL
@@ -168,6 +175,58 @@ def test_a_layer(phi, fused, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     with torch_inputs.on_the_cpu(monkeypatch):
         check_refused(lambda x: layer(None, phi=phi).double()(x)[0], x)
+
+
+# JAX: an outer derivative is of what the inner one did, so that nothing is missing from it.
+
+
+def of_jax(name, segments, *arrays):
+    options = {"config": SMALL, "segment_ids": segments, "implementation": name}
+    return jnp.square(nsa_jax.attention(*arrays, **options)).sum()
+
+
+def test_xla_is_the_reference(monkeypatch):
+    monkeypatch.setattr(jax_chunks, "BUDGET_BYTES", 20_000)
+    segments = jnp.asarray([[0] * 17 + [1] * 16 + [-1] * 7], jnp.int32)
+    arrays = [jnp.asarray(x) for x in inputs()]
+    ways = [jnp.asarray(x.flip(1)) for x in inputs()]
+
+    def times(name):
+        loss = functools.partial(of_jax, name, segments)
+
+        def along(*arrays):
+            grads = jax.grad(loss, (0, 1, 2, 3))(*arrays)
+            return sum((x * y).sum() for x, y in zip(grads, ways, strict=True))
+
+        return torch_inputs.compiled(jax.grad(along, (0, 1, 2, 3)), *arrays)
+
+    for got, want in zip(times("xla"), times("reference"), strict=True):
+        far = jnp.abs(got - want).max() / jnp.abs(want).max()
+        assert jnp.abs(want).max() > 1 and far < 1e-5
+
+
+@pytest.mark.parametrize("path", [mosaic.PATH, triton.PATH], ids=["mosaic", "triton"])
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd])
+def test_refused_in_jax(path, outer):
+    """Of the queries; of the gradient that comes in alone, where Mosaic kernels are interpreted."""
+    query, key, value, gates = (jnp.asarray(x, jnp.bfloat16) for x in inputs(width=16))
+    each = Branches(*jnp.moveaxis(gates, -1, 0))
+    tokens = Branches.each(key), Branches.each(value)
+    pair = tuple(nsa_jax.compress(x, config=SMALL) for x in (key, value))
+    calls = (
+        lambda query: path.attention(query, *tokens, each, pair, None, config=SMALL),
+        lambda query: path.sliding_attention(query, key, value, config=SMALL)[0],
+    )
+    for call, argument in itertools.product(calls, (0, 1) if path is mosaic.PATH else (0,)):
+        loss = lambda x, y, call=call: (call(x) * y).sum().astype(jnp.float32)
+        norm = lambda *x, loss=loss: jnp.square(jax.grad(loss)(*x)).sum().astype(jnp.float32)
+        with (
+            capability.interpreted(True),
+            pytest.raises(
+                NotImplementedError, match="'reference' alone have second derivatives"
+            ),
+        ):
+            jax.eval_shape(outer(norm, argument), query, query + 1)
 
 
 @pytest.mark.gpu
