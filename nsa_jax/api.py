@@ -10,10 +10,12 @@ implementation cannot run the problem.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nsa_jax import branches, debug, jax_debug, validate
+from nsa_jax import branches, debug, geometry, jax_debug, validate
+from nsa_jax.array_ops import zero_padding
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
@@ -143,6 +145,10 @@ def attend(
         block_indices = checkpoint_name(block_indices, RESIDUAL)
         validate.indices(block_indices, query, key.selected, config)
 
+    where = geometry.query_layout(
+        *query.shape[:2], kv_len=kv_len, segment_ids=segment_ids, config=config
+    )
+
     def by_branch(query, key, value, gates, compressed):
         selected = key.selected, value.selected, block_indices
         outputs = Branches(
@@ -151,6 +157,7 @@ def attend(
             plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
         )
         outputs = Branches(*(checkpoint_name(out, RESIDUAL) for out in outputs))
+        gates = Branches(*zero_padding(jnp, where, *gates))
         return debug.watch(jax_debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
 
     if recompute:

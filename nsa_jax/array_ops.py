@@ -142,11 +142,12 @@ class ArrayOps(Protocol):
         return self.xp.concatenate([x, self.xp.broadcast_to(last, shape)], axis=axis)
 
 
-def zero_padding(ops: ArrayOps, x: Any, layout: QueryLayout) -> Any:
-    """`x` `[B, T, H, D]` with zeros in the rows of padding.
+def zero_padding(xp: Any, layout: QueryLayout, *arrays: Any) -> list[Any]:
+    """Each of `arrays` `[B, T, ...]` with zeros in the rows of padding.
 
-    Kernels that mask by block or by key tile read such rows whole, and zero times NaN is NaN.
+    Zero times NaN is NaN, and kernels that mask by block or by key tile read such rows whole.
     """
     if not layout.padded:
-        return x
-    return ops.xp.where((layout.position >= 0)[..., None, None], x, 0)
+        return [*arrays]
+    there = layout.position >= 0
+    return [xp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays]

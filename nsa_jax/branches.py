@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_jax import geometry
+from nsa_jax import geometry, key_bounds
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
 from nsa_jax.numerics import grouped, logits_of, precision_of, scale_of, softmax, wide
 
@@ -24,6 +24,9 @@ def _rows(out, lse, query):
 def _attend(query, key, value, seen, scale):
     """Attention over keys that all queries of the chunk share; `seen` [B, Q, K]."""
     key, value = key.astype(query.dtype), value.astype(query.dtype)
+    # Zero times NaN is NaN: of a query that sees nothing no number may reach a sum.
+    some = seen.any(axis=-1)[..., None, None]
+    query = jnp.where(some, query, 0)
     logits = logits_of(grouped(query, key), key, scale)
     probs, lse = softmax(logits, seen[:, None, None])
     out = jnp.einsum(
@@ -33,7 +36,7 @@ def _attend(query, key, value, seen, scale):
         precision=precision_of(value.dtype),
         preferred_element_type=wide(value.dtype),
     )
-    return _rows(out, lse, query)
+    return _rows(jnp.where(some[..., None], out, 0), lse, query)
 
 
 def compressed_attention(
@@ -65,6 +68,10 @@ def compressed_attention(
 
     arrays = (query, where.position, where.compressed_start)
     shared = (compressed_key, compressed_value)
+    if where.padded:  # slots behind the last token may be NaN
+        _, end = key_bounds.visible_compressed(where, config)
+        there = jnp.arange(count, dtype=jnp.int32) < end.max(axis=1, keepdims=True)
+        shared = tuple(jnp.where(there[..., None, None], x, 0) for x in shared)
     return over_queries(chunk, arrays, shared, batch * heads * max(count, 1) * 4)
 
 
@@ -90,7 +97,6 @@ def selected_attention(
         segment_ids=segment_ids,
         config=config,
     )
-    key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
     if num_keys < size:  # a block must fit in the array that it is sliced from
         key, value = (
             jnp.pad(x, ((0, 0), (0, size - num_keys), (0, 0), (0, 0))) for x in (key, value)
@@ -111,7 +117,11 @@ def selected_attention(
         last = jnp.minimum(first + size - 1, (start + position)[..., None, None])
         seen = (token >= first[..., None]) & (token <= last[..., None])
         seen &= (indices >= 0)[..., None]  # [B, Q, Hkv, n, l']
-        keys, values = (gather(x, slice_at).astype(query.dtype) for x in (key, value))
+        # Zero times NaN is NaN: what is not seen is not read.
+        keys, values = (
+            jnp.where(seen[..., None], gather(x, slice_at), 0).astype(query.dtype)
+            for x in (key, value)
+        )
         keys, values = (rearrange(x, "b q k n l d -> b q k (n l) d") for x in (keys, values))
         logits = jnp.einsum(
             "bqkgd,bqksd->bkgqs",

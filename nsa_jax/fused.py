@@ -117,7 +117,8 @@ def forward(
       num_blocks: that a sequence has at most.
     """
     query, key, value, gates = inputs
-    rest = layout, config, scale
+    query, *gates = zero_padding(ops.xp, layout, query, *gates)
+    gates, rest = Branches(*gates), (layout, config, scale)
     out, lse = steps.forward.compressed(
         ops, query, key.compressed, value.compressed, *rest, gates.compressed
     )
@@ -128,7 +129,7 @@ def forward(
     out, _ = steps.forward.sliding(
         ops, query, key.sliding, value.sliding, *rest, gates.sliding, added=out
     )
-    selected = zero_padding(ops, query, layout), key.selected, value.selected, block_indices
+    selected = query, key.selected, value.selected, block_indices
     out, _ = steps.forward.selected(ops, *selected, *rest, gates.selected, added=out)
     return out, block_indices
 
@@ -145,19 +146,20 @@ def forward_with_residuals(
 ) -> tuple[Any, Residuals]:
     """`(out, residuals)`; arguments as of `forward`."""
     query, key, value, gates = inputs
+    query, *gates = zero_padding(ops.xp, layout, query, *gates)
     rest = layout, config, scale
     compressed = steps.forward.compressed(ops, query, key.compressed, value.compressed, *rest)
     if block_indices is None:
         block_indices = steps.forward.select_blocks(
             ops, query, key.compressed, compressed[1], *rest, num_blocks
         )
-    arrays = zero_padding(ops, query, layout), key.selected, value.selected, block_indices
+    arrays = query, key.selected, value.selected, block_indices
     block_lists = steps.forward.tile_block_lists(ops, *arrays, *rest)
     selected = steps.forward.selected(ops, *arrays, *rest, block_lists=block_lists)
     sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
-    out = steps.backward.gated_sum(ops, outputs, gates)
+    out = steps.backward.gated_sum(ops, outputs, Branches(*gates))
     kept = tuple(block_lists) if steps.lists else None
     return out, Residuals(block_indices, kept, outputs, lse)
 
@@ -178,7 +180,8 @@ def backward(
     dq is one array, to which the branches add in place, in a fixed order.
     """
     query, key, value, gates = inputs
-    query, do = zero_padding(ops, query, layout), zero_padding(ops, do, layout)
+    query, do, *gates = zero_padding(ops.xp, layout, query, do, *gates)
+    gates = Branches(*gates)
     block_indices, block_lists, outputs, lses = residuals
     rest = layout, config, scale
     compressed = query, key.compressed, value.compressed

@@ -140,7 +140,7 @@ class KernelPath:
             query, key, value = arrays
             layout, indices = lengths.layout(query, integers), indices_of(integers)
             if indices:
-                query = zero_padding(ops, query, layout)
+                (query,) = zero_padding(jnp, layout, query)
             return forward_step(ops, query, key, value, *indices, layout, config, scale)
 
         def forward_with_residuals(arrays, integers):
@@ -154,7 +154,7 @@ class KernelPath:
             dlse = jnp.where(lse == -jnp.inf, 0.0, dlse)
             rows = RowResiduals(lse, delta, dlse=dlse)
             layout, indices = lengths.layout(query, integers), indices_of(integers)
-            query, do = (zero_padding(ops, x, layout) for x in (query, do))
+            query, do = zero_padding(jnp, layout, query, do)
             arrays = query, key, value, *indices, do
             return tuple(backward_step(ops, *arrays, rows, layout, config, scale))
 

@@ -40,7 +40,10 @@ def scale_of(scale, query) -> float:
 
 
 def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
-    """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf."""
+    """Probabilities and lse `[*A]` over the last axis; nothing seen: all 0, lse -inf.
+
+    Of what is not seen neither the logit nor the probability's gradient counts, be they NaN.
+    """
     logits = jnp.where(seen, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -49,4 +52,4 @@ def softmax(logits: Float[Array, "*A K"], seen: Bool[Array, "*#A K"]):
     some = total > 0
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
-    return weights / total, lse[..., 0]
+    return jnp.where(seen, weights / total, 0), lse[..., 0]

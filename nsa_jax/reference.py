@@ -62,6 +62,11 @@ def _attend(query, key, value, mask, scale, dtype):
     query = rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     mask = mask[:, :, None]
+    # Keys that are not read and queries that see nothing must not count, be they NaN.
+    read = rearrange(mask.any(axis=3), "b k 1 s -> b s k 1")  # k: Hkv or 1
+    some = rearrange(mask.any(axis=4), "b k 1 t -> b t k 1 1")
+    query = jnp.where(some, query, 0)
+    key, value = (jnp.where(read, x, 0) for x in (key, value))
     logits = jnp.einsum("btkgd,bskd->bkgts", query, key, precision=EXACT) * scale
     logits = jnp.where(mask, logits, -jnp.inf)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
@@ -70,8 +75,9 @@ def _attend(query, key, value, mask, scale, dtype):
     total = jnp.sum(weights, axis=-1, keepdims=True)
     seen = total > 0
     total = jnp.where(seen, total, 1)
-    probs = weights / total
+    probs = jnp.where(mask, weights / total, 0)
     out = jnp.einsum("bkgts,bskd->btkgd", probs, value, precision=EXACT)
+    out = jnp.where(some, out, 0)
     lse = jnp.where(seen, top + jnp.log(total), -jnp.inf)[..., 0]
     out = rearrange(out, "b t k g d -> b t (k g) d").astype(out_dtype)
     lse = rearrange(lse, "b k g t -> b t (k g)").astype(_wide(dtype))
@@ -216,7 +222,6 @@ def selected_attention(
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= _iota(num_keys) <= index[:, :, None]
     mask = rearrange(chosen, "b t k s -> b k t s") & mask[:, None]
-    key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
     return _attend(query, key, value, mask, scale, compute_dtype)[:2]
 
 
@@ -238,7 +243,6 @@ def sliding_attention(
     distance = index[:, :, None] - _iota(num_keys)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= (distance >= 0) & (distance < config.window)
-    key, value = (jnp.where(sequence[..., None, None] >= 0, x, 0) for x in (key, value))
     return _attend(query, key, value, mask[:, None], scale, compute_dtype)[:2]
 
 

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from nsa_jax import debug, validate
+from nsa_jax.array_ops import zero_padding
 from nsa_jax.compress_params import CompressParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
@@ -40,6 +41,7 @@ from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
+from nsa_torch.geometry import geometry_of
 
 type Names = str | Branches[str | None] | None
 
@@ -241,6 +243,8 @@ def _by_branch(query, key, value, gates, compressed, block_indices, chosen, leng
         chosen.load("selected")(query, *selected, **rest)[0],
         chosen.load("sliding")(query, key.sliding, value.sliding, **rest)[0],
     )
+    place = [lengths[name] for name in ("config", "kv_len", "cu_seqlens")]
+    gates = Branches(*zero_padding(torch, geometry_of(query, *place), *gates))
     return debug.watch(TORCH, "combine", "torch", combine)(outputs, gates)
 
 

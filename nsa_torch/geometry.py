@@ -42,6 +42,11 @@ class Geometry:
         """`[B, T]`: where the query's own token stands in the key array; -1: nowhere."""
         return torch.where(self.position < 0, -1, self.key_start + self.position)
 
+    @property
+    def padded(self) -> bool:
+        """Whether some queries may be padding."""
+        return self.cu_seqlens is not None or self.offset is None or self.offset < 0
+
     def sees_compressed(self, queries: slice, count: int, config: NSAConfig) -> Tensor:
         """`[B, Q, count]`: position `p` sees token `i` iff `p >= i*d + l - 1`."""
         slot = torch.arange(count, device=self.position.device)

@@ -71,7 +71,7 @@ class KernelPath:
         layout = self._layout(query, place)
         value = seen(layout, value)
         if indices:
-            query = zero_padding(self.ops, query, layout)
+            (query,) = zero_padding(torch, layout, query)
         out, lse = step(self.ops, query, key, value, *indices, *layout.rest)
         return out, lse.contiguous()
 
@@ -79,7 +79,7 @@ class KernelPath:
         """`step`: of `steps.backward`; `seen`: the method of the layout for its keys."""
         indices, place = rest[:-5], rest[-5:]
         layout = self._layout(query, place)
-        query, do = (zero_padding(self.ops, x, layout) for x in (query, do))
+        query, do = zero_padding(torch, layout, query, do)
         (delta,) = self.steps.backward.delta_of(self.ops, do, out)
         rows = RowResiduals(lse, delta)
         key, value = seen(layout, key), seen(layout, value)

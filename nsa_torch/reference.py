@@ -54,8 +54,9 @@ def _attend(query, key, value, mask, scale):
     # Rows without keys keep finite logits, so that no NaN is ever made.
     logits = torch.where(mask, logits, float("-inf")).masked_fill(~some, 0)
     lse = logits.detach().logsumexp(dim=-1).masked_fill(~some[..., 0], float("-inf"))
-    probs = logits.softmax(dim=-1).masked_fill(~some, 0)
+    probs = logits.softmax(dim=-1).masked_fill(~mask, 0)
     out = torch.einsum("bkgts,bskd->btkgd", probs, value)
+    out = torch.where(rearrange(some, "b k g t 1 -> b t k g 1"), out, 0)
     out = rearrange(out, "b t k g d -> b t (k g) d").to(query.dtype)
     return out, rearrange(lse, "b k g t -> b t (k g)"), probs
 

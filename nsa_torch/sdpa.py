@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
 from nsa_torch.geometry import geometry_of
 
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
 
 
@@ -167,10 +168,12 @@ def _dense(seen, scale, with_lse):
 def _attend(query, key, value, seen, scale, with_lse):
     """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
     empty = ~seen.any(dim=-1, keepdim=True)
-    # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
     query = query.masked_fill(empty, 0)
+    if query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64):
+        return _plain(query, key, value, seen, empty, scale, with_lse)
+    # SDPA gives NaN to a row without keys: let it see all of them, then take nothing of it.
     mask = (seen | empty).expand(*query.shape[:1], -1, query.shape[2], -1)
-    with sdpa_kernel(_backends(query)):
+    with sdpa_kernel(BACKENDS):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     out = out.masked_fill(empty, 0)
     if not with_lse:
@@ -182,9 +185,18 @@ def _attend(query, key, value, seen, scale, with_lse):
         return out, logits.masked_fill_(~seen, float("-inf")).logsumexp(dim=-1)
 
 
-def _backends(query):
-    """Those that keep the dtype's accuracy. The CPU's flash kernel takes a 20-bit exponential,
-    which doubles the error of float32 gradients; chunks are small enough for plain math."""
-    if query.device.type == "cpu" and query.dtype == torch.float32:
-        return [SDPBackend.MATH]
-    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+def _plain(query, key, value, seen, empty, scale, with_lse):
+    """What SDPA's plain math computes, but masks replace logits: SDPA adds -inf, which makes NaN
+    of a NaN or an infinity that nobody sees.
+
+    The CPU's flash kernel takes a 20-bit exponential, which doubles the error of float32
+    gradients; chunks are small enough for plain math.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = (query * scale) @ key.transpose(-1, -2)
+    unseen = torch.where(empty, 0.0, float("-inf")).to(logits.dtype)
+    logits = torch.where(seen, logits, unseen)
+    out = logits.softmax(dim=-1).masked_fill(~seen, 0) @ value
+    if not with_lse:
+        return out, None
+    return out, logits.detach().logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

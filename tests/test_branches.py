@@ -179,25 +179,42 @@ def test_branches_of_keys():
 
 @by_implementation
 def test_padding_may_be_nan(implementation):
-    """What no query may see is not read: not even NaN gets out."""
-    case = Case(40, 90, B=1, segments=(30, 20, -40))
+    """Not even NaN of padding gets out: of inputs, gates and cotangents, in both directions."""
+    case = Case(40, 60, B=1, segments=(24, -7, 20, -9))
     p = problem(case)
-    clean = dict(config=SMALL, segment_ids=p.segment_ids, implementation=implementation)
-    poison = np.array(p.key)
-    poison[:, 50:] = np.nan
-    key, value = jnp.asarray(poison), jnp.asarray(poison)
-    indices = selection(p.query, compressed_of(p)[0], **p.where)
+    where = dict(config=SMALL, segment_ids=p.segment_ids)
+    options = where | {"implementation": implementation}
 
-    @jax.jit
-    def run(key, value):
-        return (
-            nsa_jax.selected_attention(p.query, key, value, indices, **clean),
-            nsa_jax.sliding_attention(p.query, key, value, **clean),
+    def function(query, key, value, gates):
+        pair = tuple(nsa_jax.compress(x, **where) for x in (key, value))
+        indices = nsa_jax.select_blocks(query, pair[0], **options)
+        whole = nsa_jax.attention(query, key, value, gates, **options)
+        return indices.astype(query.dtype), (
+            whole,
+            nsa_jax.compressed_attention(query, *pair, **options),
+            nsa_jax.selected_attention(query, key, value, indices, **options),
+            nsa_jax.sliding_attention(query, key, value, **options),
         )
 
-    chex.assert_trees_all_equal(run(key, value), run(p.key, p.key))
-    out, lse = run(key, value)[1]
-    assert (np.asarray(out)[:, -40:] == 0).all() and np.isneginf(np.asarray(lse)[:, -40:]).all()
+    @jax.jit
+    def run(arrays, cotangents):
+        (indices, out), pull = jax.vjp(function, *arrays)
+        return indices, out, pull((jnp.zeros_like(indices), cotangents))
+
+    arrays = p.query, p.key, p.value, p.gates
+    rng = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    cotangents = jax.tree.map(draw, jax.eval_shape(function, *arrays)[1])
+
+    def dirty(x):
+        padding = p.segment_ids[:, -x.shape[1] :] < 0
+        return jnp.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), jnp.nan, x)
+
+    clean = run(arrays, cotangents)
+    chex.assert_trees_all_equal(run(*jax.tree.map(dirty, (arrays, cotangents))), clean)
+    _, (whole, (_, lse), *_), gradients = clean
+    assert all((np.asarray(x)[:, -9:] == 0).all() for x in (whole, *gradients))
+    assert np.isneginf(np.asarray(lse)[:, -9:]).all()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -207,7 +224,8 @@ def test_lengths_of_a_buffer(implementation):
     p = problem(case)
     lengths = (80, 41)
     options = dict(config=SMALL, implementation=implementation)
-    key, value = compressed_of(p)
+    count = SMALL.num_compressed(41)
+    key, value = (x.at[1, count:].set(jnp.nan) for x in compressed_of(p))
     buffers = (p.key.at[1, 41:].set(jnp.nan), p.value.at[1, 41:].set(jnp.nan))
 
     @jax.jit

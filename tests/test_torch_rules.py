@@ -51,18 +51,33 @@ def test_nan_in_padding_goes_nowhere(implementation):
     x = Inputs(60, 60, B=1)
     bounds = torch.tensor([0, 0, 25, 26, 49], dtype=torch.int32)
     leaves = x.query, x.key, x.value
-    dirty = [poison(t, [49]) for t in leaves]
+    do = torch.randn(60, 6, 6, generator=torch.Generator().manual_seed(1)).double()[None]
+    clean, dirty = [[*leaves, do], [poison(t, [49]) for t in (*leaves, do)]]
     results = []
-    for name, inputs in ((implementation, dirty), ("reference", leaves)):
+    for name, (*inputs, do) in ((implementation, dirty), ("reference", clean)):
         found = x.steps(name, *inputs, cu_seqlens=bounds)
-        loss = sum(found[b][0].square().sum() for b in BRANCHES)
-        grads = torch.autograd.grad(loss, leaves)
-        results.append(found | {"grads": grads})
+        outs = [found[b][0] for b in BRANCHES]
+        results.append(found | {"grads": torch.autograd.grad(outs, leaves, [do] * 3)})
     assert_same(*results)
     for branch in BRANCHES:
         out, lse = results[0][branch]
         assert (out[:, 49:] == 0).all() and (lse[:, 49:] == -float("inf")).all()
     assert all((grad[:, 49:] == 0).all() for grad in results[0]["grads"])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "sdpa"])
+def test_nan_in_gates_of_padding_goes_nowhere(implementation):
+    x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])
+    leaves = x.query, x.key, x.value, x.gates
+    dirty = [poison(t, [49]) for t in leaves]
+    how = {"config": x.config, "cu_seqlens": bounds}
+    results = []
+    for name, inputs in ((implementation, dirty), ("reference", leaves)):
+        out = nsa_torch.attention(*inputs, implementation=name, **how)
+        do = poison(torch.ones_like(out), [49]) if inputs is dirty else torch.ones_like(out)
+        results.append({"out": [out], "grads": torch.autograd.grad(out, leaves, do)})
+    assert_same(*results)
+    assert (results[0]["out"][0][:, 49:] == 0).all()
 
 
 @ALL

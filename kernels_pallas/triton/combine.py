@@ -9,6 +9,13 @@ import triton.language as tl
 from kernels_pallas.triton.rows import load_rows, store_rows
 
 
+@triton.jit
+def _gated(out, gate, row, there, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """g * O. Where an output is 0, as in padding, the gate may be anything."""
+    out_rows = load_rows(out, row, there, WIDTH, COLUMNS).to(tl.float32)
+    return tl.where(out_rows == 0.0, 0.0, out_rows * gate[:, None])
+
+
 @triton.jit(do_not_specialize=["count"])
 def gated_sum(
     compressed,
@@ -27,11 +34,11 @@ def gated_sum(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     gate = tl.load(compressed_gate + row, mask=there, other=0.0)
-    total = load_rows(compressed, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    total = _gated(compressed, gate, row, there, WIDTH, COLUMNS)
     gate = tl.load(selected_gate + row, mask=there, other=0.0)
-    total += load_rows(selected, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    total += _gated(selected, gate, row, there, WIDTH, COLUMNS)
     gate = tl.load(sliding_gate + row, mask=there, other=0.0)
-    total += load_rows(sliding, row, there, WIDTH, COLUMNS).to(tl.float32) * gate[:, None]
+    total += _gated(sliding, gate, row, there, WIDTH, COLUMNS)
     store_rows(out, row, total, there, WIDTH, COLUMNS)
 
 
