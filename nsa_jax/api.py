@@ -71,8 +71,8 @@ def attention(
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
-    for branch, k, v in zip(Branches._fields, key, value, strict=True):
-        validate.attention(query, k, v, config, segment_ids, scale, branch)
+    for *names, k, v in validate.named(key, value):
+        validate.attention(query, k, v, config, segment_ids, scale, *names)
     if context_axis is not None:
         from nsa_jax import context
 

@@ -5,6 +5,8 @@ They read only `shape` and `dtype`, so the torch front end checks its tensors wi
 
 import math
 import numbers
+import sys
+from typing import Any
 
 from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
@@ -12,6 +14,7 @@ from nsa_jax.types import Branches
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")
+LAYOUT = "tokens come before heads: query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]"
 
 
 def dtype_name(x) -> str:
@@ -26,6 +29,16 @@ def array(name: str, x, rank: int, dtypes=FLOATS) -> None:
         raise ValueError(f"{name} must have {rank} axes, got shape {tuple(x.shape)}")
     if dtype_name(x) not in dtypes:
         raise ValueError(f"{name} must have dtype in {dtypes}, got {dtype_name(x)}")
+    if dtype_name(x) == "float64" and _is_cast_by_jax(x):
+        raise ValueError(
+            f"{name} must not be a NumPy array of float64: JAX makes float32 of it unless "
+            "jax_enable_x64 is set"
+        )
+
+
+def _is_cast_by_jax(x) -> bool:
+    jax = sys.modules.get("jax")
+    return type(x).__module__ == "numpy" and not (jax and jax.config.jax_enable_x64)
 
 
 def queries(query) -> None:
@@ -68,14 +81,25 @@ def heads(query, key, name: str = "key") -> None:
     if key.shape[2] < 1 or query.shape[2] % key.shape[2]:
         raise ValueError(
             f"query heads must be a multiple of {name} heads, "
-            f"got {query.shape[2]} and {key.shape[2]}"
+            f"got {query.shape[2]} and {key.shape[2]}; {LAYOUT}"
         )
 
 
-def attention(query, key, value, config, segment_ids, scale, branch=None) -> None:
+def named(key: Branches, value: Branches) -> list[tuple[str, str, Any, Any]]:
+    """Names of keys and values, and these, by branch; once where each is one array for all."""
+
+    def names(kind, each):
+        one = each.compressed is each.selected is each.sliding
+        return [kind if one else f"{kind}.{branch}" for branch in Branches._fields]
+
+    found = list(zip(names("key", key), names("value", value), key, value, strict=True))
+    return found[:1] if found[0][:2] == ("key", "value") else found
+
+
+def attention(
+    query, key, value, config, segment_ids, scale, key_name="key", value_name="value"
+) -> None:
     """`query` [B, T, H, D], `key` [B, S, Hkv, D], `value` [B, S, Hkv, Dv], T <= S."""
-    suffix = f".{branch}" if branch else ""
-    key_name, value_name = f"key{suffix}", f"value{suffix}"
     configuration(config)
     queries(query)
     array(key_name, key, 4)
@@ -88,7 +112,7 @@ def attention(query, key, value, config, segment_ids, scale, branch=None) -> Non
     if query.shape[1] > key.shape[1]:
         raise ValueError(
             f"query must not be longer than {key_name}, "
-            f"got T={query.shape[1]} and S={key.shape[1]}"
+            f"got T={query.shape[1]} and S={key.shape[1]}; {LAYOUT}"
         )
     segments(segment_ids, key.shape[0], key.shape[1])
     scaling(scale)
@@ -105,7 +129,7 @@ def _same_tokens(query, key, value, key_name: str, value_name: str) -> None:
         shape(value_name, value, (*key.shape[:3], value.shape[3]))
     raise ValueError(
         f"{key_name} and {value_name} must have the same [B, S, Hkv], "
-        f"got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}"
+        f"got {tuple(key.shape[:3])} and {tuple(value.shape[:3])}; {LAYOUT}"
     )
 
 
@@ -119,7 +143,11 @@ def gates(gates, query) -> Branches:
             shape(f"gates.{name}", gate, expected)
         return gates
     array("gates", gates, 4)
-    shape("gates", gates, (*expected, 3))
+    if tuple(gates.shape) != (*expected, 3):
+        raise ValueError(
+            f"gates must have shape {(*expected, 3)} for query {tuple(query.shape)}, "
+            f"got {tuple(gates.shape)}; {LAYOUT}"
+        )
     if hasattr(gates, "unbind"):  # torch: the gradient is one stack
         return Branches(*gates.unbind(-1))
     return Branches(gates[..., 0], gates[..., 1], gates[..., 2])
@@ -258,10 +286,10 @@ def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
 
 def cached(query, key, value, cache, config, compress_params, scale) -> None:
     """New tokens `[B, T, Hkv, .]` of each branch that fit a cache of either framework."""
-    for branch, k, v in zip(Branches._fields, key, value, strict=True):
-        attention(query, k, v, config, None, scale, branch)
-        shape(f"key.{branch}", k, (*query.shape[:2], *cache.recent_key.shape[2:]))
-        shape(f"value.{branch}", v, (*k.shape[:3], cache.recent_value.shape[3]))
+    for *names, k, v in named(key, value):
+        attention(query, k, v, config, None, scale, *names)
+        shape(names[0], k, (*query.shape[:2], *cache.recent_key.shape[2:]))
+        shape(names[1], v, (*k.shape[:3], cache.recent_value.shape[3]))
     if cache.recent_key.shape[0] != query.shape[0]:
         raise ValueError(
             f"cache must be of batch {query.shape[0]}, got {cache.recent_key.shape[0]}"

@@ -69,8 +69,9 @@ def new_tokens(
     """The number of tokens to append: keys `[N, Hkv, D]`, values `[N, Hkv, Dv]`."""
     for kind, given in (("key", key), ("value", value)):
         width = getattr(cache, f"selected_{kind}").shape[3]
+        one = given.compressed is given.selected is given.sliding
         for branch, x in given._asdict().items():
-            name = f"{kind}.{branch}"
+            name = kind if one else f"{kind}.{branch}"
             array(name, x, 3)
             shape(name, x, (key.selected.shape[0], cache.kv_heads, width))
             if x.dtype != cache.selected_key.dtype:

@@ -5,11 +5,10 @@ from torch import Tensor
 from nsa_jax import validate
 
 
-def tokens(query, key, value, config, cu_seqlens, scale, branch=None):
-    validate.attention(query, key, value, config, None, scale, branch)
+def tokens(query, key, value, config, cu_seqlens, scale, key_name="key", value_name="value"):
+    validate.attention(query, key, value, config, None, scale, key_name, value_name)
     devices(query, {"query": query})
-    suffix = f".{branch}" if branch else ""
-    devices(query, {f"key{suffix}": key, f"value{suffix}": value})
+    devices(query, {key_name: key, value_name: value})
     if cu_seqlens is not None and query.shape[1] != key.shape[1]:
         raise ValueError(
             "query must be as long as key where cu_seqlens are given, "

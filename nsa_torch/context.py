@@ -226,11 +226,11 @@ def separate(key: Branches, value: Branches) -> bool:
 
 
 def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, scale, shards):
-    for branch, k, v in zip(Branches._fields, key, value, strict=True):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
+    for *names, k, v in validate.named(key, value):
+        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
         if k.shape[1] != query.shape[1]:
             raise ValueError(
-                f"key.{branch} must have the tokens of query where context_mesh is given, "
+                f"{names[0]} must have the tokens of query where context_mesh is given, "
                 f"got {k.shape[1]} and {query.shape[1]}"
             )
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})

@@ -106,8 +106,8 @@ def attention(
         ranks = {"context_mesh": context_mesh, "context_layout": context_layout}
         options |= {"implementation": implementation} | ranks
         return context.attention(query, key, value, gates, **options)
-    for branch, k, v in zip(Branches._fields, key, value, strict=True):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, branch)
+    for *names, k, v in validate.named(key, value):
+        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
     checks.devices(query, {f"gates.{b}": g for b, g in gates._asdict().items()})
     if compressed is not None:
         checks.compressed(query, *compressed, config, key.selected.shape[1])

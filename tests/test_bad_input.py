@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 import nsa_jax
+import nsa_torch
 from nsa_jax import Branches, NSAConfig
 
 SMALL = NSAConfig(8, 4, 16, 4, window=10)
@@ -38,44 +41,73 @@ CASES = {
     ),
     "key dtype": (
         lambda: attention(key=K.astype(jnp.bfloat16)),
-        "key.compressed must have the dtype of query, float32, got bfloat16",
+        "key must have the dtype of query, float32, got bfloat16",
     ),
     "key width": (
         lambda: attention(key=jnp.zeros((2, 20, 2, 4))),
-        "key.compressed must have shape (2, 20, 2, 8), got (2, 20, 2, 4)",
+        "key must have shape (2, 20, 2, 8), got (2, 20, 2, 4)",
     ),
     "key batch": (
         lambda: attention(key=jnp.zeros((1, 20, 2, 8))),
-        "key.compressed must have shape (2, 20, 2, 8), got (1, 20, 2, 8)",
+        "key must have shape (2, 20, 2, 8), got (1, 20, 2, 8)",
     ),
     "key length": (
         lambda: attention(key=jnp.zeros((2, 21, 2, 8))),
-        "key.compressed must have shape (2, 20, 2, 8), got (2, 21, 2, 8)",
+        "key must have shape (2, 20, 2, 8), got (2, 21, 2, 8)",
     ),
     "key heads": (
         lambda: attention(key=jnp.zeros((2, 20, 3, 8))),
-        "query heads must be a multiple of key.compressed heads, got 4 and 3",
+        "query heads must be a multiple of key heads, got 4 and 3",
     ),
     "heads of keys and values": (
         lambda: attention(key=jnp.zeros((2, 20, 1, 8))),
-        "key.compressed and value.compressed must have the same [B, S, Hkv], "
-        "got (2, 20, 1) and (2, 20, 2)",
+        "key and value must have the same [B, S, Hkv], got (2, 20, 1) and (2, 20, 2)",
     ),
     "value length": (
         lambda: attention(value=jnp.zeros((2, 19, 2, 6))),
-        "value.compressed must have shape (2, 20, 2, 6), got (2, 19, 2, 6)",
+        "value must have shape (2, 20, 2, 6), got (2, 19, 2, 6)",
     ),
     "heads": (
         lambda: attention(key=jnp.zeros((2, 20, 3, 8)), value=jnp.zeros((2, 20, 3, 6))),
-        "query heads must be a multiple of key.compressed heads, got 4 and 3",
+        "query heads must be a multiple of key heads, got 4 and 3",
     ),
     "T > S": (
         lambda: attention(key=K[:, :9], value=V[:, :9]),
-        "query must not be longer than key.compressed, got T=20 and S=9",
+        "query must not be longer than key, got T=20 and S=9",
+    ),
+    "heads before tokens": (
+        lambda: attention(*(x.swapaxes(1, 2) for x in (Q, K, V, GATES))),
+        "query must not be longer than key, got T=4 and S=2; tokens come before heads: "
+        "query [B, T, H, D], key [B, S, Hkv, D], gates [B, T, H, 3]",
+    ),
+    "heads before tokens, gates not": (
+        lambda: attention(*(x.swapaxes(1, 2) for x in (Q, K, V))),
+        "gates must have shape (2, 4, 20, 3) for query (2, 4, 20, 8), got (2, 20, 4, 3); "
+        "tokens come before heads: query [B, T, H, D], key",
+    ),
+    "heads before tokens of keys": (
+        lambda: attention(key=K.swapaxes(1, 2), value=V.swapaxes(1, 2)),
+        "query heads must be a multiple of key heads, got 4 and 20; tokens come before heads",
+    ),
+    "heads before tokens of both": (
+        lambda: nsa_jax.sliding_attention(*(x.swapaxes(1, 2) for x in (Q, K, V)), config=SMALL),
+        "query must not be longer than key, got T=4 and S=2; tokens come before heads",
+    ),
+    "one key, values of branches": (
+        lambda: attention(key=K[..., :4], value=Branches(V, V, V + 1)),
+        "key must have shape (2, 20, 2, 8), got (2, 20, 2, 4)",
+    ),
+    "float64 of NumPy": (
+        lambda: attention(np.zeros(Q.shape)),
+        "query must not be a NumPy array of float64: JAX makes float32 of it unless",
+    ),
+    "float64 of NumPy in a step": (
+        lambda: nsa_jax.compress(np.zeros(K.shape), config=SMALL),
+        "x must not be a NumPy array of float64",
     ),
     "gates": (
         lambda: attention(gates=GATES[..., :2]),
-        "gates must have shape (2, 20, 4, 3), got (2, 20, 4, 2)",
+        "gates must have shape (2, 20, 4, 3) for query (2, 20, 4, 8), got (2, 20, 4, 2)",
     ),
     "gates of a branch": (
         lambda: attention(gates=Branches(GATES[..., 0], GATES[:, :5, :, 0], GATES[..., 0])),
@@ -157,7 +189,7 @@ CASES = {
         lambda: nsa_jax.cached_attention(
             Q, K, V, GATES, nsa_jax.init_cache(2, 30, 2, 8, 8, config=SMALL), config=SMALL
         ),
-        "value.compressed must have shape (2, 20, 2, 8), got (2, 20, 2, 6)",
+        "value must have shape (2, 20, 2, 8), got (2, 20, 2, 6)",
     ),
     "cache of another block": (
         lambda: nsa_jax.cached_attention(
@@ -206,6 +238,36 @@ def test_bad_input(name):
     with pytest.raises(ValueError) as error:
         run()
     assert message in str(error.value)
+
+
+TORCH = [torch.from_numpy(np.array(x)) for x in (Q, K, V, GATES)]
+
+
+@pytest.mark.parametrize(
+    "swapped, message",
+    [
+        ("qkvg", "query must not be longer than key, got T=4 and S=2"),
+        ("qkv", r"gates must have shape \(2, 4, 20, 3\) for query \(2, 4, 20, 8\), got "),
+        ("kv", "query heads must be a multiple of key heads, got 4 and 20"),
+    ],
+)
+def test_heads_before_tokens_in_torch(swapped, message):
+    """As scaled_dot_product_attention takes them."""
+    pairs = zip("qkvg", TORCH, strict=True)
+    given = [x.transpose(1, 2) if name in swapped else x for name, x in pairs]
+    with pytest.raises(ValueError, match=f"{message}.*; tokens come before heads: query"):
+        nsa_torch.attention(*given, config=SMALL)
+    cache = nsa_torch.init_cache(2, 30, 2, 8, 6, config=SMALL)
+    with pytest.raises(ValueError, match=f"{message}.*; tokens come before heads: query"):
+        nsa_torch.cached_attention(*given, cache)
+
+
+def test_float64_of_numpy_where_jax_keeps_it():
+    arrays = [np.asarray(x, np.float64) for x in (Q, K, V)]
+    with pytest.raises(ValueError, match="query must not be a NumPy array of float64"):
+        nsa_jax.explain(*arrays, config=SMALL)
+    with jax.enable_x64(True):
+        nsa_jax.explain(*arrays, config=SMALL)
 
 
 def test_good_input_passes():

@@ -356,8 +356,8 @@ def arguments(**changes):
 APPEND = ("cache", "key", "value", "page_table", "lengths")
 ATTEND = ("query", "gates", "cache", "page_table", "lengths")
 BAD = [
-    (APPEND, {"key": torch.zeros(2, 3, 8)}, r"key.compressed must have shape \(2, 2, 8\)"),
-    (APPEND, {"value": torch.zeros(3, 2, 6)}, r"value.compressed must have shape \(2, 2, 6\)"),
+    (APPEND, {"key": torch.zeros(2, 3, 8)}, r"key must have shape \(2, 2, 8\)"),
+    (APPEND, {"value": torch.zeros(3, 2, 6)}, r"value must have shape \(2, 2, 6\)"),
     (APPEND, {"key": torch.zeros(2, 2, 8).half()}, "must have the dtype of the cache, float32"),
     (APPEND, {"key": torch.zeros(0, 2, 8), "value": torch.zeros(0, 2, 6)}, "tokens must be"),
     (APPEND, {"key": Branches(*torch.zeros(3, 2, 2, 8))}, "where the cache is not separate"),
