@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import api, cache, extras, geometry
+from nsa_jax import api, cache, extras, geometry, validate
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.layer import KIND, LayerSpec
 from nsa_jax.types import Branches
@@ -125,6 +125,8 @@ class NSAAttention(nnx.Module):
         implementation: str | Branches[str | None] | None = None,
         rngs: nnx.Rngs,
     ):
+        if not isinstance(spec, LayerSpec):
+            raise ValueError(f"spec must be a LayerSpec, got {type(spec).__name__}")
         self.spec = spec
         self.dtype = dtype
         self.implementation = implementation
@@ -219,8 +221,7 @@ class NSAAttention(nnx.Module):
           segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
         """
         spec = self.spec
-        if x.ndim != 3 or x.shape[-1] != spec.dim:
-            raise ValueError(f"x must have shape (B, T, {spec.dim}), got {x.shape}")
+        validate.layer_input(x, spec.dim, kv, cache.NSACache)
         if kv is not None and segment_ids is not None:
             raise ValueError("segment_ids must be None where a cache is given, got both")
         batch, length, _ = x.shape

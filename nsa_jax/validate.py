@@ -272,6 +272,23 @@ def sizes(**values: int) -> None:
             raise ValueError(f"{name} must be an int >= 1, got {value!r}")
 
 
+def layer_input(x, width: int, kv, kind: type) -> None:
+    """`x` [B, T, width] of a layer, and its cache, a `kind` of as many rows, or None."""
+    if not hasattr(x, "shape"):
+        raise ValueError(f"x must be an array, got {type(x).__name__}")
+    if len(x.shape) != 3 or x.shape[2] != width:
+        raise ValueError(f"x must have shape (B, T, {width}), got {tuple(x.shape)}")
+    if 0 in x.shape:
+        raise ValueError(f"x must not be empty, got shape {tuple(x.shape)}")
+    if kv is None:
+        return
+    if not isinstance(kv, kind):
+        name = f"{type(kv).__module__}.{type(kv).__name__}"
+        raise ValueError(f"kv must be a cache from init_cache, got {name}")
+    if kv.length.shape[0] != x.shape[0]:
+        raise ValueError(f"kv must be of batch {x.shape[0]} as x, got {kv.length.shape[0]}")
+
+
 def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     """`config`, None: the cache's. What the cache holds must be what it asks for."""
     if config is None:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from nsa_jax import validate
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
 from nsa_jax.types import Branches
-from nsa_torch import cache, context, functional, geometry, heads
+from nsa_torch import cache, checks, context, functional, geometry, heads
 
 
 class GateOutput(nn.Linear):
@@ -269,8 +270,7 @@ class NSAAttention(nn.Module):
           new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
         """
         spec = self.spec
-        if x.ndim != 3 or x.shape[-1] != spec.dim:
-            raise ValueError(f"x must have shape (B, T, {spec.dim}), got {tuple(x.shape)}")
+        validate.layer_input(x, spec.dim, kv, cache.NSACache)
         if kv is None and not prefill:
             raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
         if kv is not None and cu_seqlens is not None:
@@ -297,6 +297,7 @@ class NSAAttention(nn.Module):
             return self.out(out.flatten(2)), kv
         ranks: dict[str, Any] = {}
         if self.context_mesh is None:
+            checks.packed(cu_seqlens, x, "x")
             where = geometry.geometry(
                 batch,
                 length,

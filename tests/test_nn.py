@@ -368,6 +368,46 @@ BAD = {
         lambda: TorchAttention(**SIZES)(torch.zeros(1, 5, 23)),
         "x must have shape (B, T, 24), got (1, 5, 23)",
     ),
+    "no array": (
+        lambda: TorchAttention(**SIZES)([[0.0]]),
+        "x must be an array, got list",
+    ),
+    "no token": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(2, 0, 24)),
+        "x must not be empty, got shape (2, 0, 24)",
+    ),
+    "another cache": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(2, 1, 24), (torch.zeros(1), None)),
+        "kv must be a cache from init_cache, got builtins.tuple",
+    ),
+    "cache of another batch": (
+        lambda: (m := TorchAttention(**SIZES))(torch.zeros(2, 1, 24), m.init_cache(3, 8)),
+        "kv must be of batch 2 as x, got 3",
+    ),
+    "list of bounds": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(1, 4, 24), cu_seqlens=[0, 4]),
+        "cu_seqlens must be an array, got list",
+    ),
+    "bounds of two rows": (
+        lambda: TorchAttention(**SIZES)(torch.zeros(2, 4, 24), cu_seqlens=torch.tensor([0, 4])),
+        "x must be one row, B=1, where cu_seqlens are given, got B=2",
+    ),
+    "no token in JAX": (
+        lambda: modules()[1](jnp.zeros((2, 0, 24))),
+        "x must not be empty, got shape (2, 0, 24)",
+    ),
+    "cache of torch in JAX": (
+        lambda: modules()[1](jnp.zeros((2, 1, 24)), TorchAttention(**SIZES).init_cache(2, 8)),
+        "kv must be a cache from init_cache, got nsa_torch.cache.NSACache",
+    ),
+    "cache of another batch in JAX": (
+        lambda: (m := modules()[1])(jnp.zeros((2, 1, 24)), m.init_cache(3, 8)),
+        "kv must be of batch 2 as x, got 3",
+    ),
+    "sizes that are no spec in JAX": (
+        lambda: JaxAttention(SIZES, rngs=nnx.Rngs(0)),
+        "spec must be a LayerSpec, got dict",
+    ),
     "decode without a cache": (
         lambda: TorchAttention(**SIZES)(torch.zeros(1, 1, 24), None, prefill=False),
         "kv must be a cache from init_cache where prefill=False, got None",
