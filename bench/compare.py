@@ -14,6 +14,7 @@ Parity first, then time: a path that is wrong is not timed. A path that was name
 command line and refuses was not measured, and that is the exit status.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     lengths = command.integers("seq_len", SEQ_LEN.value, ())
     if len(lengths) > 1 and not EXPLAIN.value:
         return side_by_side(lengths)
-    return max(of_length(length) for length in lengths)
+    return exit_status.worst([of_length(length) for length in lengths])
 
 
 def side_by_side(lengths: Sequence[int]) -> int:
@@ -126,7 +127,7 @@ def side_by_side(lengths: Sequence[int]) -> int:
         records.append(lines, done)  # at once: the next length may be ended from outside
         _save(done)
     print(f"written to {folder}")
-    return max(exit_status.WRONG if status < 0 else status for status in statuses)
+    return exit_status.worst(statuses)
 
 
 def of_length(length: int | None) -> int:
@@ -187,9 +188,8 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
             raise ValueError(f"peers need --framework torch or both, got {FRAMEWORK.value}")
-        plan += [
-            (torch, job) for job in peers.jobs(asked(settings, torch), branches, PEERS.value)
-        ]
+        found = peers.jobs(asked(settings, torch), branches, PEERS.value)
+        plan += [(torch, dataclasses.replace(job, asked=True)) for job in found]
     return plan
 
 
@@ -215,11 +215,13 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
             rows = list(rows)
             turns.wait()
             how["warmup"] = 1  # parity was that already
+        measured = []
         for mode, runner, job, row in rows:
             tell(row.name)
             found = row.timed(**how)
             record = _record(mode, runner, job, settings, inputs, found | environment)
             records.append(lines, [record])
+            measured.append((job, record))
             if not progress.console.is_terminal:
                 print(f"{row.name}: {record.status} {record.time_ms or ''}", file=sys.stderr)
             progress.advance(task)
@@ -236,13 +238,29 @@ def compare(plans: Mapping[str, JobsOfRunners], settings) -> int:
     (folder / "compare.csv").write_text(render.csv_text(done))
     print(f"written to {folder}")
     _save(done)
-    beside = [r for r in done if r.branch == "dense"] if len(BRANCHES.value) > 1 else []
-    status = exit_status.of([record for record in done if record not in beside], beside)
-    if status == exit_status.OK and any(
-        job.fails for plan in plans.values() for _, job in plan
-    ):
-        return exit_status.NOT_MEASURED
+    status = exit_status.of(asked_for(measured), done)
+    if status == exit_status.NOT_MEASURED:
+        lost = (record for record in asked_for(measured) if record.status != "ok")
+        names = (f"{x.framework} {x.branch} {x.mode} {x.implementation}" for x in lost)
+        print(f"not measured: {', '.join(names)}", file=sys.stderr)
     return status
+
+
+def asked_for(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
+    """The rows that decide how the command ends: all that were named, and of others the best of
+    each branch. Dense attention beside branches is what they are compared with."""
+    named, others = [], dict[tuple, list[Record]]()
+    for job, record in measured:
+        if job.branch == "dense" and len(BRANCHES.value) > 1:
+            continue
+        if job.asked:
+            named.append(record)
+        elif job.asked is not None:
+            again = job.function is not None  # with --recompute
+            key = record.framework, record.mode, record.branch, again
+            others.setdefault(key, []).append(record)
+    ok = lambda record: record.status == "ok"
+    return named + [next(filter(ok, some), some[0]) for some in others.values()]
 
 
 def judged_rows(

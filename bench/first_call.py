@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{stage}: exit status {done.returncode}", flush=True)
-                return exit_status.WRONG
+                return exit_status.worst([done.returncode])
             found = json.loads(done.stdout.splitlines()[-1])
             found["process_s"] = time.perf_counter() - start
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())

@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
             done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 print(f"{name}: exit status {done.returncode}", flush=True)
-                return exit_status.WRONG
+                return exit_status.worst([done.returncode])
             found.append(json.loads(done.stdout.splitlines()[-1]))
     rows = summary(rounds)
     for row in rows:

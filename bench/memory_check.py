@@ -176,11 +176,12 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
     about = {"device": device, "time": records.utc_now()} | records.environment(COMMIT.value)
-    made = []
+    made, statuses = [], []
     try:
         with process.interruptible():
             for row in check(layers, list(dict.fromkeys(TOOL.value)), folder):
                 show(row)
+                statuses.append(row.status)
                 made.append(about | dataclasses.asdict(row))
                 records.append_lines(lines, made[-1:])
     except process.Interrupted as error:
@@ -190,10 +191,7 @@ def main(argv: Sequence[str]) -> int:
         kept = records.folder_of(device) / "kernel_log" / lines.name
         records.append_lines(kept, made)
     print(f"written to {folder}")
-    statuses = {line["status"] for line in made}
-    if "wrong" in statuses:
-        return exit_status.WRONG
-    return exit_status.NOT_MEASURED if "timeout" in statuses else exit_status.OK
+    return exit_status.of_statuses(statuses)
 
 
 if __name__ == "__main__":

@@ -231,10 +231,7 @@ def main(argv: Sequence[str]) -> int:
         if reason:
             broken = True
             print(f"{size} devices: {len(some)} of {len(found)} rows: {reason}", flush=True)
-    if broken or any(row["status"] == "wrong" for row in rows):
-        return exit_status.WRONG
-    several = any(row["status"] == "ok" for row in rows)
-    return exit_status.OK if several else exit_status.NOT_MEASURED
+    return exit_status.WRONG if broken else exit_status.of_statuses(x["status"] for x in rows)
 
 
 if __name__ == "__main__":

@@ -245,12 +245,14 @@ def main(argv: Sequence[str]) -> int:
     rows = [Selection(runner, row, matrix, names) for row in matrix.rows()]
     if PARTS.is_child:
         return PARTS.child(rows)
+    # A row without a problem is none that could be measured.
+    no_problem = {row.row.why_not for row in rows if row.row.why_not}
     results, table = command.Results("selection", FLAGS), []
     print(f"device: {runner.device}; {runner.framework}", flush=True)
     for found in PARTS.measure("selection", rows, results.folder):
         for several in itertools.batched(found, len(names)):
             for i, record in enumerate(several):
-                results.keep([record], beside=i > 0)
+                results.keep([record], beside=i > 0 or record.reason in no_problem)
             table.append(cells(*several))
             print(line(table[-1], matrix.beside), flush=True)
     columns = *COLUMNS, *(column for name in matrix.beside for column in columns_of(name))

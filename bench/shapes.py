@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     commands = list(commands_of(shapes, INPUT.value, folder))
     for wave in itertools.batched(commands, AT_ONCE.value):
         for row, status in turns.of_names(dict(wave), folder, ENVIRONMENT):
-            statuses.append(exit_status.WRONG if status < 0 else status)
+            statuses.append(status)
             made = folder / row / "compare.jsonl"
             done = records.read(made) if made.exists() else []
             records.append(lines, done)  # at once: what follows may be ended from outside
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         time = f"{record.time_ms:9.3f} ms" if record.time_ms else record.reason
         print(f"{row:32} {record.mode:8} {record.status:6} {time}")
     print(f"written to {folder}")
-    return max(statuses)
+    return exit_status.worst(statuses)
 
 
 if __name__ == "__main__":

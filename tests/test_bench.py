@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import app
+from absl import app, flags
 from absl.testing import flagsaver
 
 import configs
@@ -17,6 +17,7 @@ import nsa_jax
 import nsa_torch
 from bench import compare
 from bench.harness import cost, exit_status, problems, records, text, timing, turns
+from bench.harness.jobs import Job
 from bench.harness.records import Record
 from bench.judge import oracle
 from bench.judge.checks import Checker
@@ -476,6 +477,43 @@ def test_a_bad_path_gives_no_speed_up(run, monkeypatch, place, status, code):
     assert status in line and "x |" not in line.replace("| xla", "")
     reasons = {"wrong": "error", "error": "the kernel broke", "oom": "RESOURCE_EXHAUSTED"}
     assert reasons[status] in rows["xla"].reason
+
+
+def test_every_row_that_was_named_must_be_measured(run, monkeypatch):
+    break_sliding(monkeypatch, f"{__name__}:exhaust")
+    two = ("--framework=jax", "--branch=compressed", "--branch=sliding", *XLA)
+    code, _, found = run(*two, "--input=random")
+    assert {r.branch: r.status for r in found} == {"compressed": "ok", "sliding": "oom"}
+    assert code == exit_status.NOT_MEASURED
+
+
+def test_a_peer_that_was_named_must_be_measured(run):
+    only = ("--framework=torch", "--branch=selected", "--selected_kernel=sdpa", "--peers=fla")
+    code, _, found = run(*only, "--input=random")
+    assert [(r.implementation, r.status) for r in found] == [
+        ("sdpa", "ok"),
+        ("fla", "unsupported"),
+    ]
+    assert code == exit_status.NOT_MEASURED
+
+
+def test_of_all_implementations_one_a_branch_must_be_measured():
+    def asked_for(*rows, **job):
+        pairs = [(Job(r.branch, r.implementation, **job), r) for r in rows]
+        return exit_status.of(compare.asked_for(pairs))
+
+    flags.FLAGS.mark_as_parsed()
+    good = dataclasses.replace(OK, branch="sliding", implementation="xla")
+    lost = dataclasses.replace(good, status="oom", reason="no room", implementation="mosaic")
+    other = dataclasses.replace(lost, branch="selected")
+    assert asked_for(good, lost) == asked_for(lost, good) == exit_status.OK
+    assert asked_for(good, other) == exit_status.NOT_MEASURED
+    elsewhere = dataclasses.replace(lost, framework="torch")
+    assert asked_for(good, elsewhere) == exit_status.NOT_MEASURED
+    assert asked_for(good, lost, asked=True) == exit_status.NOT_MEASURED
+    # A name of the other framework is none that is lacking here.
+    pairs = [(Job("sliding", "xla"), good), (Job("sliding", "sdpa", asked=None), elsewhere)]
+    assert exit_status.of(compare.asked_for(pairs)) == exit_status.OK
 
 
 def test_the_whole_is_checked_as_well(run, monkeypatch):

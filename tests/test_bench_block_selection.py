@@ -56,6 +56,21 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
     assert found == {("oom", "CUDA out of memory. Tried to allocate 16.00 GiB")}
 
 
+def test_a_length_that_is_not_measured(tmp_path, monkeypatch):
+    timed = block_selection._timed
+    left = iter([True, False])
+
+    def full(*given):
+        if next(left):
+            return timed(*given)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(block_selection, "_timed", full)
+    status, rows = run(tmp_path / "rows.jsonl", "--mode=forward", "--implementation=nsa_blocks")
+    assert [row["status"] for row in rows] == ["ok", "oom"]
+    assert status == exit_status.NOT_MEASURED
+
+
 def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
     attend = ours.block_attention
 

@@ -210,7 +210,7 @@ def test_a_matrix_without_a_gpu_measures_nothing(tmp_path, capsys):
         assert reasons[0] in row["reason"] and reasons[1] in row["fa2_reason"]
     kinds = [(r.implementation, r.status) for r in found[:3]]
     assert kinds == [("triton", "unsupported"), ("sdpa", "ok"), ("fa2", "unsupported")]
-    said = "nothing was measured: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
+    said = "not measured: 6 of 6 rows: .*triton: needs an NVIDIA GPU, got cpu; 2 streams need"
     assert re.search(said, capsys.readouterr().err)
     for kind, count in (("dense", 2), ("varlen", 4)):
         some = rows(tmp_path / f"sel_{kind}.csv")

@@ -29,7 +29,9 @@ def failed(status):
     ("asked_for", "beside", "expected"),
     [
         ([FINE], [], exit_status.OK),
-        ([FINE, failed("unsupported")], [BESIDE], exit_status.OK),
+        ([FINE, failed("unsupported")], [BESIDE], exit_status.NOT_MEASURED),
+        ([FINE, failed("oom"), FINE], [], exit_status.NOT_MEASURED),
+        ([FINE], [failed("unsupported")], exit_status.OK),
         ([FINE, failed("wrong")], [], exit_status.WRONG),
         ([FINE], [failed("error")], exit_status.WRONG),
         ([failed("unsupported")], [BESIDE], exit_status.NOT_MEASURED),
@@ -39,6 +41,22 @@ def failed(status):
 )
 def test_what_was_asked_for_decides(asked_for, beside, expected):
     assert exit_status.of(asked_for, beside) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([], exit_status.NOT_MEASURED),
+        ([0, 0], exit_status.OK),
+        ([0, 3], exit_status.NOT_MEASURED),
+        ([3, 2, 0], exit_status.USAGE),
+        ([3, 1], exit_status.WRONG),
+        ([0, -11, 3], exit_status.WRONG),
+        ([0, 137], exit_status.WRONG),
+    ],
+)
+def test_several_commands_end_as_the_worst(ends, expected):
+    assert exit_status.worst(ends) == expected
 
 
 def test_help_shows_the_table():

@@ -100,8 +100,10 @@ def test_weak_scaling_has_as_many_tokens_a_device(flags_of):
         ([row(1, 8.0)], "longer than 1 s", exit_status.WRONG),
         ([ABOUT | SIZES | {"devices": 1, "status": "unsupported", "reason": "memory"}], "",
          exit_status.NOT_MEASURED),
+        ([row(1, None) | {"status": "unsupported", "reason": "memory"}, row(2, 5.0)], "",
+         exit_status.NOT_MEASURED),
     ],
-    ids=["measured", "wrong", "ended early", "nothing"],
+    ids=["measured", "wrong", "ended early", "nothing", "half"],
 )  # fmt: skip
 def test_how_it_ends(rows, reason, status, flags_of, monkeypatch, tmp_path, capsys):
     out = tmp_path / "scale.jsonl"

@@ -17,6 +17,7 @@ import torch
 from absl import flags
 
 from bench import train
+from bench.harness import exit_status
 from bench.lm import (
     checkpoint,
     curves,
@@ -452,6 +453,16 @@ def test_the_command_measures_speed(command):
         measured = row.status == "ok"
         assert bool(row.time_ms and row.tokens_per_s and row.samples) == measured
         assert measured or row.reason
+
+
+def test_a_speed_that_was_asked_for_and_is_not_there(command):
+    """Dense attention by a backend of GPUs; what NSA took is measured."""
+    status, _, found = command(
+        "--throughput", "--lengths=32", "--tokens=64", "--row_seconds=0", "--dense=cudnn",
+        "--framework=torch", f"--corpus_bytes={CORPUS}",
+    )  # fmt: skip
+    assert [row.status for row in found] == ["ok", "unsupported"]
+    assert status == exit_status.NOT_MEASURED
 
 
 def test_a_lack_of_memory_is_a_status(tmp_path, monkeypatch):

@@ -237,8 +237,12 @@ class Results:
         asked_for = [record for record in self.done if record not in self.beside]
         status = exit_status.of(asked_for, self.beside)
         if status == exit_status.NOT_MEASURED:
-            reasons = dict.fromkeys(record.reason for record in asked_for)
-            print(f"nothing was measured: {'; '.join(reasons)}", file=sys.stderr)
+            lost = [record for record in asked_for if record.status != "ok"]
+            reasons = "; ".join(dict.fromkeys(record.reason for record in lost))
+            print(
+                f"not measured: {len(lost)} of {len(asked_for)} rows: {reasons}",
+                file=sys.stderr,
+            )
         return status
 
 

@@ -7,10 +7,10 @@ from bench.harness.records import Record
 OK, WRONG, USAGE, NOT_MEASURED = range(4)
 TABLE = """
 Exit status:
-  0  what was asked for was measured, and is right
+  0  all that was asked for was measured, and is right
   1  a result is wrong, or code broke
   2  the command line is wrong, or a file that it names
-  3  what was asked for could not be measured here
+  3  some or all of what was asked for could not be measured here
 """
 
 
@@ -21,7 +21,18 @@ def of(asked_for: Iterable[Record], beside: Iterable[Record] = ()) -> int:
       asked_for: the rows that the command is about.
       beside: what they are compared with; alone it is no answer.
     """
+    return of_statuses((x.status for x in asked_for), (x.status for x in beside))
+
+
+def of_statuses(asked_for: Iterable[str], beside: Iterable[str] = ()) -> int:
+    """As `of`, of the rows' own statuses."""
     asked_for = list(asked_for)
-    if any(record.status in ("wrong", "error") for record in (*asked_for, *beside)):
+    if {"wrong", "error"} & {*asked_for, *beside}:
         return WRONG
-    return OK if any(record.status == "ok" for record in asked_for) else NOT_MEASURED
+    return OK if set(asked_for) == {"ok"} else NOT_MEASURED
+
+
+def worst(ends: Iterable[int]) -> int:
+    """Of a command that is as good as several, which ended so; what is not in the table broke."""
+    found = {end if end in range(4) else WRONG for end in ends}
+    return next((end for end in (WRONG, USAGE, NOT_MEASURED, OK) if end in found), NOT_MEASURED)

@@ -18,7 +18,9 @@ class Job:
     implementation: Any = None  # as the public functions take it
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     unsupported: str = ""
-    asked: bool = False  # named by the user, who wants to know of a refusal
+    # Whether it must be measured, since it was named; None: the name is another framework's.
+    # Else one row of the branch is enough.
+    asked: bool | None = False
     function: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None  # runs in its place
     # Of a library's whole: the compressed `key` and the `blocks` that it makes on its way.
     own: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -30,10 +32,6 @@ class Job:
         """The implementation of one branch."""
         each = self.implementation
         return getattr(each, branch) if isinstance(each, Branches) else each
-
-    @property
-    def fails(self) -> bool:
-        return bool(self.unsupported) and self.asked
 
 
 def jobs(
@@ -63,9 +61,10 @@ def _step(registry, question, branch, wanted, on_unsupported, chosen) -> Iterato
     try:
         choice = registry.choose(question, name, on_unsupported)
     except (NotImplementedError, ValueError) as error:
-        yield Job(branch, name, None, {}, str(error), name in registry.names())
+        yield Job(branch, name, None, {}, str(error), name in registry.names() or None)
     else:
-        yield Job(branch, choice.implementation, choice.implementation, dict(choice.refused))
+        name = choice.implementation
+        yield Job(branch, name, name, dict(choice.refused), asked=True)
 
 
 def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
@@ -74,11 +73,11 @@ def _whole(registry, question, wanted, on_unsupported, chosen) -> Iterator[Job]:
         try:
             plan = registry.plan(question, wanted, on_unsupported)
         except (NotImplementedError, ValueError) as error:
-            known = all(name is None or name in registry.names() for name in wanted)
+            known = all(name is None or name in registry.names() for name in wanted) or None
             yield Job("all", "/".join(n or "auto" for n in wanted), None, {}, str(error), known)
             return
         names = Branches(*(getattr(plan, step).implementation for step in Branches._fields))
-        yield Job("all", label(plan), names, refusals(plan))
+        yield Job("all", label(plan), names, refusals(plan), asked=True)
         return
     automatic = registry.plan(question)
     seen = False
