@@ -14,12 +14,20 @@ from kernels_pallas.triton.kernel import TritonKernel
 type Slices = tuple[slice, ...]  # of the first axes, without steps
 
 
-class QueryLayout(Protocol):
-    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
+class Positions(Protocol):
+    """The token that each query is, integers `[B, T]`."""
 
     @property
     def position(self) -> Any:
         """In its own sequence, from 0; negative: padding, which sees nothing."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether some queries may be padding that is not finite."""
+
+
+class QueryLayout(Positions, Protocol):
+    """Where each query stands, integers `[B, T]`. Key `k` is token `k - key_start`."""
 
     @property
     def key_start(self) -> Any:
@@ -32,10 +40,6 @@ class QueryLayout(Protocol):
     @property
     def packed(self) -> bool:
         """Whether sequences may begin at any key."""
-
-    @property
-    def padded(self) -> bool:
-        """Whether some queries may be padding that is not finite."""
 
 
 class ArrayOps(Protocol):
@@ -142,7 +146,7 @@ class ArrayOps(Protocol):
         return self.xp.concatenate([x, self.xp.broadcast_to(last, shape)], axis=axis)
 
 
-def zero_padding(xp: Any, layout: QueryLayout, *arrays: Any) -> list[Any]:
+def zero_padding(xp: Any, layout: Positions, *arrays: Any) -> list[Any]:
     """Each of `arrays` `[B, T, ...]` with zeros in the rows of padding.
 
     Zero times NaN is NaN, and kernels that mask by block or by key tile read such rows whole.
