@@ -2,7 +2,8 @@
 
     python -m bench.summarize bench/results/<time>/decode.csv
 
-The shares are of `ms_total`; they need not add up to 100 %, since each branch was timed alone.
+The shares are of `ms_total`; they need not add up to 100 %, since each branch was timed alone, and
+one above 100 % has a `*`.
 A row that was not measured is shown with its status. A damaged file is refused with the line
 and the column.
 """
@@ -79,7 +80,8 @@ def table(rows: Sequence[dict[str, str]]) -> str:
             continue
         total = float(row["ms_total"])
         cells = [row["S"], f"{total:.3f}"]
-        cells += [f"{float(row[name]) / total:.1%}".rstrip("%") for name in TIMES[1:]]
+        shares = [float(row[name]) / total for name in TIMES[1:]]
+        cells += [f"{100 * share:.1f}{'*' if share > 1 else ''}" for share in shares]
         for kind in ("_decode", ""):
             actual, expected = (float(row[f"reads_{x}{kind}"]) for x in ("actual", "expected"))
             cells.append(f"{actual:g}/{expected:g}")

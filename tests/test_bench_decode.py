@@ -48,6 +48,28 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("decode")
 
 
+def test_a_part_above_the_whole_is_marked(tmp_path, capsys):
+    """Within noise it is no fault, and still no part of that whole."""
+    cells = dict(
+        zip(SEED.split(","), (512, 40.7, 3.0, 46.1, None, 40, 50, 20, 25), strict=True)
+    )
+    cells |= {"status": "ok", "above_whole": " ".join(decode.above_whole(cells))}
+    assert cells["above_whole"] == "ms_sel"
+    assert "40.700      3.000    46.100*        n/a" in decode.line(cells)
+    for name in ("ms_total", "ms_sel"):
+        assert decode.above_whole(cells | {name: None}) == []
+    cells["ms_win"] = 1.0
+    path = tmp_path / "decode.csv"
+    path.write_text(f"{SEED}\n{','.join(str(cells[name]) for name in SEED.split(','))}\n")
+    assert summarize.main(["summarize", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1:5] == [
+        "40.700",
+        "7.4",
+        "113.3*",
+        "2.5",
+    ]
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_reads_are_counted(framework, folder):
     status, found, table = measured(framework, folder / framework)
