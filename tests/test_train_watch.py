@@ -97,6 +97,8 @@ def test_what_a_run_leaves(tmp_path):
     for name in (b"loss", b"grad_norm", b"gates/collapsed/layer1", b"gates/overlap/layer0"):
         assert name in events
     beats = watch.heartbeats(tmp_path)["heartbeat_rank0.jsonl"]
+    given = sorted(tmp_path.glob("*.jsonl"))  # as a shell names all files of a folder
+    assert len(given) == 2 and sources.read(given).files == [str(tmp_path / "train.jsonl")]
     assert [beat["msg"] for beat in beats] == ["boot", "step_end", "step_end", "end"]
     assert [beat["step"] for beat in beats[1:3]] == [1, 3]
     text = page.html(sources.read([run.path]), [])

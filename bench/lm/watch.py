@@ -23,6 +23,7 @@ from bench.lm.ranks import Ranks
 from bench.lm.watchdog import Watchdog
 
 EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
+HEARTBEATS = "heartbeat_rank*.jsonl"
 MIB = 2**20
 
 
@@ -167,7 +168,7 @@ def heartbeats(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The lines of each rank's heartbeat in `folder`, by file; a last line that was cut off
     where a process ended is left out."""
     found = {}
-    for path in sorted(folder.glob("heartbeat_rank*.jsonl")):
+    for path in sorted(folder.glob(HEARTBEATS)):
         lines = path.read_text().splitlines(keepends=True)
         found[path.name] = [json.loads(line) for line in lines if line.endswith("\n")]
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.harness import records
 from bench.harness.records import Record
-from bench.lm import log
+from bench.lm import log, watch
 from nsa_jax import policy
 
 
@@ -51,14 +51,15 @@ class Report:
 
 
 def read(paths: Iterable[str | Path], title: str | None = None) -> Report:
-    """All records of the files, and the files of the devices that they are of.
+    """All records of the files, and the files of the devices that they are of. Heartbeats are read
+    beside the lines of their run: as files of their own (`*.jsonl` of a folder) they are left out.
 
     Raises:
       ValueError: a line is damaged, a file or all of them are empty; the message names it.
     """
     rows: list[tuple[str, Record]] = []
     training: list[tuple[str, list[log.Line]]] = []
-    files = [str(path) for path in paths]
+    files = [str(path) for path in paths if not Path(path).match(watch.HEARTBEATS)]
     for path in files:
         first = next(iter(records.read_lines(path)), None)
         if first is None:
