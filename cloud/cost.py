@@ -17,7 +17,13 @@ import yaml
 
 PRICES = Path(__file__).parent / "prices.yaml"
 SETUP_MINUTES = 15.0  # machine and installation
-MODAL_GPUS = {"H100": "H100!", "A100": "A100-80GB", "L4": "L4"}  # "!": this one, none newer
+MODAL_GPUS = {
+    "H100": "H100!",  # "!": this one, none newer
+    "A100": "A100-80GB",
+    "L40S": "L40S",
+    "A10G": "A10",
+    "L4": "L4",
+}
 
 
 def dollars(hourly: float, minutes: float) -> float:
@@ -55,6 +61,11 @@ def estimate(task: dict) -> str:
     if hourly is None:
         return "no price: the cluster is yours"
     minutes = task_minutes(task)
+    if "autostop" not in task["resources"]:
+        return (
+            f"${dollars(hourly, minutes):.2f} for the {minutes:.0f} minutes of a run; nothing ends "
+            f"the machine there by itself: at most ${hourly:.2f} an hour until `sky down`"
+        )
     return (
         f"at most ${dollars(hourly, minutes):.2f}: {minutes:.0f} minutes of at most "
         f"${hourly:.2f} an hour"

@@ -1,7 +1,7 @@
 """`bench.oneshot` on one GPU of Modal; what it wrote comes back to artifacts/ here.
 
     modal run cloud/modal_app.py              # an H100, at most 25 minutes
-    GPU=L4 modal run cloud/modal_app.py --quick     # or A100
+    GPU=L4 modal run cloud/modal_app.py --quick     # or A100, L40S, A10G
 
 What it may cost is printed before it starts, and what it took after it. The container ends when
 the function returns, and is ended after `TIMEOUT_S`.

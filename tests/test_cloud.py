@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,9 +25,13 @@ SKY = [path for path in TASKS if path not in TRAIN]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODAL = ROOT / "cloud" / "modal_app.py"
 CLOUDS = {"lambda", "runpod", "aws", "primeintellect", "vast", "slurm"}
-GPUS = {"a100": "A100", "l4": "L4", "rtx4090": "RTX4090"}  # on any cloud
+# On any cloud.
+GPUS = {"a100": "A100", "a10g": "A10G", "l4": "L4", "l40s": "L40S", "rtx4090": "RTX4090"}
+# Cloud and GPU of each file.
+MADE = {name: (name, "H100") for name in CLOUDS} | {name: (None, x) for name, x in GPUS.items()}
+MADE |= {f"primeintellect_{x.lower()}": ("primeintellect", x) for x in ("L40S", "RTX4090")}
 # SkyPilot refuses autostop there; what ends the machine in its place.
-NO_AUTOSTOP = {"primeintellect": "sky down", "slurm": "time:"}
+NO_AUTOSTOP = {"primeintellect": "cloud/launch.py", "slurm": "time:"}
 TASK_KEYS = {"name", "workdir", "num_nodes", "resources", "config", "setup", "run"}
 # What SkyPilot sets on each node of a task.
 NODE = {
@@ -37,6 +42,7 @@ NODE = {
     "SKYPILOT_TASK_ID": "sky-1",
 }
 RESOURCE_KEYS = {"infra", "accelerators", "use_spot", "max_hourly_cost", "autostop"}
+README = (ROOT / "cloud" / "README.md").read_text()
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
@@ -64,8 +70,8 @@ def check_task(task: dict, cloud: str, text: str) -> None:
     assert set(task) <= TASK_KEYS, set(task) - TASK_KEYS
     resources = task["resources"]
     assert set(resources) <= RESOURCE_KEYS, set(resources) - RESOURCE_KEYS
-    assert resources.get("infra") == (None if cloud in GPUS else cloud)
-    assert resources["accelerators"] == f"{GPUS.get(cloud, 'H100')}:1"
+    cloud, gpu = MADE[cloud]
+    assert resources.get("infra") == cloud and resources["accelerators"] == f"{gpu}:1"
     assert resources["use_spot"] is False
     if cloud in NO_AUTOSTOP:
         assert "autostop" not in resources and NO_AUTOSTOP[cloud] in text
@@ -81,9 +87,8 @@ def check_task(task: dict, cloud: str, text: str) -> None:
 
 
 def test_there_is_a_task_for_each_cloud():
-    assert {path.stem for path in SKY} == CLOUDS | set(GPUS)
-    readme = (ROOT / "cloud" / "README.md").read_text()
-    assert all(f"`{name}`" in readme for name in CLOUDS | set(GPUS))
+    assert {path.stem for path in SKY} == set(MADE)
+    assert all(f"`{name}`" in README for name in MADE)
 
 
 @pytest.mark.parametrize("path", SKY, ids=lambda path: path.stem)
@@ -161,8 +166,7 @@ def test_training_tasks_differ_in_the_run_alone():
     tasks = [yaml.safe_load(path.read_text()) for path in TRAIN]
     assert {task.pop("name") for task in tasks} == {"nsa-train-torch", "nsa-train-jax"}
     assert len({task.pop("run") for task in tasks}) == 2 and tasks[0] == tasks[1]
-    readme = (ROOT / "cloud" / "README.md").read_text()
-    assert all(f"`{path.stem}`" in readme for path in TRAIN)
+    assert all(f"`{path.stem}`" in README for path in TRAIN)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +318,139 @@ def test_the_cost_is_said_before_and_after(cost, tmp_path, capsys):
     assert "cost.dollars(" in before and "cost.used(" in after
 
 
+def test_a_machine_that_nothing_ends_says_so(cost):
+    """With the price of an hour."""
+    for path in TASKS:
+        task = yaml.safe_load(path.read_text())
+        hourly = task["resources"].get("max_hourly_cost")
+        said = f"nothing ends the machine there by itself: at most ${hourly or 0:.2f} an hour"
+        assert (said in cost.estimate(task)) == path.stem.startswith("primeintellect"), path
+        assert hourly is None or said not in cost.estimate(task) or f"${hourly:.2f}" in README
+
+
+def test_modal_has_the_gpus_of_the_workflow(cost):
+    flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
+    offered = flow[True]["workflow_dispatch"]["inputs"]["gpu"]["options"]
+    assert set(offered) == set(cost.MODAL_GPUS)
+    assert all(cost.modal_hourly(gpu) > 0 for gpu in offered)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """cloud/launch.py with programs in place of `sky` and `rsync`: status, output, their calls."""
+    calls = tmp_path / "calls"
+    for name in ("sky", "rsync"):
+        program = tmp_path / name
+        program.write_text(
+            f'#!/bin/bash\necho "{name} $*" >> {calls}\ncase "{name} $1" in $BAD) exit 3;; esac\n'
+            f'if [ "{name} $1" = "$SLOW" ]; then kill -TERM $PPID; exec sleep 9; fi\n'
+        )
+        program.chmod(0o755)
+
+    def call(*arguments, bad="-", slow="-"):
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        words = "import sys, launch; launch.WAIT_S = 0; sys.exit(launch.main(sys.argv))"
+        task = ROOT / "cloud" / "sky" / "primeintellect_rtx4090.yaml"
+        done = subprocess.run(
+            [sys.executable, "-c", words, str(task), "--name=x", *arguments],
+            env=os.environ
+            | {"PATH": path, "BAD": bad, "SLOW": slow, "PYTHONPATH": str(ROOT / "cloud")},
+            capture_output=True,
+            text=True,
+        )
+        made = calls.read_text().splitlines() if calls.exists() else []
+        return done, [line.replace(str(task), "TASK") for line in made]
+
+    return call
+
+
+LAUNCH, DOWN = "sky launch --cluster x --yes TASK", "sky down --yes x"
+FETCH = "rsync --archive x:sky_workdir/artifacts/ artifacts/"
+
+
+@pytest.mark.parametrize(
+    ("bad", "slow", "status", "expected"),
+    [
+        ("-", "-", 0, [LAUNCH, FETCH, DOWN]),
+        ("sky*launch", "-", 3, [LAUNCH, FETCH, DOWN]),
+        ("rsync*", "-", 3, [LAUNCH, FETCH, DOWN]),
+        ("sky*down", "-", 1, [LAUNCH, FETCH, DOWN, DOWN, DOWN]),
+        ("-", "sky launch", 143, [LAUNCH, DOWN]),
+    ],
+    ids=["well", "the run fails", "nothing comes back", "it cannot be ended", "SIGTERM"],
+)
+def test_a_machine_is_ended_however_its_run_ends(launch, bad, slow, status, expected):
+    done, calls = launch("--yes", bad=bad, slow=slow)
+    assert done.returncode == status and calls == expected, done.stderr
+    assert "nothing ends the machine there by itself: at most $1.50 an hour" in done.stdout
+    lost = "error: the machine may still be there, at most $1.50 an hour: sky down --yes x"
+    assert (lost in done.stderr) == (bad == "sky*down")
+
+
+def test_a_dry_run_starts_nothing(launch):
+    done, calls = launch("--dry_run", "--infra=runpod")
+    assert done.returncode == 0 and not calls
+    first, second, third = done.stdout.splitlines()[1:]
+    assert first.startswith("sky launch --cluster x --infra runpod ") and third == DOWN
+    assert second == FETCH and "--yes" not in first  # SkyPilot asks
+
+
+def test_the_body_of_a_pull_request_has_thresholds_and_tables(tmp_path):
+    folder = tmp_path / "artifacts" / "modal-1" / "abc"
+    (folder / "compare").mkdir(parents=True)
+    (folder / "seed_report.md").write_text("| S | x |\n")
+    (folder / "compare" / "compare.md").write_text("x" * 70_000)
+    (tmp_path / "thresholds.txt").write_text("runtime.sel_triton_min_L: 512\n")
+    words = [
+        str(ROOT / "cloud" / "pull_request.py"),
+        "artifacts",
+        "thresholds.txt",
+        "https://run",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(
+        "Measured by https://run\n\n## Thresholds\n\n```\nruntime.sel_"
+    )
+    assert "<summary>modal-1/abc/seed_report.md</summary>\n\n| S | x |\n" in done.stdout
+    assert "among the artifacts: modal-1/abc/compare/compare.md\n" in done.stdout
+    assert len(done.stdout) < 65_536
+
+
+def test_modal_runs_by_hand_alone():
+    """What has its secrets runs no code of a pull request from elsewhere."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())[
+        "jobs"
+    ]
+    modal, bench = jobs["modal"], jobs["bench"]
+    assert modal["if"] == "github.event_name == 'workflow_dispatch' && inputs.where == 'modal'"
+    assert "ref" not in modal["steps"][0]["with"] and "inputs.where != 'modal'" in bench["if"]
+    (run,) = [x for x in modal["steps"] if "modal run cloud/modal_app.py" in x.get("run", "")]
+    assert run["env"]["MODAL_TOKEN_SECRET"] == "${{ secrets.MODAL_TOKEN_SECRET }}"
+    kept = [x for x in modal["steps"] if "upload-artifact" in x.get("uses", "")]
+    assert kept[0]["if"] == "always()"
+    body = "\n".join(x.get("run", "") for x in jobs["propose"]["steps"])
+    assert "cloud/pull_request.py artifacts thresholds.txt" in body and "--body-file" in body
+    for name, job in jobs.items():
+        secret = any("secrets." in str(step) for step in job["steps"])
+        assert secret == (name == "modal"), name
+
+
+def test_the_modal_step_without_secrets_says_so():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())[
+        "jobs"
+    ]
+    (run,) = [x for x in jobs["modal"]["steps"] if "MODAL_TOKEN_ID" in x.get("run", "")]
+    done = subprocess.run(
+        [shutil.which("bash"), "-e", "-c", run["run"]],
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "has no secrets MODAL_TOKEN_ID" in done.stdout
+
+
 def test_a_comment_starts_the_benchmark_for_those_who_may():
     flow = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu-bench.yml").read_text())
     assert flow[True]["issue_comment"] == {"types": ["created"]}
@@ -338,10 +475,11 @@ def test_a_workflow_is_whole(path):
     # YAML 1.1 reads the key `on` as true.
     assert set(flow) == {"name", True, "permissions", "concurrency", "jobs"}
     assert flow["name"] == path.stem and flow["permissions"] == {"contents": "read"}
-    for name, job in flow["jobs"].items():
+    for job in flow["jobs"].values():
         assert 0 < job["timeout-minutes"] <= 60
         assert set(job.get("permissions", {})) <= {"contents", "pull-requests"}
-        assert job.get("needs", name) in flow["jobs"]
+        before = job.get("needs", [])
+        assert {*([before] if type(before) is str else before)} <= set(flow["jobs"])
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step), step
             if "uses" in step:

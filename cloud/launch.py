@@ -1,0 +1,95 @@
+"""A task of cloud/sky/ from beginning to end: the machine, its results, the end of the machine.
+
+    python cloud/launch.py cloud/sky/l40s.yaml --dry_run      # prints what it would do
+    python cloud/launch.py cloud/sky/l40s.yaml --infra runpod
+
+SkyPilot shows the price and asks, unless --yes is given. `sky down` follows however the run ends,
+on every cloud: also where it fails, and at Ctrl-C or SIGTERM. What ends the machine where this
+program itself is gone, or that nothing does, is printed first.
+"""
+
+import argparse
+import datetime
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cost
+import yaml
+
+ROOT = Path(__file__).parents[1]  # `workdir: .` of a task
+TRIES, WAIT_S = 3, 20.0  # of `sky down`
+
+
+def commands(path: str, name: str, infra: str | None, yes: bool) -> dict[str, list[str]]:
+    """What is run, in this order: "down" always."""
+    where = [] if infra is None else ["--infra", infra]
+    asks = ["--yes"] if yes else []
+    return {
+        "launch": ["sky", "launch", "--cluster", name, *where, *asks, path],
+        "fetch": ["rsync", "--archive", f"{name}:sky_workdir/artifacts/", "artifacts/"],
+        "down": ["sky", "down", "--yes", name],
+    }
+
+
+def run(steps: dict[str, list[str]], price: str) -> int:
+    """Runs the steps; the exit status is that of the first that fails."""
+    status = 0
+    try:
+        for step in ("launch", "fetch"):  # of a run that failed too
+            end = subprocess.run(steps[step], cwd=ROOT).returncode
+            status = status or end
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM):  # nothing keeps it from this
+            signal.signal(each, signal.SIG_IGN)
+        if not ended(steps["down"]):
+            shown = shlex.join(steps["down"])
+            print(f"error: the machine may still be there, {price}: {shown}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def ended(down: list[str]) -> bool:
+    """Whether `sky down` succeeds, which is tried a few times."""
+    for left in reversed(range(TRIES)):
+        # In a session of its own, so that a Ctrl-C does not reach it.
+        if subprocess.run(down, start_new_session=True).returncode == 0:
+            return True
+        if left:
+            time.sleep(WAIT_S)
+    return False
+
+
+def main(argv: list[str]) -> int:
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%m%d-%H%M%S")
+    parser = argparse.ArgumentParser("launch.py", description=__doc__.splitlines()[0])
+    parser.add_argument("task", help="a file of cloud/sky/")
+    parser.add_argument(
+        "--name", default=f"nsa-{stamp}", help="of a machine that is not there yet"
+    )
+    parser.add_argument("--infra", help="a cloud, where the task names none")
+    parser.add_argument("--yes", action="store_true", help="SkyPilot does not ask")
+    parser.add_argument("--dry_run", action="store_true", help="only print the commands")
+    given = parser.parse_args(argv[1:])
+    task = yaml.safe_load(Path(given.task).read_text())
+    print(cost.estimate(task), flush=True)
+    hourly = cost.hourly_limit(task)
+    price = "on your cluster" if hourly is None else f"at most ${hourly:.2f} an hour"
+    path = str(Path(given.task).resolve())
+    steps = commands(path, given.name, given.infra, given.yes)
+    if given.dry_run:
+        print("\n".join(map(shlex.join, steps.values())))
+        return 0
+    if lacking := [name for name in ("sky", "rsync") if shutil.which(name) is None]:
+        print(f"error: no {' and no '.join(lacking)} on PATH", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return run(steps, price)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
