@@ -13,7 +13,8 @@ A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=va
 seed system prints them. A fused path runs its steps one by one while `timing` or `compare` is
 on. Under `jax.jit` and other transforms `routing` and `shapes` tell of the trace, once;
 `timing` and `compare` need values and say that they refuse. `torch.compile` shows `routing`
-only.
+only. While an event is on, torch also reads `cu_seqlens` that lie on a GPU, and raises as it does
+on a CPU.
 """
 
 import dataclasses

@@ -1,11 +1,19 @@
 """Checks of public arguments: those of `nsa_jax.validate`, and torch's devices and packing."""
 
+import itertools
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_jax import validate
+from nsa_jax import debug, validate
+from nsa_torch import replay
 
 
-def tokens(query, key, value, config, cu_seqlens, scale, key_name="key", value_name="value"):
+def tokens(
+    query, key, value, config, cu_seqlens, scale, key_name="key", value_name="value", length=None
+):
+    """`length`: tokens of the whole sequence, where these are a rank's."""
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
     devices(query, {"query": query})
     devices(query, {key_name: key, value_name: value})
@@ -14,10 +22,10 @@ def tokens(query, key, value, config, cu_seqlens, scale, key_name="key", value_n
             "query must be as long as key where cu_seqlens are given, "
             f"got T={query.shape[1]} and S={key.shape[1]}"
         )
-    packed(cu_seqlens, query, "query")
+    packed(cu_seqlens, query, "query", length)
 
 
-def packed(cu_seqlens, x, name):
+def packed(cu_seqlens, x, name, length=None):
     if cu_seqlens is None:
         return
     validate.array("cu_seqlens", cu_seqlens, 1, ("int32", "int64"))
@@ -30,6 +38,53 @@ def packed(cu_seqlens, x, name):
             f"{name} must be one row, B=1, where cu_seqlens are given, got B={x.shape[0]}"
         )
     devices(x, {"cu_seqlens": cu_seqlens})
+    borders(cu_seqlens, x.shape[1] if length is None else length)
+
+
+def borders(cu_seqlens, length, name="cu_seqlens"):
+    """Checks the numbers, where the host reads them."""
+    if not _is_read(cu_seqlens):
+        return
+    numbers = cu_seqlens.tolist()
+    if numbers[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {numbers[0]}")
+    for i, (before, border) in enumerate(itertools.pairwise(numbers), 1):
+        if border < before:
+            raise ValueError(
+                f"{name} must not decrease, got {border} after {before} at index {i}"
+            )
+    if numbers[-1] > length:
+        raise ValueError(
+            f"{name} must end with {length}, the number of tokens, at most, got {numbers[-1]}"
+        )
+
+
+def _is_read(x: Tensor) -> bool:
+    """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
+    if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on):
+        return False
+    if type(x) not in replay.TENSORS or torch._C._len_torch_dispatch_stack() or x.is_meta:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._get_tracing_state():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+    """The borders that hold: where `borders` has not read them, each is at least the one before it
+    and at most `length`, and the first is 0, so that nothing outside is read whatever they are.
+    """
+    if not isinstance(cu_seqlens, Tensor) or _is_read(cu_seqlens):
+        return cu_seqlens
+    # Dozens of calls of a model take what the first has made.
+    known = not torch.compiler.is_compiling()
+    if known and getattr(cu_seqlens, "clamped_to", None) == length:
+        return cu_seqlens
+    ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
+    found = F.pad(ends, (1, 0))
+    if known:
+        setattr(found, "clamped_to", length)  # noqa: B010, torch's stubs have no such name
+    return found
 
 
 def length(kv_len, query, cu_seqlens, capacity):

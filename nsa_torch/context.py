@@ -75,6 +75,7 @@ def shard_positions(
     device = device or torch.device(context_mesh.device_type)
     ranks = Ranks(context_mesh, device)
     shards = shards_of(ranks, "query", local_length, context_layout)
+    cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     where = (
         geometry(
             1,
@@ -114,8 +115,8 @@ def compress(
     def describe():
         validate.array("x", x, 4)
         validate.phi(params, x, config)
-        checks.packed(cu_seqlens, x, "x")
-        shards_of(ranks, "x", x.shape[1], context_layout)
+        length = shards_of(ranks, "x", x.shape[1], context_layout).length
+        checks.packed(cu_seqlens, x, "x", length)
         phi = type(params).__name__
         return _described(x=x) | {
             "config": config,
@@ -125,6 +126,7 @@ def compress(
 
     context_ranks.agree(ranks, x.device, describe)
     shards = shards_of(ranks, "x", x.shape[1], context_layout)
+    cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     return compressed_tokens(ranks, shards, x, params, config, cu_seqlens)
 
 
@@ -148,7 +150,8 @@ def select_blocks(
     ranks = Ranks(context_mesh, query.device)
     validate.queries(query)
     shards = shards_of(ranks, "query", query.shape[1], context_layout)
-    checks.packed(cu_seqlens, query, "query")
+    checks.packed(cu_seqlens, query, "query", shards.length)
+    cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     checks.scoring(query, compressed_key, config, shards.length, None, scale)
     found = []
     for tokens, end in shards.calls:
@@ -205,6 +208,7 @@ def attention(
 
     context_ranks.agree(ranks, query.device, describe)
     shards = shards_of(ranks, "query", query.shape[1], context_layout)
+    cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     if compressed is None:
         rest = None, config, cu_seqlens
         compressed = tuple(
@@ -227,7 +231,7 @@ def separate(key: Branches, value: Branches) -> bool:
 
 def _check(query, key, value, gates, config, compressed, indices, cu_seqlens, scale, shards):
     for *names, k, v in validate.named(key, value):
-        checks.tokens(query, k, v, config, cu_seqlens, scale, *names)
+        checks.tokens(query, k, v, config, cu_seqlens, scale, *names, length=shards.length)
         if k.shape[1] != query.shape[1]:
             raise ValueError(
                 f"{names[0]} must have the tokens of query where context_mesh is given, "

@@ -13,7 +13,9 @@ Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implemen
 A packed batch is one row (`B = 1`, `T = S`) with `cu_seqlens` `[num_seqs + 1]`, int32 or
 int64, from 0: sequence `i` is `cu_seqlens[i] .. cu_seqlens[i + 1] - 1`, may be empty, and what
 follows the last is padding. Positions restart, nothing crosses a border, block indices are
-local to the sequence. Its values are not read on the host.
+local to the sequence. Numbers on a GPU (and under torch.compile) are not read on the host: the
+first counts as 0, one that is less than the one before it as that one, one beyond `T` as `T`.
+On a CPU, and anywhere while `nsa_torch.debug` tells events, such numbers raise `ValueError`.
 
 All functions return gradients for floating tensors, except that none flows through the
 log-sum-exp and the block indices. `reference` alone has second derivatives: of the others a
@@ -88,6 +90,8 @@ def attention(
     """
     options: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     call = None
+    if context_mesh is None and cu_seqlens is not None:
+        cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
     if context_mesh is None and not torch.compiler.is_compiling():
         tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
         call = alike.key_of(tensors, **options, implementation=implementation)
@@ -271,6 +275,7 @@ def compress(
     checks.packed(cu_seqlens, x, "x")
     for name, param in zip(getattr(params, "_fields", ()), params or (), strict=True):
         checks.devices(x, {f"params.{name}": param})
+    cu_seqlens = checks.clamped(cu_seqlens, x.shape[1])
     with as_given(x):
         return compress_windows(x, params, config=config, cu_seqlens=cu_seqlens)
 
@@ -307,7 +312,7 @@ def select_blocks(
             compressed_key,
             config=config,
             kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
             scale=scale,
         )
 
@@ -348,7 +353,7 @@ def compressed_attention(
             compressed_value,
             config=config,
             kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
             scale=scale,
         )
 
@@ -386,7 +391,7 @@ def selected_attention(
             block_indices,
             config=config,
             kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
             scale=scale,
         )
 
@@ -415,7 +420,7 @@ def sliding_attention(
             value,
             config=config,
             kv_len=kv_len,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=checks.clamped(cu_seqlens, query.shape[1]),
             scale=scale,
         )
 

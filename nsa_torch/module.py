@@ -298,6 +298,7 @@ class NSAAttention(nn.Module):
         ranks: dict[str, Any] = {}
         if self.context_mesh is None:
             checks.packed(cu_seqlens, x, "x")
+            cu_seqlens = checks.clamped(cu_seqlens, length)
             where = geometry.geometry(
                 batch,
                 length,

@@ -152,6 +152,8 @@ def append(
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
+    if cu_seqlens_q is not None:
+        checks.borders(cu_seqlens_q, count, "cu_seqlens_q")
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
     if _appends_by_kernel(cache, implementation):

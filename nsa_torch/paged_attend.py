@@ -18,7 +18,7 @@ from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.paged_dispatch import Inputs
 from nsa_jax.paged_layout import first_slot, slots_of
 from nsa_jax.types import Branches
-from nsa_torch import dispatch, functional
+from nsa_torch import checks, dispatch, functional
 from nsa_torch.operators import requires_grad
 from nsa_torch.paged import PagedCache, check_devices
 from nsa_torch.torch_ops import TORCH_OPS as OPS
@@ -85,6 +85,8 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
+    if cu_seqlens_q is not None:
+        checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
     gates = paged_dispatch.joined_gates(OPS, gates)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

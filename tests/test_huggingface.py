@@ -761,6 +761,7 @@ def test_calls_that_are_refused():
         ("cache must be an NSAModelCache", dict(cache=DynamicCache())),
         ("position_ids must count", dict(position_ids=torch.arange(6)[None] + 1)),
         ("position_ids must count", dict(position_ids=ones, attention_mask=ones)),
+        ("cu_seq_lens_q must not decrease", dict(cu_seq_lens_q=torch.tensor([0, 5, 3, 6]))),
         ("cu_seq_lens_q must be None", dict(cu_seq_lens_q=ones[0, :2], attention_mask=ones)),
     ):
         step = ids[:, :1] if options.get("cache") is cache else ids

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_torch import checks
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 
@@ -52,7 +53,8 @@ def rows(
             raise ValueError(
                 "cu_seq_lens_q must be None where attention_mask or a cache is given, got both"
             )
-        return Rows(cu_seqlens=cu_seqlens)
+        checks.borders(cu_seqlens, length, "cu_seq_lens_q")
+        return Rows(cu_seqlens=checks.clamped(cu_seqlens, length))
     if attention_mask is None and cache is None and position_ids is not None and batch == 1:
         return _packed(position_ids, length)
     past = 0 if cache is None else cache.get_seq_length()
