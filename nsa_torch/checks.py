@@ -11,7 +11,15 @@ from nsa_torch import replay
 
 
 def tokens(
-    query, key, value, config, cu_seqlens, scale, key_name="key", value_name="value", length=None
+    query,
+    key,
+    value,
+    config,
+    cu_seqlens,
+    scale,
+    key_name="key",
+    value_name="value",
+    length=None,
 ):
     """`length`: tokens of the whole sequence, where these are a rank's."""
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
