@@ -110,7 +110,7 @@ HERE, OTHER = "0123456789", "abcdef0123"
 )
 def test_which_commit_is_measured(given, here, changed, expected, monkeypatch):
     monkeypatch.setattr(records, "head", lambda folder: here)
-    monkeypatch.setattr(records, "_output", lambda *words: changed)
+    monkeypatch.setattr(records, "output", lambda *words: changed)
     monkeypatch.setattr(records, "_driver", lambda: None)
     found = records.environment.__wrapped__(given)
     assert (found["commit"], found["dirty"]) == expected

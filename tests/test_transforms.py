@@ -124,6 +124,7 @@ IMPORTS = {
     r"os\.environ|getenv": [
         "bench/__init__.py",
         "bench/harness/seed_env.py",
+        "bench/harness/launchers.py",  # those of torchrun, srun, mpirun
         # These hand a changed copy to a child:
         "bench/harness/process.py",
         "kernels_pallas/runtime/build.py",
