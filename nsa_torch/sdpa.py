@@ -132,10 +132,15 @@ def block_rows(where, block_indices, queries, num_keys, config):
     inside = torch.arange(config.select_block, device=blocks.device)
     token = blocks[..., None] * config.select_block + inside  # in the sequence
     seen = (blocks[..., None] >= 0) & (token <= where.position[:, queries, None, None, None])
-    index = torch.where(seen, token + where.key_start[:, queries, None, None, None], 0)
+    # Zero times NaN is NaN: a slot that is not seen has the query's own token, not another's,
+    # and a query that is padding has no row.
+    own = where.key_index[:, queries, None, None, None]
+    index = torch.where(seen, token + where.key_start[:, queries, None, None, None], own)
     batch_start = torch.arange(batch, device=blocks.device) * num_keys
     head = torch.arange(kv_heads, device=blocks.device)[:, None, None]
     rows = (index + batch_start[:, None, None, None, None]) * kv_heads + head
+    if where.padded:
+        rows = torch.where(own < 0, batch * num_keys * kv_heads, rows)
     merged = "b q k n l -> b q k (n l)"
     return rearrange(rows, merged), rearrange(seen, merged)
 
@@ -197,6 +202,7 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
     unseen = torch.where(empty, 0.0, float("-inf")).to(logits.dtype)
     logits = torch.where(seen, logits, unseen)
     out = logits.softmax(dim=-1).masked_fill(~seen, 0) @ value
+    out = out.masked_fill(empty, 0)
     if not with_lse:
         return out, None
     return out, logits.detach().logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

@@ -7,7 +7,10 @@ import pytest
 
 import nsa_jax
 from nsa_jax import reference, select
-from tests.inputs import SMALL, Case, problem, segment_ids
+from tests.inputs import SMALL, Case, problem, segment_ids, selection
+from tests.reach import check_reach
+from tests.torch_inputs import BRANCHES, on_the_cpu
+from tests.torch_inputs import check_reach as check_torch_reach
 
 LENGTH = 141
 CASES = {
@@ -83,3 +86,58 @@ def test_a_query_changes_its_own_row_only():
         differs = (np.asarray(x) != np.asarray(after[name])).reshape(2, LENGTH, -1)
         assert not np.delete(differs, 130, axis=1).any(), name
         assert differs[:, 130].any(), name
+
+
+REACH = Case(70, 70, B=1, D=8, Dv=8)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_what_nan_reaches(implementation, branch):
+    """Of one token, in both directions, as docs/kernels.md says."""
+    p = problem(REACH)
+    options = dict(config=SMALL, implementation=implementation)
+    compress = lambda x: nsa_jax.compress(x, config=SMALL)
+    indices = selection(p.query, compress(p.key), config=SMALL)
+
+    def attend(query, key, value):
+        if branch == "compressed":
+            pair = compress(key), compress(value)
+            return nsa_jax.compressed_attention(query, *pair, **options)
+        if branch == "selected":
+            return nsa_jax.selected_attention(query, key, value, indices, **options)
+        return nsa_jax.sliding_attention(query, key, value, **options)
+
+    @jax.jit
+    def function(query, key, value, do):
+        out, pull, lse = jax.vjp(attend, query, key, value, has_aux=True)
+        return out, lse, *pull(do)
+
+    do = np.random.default_rng(1).normal(size=p.query.shape)
+    arrays = [np.array(x, np.float32) for x in (p.query, p.key, p.value, do)]
+    numpy = lambda *x: [np.asarray(y) for y in function(*x)]
+    check_reach(numpy, arrays, implementation, branch, 40)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("implementation", ["sdpa", "reference"])
+def test_what_nan_reaches_in_torch(implementation, branch, monkeypatch):
+    with on_the_cpu(monkeypatch):
+        check_torch_reach(REACH, branch, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_huge_keys_of_the_future_change_no_index(implementation):
+    p = problem(REACH)
+    run = jax.jit(
+        lambda key: nsa_jax.select_blocks(
+            p.query,
+            nsa_jax.compress(key, config=SMALL),
+            config=SMALL,
+            implementation=implementation,
+        )
+    )
+    clean = run(p.key)[:, :40]
+    for number in (jnp.nan, jnp.inf, 3e38):
+        found = run(p.key.at[:, 40].set(number))[:, :40]
+        np.testing.assert_array_equal(found, clean)

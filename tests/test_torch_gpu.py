@@ -18,6 +18,7 @@ from tests.torch_inputs import (
     FEW,
     TIGHT,
     check_branch,
+    check_reach,
     check_selection,
     check_whole,
     poison,
@@ -92,6 +93,15 @@ ANY_BLOCKS_RUNS = [(c, i) for c in ANY_BLOCKS for i in ("sdpa", "fa2", "triton")
 def test_gpu_any_blocks_in_any_order(case, implementation):
     """Blocks behind the query, empty slots anywhere: output and gradients."""
     check_branch(case, "selected", implementation, "cuda", any_blocks)
+
+
+REACH_ON_GPU = Case(300, 300, B=1, H=8, Hkv=2, D=64, Dv=64, config=PAPER, dtype="bfloat16")
+
+
+@by_branch
+def test_fa2_gpu_what_nan_reaches(branch):
+    """Of one token, in both directions, as docs/kernels.md says."""
+    check_reach(REACH_ON_GPU, branch, "fa2", "cuda")
 
 
 @by_case

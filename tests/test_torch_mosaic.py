@@ -31,11 +31,13 @@ from nsa_torch import (
 from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.operators import arguments
 from tests.inputs import PAPER, SMALL, Case, any_blocks
-from tests.test_torch_gpu import ANY_BLOCKS
+from tests.reach import NUMBERS
+from tests.test_torch_gpu import ANY_BLOCKS, REACH_ON_GPU
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
     check_branch,
+    check_reach,
     check_selection,
     check_whole,
     on_the_cpu,
@@ -210,6 +212,13 @@ def check_lengths(device):
 @pytest.mark.usefixtures("interpreted")
 def test_nan_in_padding_goes_nowhere():
     check_padding("cpu")
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.usefixtures("interpreted")
+def test_what_nan_reaches(branch):
+    """Of one token, in both directions, as docs/kernels.md says."""
+    check_reach(dataclasses.replace(TOKENS, T=24, S=24), branch, "mosaic", "cpu", NUMBERS[::2])
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -533,6 +542,12 @@ def test_branch_on_gpu(case, branch):
 @pytest.mark.parametrize("case", ANY_BLOCKS, ids=str)
 def test_any_blocks_in_any_order_on_gpu(case):
     check_branch(case, "selected", "mosaic", "cuda", any_blocks)
+
+
+@gpu
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_what_nan_reaches_on_gpu(branch):
+    check_reach(REACH_ON_GPU, branch, "mosaic", "cuda")
 
 
 @gpu

@@ -65,6 +65,24 @@ def test_nan_in_padding_goes_nowhere(implementation):
     assert all((grad[:, 49:] == 0).all() for grad in results[0]["grads"])
 
 
+def test_selected_nan_of_a_sequence_reaches_no_other():
+    """Empty slots read no token of another row or sequence."""
+    x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])
+    indices = x.steps("reference", x.query, x.key, x.value, cu_seqlens=bounds)["indices"][0]
+    leaves = x.query, x.key, x.value
+    results = []
+    for number in (0.0, float("nan")):
+        tensors = [t.detach().clone() for t in leaves]
+        for t in tensors:
+            t[:, :25] = number
+        tensors = [t.requires_grad_() for t in tensors]
+        how = {"config": x.config, "cu_seqlens": bounds, "implementation": "sdpa"}
+        out, lse = nsa_torch.selected_attention(*tensors, indices, **how)
+        found = out, lse, *torch.autograd.grad(out.sum(), tensors)
+        results.append({"selected": [t[:, 25:] for t in found]})
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "sdpa"])
 def test_nan_in_gates_of_padding_goes_nowhere(implementation):
     x, bounds = Inputs(60, 60, B=1), torch.tensor([0, 25, 49])

@@ -28,8 +28,11 @@ from nsa_torch import dispatch, replay
 from tests import interpreted_triton
 from tests.inputs import PAPER, SMALL, Case, any_blocks, problem
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.reach import NUMBERS
+from tests.torch_inputs import BRANCHES as BRANCH_NAMES
 from tests.torch_inputs import (
     check_branch,
+    check_reach,
     check_selection,
     check_whole,
     cu_seqlens,
@@ -126,6 +129,15 @@ def test_any_blocks_in_any_order(case, monkeypatch):
     if INTERPRETED:  # query lists with whole tiles of rows behind a block's own tokens
         monkeypatch.setattr(descriptions, "SEGMENT", 256)
     check_branch(case, "selected", "triton", DEVICE, any_blocks)
+
+
+@kernel
+@pytest.mark.parametrize("branch", BRANCH_NAMES)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_what_nan_reaches(branch):
+    """Of one token, in both directions, as docs/kernels.md says."""
+    case = Case(24, 24, H=2, Hkv=1, B=1, D=8, Dv=8)
+    check_reach(case, branch, "triton", DEVICE, NUMBERS[::2] if INTERPRETED else NUMBERS)
 
 
 @kernel

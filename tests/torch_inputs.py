@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+import nsa_jax
 import nsa_torch.mosaic
 from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import mosaic, reference
 from nsa_torch import Branches, NSAConfig, chunks, fa2
 from nsa_torch import reference as torch_reference
-from tests.inputs import SMALL, problem
+from tests.inputs import SMALL, problem, selection
+from tests.reach import NUMBERS
+from tests.reach import check_reach as check_reach_of
 
 TIGHT = NSAConfig(8, 8, 8, num_selected=3, num_initial=0, num_local=0, window=3)  # l = d = l'
 FEW = dataclasses.replace(SMALL, num_selected=3, num_local=1)  # most blocks stay out
@@ -385,3 +388,28 @@ def poison(x, lengths):
     token = torch.arange(x.shape[1], device=x.device)
     hidden = token >= torch.tensor(lengths, device=x.device)[:, None]
     return x.masked_fill(hidden[..., None, None], float("nan"))
+
+
+def check_reach(case, branch, implementation, device="cpu", numbers=NUMBERS):
+    """`reach.check_reach` of a token in the middle of `case`."""
+    p = problem(case)
+    compress = functools.partial(nsa_torch.compress, config=case.config)
+    indices = tensor(
+        selection(p.query, nsa_jax.compress(p.key, config=case.config), config=case.config),
+        device,
+    )
+
+    def function(*arrays):
+        *leaves, do = (tensor(x, device).to(getattr(torch, case.dtype)) for x in arrays)
+        query, key, value = (x.requires_grad_() for x in leaves)
+        if branch == "compressed":
+            inputs = query, compress(key), compress(value)
+        else:
+            inputs = query, key, value, *([indices] if branch == "selected" else [])
+        out, lse = run(branch, implementation, *inputs, config=case.config)
+        results = out, lse, *torch.autograd.grad(out, leaves, do)
+        return [array(x.float()) for x in results]
+
+    do = np.random.default_rng(1).normal(size=(*p.query.shape[:3], case.Dv))
+    arrays = [np.array(x, np.float32) for x in (p.query, p.key, p.value, do)]
+    check_reach_of(function, arrays, implementation, branch, case.T // 2 + 5, numbers)

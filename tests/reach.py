@@ -1,0 +1,66 @@
+"""What a token that is not finite reaches, in one branch, against the table of docs/kernels.md."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
+HEADING = "## What NaN and infinity reach"
+RESULTS = "out", "lse", "dq", "dk", "dv"
+NUMBERS = np.nan, np.inf, 3e38
+# Of the four products the operand that may be NaN, and what of other tokens it may then reach.
+REACHES = {"query": {"dk"}, "key": {"dq"}, "value": {"out", "dq"}, "do": {"dv"}}
+# Where P, not dS, is masked: what dP = dO V^T overflows to reaches them too.
+OF_DP = {"value": {"dq"}, "do": {"dk"}}
+MASK_P = "mosaic", "fa2"
+
+
+def table():
+    """Of each implementation and branch: `nothing`, or how far NaN reaches."""
+    text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\| .*", text, re.M)
+    ]
+    branches = next(row[1:] for row in rows if row[0] == "implementation")
+    return {
+        (name, branch): cell
+        for row in rows
+        for name in re.findall(r"`(\w+)`", row[0])
+        for branch, cell in zip(branches, row[1:], strict=True)
+    }
+
+
+def check_reach(function, arrays, implementation, branch, token, numbers=NUMBERS):
+    """`function(*arrays)`: `RESULTS` `[B, T, ...]` of `query, key, value, do`, float32 arrays.
+
+    A pair of a query and a later key must not count: of keys and values that are not finite
+    earlier queries see nothing, of queries and cotangents no later key, but where the table says
+    so, and there nothing that is finite and wrong. What is finite, however large, is not seen,
+    but in gradients of `MASK_P`.
+    """
+    clean = function(*arrays)
+    may_spread = table()[implementation, branch] != "nothing"
+    for place, name in enumerate(REACHES):
+        earlier = name in ("key", "value")
+        others = slice(0, token) if earlier else slice(token + 1, None)
+        for number in numbers:
+            changed = [x.copy() for x in arrays]
+            changed[place][:, token] = number
+            reached = set()
+            found = function(*changed)
+            for result, x, y in zip(RESULTS, found, clean, strict=True):
+                if earlier and result in ("dk", "dv"):
+                    continue  # later queries see the token, and these keys
+                x, y = x[:, others], y[:, others]
+                differs = ~((x == y) | (np.isnan(x) & np.isnan(y)))
+                assert not np.isfinite(x[differs]).any(), (name, number, result)
+                if differs.any():
+                    reached.add(result)
+            finite = np.isfinite(number)
+            spreads = set() if finite else REACHES[name]
+            if implementation in MASK_P:
+                spreads = spreads | OF_DP.get(name, set())
+            assert reached <= (spreads if may_spread else set()), (name, number, reached)
+            assert reached or finite or not may_spread, (name, number, "the table says more")
