@@ -220,10 +220,22 @@ class NSAAttention(nn.Module):
         return None, None
 
     def init_cache(
-        self, batch: int, capacity: int, dtype: torch.dtype | None = None
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> cache.NSACache:
-        """An empty cache for `capacity` tokens, where the parameters are; None: in their dtype."""
-        spec, weight = self.spec, self.W_Q.weight
+        """An empty cache for `capacity` tokens.
+
+        Args:
+          dtype: what the projections return; None: that of the first parameter which is of 16
+            bits or more and floating-point, so name it where weights are quantized.
+          device: None: where the parameters are.
+        """
+        spec = self.spec
+        tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
+        floating = next(x for x in tensors if x.is_floating_point() and x.itemsize > 1)
         return cache.init_cache(
             batch,
             capacity,
@@ -231,8 +243,8 @@ class NSAAttention(nn.Module):
             spec.d_k,
             spec.d_v,
             config=spec.config,
-            dtype=dtype or weight.dtype,
-            device=weight.device,
+            dtype=dtype or floating.dtype,
+            device=device or tensors[0].device,
             separate=True,
         )
 

@@ -37,6 +37,7 @@ from nsa_torch.huggingface import (
     NSAModel,
     NSAModelCache,
     NSAModelConfig,
+    NSAPagedModelCache,
     from_safetensors,
     to_safetensors,
 )
@@ -402,6 +403,121 @@ def test_operations_on_a_cache(kind):
 
 
 @by_kind
+def test_a_row_of_padding_alone(kind):
+    """Its first token follows no attention at all, the others what was generated; other rows
+    are continued as they would be alone. Whatever the cache.
+    """
+    made = model(kind)
+    ids, mask = left_padded((5, WIDTH, 30))
+    count = dict(max_new_tokens=7, do_sample=False)
+    generate = functools.partial(made.generate, ids, attention_mask=mask, **count)
+    want = generate(use_cache=False)
+    for options in (
+        dict(),
+        dict(cache_implementation="static"),
+        dict(prefill_chunk_size=10),
+        dict(cache=NSAPagedModelCache(made.config, 3, 64)),
+        dict(cache=NSAPagedModelCache(made.config, 3, 64), prefill_chunk_size=10),
+    ):
+        assert torch.equal(generate(**options), want)
+    for row, n in ((0, 5), (2, 30)):
+        assert torch.equal(made.generate(ids[row, None, n:], **count)[0], want[row, n:])
+    empty = want[1, WIDTH:]
+    rest = made.generate(empty[None, :1], max_new_tokens=6, do_sample=False)
+    assert torch.equal(rest[0], empty)
+    assert torch.equal(made.generate(ids[1:2], attention_mask=mask[1:2], **count)[0], want[1])
+    decoder = made.model
+    with torch.no_grad():
+        x = decoder.embed_tokens(ids[1, -1])
+        for layer in decoder.layers:
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        assert made.lm_head(decoder.norm(x)).argmax() == empty[0]
+
+
+class Quantized(torch.nn.Module):
+    """A linear layer with weights of 8 bits, as of libraries for quantization."""
+
+    def __init__(self, linear, dtype):
+        super().__init__()
+        scale = linear.weight.abs().amax() / (127 if dtype == torch.int8 else 448)
+        weight = (linear.weight / scale).to(dtype)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", scale.detach())
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def quantized(made, how):
+    """A copy of the model whose linear layers but the head's are quantized."""
+    made = copy.deepcopy(made)
+    if how == "quantize_dynamic":
+        return torch.ao.quantization.quantize_dynamic(made, {torch.nn.Linear})
+    for module in list(made.model.modules()):
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, torch.nn.Linear):
+                setattr(module, name, Quantized(linear, how))
+    return made
+
+
+@pytest.mark.parametrize(
+    "how", ["quantize_dynamic", torch.int8, torch.float8_e4m3fn], ids=lambda x: str(x)
+)
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.* are deprecated:UserWarning")
+def test_quantized_linears(how):
+    """A cache holds what the projections return, not what the weights are stored as."""
+    made, (ids, mask) = quantized(model("mixed"), how), left_padded((0, 13))
+    count = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    want = made.generate(ids, use_cache=False, **count)
+    caches = NSAModelCache(made.config), NSAPagedModelCache(made.config, 2, 64)
+    with torch.no_grad():
+        once = made(ids, attention_mask=mask, use_cache=False).logits
+    for cache in caches:
+        text = made.generate(ids, cache=cache, **count)
+        if how != "quantize_dynamic":  # there a token's scale is that of all tokens of its call
+            assert torch.equal(text, want)
+        cache.reset()
+        with torch.no_grad():
+            logits = made(ids, attention_mask=mask, cache=cache).logits
+        assert (
+            difference(logits, [row[n:] for row, n in zip(once, (0, 13), strict=True)]) < 1e-4
+        )
+    assert caches[0].layers[0].state.selected_key.dtype == torch.float32
+    layer = made.model.layers[0].self_attn
+    assert layer.init_cache(1, 8).selected_key.dtype == torch.float32
+    assert layer.init_cache(1, 8, torch.bfloat16, "meta").selected_key.device.type == "meta"
+
+
+def test_a_prompt_that_its_cache_has_seen():
+    made, ids = model(), tokens(2)
+    for cache in (NSAModelCache(made.config), NSAPagedModelCache(made.config, 2, 64)):
+        with torch.no_grad():
+            made(ids, cache=cache)
+        with pytest.raises(
+            ValueError, match=r"longer than the 41 tokens that cache has seen.*41"
+        ):
+            made.generate(ids, cache=cache, max_new_tokens=2)
+        with pytest.raises(ValueError, match="longer than the 41 tokens that cache has seen"):
+            made.generate(ids[:, -1:], cache=cache, max_new_tokens=2)
+        more = torch.cat([ids, ids[:, :1]], dim=1)
+        options = dict(max_new_tokens=2, do_sample=False)
+        assert torch.equal(
+            made.generate(more, cache=cache, **options), made.generate(more, **options)
+        )
+        with pytest.raises(ValueError, match=r"cache must have batch_size=1, .*, got 2"):
+            made.generate(more[:1], cache=cache, max_new_tokens=2)
+    # As long as its cache's room: one token comes of it, and more are refused at once.
+    cache = NSAModelCache(made.config, WIDTH)
+    with pytest.raises(
+        ValueError, match="capacity for 42 tokens, all of max_length but the last"
+    ):
+        made.generate(ids, cache=cache, max_new_tokens=2)
+    assert cache.lengths is None
+    assert made.generate(ids, cache=cache, max_new_tokens=1).shape == (2, WIDTH + 1)
+
+
+@by_kind
 @torch.no_grad()
 def test_capacity(kind):
     made, ids = model(kind), tokens(2, 64)
@@ -661,6 +777,28 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
         (dict(phi="conv"), "phi must be one of"),
         (dict(gate="relu"), "gate must be one of"),
         (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type'. must be one"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu' in an nsa model, got 'gelu'"),
+        (dict(attention_dropout=0.1), "attention_dropout must be 0.0 in an nsa model, got 0.1"),
+        (dict(sliding_window=64), "must be None in an nsa model, which has 'window' instead"),
+        (
+            dict(layer_types=["full_attention"] * 2),
+            "layer_types must be None .*'attention' inst",
+        ),
+        (dict(attention_bias=True), "attention_bias must be False in an nsa model, got True"),
+        (
+            dict(rope_parameters={"rope_type": "default", "factor": 2.0, "rope_theta": 1e4}),
+            "'factor'. must be 1.0 or None where rope_type is 'default', got 2.0",
+        ),
+        (
+            dict(
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            ),
+            "partial_rotary_factor must be 1.0 in an nsa model, got 0.5",
+        ),
         (dict(compres_block=8), "unknown key 'compres_block'.*known: 'compress_block'"),
     ],
     ids=lambda x: str(x)[:30],
@@ -675,6 +813,12 @@ def test_configurations_that_are_refused(changed, message):
         if "compres_block" in changed:
             config = NSAModelConfig(**vars(config))
         NSAForCausalLM(config)
+
+
+def test_what_other_models_say_and_this_one_does():
+    said = dict(hidden_act="silu", attention_dropout=0, sliding_window=None, mlp_bias=False)
+    config = NSAModelConfig(**SIZES, **said, my_note="kept")
+    assert config.my_note == "kept" and NSAForCausalLM(config).config is config
 
 
 def test_another_models_configuration(tmp_path):
@@ -768,8 +912,16 @@ def test_calls_that_are_refused():
         with pytest.raises(ValueError, match=message):
             made(step, **options)
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    with pytest.raises(ValueError, match="on the left or on the right"):
-        made.generate(ids, attention_mask=right, max_new_tokens=2, do_sample=False)
+    for options in (dict(attention_mask=right), dict()):  # the second from pad_token_id
+        with pytest.raises(
+            ValueError, match=r"padded on the left in generate .* 111100 in row 0"
+        ):
+            made.generate(ids * right, max_new_tokens=2, do_sample=False, **options)
+    for call in (made, functools.partial(made.generate, max_new_tokens=2)):
+        with pytest.raises(
+            ValueError, match=r"must have a row and a column, got shape \(1, 0\)"
+        ):
+            call(ids[:, :0])
     for token in (64, -1):
         with pytest.raises(ValueError, match=rf"input_ids must be in 0..63.*got {token}"):
             made(torch.tensor([[1, token]]))

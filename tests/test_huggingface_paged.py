@@ -1,6 +1,8 @@
 """`generate` on pages: the text of other caches, steps of static shapes, one graph for all."""
 
+import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,7 +16,6 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
     StepGraph,
-    generation,
     step_graph,
 )
 from nsa_torch.huggingface import rows as rows_module
@@ -192,8 +193,7 @@ def traced(call, device, cache):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Steps by graphs that are `traced`; what a CPU alone checks is left out."""
-    monkeypatch.setattr(step_graph, "why_not", lambda model: None)
-    monkeypatch.setattr(generation, "why_not", lambda model: None)
+    monkeypatch.setattr(step_graph, "_why_not_there", lambda model: None)
     monkeypatch.setattr(NSAModel, "_embed", lambda self, x: self.embed_tokens(x))
     monkeypatch.setattr(rows_module, "free_to_read", lambda x: False)
     captured = []
@@ -281,28 +281,115 @@ def test_a_step_that_waits_for_the_device_is_seen(as_on_a_gpu, monkeypatch):
             graph(each)
 
 
-def test_generate_replays_one_graph(as_on_a_gpu):
-    """A graph of one `generate` serves the next one; weights elsewhere need another."""
-    made = model("mixed")
-    ids, mask = left_padded((0, 30))
-    cache = paged(made, 2)
-    captured = as_on_a_gpu(cache)
-    generate = functools.partial(
-        made.generate, ids, attention_mask=mask, max_new_tokens=9, do_sample=False
-    )
-    want = generate()
-    for _ in range(2):
+class Adapted(torch.nn.Module):
+    """A linear layer with low-rank adapters, chosen and scaled by attributes, as peft's."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base_layer, self.active_adapter, self.enabled = base, "one", True
+        self.scaling = {"one": 1.0, "two": 1.0}
+
+        def drawn(*shape):
+            parts = {x: torch.randn(*shape) * 0.5 for x in self.scaling}
+            return torch.nn.ParameterDict(parts).to(base.weight)
+
+        self.lora_A, self.lora_B = drawn(rank, base.in_features), drawn(base.out_features, rank)
+
+    def forward(self, x):
+        name, y = self.active_adapter, self.base_layer(x)
+        if self.enabled:
+            y = y + x @ self.lora_A[name].T @ self.lora_B[name].T * self.scaling[name]
+        return y
+
+
+def adapted(made):
+    """A copy of the model with adapters on each query projection."""
+    torch.manual_seed(0)
+    made = copy.deepcopy(made)
+    for layer in made.model.layers:
+        layer.self_attn.W_Q = Adapted(layer.self_attn.W_Q)
+    return made
+
+
+def switched(made, change):
+    for module in made.modules():
+        if isinstance(module, Adapted) and change is not None:
+            change(module)
+
+
+CHANGES = {
+    "another adapter": lambda x: setattr(x, "active_adapter", "two"),
+    "scaling": lambda x: x.scaling.update(two=-3.0),
+    "adapter off": lambda x: setattr(x, "enabled", False),
+    "weights moved": lambda x: setattr(x.base_layer.weight, "data", -x.base_layer.weight),
+    "layer replaced": lambda x: setattr(x, "base_layer", torch.nn.Identity()),
+}
+
+
+def test_generate_sees_what_python_changed(as_on_a_gpu):
+    """On one cache, reset: the text of a cache without a graph, after each change."""
+    made, ids = adapted(model("dense", num_hidden_layers=1)), tokens(1)
+    cache, count = paged(made, 1), dict(max_new_tokens=9, do_sample=False)
+    captured, texts = as_on_a_gpu(cache), []
+    for change in (None, *CHANGES):
+        switched(made, CHANGES.get(change))
+        texts.append(made.generate(ids, **count))
         cache.reset()
-        assert torch.equal(generate(cache=cache), want)
-    assert captured == [WIDTH + step_graph.WARMUP]
+        assert torch.equal(made.generate(ids, cache=cache, **count), texts[-1]), change
+        cache.reset()
+        without = made.generate(ids, cache=cache, disable_compile=True, **count)
+        assert torch.equal(without, texts[-1])
+    assert all(not torch.equal(x, y) for x, y in itertools.pairwise(texts))
+    assert captured == [WIDTH + step_graph.WARMUP] * len(texts)
+
+
+class RowScaled(torch.nn.Module):
+    """A linear layer with a factor of each row, as adapters chosen by row have."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x):
+        return self.base_layer(x) * torch.tensor([1.0, -2.0])[:, None, None]
+
+
+def test_projections_see_rows():
+    made = copy.deepcopy(model())
+    for name in ("W_Q", "out"):
+        layer = made.model.layers[0].self_attn
+        setattr(layer, name, RowScaled(getattr(layer, name)))
+    ids, mask = left_padded((0, 30))
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)
+    want = made.generate(ids, **options)
+    assert torch.equal(made.generate(ids, cache=paged(made, 2), **options), want)
+    assert not torch.equal(model().generate(ids, **options)[1], want[1])
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "module_forward"])
+def test_forward_hooks_are_called_at_each_step(kind, as_on_a_gpu):
+    """What a graph would leave out. It comes back when the hook has gone."""
+    made = copy.deepcopy(model(num_hidden_layers=1))
+    cache, options = paged(made, 1), dict(max_new_tokens=9, do_sample=False)
+    captured, calls = as_on_a_gpu(cache), []
+    made(tokens(1), output_hidden_states=True)  # leaves hooks of transformers, which may stay
+    if kind == "module_forward":
+        place = torch.nn.modules.module.register_module_forward_hook
+    else:
+        place = getattr(made.model.layers[0].self_attn, f"register_{kind}_hook")
+    handle = place(lambda *given: calls.append(given[0]))
+    try:
+        want = made.generate(tokens(1), **options)
+        expected = len(calls)
+        assert torch.equal(made.generate(tokens(1), cache=cache, **options), want)
+        assert len(calls) == 2 * expected and not captured
+        with pytest.raises(ValueError, match="model must have no forward hooks, which a CUDA"):
+            StepGraph(made, cache)
+    finally:
+        handle.remove()
     cache.reset()
-    assert torch.equal(generate(cache=cache, disable_compile=True), want)
-    assert cache.graph.serves(made) and not cache.graph.serves(model())
-    norm = made.model.norm
-    kept = norm.weight.data
-    norm.weight.data = kept.clone()
-    assert not cache.graph.serves(made)
-    norm.weight.data = kept
+    assert torch.equal(made.generate(tokens(1), cache=cache, **options), want)
+    assert len(calls) == 2 * expected and captured == [WIDTH + step_graph.WARMUP]
 
 
 @torch.no_grad()
@@ -391,3 +478,37 @@ def test_replay_on_a_gpu_equals_eager(phi):
         caches[0].reset()
         texts.append(generate(cache=caches[0], disable_compile=off))
     assert torch.equal(*texts)
+
+
+@pytest.mark.gpu
+def test_adapters_and_hooks_on_a_gpu():
+    """Each `generate` on one cache has the logits of steps without a graph."""
+    sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
+    config = NSAModelConfig(
+        **sizes, head_dim=64, num_hidden_layers=2, attention=["nsa", "dense"]
+    )
+    torch.manual_seed(0)
+    made = adapted(NSAForCausalLM(config)).to("cuda", torch.bfloat16).eval()
+    ids, cache = torch.randint(1, 128, (2, 70), device="cuda"), paged(made, 2, 128)
+    options = dict(max_new_tokens=12, do_sample=False, output_logits=True)
+    options |= dict(return_dict_in_generate=True, cache=cache)
+
+    def logits(**more):
+        cache.reset()
+        return torch.stack(made.generate(ids, **options, **more).logits)
+
+    found = []
+    for change in (None, "another adapter", "scaling", "adapter off", "weights moved"):
+        switched(made, CHANGES.get(change))
+        found.append(logits())
+        assert torch.equal(found[-1], logits(disable_compile=True)), change
+    for x, y in itertools.pairwise(found):
+        assert not torch.equal(x, y)
+    calls = []
+    handle = made.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, y: calls.append(1) or 2 * y
+    )
+    hooked = logits()
+    assert len(calls) == 12 and torch.equal(hooked, logits(disable_compile=True))
+    handle.remove()
+    assert torch.equal(logits(), found[-1]) and not torch.equal(hooked, found[-1])

@@ -151,12 +151,13 @@ class NSALayer(RowLayer):
         """`attention` of the columns `x` [B, T, dim] to all before; `count`: `Rows.count`."""
 
         def make(capacity):
-            state = attention.init_cache(x.shape[0], capacity, compute_dtype(x, attention.W_Q))
+            state = attention.init_cache(x.shape[0], capacity, compute_dtype(x), x.device)
             if self.recording:
                 state.record()
             return state
 
-        y, self.state = attention(x, self.reserve(x.shape[1], make), new_lengths=count)
+        state = self.reserve(x.shape[1], make)
+        y, self.state = NSAAttention.forward(attention, x, state, new_lengths=count)
         return y
 
     def grow(self, capacity: int) -> None:
@@ -272,11 +273,13 @@ def check_crop(tokens_to_remove: int, columns: int) -> None:
         )
 
 
-def compute_dtype(x: Tensor, linear: torch.nn.Linear) -> torch.dtype:
-    """The dtype of `linear(x)`: autocast's where it is on."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a projection of `x`, whose weights may be quantized: autocast's where it is
+    on.
+    """
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    return linear.weight.dtype
+    return x.dtype
 
 
 def _rounded(tokens: int) -> int:

@@ -48,6 +48,7 @@ __all__ = [
     "causal_mask_function",
     "create_causal_mask",
     "eager_attention_forward",
+    "is_of_capture_outputs",
     "paged_attention_cache",
     "sdpa_attention_forward",
     "takes_past_key_values",
@@ -60,6 +61,7 @@ CACHE = NEW if NEW in CausalLMOutputWithPast.__dataclass_fields__ else OLD
 OVERRIDDEN: dict[type, tuple[str, ...]] = {
     GenerationMixin: (
         "_prepare_cache_for_generation",
+        "_prepare_position_ids_for_generation",
         "_valid_auto_compile_criteria",
         "generate",
         "init_continuous_batching",
@@ -121,6 +123,13 @@ def paged_attention_cache() -> Any:
             f"{transformers.__version__}, which keeps its pages in another order"
         )
     return PagedAttentionCache
+
+
+def is_of_capture_outputs(hook: Callable[..., Any]) -> bool:
+    """Whether a forward hook is one that `capture_outputs` leaves in a model; it does nothing in a
+    call that asks for no hidden states.
+    """
+    return getattr(hook, "__module__", None) == capture_outputs.__module__
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:

@@ -130,7 +130,9 @@ class ContinuousBatch:
         if self.max_seqlen_q == 1 and x.shape[1] == self.lengths.shape[0]:
             starts = None
         at = self.page_table, self.lengths, starts, self.max_seqlen_q
-        return attend_pages(attention, x, self.position, self.pages(attention, index), *at)
+        pages = self.pages(attention, index)
+        y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, *at))
+        return y
 
     def pages(self, attention: NSAAttention, index: int) -> PagedCache:
         """Those of layer `index`, made at its first step."""

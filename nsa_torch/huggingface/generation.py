@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.compatibility import (
     CACHE,
@@ -14,6 +16,7 @@ from nsa_torch.huggingface.compatibility import (
     paged_attention_cache,
 )
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
 
@@ -36,6 +39,17 @@ class NSAGenerationMixin(GenerationMixin):
         base: Any = super()
         return base.init_continuous_batching(*args, **kwargs)
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
+        """Positions by the mask. Padding is at -1 before a row's tokens and at the last one's
+        behind them, so that the next token's, one more, is right in a row of padding alone.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is None:
+            base: Any = super()
+            return base._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        check_prompt(mask)
+        return mask.long().cumsum(-1) - 1
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -48,9 +62,10 @@ class NSAGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"cache_implementation must be None where a cache is given, got {name!r}"
             )
-        if isinstance(given, NSAPagedModelCache):
+        if isinstance(given, NSAModelCache):
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
-            _check_room(given, generation_config, batch_size * copies, max_cache_length)
+            _check_given(given, generation_config, batch_size * copies, max_cache_length)
+            _check_prompt_goes_on(given, model_kwargs.get("position_ids"))
         if given is not None or generation_config.use_cache is False:
             return
         if name not in (None, "dynamic", "static"):
@@ -63,8 +78,8 @@ class NSAGenerationMixin(GenerationMixin):
         model_kwargs[CACHE] = cache
 
     def _valid_auto_compile_criteria(self, model_kwargs, generation_config) -> bool:
-        """Whether steps run by `get_compiled_call`: on a paged cache, where a GPU has the model
-        and `disable_compile` is not set.
+        """Whether steps run by `get_compiled_call`: on a paged cache, where the model's can be a
+        graph and `disable_compile` is not set.
         """
         if isinstance(model_kwargs.get(CACHE), NSAPagedModelCache):
             return not generation_config.disable_compile and why_not(self) is None
@@ -72,8 +87,9 @@ class NSAGenerationMixin(GenerationMixin):
         return base._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def get_compiled_call(self, compile_config) -> Callable[..., Any]:
-        """What runs the model: on a paged cache, steps as one CUDA graph, which the cache keeps;
-        else transformers' `torch.compile`.
+        """What runs the model in one `generate`: on a paged cache, steps as one CUDA graph; else
+        transformers' `torch.compile`. The graph is its own: what Python decides in a model, an
+        adapter that is active or a scaling, may be other for the next.
         """
         model: Any = self
         base: Any = super()
@@ -86,9 +102,7 @@ class NSAGenerationMixin(GenerationMixin):
             if not _is_step(inputs, model.config):
                 return model(**inputs)
             if not ready:
-                if cache.graph is None or not cache.graph.serves(self):
-                    cache.graph = StepGraph(self, cache)
-                ready.append(cache.graph)
+                ready.append(StepGraph(self, cache))
             logits: Any = ready[0](inputs["input_ids"], inputs.get("attention_mask"))
             return CausalLMOutputWithPast(logits=logits, **cache_argument(cache))
 
@@ -104,20 +118,31 @@ def _is_step(inputs: dict[str, Any], config: Any) -> bool:
     return not attentions and not (config.output_hidden_states if hidden is None else hidden)
 
 
-def _check_room(cache: NSAPagedModelCache, generation_config, rows: int, columns: int) -> None:
-    """Raises ValueError where `generate` would outgrow the cache."""
-    if generation_config.compile_config is not None:
+def _check_given(cache: NSAModelCache, generation_config, rows: int, columns: int) -> None:
+    """Raises ValueError where the caller's cache does not fit what `generate` does."""
+    if generation_config.compile_config is not None and isinstance(cache, NSAPagedModelCache):
         raise ValueError(
             "compile_config must be None where cache is an NSAPagedModelCache, whose "
             "steps are a CUDA graph and not compiled"
         )
-    if cache.batch_size != rows:
+    if cache.batch_size not in (-1, rows):
         raise ValueError(
             f"cache must have batch_size={rows}, a row for each sequence, "
             f"got {cache.batch_size}"
         )
-    if columns > cache.rows.capacity:
+    limit = cache.get_max_length()
+    if 0 <= limit < columns:
         raise ValueError(
             f"cache must have capacity for {columns} tokens, all of max_length but the "
-            f"last, got {cache.rows.capacity}"
+            f"last, got {limit}"
+        )
+
+
+def _check_prompt_goes_on(cache: NSAModelCache, position_ids: Tensor | None) -> None:
+    """Raises ValueError where the prompt has no token that the cache has not seen."""
+    seen = cache.get_seq_length()
+    if position_ids is not None and 0 < position_ids.shape[-1] <= seen:
+        raise ValueError(
+            f"input_ids must be longer than the {seen} tokens that cache has seen, which are a "
+            f"part of them, got {position_ids.shape[-1]}"
         )

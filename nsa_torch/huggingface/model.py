@@ -1,6 +1,8 @@
 """`NSAModel` and `NSAForCausalLM`: the decoder, and what transformers asks of one."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +36,25 @@ from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
 from nsa_torch.module import MLP, Gate, NSAAttention, Pool
+
+
+class SelfAttention(NSAAttention):
+    """NSA of a decoder layer. Whatever cache it attends through, it is called as a module, so that
+    hooks see it.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: Any = None,
+        *,
+        attend: Callable[[NSAAttention, Tensor], Tensor] | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """As of `NSAAttention`; `attend`: what a cache's layer makes of it and `x` in its place."""
+        if attend is None:
+            return super().forward(x, kv, **options)
+        return attend(self, x), None
 
 
 class DenseAttention(nn.Module):
@@ -100,7 +121,7 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.index, self.kind = index, config.layer_attention[index]
         if self.kind == "nsa":
-            self.self_attn = NSAAttention(**config.layer_spec.as_dict())
+            self.self_attn = SelfAttention(**config.layer_spec.as_dict())
         else:
             self.self_attn = DenseAttention(config, index)
         self.mlp = SwiGLU(config)
@@ -129,7 +150,8 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         elif layer is None:
             y, _ = self.self_attn(inputs, cu_seqlens=where.cu_seqlens)
         else:
-            y = layer.attend(self.self_attn, inputs, where.count)
+            attend = functools.partial(layer.attend, count=where.count)
+            y, _ = self.self_attn(inputs, attend=attend)
         x = x + where.restore(y)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -246,6 +268,10 @@ class NSAModel(NSAPreTrainedModel):
             x = self._embed(input_ids)
         elif x is None or input_ids is not None:
             raise ValueError("input_ids or inputs_embeds must be given, got both or neither")
+        if not x.shape[0] * x.shape[1]:
+            raise ValueError(
+                f"input_ids must have a row and a column, got shape {tuple(x.shape[:2])}"
+            )
         if kwargs.get("output_attentions"):
             raise NotImplementedError("no layer makes attention weights: output_attentions")
         if "cu_seq_lens_k" in kwargs:

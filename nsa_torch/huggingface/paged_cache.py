@@ -39,7 +39,6 @@ class NSAPagedModelCache(NSAModelCache):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be an int >= 1, got {size!r}")
         self.rows = PagedRows(batch_size, capacity, config.select_block)
-        self.graph: Any = None  # the `StepGraph` of the last `generate`
         super().__init__(config, capacity)
 
     def make_layer(self, kind: str, config: NSAModelConfig, capacity: int | None) -> Any:

@@ -166,18 +166,12 @@ class PagedLayer(SharedRowsLayer):
                 rows.batch * rows.pages_a_row,
                 *(spec.n_kv_groups, spec.d_k, spec.d_v),
                 config=spec.config,
-                dtype=compute_dtype(x, attention.W_Q),
+                dtype=compute_dtype(x),
                 device=x.device,
                 separate=True,
             )
-        tokens, position = x.flatten(0, 1), call.position.flatten()
-        if call.order is not None:
-            tokens, position = tokens[call.order], position[call.order]
-        at = call.page_table, call.lengths, call.starts, x.shape[1]
-        y = attend_pages(attention, tokens[None], position[None], self.pages, *at)[0]
-        if call.order is not None:
-            y = torch.empty_like(y).index_copy_(0, call.order, y)
-        return y.view(x.shape)
+        at = call.page_table, call.lengths, call.starts, x.shape[1], call.order
+        return attend_pages(attention, x, call.position, self.pages, *at)
 
     @property
     def used(self) -> int:
@@ -236,19 +230,25 @@ def attend_pages(
     lengths: Tensor,
     starts: Tensor | None,
     max_seqlen_q: int,
+    order: Tensor | None = None,
 ) -> Tensor:
-    """`attention` of new tokens `x` [1, N, dim] at `position` [1, N], appended to `pages`.
+    """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
 
     Args:
       page_table .. max_seqlen_q: as of `paged_attention`.
+      order: as of `Call`; None: tokens stand as they are in `x`.
     """
+
+    def by_token(x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
+
     query, key, value, gates = attention.project(x, position)
-    key, value = (type(each)(*(x[0] for x in each)) for each in (key, value))
+    key, value = (type(each)(*map(by_token, each)) for each in (key, value))
     at, params = (page_table, lengths), attention.compress_params()
     append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
     out = paged_attention(
-        query[0],
-        gates[0],
+        by_token(query),
+        by_token(gates),
         pages,
         *at,
         starts,
@@ -256,7 +256,9 @@ def attend_pages(
         max_seqlen_q=max_seqlen_q,
         implementation=one_name(attention.implementation),
     )
-    return attention.out(out.flatten(1))[None]
+    if order is not None:
+        out = torch.empty_like(out).index_copy_(0, order, out)
+    return attention.out(out.reshape(*x.shape[:2], -1))
 
 
 def one_name(implementation: str | Branches[str | None] | None) -> str | None:

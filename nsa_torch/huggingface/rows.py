@@ -16,14 +16,16 @@ class Rows(NamedTuple):
     first: Tensor | None = None  # int64 [B], padding on the left; None: nowhere
     count: Tensor | None = None  # int64 [B], real tokens; None: every column
     cu_seqlens: Tensor | None = None  # int [sequences + 1], where the batch is one packed row
+    empty: Tensor | None = None  # bool [B], rows of padding alone until now; None: none
 
     def align(self, x: Tensor) -> Tensor:
         """`x` [B, T, ...] with each row's tokens at its start, its padding behind them."""
         return x if self.first is None else _roll(x, self.first)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Takes `align` back."""
-        return x if self.first is None else _roll(x, -self.first)
+        """Takes `align` back; attention to no token is 0."""
+        x = x if self.first is None else _roll(x, -self.first)
+        return x if self.empty is None else x.masked_fill(self.empty[:, None, None], 0)
 
 
 def rows(
@@ -91,14 +93,26 @@ def rows(
         expected = torch.arange(length, device=mask.device) + (known - first)[:, None]
         other = (position_ids != expected) & new
         wrong.append((other.any(dim=1), None))
-    facts = torch.stack([(first > 0).any(), (count < length).any()])
+    empty = known + count == 0
+    facts = torch.stack([(first > 0).any(), (count < length).any(), empty.any()])
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return Rows(first, count)
+        return Rows(first, count, empty=empty)
     failed = torch.stack([each for each, _ in wrong])
-    shifted, short, *bad = torch.cat([facts, failed.any(dim=1)]).tolist()
+    shifted, short, without, *bad = torch.cat([facts, failed.any(dim=1)]).tolist()
     if any(bad):
         _refuse(wrong[bad.index(True)], mask)
-    return Rows(first if shifted else None, count if short else None)
+    return Rows(
+        first if shifted else None,
+        count if short else None,
+        empty=empty if without else None,
+    )
+
+
+def check_prompt(mask: Tensor) -> None:
+    """Raises ValueError where a row of a prompt's mask [B, T] has padding behind its tokens."""
+    behind = (mask[:, -1:] == 0).any(dim=1) & (mask != 0).any(dim=1)
+    if bool(behind.any()):
+        _refuse((behind, "be padded on the left in generate (padding_side='left')"), mask)
 
 
 def free_to_read(x: Tensor) -> bool:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nsa_torch.huggingface.compatibility import is_of_capture_outputs
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
-from nsa_torch.module import NSAAttention
 
 WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls alike
 
@@ -20,32 +20,27 @@ class StepGraph:
     layers, and each call from then on replays it: the host launches once, rows grow, are
     taken back and begin anew. The logits lie where the next call writes its own.
 
-    A graph reads the weights where they were and runs what was chosen when it was captured.
-    After a change of either, make another one (`serves` knows).
+    A graph reads the weights where they were and runs what Python chose when it was captured:
+    adapters and their scaling, kernels, modes. After a change of these make another one, as each
+    `generate` does.
 
     Args:
       model: an `NSAForCausalLM` on one CUDA device.
 
     Raises:
-      ValueError: the model is elsewhere, or sharded.
+      ValueError: the model is elsewhere, sharded, or has forward hooks, which no graph calls.
     """
 
     def __init__(self, model: Any, cache: NSAPagedModelCache):
         if reason := why_not(model):
             raise ValueError(f"model {reason}")
         self.model, self.cache, self.seen = model, cache, 0
-        self.settings = _settings(model)
         shape = cache.batch_size, 1
         self.input_ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self.mask = torch.ones_like(self.input_ids)
         self.lengths: Tensor | None = None  # the cache's, when the graph was captured
         self.replay: Callable[[], None] | None = None
         self.logits: Tensor | None = None
-
-    def serves(self, model: Any) -> bool:
-        """Whether a step of `model` is what this graph runs."""
-        whole = self.input_ids.shape[0] == self.cache.batch_size
-        return whole and model is self.model and _settings(model) == self.settings
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -90,11 +85,27 @@ class StepGraph:
 
 def why_not(model: Any) -> str | None:
     """Why a step of `model` cannot be a CUDA graph, or None."""
+    return _why_not_there(model) or _why_not_replayed(model)
+
+
+def _why_not_there(model: Any) -> str | None:
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "must hold whole weights, got DTensors"
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or next(iter(devices)).type != "cuda":
         return f"must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def _why_not_replayed(model: Any) -> str | None:
+    """Hooks are Python, which a replay does not run: one that records would record nothing."""
+    rule = "must have no forward hooks, which a CUDA graph does not call, got one"
+    if nn.modules.module._has_any_global_hook():
+        return f"{rule} for all modules"
+    for name, module in model.named_modules():
+        hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
+        if not all(map(is_of_capture_outputs, hooks)):
+            return f"{rule} on {name or 'the model'}"
     return None
 
 
@@ -115,12 +126,3 @@ def capture(
     finally:
         torch.set_autocast_cache_enabled(casts)
     return graph.replay, found
-
-
-def _settings(model: Any) -> tuple[Any, ...]:
-    """Where the weights lie, and what decides which kernels run."""
-    device = model.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    chosen = [x.implementation for x in model.modules() if isinstance(x, NSAAttention)]
-    addresses = [x.data_ptr() for x in model.parameters()]
-    return autocast, model.config._attn_implementation, *chosen, *addresses
