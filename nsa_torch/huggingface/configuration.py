@@ -11,6 +11,27 @@ from nsa_jax.layer import LayerSpec
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear")
+# What other models choose by these names and this one does not, with what it does. None: unset.
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_activation": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "layer_types": None,
+    "partial_rotary_factor": 1.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "num_experts": None,
+    "num_local_experts": None,
+}
+INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
 
 
 class NSAModelConfig(PreTrainedConfig):
@@ -37,7 +58,8 @@ class NSAModelConfig(PreTrainedConfig):
       use_cache: whether a call outside training makes a cache.
 
     Raises:
-      ValueError: a rule is broken, or a key is nearly one of these names.
+      ValueError: a rule is broken, a key is nearly one of these names, or one of `FIXED`, which
+        other models have, asks for what this one does not do.
     """
 
     model_type = "nsa"
@@ -130,10 +152,23 @@ class NSAModelConfig(PreTrainedConfig):
                     raise ValueError(
                         f"{name} must be in 0..{self.vocab_size - 1} (vocab_size), got {token}"
                     )
-        rope_type = self.rope_parameters["rope_type"]
+        rope = self.rope_parameters
+        for name, fixed in FIXED.items():
+            for found in (getattr(self, name, None), rope.get(name)):
+                if found is not None and found != fixed:
+                    rule = f"{fixed!r} in an nsa model"
+                    if name in INSTEAD:
+                        rule = f"{rule}, which has {INSTEAD[name]!r} instead"
+                    raise ValueError(f"{name} must be {rule}, got {found!r}")
+        rope_type = rope["rope_type"]
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"rope_parameters['rope_type'] must be one of {ROPE_TYPES}, got {rope_type!r}"
+            )
+        if rope_type == "default" and rope.get("factor", 1.0) != 1.0:
+            raise ValueError(
+                "rope_parameters['factor'] must be 1.0 or None where rope_type is 'default', got "
+                f"{rope['factor']!r}"
             )
         _ = self.layer_attention, self.layer_spec
 
