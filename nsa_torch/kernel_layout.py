@@ -109,4 +109,4 @@ def _cut(x, end):
         return x
     there = torch.arange(length, device=x.device)
     there = there < (end if isinstance(end, int) else end.reshape(-1, 1))
-    return torch.where(there.reshape(-1, length, 1, 1), x, 0)
+    return torch.where(there[..., None, None], x, 0)

@@ -427,6 +427,23 @@ def test_compiled_code_holds_the_operator():
     assert any("nsa.attention" in str(node.target) for node in graph.graph.nodes)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_packed_rows_without_a_compressed_token(gradient, compiled):
+    """Fewer tokens than a window has."""
+    bounds = torch.tensor([0, 3, 7])
+    tensors = [good()[x][:, :7].clone().requires_grad_(gradient) for x in GIVEN]
+    how = {"config": SMALL, "implementation": "mosaic"}
+    call = lambda *tensors, bounds: nsa_torch.attention(*tensors, cu_seqlens=bounds, **how)
+    if compiled:
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out = call(*tensors, bounds=bounds)
+    if gradient:
+        grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+        assert [x.shape for x in grads] == [x.shape for x in tensors]
+    assert out.shape == tensors[0].shape
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_autocast_changes_nothing(gradient, monkeypatch):
     on = torch.is_autocast_enabled
