@@ -9,6 +9,8 @@ names the argument, what was expected and what came) and `NotImplementedError` w
 implementation cannot run the problem.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -21,6 +23,7 @@ from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
 from nsa_jax.dispatch import REGISTRY, Plan
+from nsa_jax.eager import any_rank, compiled, compiled_plan
 from nsa_jax.jax_problem import problem_of
 from nsa_jax.types import RESIDUAL, Branches
 
@@ -28,6 +31,7 @@ type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
 
 
+@any_rank
 def attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"] | Branches[Array],
@@ -92,7 +96,7 @@ def attention(
             context_layout=context_layout,
         )
     if compressed is None:
-        phi = debug.watch(jax_debug.JAX, "compress", "xla", compress_windows)
+        phi = debug.watch(jax_debug.JAX, "compress", "xla", compiled(compress_windows))
         compressed = (
             phi(key.compressed, config=config, segment_ids=segment_ids),
             phi(value.compressed, config=config, segment_ids=segment_ids),
@@ -144,27 +148,37 @@ def attend(
         block_indices = plan.scores.load()(query, compressed_key, **rest)
         block_indices = checkpoint_name(block_indices, RESIDUAL)
         validate.indices(block_indices, query, key.selected, config)
+    steps = Branches(plan.compressed.load(), plan.selected.load(), plan.sliding.load())
+    by_branch = _recomputing if recompute else _by_branch
+    if recompute and not debug.on:
+        by_branch = compiled(by_branch)
+    return by_branch(steps, *arrays, block_indices, **rest)
 
-    where = geometry.query_layout(
-        *query.shape[:2], kv_len=kv_len, segment_ids=segment_ids, config=config
+
+def _by_branch(steps, query, key, value, gates, compressed, block_indices, **rest):
+    selected = key.selected, value.selected, block_indices
+    outputs = Branches(
+        steps.compressed(query, *compressed, **rest)[0],
+        steps.selected(query, *selected, **rest)[0],
+        steps.sliding(query, key.sliding, value.sliding, **rest)[0],
     )
-
-    def by_branch(query, key, value, gates, compressed):
-        selected = key.selected, value.selected, block_indices
-        outputs = Branches(
-            plan.compressed.load()(query, *compressed, **rest)[0],
-            plan.selected.load()(query, *selected, **rest)[0],
-            plan.sliding.load()(query, key.sliding, value.sliding, **rest)[0],
-        )
-        outputs = Branches(*(checkpoint_name(out, RESIDUAL) for out in outputs))
-        gates = Branches(*zero_padding(jnp, where, *gates))
-        return debug.watch(jax_debug.JAX, "combine", "xla", branches.combine)(outputs, gates)
-
-    if recompute:
-        by_branch = jax.checkpoint(by_branch)
-    return by_branch(*arrays)
+    outputs = Branches(*(checkpoint_name(out, RESIDUAL) for out in outputs))
+    combine = compiled(_gated_sum)
+    return debug.watch(jax_debug.JAX, "combine", "xla", combine)(outputs, gates, **rest)
 
 
+def _gated_sum(outputs, gates, *, config, kv_len, segment_ids, scale):
+    del scale  # of the branches
+    shape = gates.compressed.shape[:2]
+    where = geometry.query_layout(*shape, kv_len=kv_len, segment_ids=segment_ids, config=config)
+    return branches.combine(outputs, Branches(*zero_padding(jnp, where, *gates)))
+
+
+def _recomputing(steps, *arrays, **rest):
+    return jax.checkpoint(functools.partial(_by_branch, steps, **rest))(*arrays)
+
+
+@any_rank
 def compress(
     x: Float[Array, "B S Hkv D"],
     params: CompressParams = None,
@@ -186,9 +200,10 @@ def compress(
     validate.array("x", x, 4)
     validate.phi(params, x, config)
     validate.segments(segment_ids, x.shape[0], x.shape[1])
-    return compress_windows(x, params, config=config, segment_ids=segment_ids)
+    return compiled(compress_windows)(x, params, config=config, segment_ids=segment_ids)
 
 
+@any_rank
 def select_blocks(
     query: Float[Array, "B T H D"],
     compressed_key: Float[Array, "B C Hkv D"],
@@ -224,6 +239,7 @@ def select_blocks(
     )
 
 
+@any_rank
 def compressed_attention(
     query: Float[Array, "B T H D"],
     compressed_key: Float[Array, "B C Hkv D"],
@@ -264,6 +280,7 @@ def compressed_attention(
     )
 
 
+@any_rank
 def selected_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],
@@ -299,6 +316,7 @@ def selected_attention(
     )
 
 
+@any_rank
 def sliding_attention(
     query: Float[Array, "B T H D"],
     key: Float[Array, "B S Hkv D"],
@@ -344,7 +362,7 @@ def plan_of(query, key, value_width, config, segment_ids, implementation, step=N
     problem = problem_of(
         query, key.shape[2], key.shape[1], value_width, config, segment_ids is not None
     )
-    plan = REGISTRY.plan(problem, implementation, step=step)
+    plan = compiled_plan(REGISTRY.plan(problem, implementation, step=step))
     if debug.on:
         debug.plan(jax_debug.JAX, problem, plan)
         return debug.watched(jax_debug.JAX, REGISTRY, plan)

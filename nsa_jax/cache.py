@@ -18,6 +18,7 @@ from nsa_jax import api, validate
 from nsa_jax.compress_params import CompressParams
 from nsa_jax.compression import apply_phi
 from nsa_jax.config import NSAConfig
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.types import Branches
 
 # A cache holds its configuration beside its arrays: `jit` knows it, no transform touches it.
@@ -86,6 +87,7 @@ def init_cache(
     )
 
 
+@any_rank
 def cached_attention(
     query,
     key,
@@ -120,7 +122,7 @@ def cached_attention(
         longest = int(np.max(np.asarray(cache.length))) + query.shape[1]  # inside of jit too
         if longest > cache.capacity:
             raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
-    cache = update(cache, key, value, config, compress_params)
+    cache = compiled(update)(cache, key, value, config, compress_params)
     shared = cache.sliding_key is None
     keys = Branches(
         None, cache.selected_key, cache.selected_key if shared else cache.sliding_key

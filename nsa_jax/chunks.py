@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
+from nsa_jax.eager import any_rank
 from nsa_jax.numerics import wide
 
 # Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
@@ -41,10 +42,12 @@ def _mapped(body, count, arrays, shared):
     return jax.tree.map(lambda x: _join(x, length), out)
 
 
+@any_rank
 def _forward(body, count, arrays, shared):
     return _mapped(body, count, arrays, shared), (arrays, shared)
 
 
+@any_rank
 def _backward(body, count, saved, grads):
     arrays, shared = saved
     length = arrays[0].shape[1]

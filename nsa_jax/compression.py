@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from nsa_jax import geometry
 from nsa_jax.compress_params import CompressParams, PoolParams
 from nsa_jax.config import NSAConfig
+from nsa_jax.eager import any_rank
 from nsa_jax.numerics import precision_of, wide
 
 
@@ -83,10 +84,12 @@ def windows_at(
     return _rows(x, jnp.maximum(starts, 0)[..., None] + jnp.arange(block, dtype=jnp.int32))
 
 
+@any_rank
 def _windows_fwd(x, starts, block, stride):
     return windows_at(x, starts, block, stride), (starts, x[:, :, :0, :0])
 
 
+@any_rank
 def _windows_bwd(block, stride, kept, gradients):
     starts, like = kept
     batch, length = like.shape[:2]

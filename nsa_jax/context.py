@@ -28,6 +28,7 @@ from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.config import NSAConfig
 from nsa_jax.context_layout import Layout
+from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import wide
 from nsa_jax.types import RESIDUAL, Branches
@@ -102,10 +103,12 @@ def _gather(axis, places, order, x):
     return jnp.moveaxis(_moved(jnp.moveaxis(found, 1, 0), places), 0, 1)
 
 
+@any_rank
 def _gather_forward(axis, places, order, x):
     return _gather(axis, places, order, x), None
 
 
+@any_rank
 def _gather_backward(axis, places, order, _, grad):
     if grad.dtype == jax.dtypes.float0:  # of integers
         return (None,)
@@ -117,6 +120,7 @@ def _gather_backward(axis, places, order, _, grad):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+@any_rank
 def shard_positions(
     local_length: int, *, context_axis: str, segment_ids=None, context_layout: Layout = "zigzag"
 ):
@@ -138,6 +142,7 @@ def shard_positions(
     return jnp.concatenate([each.position for each in where], axis=1)
 
 
+@any_rank
 def compress(
     x,
     params: CompressParams = None,
@@ -218,6 +223,7 @@ def _with_halo(shard, x, halo):
     return [jnp.concatenate(pair, axis=1) for pair in zip(own, behind, strict=True)]
 
 
+@any_rank
 def select_blocks(
     query,
     compressed_key,
@@ -251,6 +257,7 @@ def select_blocks(
     return jnp.concatenate(parts, axis=1)
 
 
+@any_rank
 def attention(
     query,
     key: Branches,

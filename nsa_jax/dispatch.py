@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -69,7 +70,8 @@ class Implementation:
 
     def load(self) -> Callable:
         module, function = self.target.split(":")
-        return getattr(importlib.import_module(module), function)
+        # torch.compile follows a look-up, but no import by name.
+        return getattr(sys.modules.get(module) or importlib.import_module(module), function)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nsa_jax import fused, geometry, select
 from nsa_jax.array_ops import ArrayOps, zero_padding
+from nsa_jax.eager import any_rank
 from nsa_jax.fused import Inputs, Residuals, Steps
 from nsa_jax.gradients import RowResiduals
 from nsa_jax.types import RESIDUAL, Branches
@@ -28,6 +29,7 @@ def _foldable(function):
     """`function` of arrays `[B, ...]` under `vmap`: the mapped axis becomes part of `B`."""
 
     @jax.custom_batching.custom_vmap
+    @any_rank
     def folded(*arrays):
         types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(arrays)]
         axes = frozenset().union(*(each.varying for each in types))
@@ -72,12 +74,14 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers)
     def function(arrays, integers):
         return _foldable(forward)(arrays, integers)
 
+    @any_rank
     def keep(arrays, integers):
         arrays = _first_order(arrays)
         output, residuals = _foldable(forward_with_residuals)(arrays, integers)
         residuals = jax.tree.map(lambda x: checkpoint_name(x, RESIDUAL), residuals)
         return output, (arrays, integers, residuals)
 
+    @any_rank
     def pull_back(kept, cotangents):
         cotangents = _first_order(cotangents)
         return _foldable(backward)(*kept, cotangents), None

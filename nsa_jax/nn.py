@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from nsa_jax import api, cache, extras, geometry, validate
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_jax.eager import any_rank
 from nsa_jax.layer import KIND, LayerSpec
 from nsa_jax.types import Branches
 
@@ -20,6 +21,7 @@ except ModuleNotFoundError as error:
     raise extras.missing("nnx", error) from error
 
 
+@any_rank
 def apply_rope(x, position, *, base: float = 10000.0, scale: float = 1.0):
     """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
     width = x.shape[-1]
@@ -41,6 +43,7 @@ class Gate(nnx.Module):
         self.fc2 = nnx.Linear(spec.gate_width, 3, kernel_init=start, **kinds)
         self.spec = spec
 
+    @any_rank
     def __call__(self, pooled_query):
         logits = self.fc2(jax.nn.silu(self.fc1(pooled_query))) / self.spec.gate_temp
         if self.spec.gate == "softmax":
@@ -212,6 +215,7 @@ class NSAAttention(nnx.Module):
         gates = jnp.repeat(self.gate(pooled), group, axis=2)
         return query, key, value, gates
 
+    @any_rank
     def __call__(self, x, kv: cache.NSACache | None = None, *, segment_ids=None):
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 

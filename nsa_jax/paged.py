@@ -15,6 +15,7 @@ from nsa_jax import paged_layout, validate, validate_paged
 from nsa_jax.compress_params import CompressParams
 from nsa_jax.compression import apply_phi
 from nsa_jax.config import NSAConfig
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.paged_layout import ARRAYS, PagedArrays, Places, slots_of
 from nsa_jax.types import Branches
@@ -78,6 +79,7 @@ class PagedCache(PagedArrays):
         return jax.tree.map(lambda x: x.at[target].set(x[source]), self)
 
 
+@any_rank
 def append(
     cache: PagedCache,
     key,
@@ -110,6 +112,12 @@ def append(
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
+    return compiled(_append)(
+        cache, key, value, page_table, lengths, cu_seqlens_q, params, count
+    )
+
+
+def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count):
     config, pool = cache.config, cache.num_pages
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, config.select_block, pool)

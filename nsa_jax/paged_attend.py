@@ -8,6 +8,7 @@ from nsa_jax import api, jax_problem, paged_dispatch, paged_layout, validate_pag
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import REGISTRY as ATTENTION
 from nsa_jax.dispatch import Choice, Problem
+from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.paged import PagedCache
 from nsa_jax.paged_dispatch import Inputs
@@ -15,6 +16,7 @@ from nsa_jax.paged_layout import first_slot, slots_of
 from nsa_jax.types import Branches
 
 
+@any_rank
 def paged_attention(
     query,
     gates,

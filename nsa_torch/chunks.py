@@ -5,13 +5,14 @@ keys and values, to which every chunk adds, accumulate in float32 whatever the d
 why this is not torch.utils.checkpoint, which would add them up in the dtype of the keys.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_torch.first_order import first_order
+from nsa_torch import operators
 
 # Bytes of the largest intermediate of one chunk (logits, or gathered keys and values).
 BUDGET_BYTES = 256 * 2**20
@@ -82,49 +83,44 @@ def chunks(num_queries: int, row_bytes: int, most: int | None = None) -> Iterato
         yield slice(begin, min(begin + size, num_queries))
 
 
-def over_queries(
-    plan: Callable[[slice], Chunk],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row_bytes: int,
-    most: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`plan(slice)` carried out for every chunk: out `[B, T, H, Dv]`, lse `[B, T, H]`.
+class Work(NamedTuple):
+    """Attention in chunks of queries.
 
-    `row_bytes` is what one query index costs in the largest intermediate, `most` the largest
-    number of queries in a chunk. No gradient flows through lse.
+    Attributes:
+      plan: of the queries of a chunk.
+      row_bytes: what one query index costs in the largest intermediate.
+      most: the largest number of queries in a chunk.
     """
-    parts = tuple(chunks(query.shape[1], row_bytes, most))
-    return _OverQueries.apply(plan, parts, query, key, value)
 
+    plan: Callable[[slice], Chunk]
+    row_bytes: int
+    most: int | None = None
 
-class _OverQueries(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan, parts, query, key, value):
+    def parts(self, query: Tensor) -> Iterator[slice]:
+        return chunks(query.shape[1], self.row_bytes, self.most)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Out `[B, T, H, Dv]`, and lse `[B, T, H]` where chunks have it."""
         out, lse = query.new_empty(*query.shape[:3], value.shape[-1]), None
-        for part in parts:
-            source, attend = plan(part)
+        for part in self.parts(query):
+            source, attend = self.plan(part)
             keys, values = source.read(key), source.read(value)
             out[:, part], chunk_lse = attend(query[:, part], keys, values)
             if chunk_lse is not None:
                 lse = chunk_lse.new_empty(query.shape[:3]) if lse is None else lse
                 lse[:, part] = chunk_lse
-        ctx.save_for_backward(query, key, value)
-        ctx.plan, ctx.parts = plan, parts
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
         return out, lse
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad, _):
-        query, *pair = ctx.saved_tensors
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """The gradients of query, key and value, given that of out."""
+        pair = key, value
         grad_query = torch.empty_like(query)
-        source, _ = ctx.plan(ctx.parts[0])
+        source, _ = self.plan(slice(0, 1))
         totals = [source.zeros(x) for x in pair]
-        for part in ctx.parts:
-            source, attend = ctx.plan(part)
+        for part in self.parts(query):
+            source, attend = self.plan(part)
             inputs = [x.detach() for x in (query[:, part], *map(source.read, pair))]
             # As in the forward pass, whatever surrounds the backward pass.
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
@@ -134,21 +130,64 @@ class _OverQueries(torch.autograd.Function):
             for total, chunk_grad in zip(totals, grads[1:], strict=True):
                 source.add(total, chunk_grad)
         grads = (source.gradient(t, x) for t, x in zip(totals, pair, strict=True))
-        return None, None, grad_query, *grads
+        return [grad_query, *grads]
+
+
+def chunked(name: str, tensors: str) -> Callable[[Callable[..., Work | None]], Callable]:
+    """Makes a branch of a function that says how to work on it, as the operator `nsa::name`.
+
+    Args:
+      tensors: in the words of a schema. They are the positional arguments of the function,
+        which takes `with_lse` and `operators.LENGTHS` by name. It returns None where no query
+        sees a key.
+    """
+    count = tensors.count("Tensor")
+
+    def define(work_of):
+        def work(arguments):
+            with_lse, *place = arguments[count:]
+            lengths = operators.lengths(*place)
+            return work_of(*arguments[:count], with_lse=with_lse, **lengths), with_lse
+
+        def shapes(query, key, value, *rest):
+            with_lse = rest[count - 3]
+            out = query.new_empty(*query.shape[:3], value.shape[-1])
+            rows = query.shape[:3] if with_lse else (0,)
+            return out, query.new_empty(rows, dtype=wide(query.dtype))
+
+        def forward(*arguments):
+            todo, _ = work(arguments)
+            if todo is None:
+                out, lse = shapes(*arguments)
+                return out.zero_(), lse.fill_(float("-inf"))
+            out, lse = todo.forward(*arguments[:3])
+            return out, shapes(*arguments)[1] if lse is None else lse
+
+        def backward(grad, *arguments):
+            todo, _ = work(arguments)
+            if todo is None:
+                return [torch.zeros_like(x) for x in arguments[:3]]
+            return todo.backward(grad, *arguments[:3])
+
+        results = "(Tensor out, Tensor lse)"
+        schema = f"{tensors}, bool with_lse"
+        operators.define(name, schema, results, forward, shapes, composed=True)
+        operators.differentiate(name, schema, 3, "", backward, 2)
+
+        @functools.wraps(work_of)
+        def branch(*given, with_lse=True, config, kv_len, cu_seqlens=None, scale=None):
+            place = operators.arguments(config, kv_len, cu_seqlens, scale)
+            out, lse = operators.call(name, *given, with_lse, *place)
+            return out, lse.detach() if with_lse else None
+
+        return branch
+
+    return define
 
 
 def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """What queries without keys give: out 0, lse -inf, gradients 0."""
+    nothing = sum(x[..., :0].sum() for x in (key, value))
+    rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
     lse = query.new_full(query.shape[:3], float("-inf"), dtype=wide(query.dtype))
-    return _NothingSeen.apply(query, key, value), lse
-
-
-class _NothingSeen(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query, key, value):
-        ctx.save_for_backward(query, key, value)
-        return query.new_zeros(*query.shape[:3], value.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, grad):
-        return tuple(map(torch.zeros_like, ctx.saved_tensors))
+    return rows.repeat(1, 1, 1, value.shape[-1]), lse

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from nsa_jax.types import Branches
+from nsa_torch import replay
 from nsa_torch.chunks import chunks, wide
 
 
 def combine(outputs: Branches[Tensor], gates: Branches[Tensor]) -> Tensor:
     """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
+    if not replay.plain((*outputs, *gates)):
+        return _weighted_sum(outputs, gates).to(outputs[0].dtype)
     return _Combine.apply(*outputs, *gates)
 
 
@@ -21,8 +24,8 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         total = torch.empty_like(outputs[0])
         for part in _combine_parts(total):
-            pairs = zip(outputs, gates, strict=True)
-            total[:, part] = sum(_gated(out[:, part], gate[:, part]) for out, gate in pairs)
+            cut = ([x[:, part] for x in each] for each in (outputs, gates))
+            total[:, part] = _weighted_sum(*cut)
         return total
 
     @staticmethod
@@ -39,6 +42,10 @@ class _Combine(torch.autograd.Function):
                 product = out[:, part].to(wide(out.dtype)) * grad[:, part]
                 grad_gate[:, part] = product.sum(dim=-1)
         return *grad_outputs, *grad_gates
+
+
+def _weighted_sum(outputs, gates):
+    return sum(_gated(out, gate) for out, gate in zip(outputs, gates, strict=True))
 
 
 def _gated(x, gate):

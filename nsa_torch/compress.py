@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_jax.config import NSAConfig
+from nsa_torch import operators
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import geometry, window_starts
 
@@ -25,6 +26,9 @@ def compress(
     In a packed row the windows of every sequence stand in the order of their first token,
     without gaps; the slots left over at the end are zero.
     """
+    if torch.compiler.is_compiling():
+        numbers = operators.numbers_of(config)
+        return torch.ops.nsa.compress(x, list(params or ()), cu_seqlens, list(numbers))
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
@@ -64,3 +68,64 @@ def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
     hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
     hidden = F.gelu(hidden, approximate="tanh").to(dtype)
     return ((hidden @ w2.to(dtype)).to(total) + b2.to(total)).to(dtype)
+
+
+# What torch.compile and torch.export see: slices of a length that they do not know would hold for
+# some lengths only.
+ARGUMENTS = "Tensor x, Tensor[] params, Tensor? cu_seqlens, SymInt[] config"
+PARAMS = {len(each._fields): each for each in (PoolParams, MLPParams)}
+
+
+def _compress(x, params, cu_seqlens, numbers):
+    kind = PARAMS.get(len(params))
+    config = operators.config_of(*numbers)
+    return compress(x, kind and kind(*params), config=config, cu_seqlens=cu_seqlens).clone()
+
+
+def _compress_backward(grad, x, params, *rest):
+    leaves = [t.detach().requires_grad_() for t in (x, *params)]
+    with torch.enable_grad():
+        out = _compress(leaves[0], leaves[1:], *rest)
+    if not out.requires_grad:  # of no window
+        return [torch.zeros_like(t) for t in leaves]
+    options = {"allow_unused": True, "materialize_grads": True}
+    return list(torch.autograd.grad(out, leaves, grad, **options))
+
+
+def _shape(x, params, cu_seqlens, numbers):
+    count = operators.config_of(*numbers).num_compressed(x.shape[1])
+    return x.new_empty(x.shape[0], count, *x.shape[2:])
+
+
+def _gradient_shapes(grad, x, params, cu_seqlens, numbers):
+    return [t.new_empty(t.shape) for t in (x, *params)]
+
+
+def _keep(ctx, inputs, output):
+    x, params, cu_seqlens, ctx.numbers = inputs
+    ctx.save_for_backward(x, cu_seqlens, *params)
+
+
+def _gradients(ctx, grad):
+    x, cu_seqlens, *params = ctx.saved_tensors
+    grads = torch.ops.nsa.compress_backward(grad, x, params, cu_seqlens, ctx.numbers)
+    return grads[0], grads[1:], None, None
+
+
+def _define() -> None:
+    for name, schema, function, shapes in (
+        ("compress", f"({ARGUMENTS}) -> Tensor", _compress, _shape),
+        (
+            "compress_backward",
+            f"(Tensor grad, {ARGUMENTS}) -> Tensor[]",
+            _compress_backward,
+            _gradient_shapes,
+        ),
+    ):
+        torch.library.define(f"nsa::{name}", schema)
+        torch.library.impl(f"nsa::{name}", "CompositeExplicitAutograd", function)
+        torch.library.register_fake(f"nsa::{name}", shapes)
+    torch.library.register_autograd("nsa::compress", _gradients, setup_context=_keep)
+
+
+_define()

@@ -21,9 +21,9 @@ from nsa_jax import debug, policy
 from nsa_jax.config import NSAConfig
 from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry
 from nsa_jax.types import Branches
-from nsa_torch import fa2
+from nsa_torch import fa2, operators
 from nsa_torch.debug import TORCH
-from nsa_torch.operators import FIELDS, config_of, requires_grad
+from nsa_torch.operators import config_of, requires_grad
 from nsa_torch.torch_ops import device_name
 
 COMPILER = (
@@ -139,14 +139,7 @@ class Chosen(NamedTuple):
     def load(self, step: str) -> Callable:
         """The function that runs `step`."""
         name = getattr(self, step)
-        if torch.compiler.is_compiling() and name in ("mosaic", "triton"):
-            # In place of importlib: torch.compile follows import statements only.
-            from nsa_torch import mosaic, triton
-
-            module = {"mosaic": mosaic, "triton": triton}[name]
-            function = getattr(module, FUNCTIONS[step])
-        else:
-            function = _entry(step, name).load()
+        function = _entry(step, name).load()
         if not debug.on:
             return function
         return debug.watch(TORCH, step, name, function, debug.oracle_of(REGISTRY, step))
@@ -200,6 +193,8 @@ def _planned(implementation, step, problem) -> tuple[str | bool | None, ...]:
     plan = REGISTRY.plan(asked, implementation, step=step)
     if debug.on:
         debug.plan(TORCH, asked, plan)
+    for choice in plan:
+        choice.load()  # imports, here where torch.compile does not look
     names = tuple(choice.implementation for choice in plan)
     if plan.attention is None:
         return *names, None, False
@@ -230,9 +225,10 @@ def description(
     batch, length, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     if torch.compiler.is_compiling():
-        length = num_keys = 0  # may have no number; no threshold of a length applies
+        # They may have no numbers. No threshold of a length applies.
+        batch, length, num_keys = 1, 0, 0
     sizes = batch, length, num_keys, heads, kv_heads, width, value_width
-    numbers = tuple(getattr(config, name) for name in FIELDS)
+    numbers = operators.numbers_of(config)
     flags = packed, requires_grad(*memory.values(), *gates), cached
     return device, dtype, tuple(map(operator.index, sizes)), numbers, flags, _strided(memory)
 

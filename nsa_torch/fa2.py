@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from nsa_torch import first_order, ranges
-from nsa_torch.chunks import Chunk, Rows, nothing_seen, over_queries
+from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
 from nsa_torch.geometry import geometry_of
+from nsa_torch.operators import CHOSEN
 from nsa_torch.packing import (
     gather,
     pack_selected,
@@ -216,12 +217,26 @@ def selected_attention(
     with_lse=True,
 ):
     """One softmax over the keys of the selected blocks with position `<= p`."""
+
+    def positions():
+        return geometry_of(query, config, kv_len, cu_seqlens).position
+
+    handed = ranges.handed(block_indices, positions, config)
+    lengths = {"config": config, "kv_len": kv_len, "cu_seqlens": cu_seqlens, "scale": scale}
+    return _selected_attention(
+        query, key, value, block_indices, handed, **lengths, with_lse=with_lse
+    )
+
+
+@chunked("fa2_selected_attention", f"{CHOSEN}, Tensor? ranges")
+def _selected_attention(
+    query, key, value, block_indices, handed, *, config, kv_len, cu_seqlens, scale, with_lse
+):
     batch, _, heads, width = query.shape
     num_keys, kv_heads = key.shape[1:3]
     where = geometry_of(query, config, kv_len, cu_seqlens)
     group = heads // kv_heads
     slots = block_indices.shape[-1] * config.select_block
-    handed = ranges.handed(block_indices, where.position, config)
 
     def plan(queries):
         source, key_bounds = pack_selected(
@@ -246,7 +261,7 @@ def selected_attention(
 
     row_bytes = packed_bytes(key, value, slots)
     most = max(1, MOST_SEQUENCES // (batch * kv_heads))
-    return over_queries(plan, query, key, value, row_bytes, most=most)
+    return Work(plan, row_bytes, most)
 
 
 def _once(make, branch, sizes, kv_len, cu_seqlens, device):

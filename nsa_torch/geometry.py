@@ -68,7 +68,7 @@ def geometry(
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)
     zero = torch.zeros_like(index)
     if cu_seqlens is None:
-        if isinstance(kv_len, int):
+        if not isinstance(kv_len, Tensor):
             offset = kv_len - num_queries
             return Geometry(index + offset, zero, zero, offset, None)
         first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries

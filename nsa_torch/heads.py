@@ -7,6 +7,7 @@ On an NVIDIA GPU heads are split and rotated in one Triton launch, as is the gra
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -59,7 +60,9 @@ def project(
 
 def _projection(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """What `layers` make of `x` [B, T, dim], concatenated along the last axis."""
-    if x.shape[:-1].numel() < FUSED_FROM or not _are_plain(layers, x):
+    # What is exported takes any number of tokens.
+    few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
+    if few or not _are_plain(layers, x):
         return torch.cat([each(x) for each in layers], dim=-1)
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:

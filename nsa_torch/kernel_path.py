@@ -168,7 +168,7 @@ class KernelPath:
         query, key, value, _ = form.inputs(arguments)
         given, _, *place = arguments[form.count :]
         out, _ = operators.branch_shapes(query, key.selected, value.selected)
-        indices = _select_shapes(query, key.selected, *place) if given is None else None
+        indices = operators.index_shapes(query, key.selected, *place) if given is None else None
         means = mean_shapes(key, value, place) if keep and form.compresses else ()
         return out, _selection(query, given, indices), *means
 
@@ -201,8 +201,8 @@ class KernelPath:
             )
             name = f"{self.prefix}{branch}_attention"
             operators.define_branch(name, tensors, forward, "Tensor out, Tensor lse", backward)
-        pair, name = "Tensor query, Tensor compressed_key", f"{self.prefix}select_blocks"
-        operators.define(name, pair, "Tensor", self._select, _select_shapes)
+        name, shapes = f"{self.prefix}select_blocks", operators.index_shapes
+        operators.define(name, operators.SCORING, "Tensor", self._select, shapes)
 
         for form in (GIVEN, APART, SHARED) if self.steps.compression else (GIVEN,):
             self._define_whole(form)
@@ -329,11 +329,6 @@ class KernelPath:
         if operators.requires_grad(*inputs):
             name += "_recomputing" if recompute else "_saving"
         return self._call(name, *inputs, block_indices, clean, *place, pair=pair)[0]
-
-
-def _select_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
-    shape = *query.shape[:2], key.shape[2], config[operators.FIELDS.index("num_selected")]
-    return query.new_empty(shape, dtype=torch.int32)
 
 
 def _split(tensors, count):

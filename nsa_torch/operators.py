@@ -8,11 +8,14 @@ but find the function (`replay.plain`), `call` does without it.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from nsa_jax.config import NSAConfig
 from nsa_torch import early_release, replay
@@ -23,12 +26,26 @@ DEVICES = ("cpu", "cuda")
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
 THREE = "Tensor query, Tensor key, Tensor value"
 CHOSEN = f"{THREE}, Tensor block_indices"
+SCORING = "Tensor query, Tensor compressed_key"
 
 config_of = functools.cache(NSAConfig)
 
 # By name, the functions of the operators, and what gives them their gradients.
 _functions: dict[str, Any] = {}
 _differentiable: dict[str, Callable[..., Any]] = {}
+_transformed: dict[str, Callable[..., Any]] = {}
+_composed: set[str] = set()  # of operators of torch
+
+NO_JVP = (
+    "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers): use reverse mode "
+    "(torch.autograd.grad, torch.func.grad, torch.func.vjp)"
+)
+NO_VMAP = (
+    "nsa_torch has no vmap, on which jacrev rests: give what is mapped over as part of the "
+    "batch, the first axis"
+)
+NO_SECOND = "implementation='reference' alone has second derivatives"
+REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
 def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
@@ -40,9 +57,11 @@ def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
     """
     if torch.compiler.is_compiling():
         return getattr(torch.ops.nsa, name)(*arguments)
+    if torch._C._functorch.maybe_current_level() is not None:
+        return _transform(name, arguments)
     if replay.recording() and not requires_grad(*_tensors(arguments)):
         return _functions[name](*arguments)  # its steps are noted, not the operator
-    if pair or _direct(arguments):
+    if pair or _direct(name, arguments):
         differentiable = _differentiable.get(name)
         return (
             differentiable(pair, *arguments) if differentiable else _functions[name](*arguments)
@@ -50,10 +69,20 @@ def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
     return getattr(torch.ops.nsa, name)(*arguments)
 
 
-def _direct(arguments: Sequence[Any]) -> bool:
-    """Whether the dispatcher would do nothing but call the function."""
+def _transform(name: str, arguments: Sequence[Any]) -> Any:
+    """Under transforms of torch.func."""
+    for each in retrieve_all_functorch_interpreters():
+        if each.key() in REFUSED:
+            raise NotImplementedError(REFUSED[each.key()])
+    return _transformed.get(name, getattr(torch.ops.nsa, name))(*arguments)
+
+
+def _direct(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether the dispatcher would do nothing but call the function, or need not: of operators of
+    torch a mode sees more.
+    """
     device = next(x for x in arguments if isinstance(x, Tensor)).device
-    return device.type in DEVICES and replay.plain(arguments)
+    return device.type in DEVICES and (name in _composed or replay.plain(arguments))
 
 
 def _addresses(arguments: Iterable[Any]) -> list[int]:
@@ -64,12 +93,32 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
     return [x for x in arguments if isinstance(x, Tensor)]
 
 
+def numbers_of(config: NSAConfig) -> tuple[int, ...]:
+    """In the order of `FIELDS`; constants to `torch.compile`, to which lengths alone vary."""
+    return tuple(operator.index(getattr(config, name)) for name in FIELDS)
+
+
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
     """What `PLACE` describes."""
     lengths = kv_len if isinstance(kv_len, Tensor) else None
     kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
-    numbers = [getattr(config, name) for name in FIELDS]
-    return kv_len, lengths, cu_seqlens, numbers, None if scale is None else float(scale)
+    return (
+        kv_len,
+        lengths,
+        cu_seqlens,
+        [*numbers_of(config)],
+        None if scale is None else float(scale),
+    )
+
+
+def lengths(kv_len, lengths, cu_seqlens, numbers, scale) -> dict[str, Any]:
+    """By name, what `arguments` made `PLACE` of."""
+    return {
+        "config": config_of(*numbers),
+        "kv_len": kv_len if lengths is None else lengths,
+        "cu_seqlens": cu_seqlens,
+        "scale": scale,
+    }
 
 
 def requires_grad(*tensors: Tensor) -> bool:
@@ -83,23 +132,33 @@ def branch_shapes(query, key, value, *rest):
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+def index_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
+    """Selected blocks, unwritten."""
+    shape = *query.shape[:2], key.shape[2], config[FIELDS.index("num_selected")]
+    return query.new_empty(shape, dtype=torch.int32)
+
+
 def define_branch(name, tensors, function, kept, backward) -> None:
     """Registers `nsa::name`, a branch, with the gradients of query, key and value."""
     define(name, tensors, "(Tensor out, Tensor lse)", function, branch_shapes)
     differentiate(name, tensors, 3, kept, backward, 2)
 
 
-def define(name, tensors, results, function, shapes) -> None:
-    """Registers `nsa::name`; `shapes` gives outputs like those of `function`, unwritten."""
+def define(name, tensors, results, function, shapes, composed=False) -> None:
+    """Registers `nsa::name`; `shapes` gives outputs as `function` does, unwritten; `composed`:
+    whether operators of torch are all that it runs.
+    """
     torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
-    torch.library.impl(f"nsa::{name}", DEVICES, function)
+    torch.library.impl(f"nsa::{name}", "CompositeExplicitAutograd", function)
     torch.library.register_fake(f"nsa::{name}", shapes)
     _functions[name] = function
+    if composed:
+        _composed.add(name)
 
 
 def _refuse_empty(name: str, saved: Sequence[Any]) -> None:
     """Raises where memory of what was saved is gone (`early_release`)."""
-    if any(x.numel() and not x.data_ptr() for x in _tensors(saved)):
+    if any(x.numel() and not x.is_meta and not x.data_ptr() for x in _tensors(saved)):
         raise RuntimeError(
             f"the last backward pass of {name} did not end, and has given back memory of what it "
             "needs: run the forward pass again, or pass retain_graph=True"
@@ -110,20 +169,20 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
     """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`. The first
     `returned` outputs are what a caller wants, the others are there for the gradients.
 
-    `backward` takes the gradient of the first output, the other outputs (`kept`: as the schema
-    has them, the first output before them if `Tensor out` is among them), then the inputs.
+    `backward` takes the gradient of the first output, the last outputs (`kept`: as the schema has
+    them), then the inputs.
     """
-    first = 0 if kept.startswith("Tensor out,") else 1
+    overload, function = getattr(torch.ops.nsa, name).default, _functions[name]
     count = kept.count("Tensor")
+    first = len(overload._schema.returns) - count
 
     def shapes(grad, *arguments):
         return [x.new_empty(x.shape) for x in arguments[count : count + floats]]
 
     # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
     # and one of torch.library.custom_op would keep autograd from working inside.
-    schema = f"Tensor grad, {kept}, {tensors}"
-    define(f"{name}_backward", schema, "Tensor[]", backward, shapes)
-    operator, function = getattr(torch.ops.nsa, name), _functions[name]
+    schema = ", ".join(filter(None, ("Tensor grad", kept, tensors)))
+    define(f"{name}_backward", schema, "Tensor[]", backward, shapes, name in _composed)
     gradient = _functions[f"{name}_backward"]
 
     class Differentiable(torch.autograd.Function):
@@ -141,6 +200,10 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             )
             ctx.set_materialize_grads(False)
             return output[:results]
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(NO_JVP)
 
         @staticmethod
         @first_order
@@ -168,8 +231,46 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
                     found = call(f"{name}_backward", grad, *arguments)
             return None, None, None, *found, *nothing
 
+    class Transformed(torch.autograd.Function):
+        """The same as torch.func asks for it, which `Differentiable`, since it keeps what it does
+        not return, cannot be.
+        """
+
+        @staticmethod
+        def forward(*inputs):
+            with torch._C._AutoDispatchBelowAutograd():
+                return tuple(overload(*inputs))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            arguments = *output[first:], *inputs
+            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+            ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+
+        @staticmethod
+        def backward(ctx, grad, *_):
+            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+            arguments = [other if x is None else x for x, other in pairs]
+            found = call(f"{name}_backward", grad, *arguments)
+            return *found, *(None for _ in arguments[count + floats :])
+
+    class Gradient(torch.autograd.Function):
+        """`nsa::name_backward`, which has no gradient itself."""
+
+        @staticmethod
+        def forward(*inputs):
+            return tuple(getattr(torch.ops.nsa, f"{name}_backward")(*inputs))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *_):
+            raise NotImplementedError(f"{name}: {NO_SECOND}")
+
     def dispatched(*inputs):
-        return Differentiable.apply(operator, None, None, *inputs)
+        return Differentiable.apply(overload, None, None, *inputs)
 
     def direct(pair, *inputs):
         run = functools.partial(function.again, pair.forward) if pair else function
@@ -178,4 +279,5 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
     # Not torch.library.register_autograd, which at each call lists all arguments of the schema
     # once for each of them.
     torch.library.impl(f"nsa::{name}", "Autograd", dispatched)
-    _differentiable[name] = direct
+    _differentiable[name], _transformed[name] = direct, Transformed.apply
+    _transformed[f"{name}_backward"] = Gradient.apply

@@ -7,7 +7,7 @@ v2 is a dozen operators on the device. `nsa_jax.ranges` is v2 in JAX.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -46,13 +46,15 @@ def way(mode: str, length: int) -> str:
     return mode
 
 
-def handed(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor | None:
+def handed(
+    block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
+) -> Tensor | None:
     """The ranges that `using` asks for; None: the blocks themselves."""
     chosen = way(_mode.get(), block_indices.shape[1])
     if chosen == "none":
         return None
     make = to_ranges if chosen == "v2" else to_ranges_by_row
-    return make(block_indices, position, config)
+    return make(block_indices, positions(), config)
 
 
 def to_ranges(block_indices: Tensor, position: Tensor, config: NSAConfig) -> Tensor:

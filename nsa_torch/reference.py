@@ -6,13 +6,17 @@ Eqs. 5-12. Arguments and shapes as in `nsa_torch.functional`.
 """
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, reduce
 
 
 def _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, device):
     """Each key's sequence [B, S] (-1: none) and position in it, each query's index [B, T]."""
     index = torch.arange(num_keys, device=device).expand(batch, num_keys)
-    lengths = torch.as_tensor(kv_len, device=device).to(torch.int64).expand(batch)
+    if isinstance(kv_len, torch.Tensor):
+        lengths = kv_len.to(device, torch.int64).expand(batch)
+    else:
+        lengths = torch.full((batch,), kv_len, dtype=torch.int64, device=device)
     if cu_seqlens is None:
         sequence = torch.where(index < lengths[:, None], 0, -1)
         position = index
@@ -65,7 +69,7 @@ def _compressed(query, key, value, config, kv_len, cu_seqlens, scale):
     """`_attend` over the compressed tokens, and the scores `[B, T, Hkv, N]` of Eq. 9."""
     batch, num_queries = query.shape[:2]
     num_keys = kv_len
-    if not isinstance(kv_len, int):
+    if isinstance(kv_len, torch.Tensor):
         num_keys = key.shape[1] * config.compress_stride + config.compress_block - 1
     tokens = _tokens(batch, num_keys, num_queries, kv_len, cu_seqlens, query.device)
     sequence, position, query_index = tokens
@@ -140,13 +144,12 @@ def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, sca
     forced = (block < config.num_initial) | (block > own - config.num_local)
     ranked = torch.where(forced, float("inf"), scores)
     ranked = torch.where(block <= own, ranked, float("-inf"))
+    # As many blocks as are selected, at least.
+    ranked = F.pad(ranked, (0, config.num_selected), value=float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     order = order[..., : config.num_selected]
     chosen = torch.where(order <= own, order, num_blocks).sort(dim=-1).values
-    chosen = torch.where(chosen == num_blocks, -1, chosen)
-    indices = chosen.new_full((*chosen.shape[:3], config.num_selected), -1)
-    indices[..., : chosen.shape[-1]] = chosen
-    return indices.to(torch.int32)
+    return torch.where(chosen == num_blocks, -1, chosen).to(torch.int32)
 
 
 def selected_attention(

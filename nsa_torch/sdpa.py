@@ -10,29 +10,23 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_torch.chunks import Chunk, Rows, Span, nothing_seen, over_queries, wide
+from nsa_torch.chunks import Chunk, Rows, Span, Work, chunked, wide
 from nsa_torch.geometry import geometry_of
+from nsa_torch.operators import CHOSEN, THREE
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
 
 
+@chunked("sdpa_compressed_attention", THREE)
 def compressed_attention(
-    query,
-    compressed_key,
-    compressed_value,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    with_lse=True,
+    query, compressed_key, compressed_value, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
     batch, _, heads, _ = query.shape
     count = compressed_key.shape[1]
     if count == 0:
-        return nothing_seen(query, compressed_key, compressed_value)
+        return None
     where = geometry_of(query, config, kv_len, cu_seqlens)
 
     def plan(queries):
@@ -43,19 +37,16 @@ def compressed_attention(
         seen = where.sees_compressed(queries, end, config)
         return Chunk(Span(0, end), _dense(seen, scale, with_lse))
 
-    return over_queries(
-        plan, query, compressed_key, compressed_value, batch * heads * count * 4
-    )
+    return Work(plan, batch * heads * count * 4)
 
 
-def sliding_attention(
-    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
-):
+@chunked("sdpa_sliding_attention", THREE)
+def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, with_lse):
     """The last `window` keys of the sequence, the query's own included."""
     batch, _, heads, _ = query.shape
     num_keys, window = key.shape[1], config.window
     if window == 0:
-        return nothing_seen(query, key, value)
+        return None
     where = geometry_of(query, config, kv_len, cu_seqlens)
     index, start = where.key_index[..., None], where.key_start[..., None]
     rows = torch.arange(batch, device=query.device)[:, None] * num_keys
@@ -80,20 +71,12 @@ def sliding_attention(
     # a short chunk long before the host has started the next one.
     most = max(window, SHORT_CHUNK.get(query.device.type, SHORT_CHUNK["cuda"]))
     row_bytes = batch * heads * min(num_keys, most + window) * 4
-    return over_queries(plan, query, key, value, row_bytes, most=most)
+    return Work(plan, row_bytes, most)
 
 
+@chunked("sdpa_selected_attention", CHOSEN)
 def selected_attention(
-    query,
-    key,
-    value,
-    block_indices,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    with_lse=True,
+    query, key, value, block_indices, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
     """One softmax over the keys of the selected blocks with position `<= p`."""
     batch, _, heads, width = query.shape
@@ -122,7 +105,7 @@ def selected_attention(
     slots = batch * kv_heads * block_indices.shape[-1] * config.select_block
     row_bytes = slots * ((width + value.shape[-1]) * key.itemsize + 4 * group)
     # CUDA counts the batch of one call in 16 bits.
-    return over_queries(plan, query, key, value, row_bytes, most=max(1, 65535 // batch))
+    return Work(plan, row_bytes, most=max(1, 65535 // batch))
 
 
 def block_rows(where, block_indices, queries, num_keys, config):

@@ -9,24 +9,40 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from nsa_jax.config import NSAConfig
+from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of
 
 
-@torch.no_grad()
 def select_blocks(
     query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
 ) -> Tensor:
     """The selected blocks, int32 `[B, T, Hkv, n]`; scores never exist for all queries."""
-    batch, length, _, _ = query.shape
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
+    return operators.call(OPERATOR, query.detach(), compressed_key.detach(), *place)
+
+
+@torch.no_grad()
+def _select_blocks(query, compressed_key, *place) -> Tensor:
+    config, kv_len, cu_seqlens, scale = operators.lengths(*place).values()
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
-    shape = (batch, length, compressed_key.shape[2], config.num_selected)
-    indices = torch.empty(shape, dtype=torch.int32, device=query.device)
+    indices = operators.index_shapes(query, compressed_key, *place)
     for part in _parts(query, compressed_key):
         scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
         indices[:, part] = select_from_scores(scores, own, config)
     return indices
+
+
+OPERATOR = "torch_select_blocks"
+operators.define(
+    OPERATOR,
+    operators.SCORING,
+    "Tensor",
+    _select_blocks,
+    operators.index_shapes,
+    composed=True,
+)
 
 
 @torch.no_grad()

@@ -48,7 +48,8 @@ def rows(
     Raises:
       ValueError: a row is padded in the middle or on both sides, mask, positions and cache
         contradict each other. On a GPU it is known after the device has been waited for; a
-        step does not wait there, and only shapes are checked; in a CUDA graph nothing is.
+        step does not wait there, and only shapes are checked; in a CUDA graph and under
+        `torch.compile` nothing is.
     """
     if cu_seqlens is not None:
         if attention_mask is not None or cache is not None:
@@ -95,7 +96,8 @@ def rows(
         wrong.append((other.any(dim=1), None))
     empty = known + count == 0
     facts = torch.stack([(first > 0).any(), (count < length).any(), empty.any()])
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or torch.compiler.is_compiling():
         return Rows(first, count, empty=empty)
     failed = torch.stack([each for each, _ in wrong])
     shifted, short, without, *bad = torch.cat([facts, failed.any(dim=1)]).tolist()

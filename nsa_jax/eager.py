@@ -1,0 +1,82 @@
+"""Steps of public calls where no `jax.jit` is around: one program each, compiled once for calls
+of the same shapes. Operation by operation each operation would be compiled.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from kernels_pallas.mosaic.capability import interpret
+from nsa_jax import policy
+from nsa_jax.dispatch import Plan
+
+_ARRAY = object()  # stands where an array is given
+
+
+def any_rank[F: Callable[..., Any]](function: F) -> F:
+    """`function`, which broadcasts arrays of different ranks whatever its caller wants of other
+    code (`jax_numpy_rank_promotion`).
+    """
+
+    @functools.wraps(function)
+    def called(*args, **options):
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **options)
+
+    return called
+
+
+@functools.lru_cache(1024)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled for its arrays where they have values; other arguments must be hashable.
+
+    Under `jax.jit`, or where kernels are interpreted, it is the function as it is.
+    """
+
+    @functools.wraps(function)
+    def called(*args, **options):
+        leaves, tree = jax.tree.flatten((args, options))
+        is_array = [hasattr(x, "dtype") for x in leaves]
+        pairs = [*zip(leaves, is_array, strict=True)]
+        arrays = [x for x, is_one in pairs if is_one]
+        if interpret.get() is not False or any(map(_is_staged, arrays)):
+            return function(*args, **options)
+        constants = tuple(_ARRAY if is_one else x for x, is_one in pairs)
+        return _program(function, tree, constants, policy.in_force())(*arrays)
+
+    return called
+
+
+def compiled_plan(plan: Plan) -> Plan:
+    """The plan with functions that are `compiled`."""
+    choices = [*plan, plan.attention] if plan.attention else [*plan]
+    loads = {x.branch: lambda x=x: compiled(x.load()) for x in choices}
+    changed = {x.branch: dataclasses.replace(x, load=loads[x.branch]) for x in choices}
+    return dataclasses.replace(plan, **changed)
+
+
+@functools.lru_cache(4096)
+def _program(
+    function: Callable[..., Any], tree: Any, constants: tuple[Hashable, ...], state: Hashable
+):
+    """`state`: what else the function reads."""
+
+    def program(*arrays):
+        supply = iter(arrays)
+        leaves = [next(supply) if x is _ARRAY else x for x in constants]
+        args, options = jax.tree.unflatten(tree, leaves)
+        return function(*args, **options)
+
+    program.__name__ = getattr(function, "__name__", "program")
+    return jax.jit(program)
+
+
+def _is_staged(x: Any) -> bool:
+    """Whether nobody has a value for `x`: `jax.jit` traces it, below `grad` and `vmap` perhaps."""
+    while isinstance(x, jax.core.Tracer):
+        inside = (getattr(x, name, None) for name in ("primal", "val"))
+        x = next((each for each in inside if each is not None), None)
+    return x is None

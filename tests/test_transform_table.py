@@ -1,0 +1,369 @@
+"""The table of transforms in `docs/quickstart.md`: each cell is a test of what it says."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch._dynamo.backends.debugging import aot_eager
+from torch.autograd import forward_ad
+from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
+
+import nsa_jax
+import nsa_torch
+from bench.doc_tables import ROOT
+from tests.inputs import SMALL
+
+DOCUMENT = (ROOT / "docs" / "quickstart.md").read_text()
+SECTION = re.search(r"^## Transforms\n(.*?)^## ", DOCUMENT, re.S | re.M)[1]
+ROWS = [line.strip("| ").split(" | ") for line in SECTION.splitlines() if line.startswith("|")]
+HEADER, _, *LINES = ROWS
+WORDS = ("yes", "refused", "-")
+
+
+def arrays(length=40, batch=2):
+    """Query, key, value, gates."""
+    rng = np.random.default_rng(length)
+    shapes = [(batch, length, heads, 8) for heads in (4, 2, 2)]
+    shapes.append((batch, length, 4, 3))
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+# torch
+
+
+def tensors(length=40, batch=2, gradient=False):
+    return [torch.from_numpy(x).requires_grad_(gradient) for x in arrays(length, batch)]
+
+
+def attention(name, **options):
+    return functools.partial(nsa_torch.attention, config=SMALL, implementation=name, **options)
+
+
+def layer(name, phi="mlp"):
+    torch.manual_seed(0)
+    sizes = dict(l=8, d=4, l_sel=16, n_sel=4, w=12)
+    return nsa_torch.NSAAttention(32, 4, 2, 8, 8, **sizes, phi=phi, implementation=name)
+
+
+def hidden(length=40, batch=2, gradient=False):
+    x = np.random.default_rng(length).standard_normal((batch, length, 32), np.float32)
+    return torch.from_numpy(x).requires_grad_(gradient)
+
+
+def gradients(function, given, wanted):
+    out = function(*given)
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+def equal(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def meta(name):
+    on_meta = [x.to("meta").requires_grad_() for x in tensors()]
+    found = gradients(attention(name), on_meta, on_meta)
+    assert [x.shape for x in found[1:]] == [x.shape for x in on_meta]
+    assert layer(name).to("meta")(hidden().to("meta"))[0].shape == (2, 40, 32)
+
+
+def compiled(function, counter, **options):
+    torch._dynamo.reset()
+
+    def backend(graph, example):
+        counter.append(1)
+        return aot_eager(graph, example)
+
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def torch_compile(name):
+    function, x = attention(name), tensors(gradient=True)
+    equal(gradients(compiled(function, []), x, x), gradients(function, x, x))
+    packed = functools.partial(function, cu_seqlens=torch.tensor([0, 9, 26]))
+    x = tensors(batch=1)
+    if name != "reference":  # whose packed rows have as many windows as they have
+        equal(compiled(packed, [])(*x), packed(*x))
+
+
+def torch_compile_lengths(name):
+    function, given, wanted = attention(name), tensors, lambda x: x
+    if name != "reference":  # the function in a layer
+        function, given = layer(name), lambda *x, **options: [hidden(*x, **options)]
+        wanted = lambda x: [*x, *function.parameters()]
+    counter = []
+    fast = compiled(function, counter, dynamic=True)
+    for length in (40, 53, 100):
+        x = given(length, gradient=True)
+        equal(gradients(fast, x, wanted(x)), gradients(function, x, wanted(x)))
+        first = len(counter) if length == 40 else first
+        assert len(counter) == first
+
+
+class Whole(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.function = attention(name)
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def export(name):
+    shape = {0: Dim("B", max=64), 1: Dim("T", min=SMALL.select_block + 1, max=2**16)}
+    exported = torch.export.export(Whole(name), (*tensors(),), dynamic_shapes=((shape,) * 4,))
+    for x in (tensors(), tensors(77, 3), tensors(17, 1)):
+        equal(exported.module()(*x), attention(name)(*x))
+    if name == "reference":
+        return
+    module = layer(name)
+    exported = torch.export.export(module, (hidden(),), dynamic_shapes={"x": shape})
+    for x in (hidden(), hidden(77, 3), hidden(17, 1)):
+        equal(exported.module()(x)[0], module(x)[0])
+
+
+def func_grad(name):
+    function, x = attention(name), tensors()
+    want = gradients(function, y := tensors(gradient=True), y)
+    loss = lambda *given: function(*given).square().sum()
+    got = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*x)
+    equal([*got], want[1:])
+    found, value = torch.func.grad_and_value(loss)(*x)
+    equal(found, want[1])
+    equal(value, want[0].detach().square().sum())
+    out, pull_back = torch.func.vjp(function, *x)
+    equal([*pull_back(2 * out)], want[1:])
+
+
+def functional_call(name):
+    module, x = layer(name), hidden()
+    params = dict(module.named_parameters())
+    loss = lambda params: torch.func.functional_call(module, params, (x,))[0].square().sum()
+    want = gradients(module, [x], [*params.values()])[1:]
+    equal([*torch.func.grad(loss)(params).values()], want)
+
+
+def torch_checkpoint(name):
+    function, x = attention(name), tensors(gradient=True)
+    again = functools.partial(checkpoint, function, use_reentrant=False)
+    equal(gradients(again, x, x), gradients(function, x, x))
+
+
+def torch_second(name):
+    function, x = attention(name), tensors()
+    inner = torch.func.grad(lambda query: function(query, *x[1:]).square().sum())
+    found = torch.func.grad(lambda query: inner(query).square().sum() / 2)(x[0])
+    step = 1e-3 * inner(x[0])
+    want = (inner(x[0] + step) - inner(x[0] - step)) / 2e-3  # the Hessian times the gradient
+    assert (found - want).norm() < 1e-2 * want.norm()
+
+
+def torch_jvp(name):
+    function, (query, *x) = attention(name), tensors()
+    with forward_ad.dual_level():
+        out = function(forward_ad.make_dual(query, query), *x)
+        tangent = forward_ad.unpack_dual(out).tangent
+    equal(torch.func.jvp(lambda query: function(query, *x), (query,), (query,))[1], tangent)
+
+
+def torch_vmap(name):
+    function, x = attention(name), tensors()
+    equal(torch.func.vmap(function)(*(y[:, None] for y in x))[:, 0], function(*x))
+
+
+# JAX
+
+
+def jax_attention(name):
+    return functools.partial(nsa_jax.attention, config=SMALL, implementation=name)
+
+
+def close(got, want, tolerance=1e-5):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def loss_of(function):
+    return lambda *x: (function(*x) ** 2).sum()
+
+
+def jit(name):
+    function, x = jax_attention(name), arrays()
+    close(jax.jit(function)(*x), nsa_torch.attention(*tensors(), config=SMALL).numpy())
+    close(function(*x), jax.jit(function)(*x))
+
+
+def jax_grad(name):
+    function, x = jax_attention(name), arrays()
+    found = jax.value_and_grad(loss_of(function), (0, 1, 2, 3))
+    _, got = found(*x)
+    close(got, jax.jit(found)(*x)[1], 1e-4)
+    want = gradients(attention("reference"), y := tensors(gradient=True), y)[1:]
+    close(got, [x.numpy() for x in want], 1e-4)
+
+
+def jax_checkpoint(name):
+    loss, x = loss_of(jax_attention(name)), arrays()
+    close(jax.jit(jax.grad(jax.checkpoint(loss)))(*x), jax.jit(jax.grad(loss))(*x), 1e-4)
+
+
+def jax_second(name):
+    loss, (query, *x) = loss_of(jax_attention(name)), arrays()
+    inner = jax.jit(jax.grad(lambda query: loss(query, *x)))
+    found = jax.jit(jax.grad(lambda query: (inner(query) ** 2).sum() / 2))(query)
+    step = 1e-3 * np.asarray(inner(query))
+    want = (inner(query + step) - inner(query - step)) / 2e-3
+    assert np.linalg.norm(found - want) < 1e-2 * np.linalg.norm(want)
+
+
+def jax_jvp(name):
+    function, (query, *x) = jax_attention(name), arrays()
+    along = lambda query: function(query, *x)
+    try:
+        tangent = jax.jit(lambda x: jax.jvp(along, (x,), (x,))[1])(query)
+    except TypeError as error:  # JAX's own words
+        raise NotImplementedError(str(error)) from error
+    step = 1e-3
+    close(tangent, (along(query * (1 + step)) - along(query * (1 - step))) / (2 * step), 1e-2)
+
+
+def jax_vmap(name):
+    function, x = jax_attention(name), arrays()
+    close(jax.jit(jax.vmap(function))(*(y[:, None] for y in x))[:, 0], function(*x))
+
+
+def shard_map(name):
+    function, x = jax_attention(name), arrays()
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("batch", "heads"))
+    spec = PartitionSpec("batch", None, "heads")
+    parts = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec)
+    close(jax.jit(parts)(*x), function(*x))
+
+
+def jax_export(name):
+    function, x = jax_attention(name), [*map(jnp.asarray, arrays())]
+    close(jax.export.export(jax.jit(function))(*x).call(*x), function(*x))
+
+
+CHECKS = {
+    "no values, shapes only": (
+        meta,
+        lambda name: jax.eval_shape(jax_attention(name), *arrays()),
+    ),
+    "compiled": (torch_compile, jit),
+    "compiled once for all lengths": (torch_compile_lengths, None),
+    "exported": (export, jax_export),
+    "gradients of functions": (func_grad, jax_grad),
+    "gradients of a module's parameters": (functional_call, None),
+    "checkpointed": (torch_checkpoint, jax_checkpoint),
+    "mapped over devices": (None, shard_map),
+    "second derivatives": (torch_second, jax_second),
+    "forward-mode derivatives": (torch_jvp, jax_jvp),
+    "mapped over an axis": (torch_vmap, jax_vmap),
+}
+
+
+def cells():
+    assert HEADER[2:] == ["torch `sdpa`", "torch `reference`", "JAX `xla`", "JAX `reference`"]
+    assert [line[0] for line in LINES] == [*CHECKS]
+    for line in LINES:
+        for column, word in zip(HEADER[2:], line[2:], strict=True):
+            yield pytest.param(line[0], column, word, id=f"{line[0]}-{column}")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, of jvp
+@pytest.mark.parametrize(("row", "column", "word"), [*cells()])
+def test_cell(row, column, word):
+    framework, name = column.replace("`", "").split()
+    check = CHECKS[row][framework == "JAX"]
+    assert word in WORDS and (check is None) == (word == "-")
+    if word == "yes":
+        check(name)
+    elif word == "refused":
+        with pytest.raises(NotImplementedError, match=r"\w+ \w+ \w+"):
+            check(name)
+
+
+def test_the_model_is_exported_and_compiled():
+    from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    nsa = dict(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12)
+    torch.manual_seed(0)
+    config = NSAModelConfig(
+        **sizes, **heads, **nsa, attention=["nsa", "dense"], use_cache=False
+    )
+    model = NSAForCausalLM(config).eval()
+
+    def ids(batch, length):
+        seed = torch.Generator().manual_seed(length)
+        return torch.randint(0, 64, (batch, length), generator=seed)
+
+    shape = {0: Dim("B", max=64), 1: Dim("T", min=17, max=2**16)}
+    exported = torch.export.export(
+        model, (), {"input_ids": ids(2, 40)}, dynamic_shapes={"input_ids": shape}
+    ).module()
+    fast, padded = compiled(model, [], dynamic=True), torch.ones(2, 40, dtype=torch.int64)
+    padded[0, :7] = 0
+    for x, mask in ((ids(2, 40), padded), (ids(3, 77), torch.ones(3, 77, dtype=torch.int64))):
+        equal(exported(input_ids=x).logits, model(x).logits)
+        got, want = (each(x, attention_mask=mask).logits for each in (fast, model))
+        equal(got[mask > 0], want[mask > 0])
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_arrays_of_different_ranks_are_the_library_s_own_business(name):
+    """`jax_numpy_rank_promotion` of the caller, forward and backward."""
+    options = dict(config=SMALL, implementation=name)
+    query, key, value, gates = arrays(24, 1)
+    segments = np.repeat([[0, 1, -1]], 8, axis=1).astype(np.int32)
+    cache = nsa_jax.init_cache(1, 32, 2, 8, 8, config=SMALL)
+
+    def calls(query, key, value, gates):
+        x = query, key, value, gates
+        yield nsa_jax.attention(*x, **options)
+        yield nsa_jax.attention(*x, segment_ids=segments, recompute=True, **options)
+        yield nsa_jax.cached_attention(*x, cache, **options)[0]
+
+    loss = lambda *x: sum((each**2).sum() for each in calls(*x))
+    with jax.numpy_rank_promotion("raise"):
+        found = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(query, key, value, gates)
+        with pytest.raises(ValueError, match="rank_promotion"):  # the caller's own
+            jnp.ones((2, 3)) + jnp.ones(3)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+def compilations(function, *given):
+    """Names of what XLA compiles for a call, as JAX's own log has them."""
+    import logging
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("jax._src.dispatch")
+    log.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            jax.block_until_ready(function(*given))
+    finally:
+        log.removeHandler(handler)
+    return [line for line in lines if line.startswith("Finished XLA compilation")]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_eager_call_compiles_steps_not_operations(recompute):
+    """Operation by operation it would compile some 130 programs."""
+    function = functools.partial(jax_attention("xla"), recompute=recompute)
+    x = [*map(jnp.asarray, arrays(33 + 2 * recompute))]
+    loss = jax.grad(loss_of(function))
+    for each, most in ((function, 9), (loss, 30)):
+        assert 0 < len(compilations(each, *x)) <= most
+        assert not compilations(each, *x)
