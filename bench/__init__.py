@@ -2,7 +2,7 @@
 
 import os
 
-from nsa_jax import extras
+from nsa_core import extras
 
 extras.require("bench", "matplotlib", "rich")
 

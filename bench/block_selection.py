@@ -28,7 +28,7 @@ from absl import app, flags
 from torch import Tensor
 
 from bench.harness import cli, command, exit_status, heartbeat, records, runners, timing
-from nsa_jax import extras
+from nsa_core import extras
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

@@ -26,10 +26,10 @@ from bench import against
 from bench.harness import cli, exit_status, records
 from bench.harness.timed_problem import Problem, torch_inputs
 from kernels_pallas.kernel import Kernel
-from nsa_jax import fused, mosaic_attention
-from nsa_jax.config import NSAConfig
-from nsa_jax.fused import Inputs
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.steps import fused, mosaic_attention
+from nsa_core.steps.fused import Inputs
+from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.call_forms import SHARED
 from nsa_torch.kernel_layout import KernelLayout

@@ -38,9 +38,9 @@ from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, asked
 from bench.judge.checks import Checker
 from bench.reports import render
-from nsa_jax import flags as kernel_flags
-from nsa_jax import policy
-from nsa_jax.types import Branches
+from nsa_core import flags as kernel_flags
+from nsa_core import policy
+from nsa_core.types import Branches
 
 FRAMEWORK = flags.DEFINE_enum("framework", "both", ["jax", "torch", "both"], "What to compare.")
 CONFIG = flags.DEFINE_string(

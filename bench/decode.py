@@ -53,9 +53,9 @@ from bench.harness.measure import Judged, guarded, judged, shape_of, timed
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, asked
 from bench.judge.checks import Checker
-from nsa_jax import flags as kernel_flags
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import STEPS
+from nsa_core import flags as kernel_flags
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import STEPS
 
 FLAGS = command.flag_values(
     frameworks=True,

@@ -27,7 +27,7 @@ from bench.harness.parts import Parts
 from bench.harness.records import Record
 from bench.harness.runners import TorchRunner, problem
 from bench.judge.checks import Checker
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
 

@@ -19,7 +19,7 @@ from bench.harness import cli, command, exit_status, problems, records
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, forward, out_of_memory, problem
 from bench.judge import selection_shortfall
-from nsa_jax import flags as kernel_flags
+from nsa_core import flags as kernel_flags
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from bench.harness.measure import guarded, judged, selection, shape_of, timed
 from bench.harness.runners import RUNNERS, forward
 from bench.judge import oracle, parity
 from bench.prefill import job
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 
 FLAGS = command.flag_values(
     frameworks=True, heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512

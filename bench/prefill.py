@@ -20,8 +20,8 @@ from bench.harness.measure import measure
 from bench.harness.records import Record
 from bench.harness.runners import RUNNERS, asked
 from bench.judge.checks import Checker
-from nsa_jax import flags as kernel_flags
-from nsa_jax.types import Branches
+from nsa_core import flags as kernel_flags
+from nsa_core.types import Branches
 
 FLAGS = command.flag_values(
     frameworks=True,

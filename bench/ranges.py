@@ -23,8 +23,8 @@ from bench.harness.command import config_of, integers, shown, speed_up
 from bench.harness.measure import guarded
 from bench.harness.records import Record
 from bench.harness.runners import JaxRunner
+from nsa_core.config import NSAConfig
 from nsa_jax import ranges
-from nsa_jax.config import NSAConfig
 
 FLAGS = command.flag_values(
     heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512

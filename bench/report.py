@@ -20,7 +20,7 @@ from bench.harness.records import Record
 from bench.lm import curves, watched
 from bench.reports import crossover, page, plots, render
 from bench.reports.sources import Report, read
-from nsa_jax import policy
+from nsa_core import policy
 
 FLAGS = flags.FlagValues()
 OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)

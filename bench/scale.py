@@ -38,9 +38,9 @@ from absl import app, flags
 
 from bench.harness import cli, command, exit_status, heartbeat, launchers, records, scale_model
 from bench.harness.scale_problem import Problem
-from nsa_jax import context_layout
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
+from nsa_core import context_layout
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

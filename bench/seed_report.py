@@ -19,7 +19,7 @@ from bench.harness import cli, records
 from bench.harness.records import Record
 from bench.reports import render
 from bench.tuners import threshold_evidence
-from nsa_jax import policy
+from nsa_core import policy
 
 NAME = "seed_report.md"
 MARGIN = 1.2

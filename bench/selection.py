@@ -36,8 +36,8 @@ from bench.harness.records import Record
 from bench.harness.runners import RUNNERS
 from bench.harness.selection_case import Case, settings_of
 from bench.harness.selection_rows import SPANS, Matrix, Row
-from nsa_jax import flags as kernel_flags
-from nsa_jax import policy
+from nsa_core import flags as kernel_flags
+from nsa_core import policy
 
 FLAGS = command.flag_values(frameworks=True, heads=8, groups=1, dk=64, dv=64, l_sel=64)
 _own = {"flag_values": FLAGS}

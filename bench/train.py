@@ -41,7 +41,7 @@ from bench.lm import (
 from bench.lm.config import TrainConfig
 from bench.lm.data import CORPUS_BYTES, Batches
 from bench.lm.ranks import LostError, Ranks
-from nsa_jax import flags as kernel_flags
+from nsa_core import flags as kernel_flags
 
 # sysexits.h: 69 "a service is not there", 75 "try again"
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75

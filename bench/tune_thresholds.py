@@ -33,7 +33,7 @@ import configs
 from bench.harness import cli, records
 from bench.tuners import threshold_check, threshold_evidence, yaml_text
 from bench.tuners.threshold_evidence import Evidence, Pair
-from nsa_jax import policy
+from nsa_core import policy
 
 HEAD = "Written by `python -m bench.tune_thresholds` from records; policy is a person's."
 FLAGS = flags.FlagValues()

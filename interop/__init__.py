@@ -3,6 +3,6 @@
 No part is imported here, so that a user of one does not load the others.
 """
 
-from nsa_jax import extras
+from nsa_core import extras
 
 extras.require("torch", "torch")

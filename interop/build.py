@@ -18,8 +18,8 @@ import configs
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
-from nsa_jax import extras
-from nsa_jax.config import NSAConfig
+from nsa_core import extras
+from nsa_core.config import NSAConfig
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
@@ -30,7 +30,8 @@ def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
     those over paged caches too.
     """
     try:
-        from nsa_jax import kernel_list, mosaic_decode
+        from nsa_core.steps import mosaic_decode
+        from nsa_jax import kernel_list
     except ModuleNotFoundError as error:
         raise extras.missing("jax", error) from error
     settings = configs.overlay(configs.load("base"), configs.load(preset))

@@ -25,7 +25,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from nsa_jax.layer import KIND, KIND_MODULE, LayerSpec, take_kind
+from nsa_core.layer import KIND, KIND_MODULE, LayerSpec, take_kind
 
 if TYPE_CHECKING:  # a torch module is saved and loaded without Flax
     from flax import nnx

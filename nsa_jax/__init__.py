@@ -1,4 +1,4 @@
-"""Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_jax.types`.
+"""Native Sparse Attention (arXiv 2502.11089) in JAX; shapes and numerics: `nsa_core.types`.
 
 Names are imported when they are first asked for: `import nsa_jax` imports no JAX, so that
 `nsa_torch` can share what needs none.
@@ -8,6 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nsa_core.compress_params import MLPParams, PoolParams
+    from nsa_core.config import NSAConfig
+    from nsa_core.types import Branches
     from nsa_jax import debug as debug
     from nsa_jax import nn as nn
     from nsa_jax.api import (
@@ -20,11 +23,8 @@ if TYPE_CHECKING:
         sliding_attention,
     )
     from nsa_jax.cache import NSACache, cached_attention, init_cache
-    from nsa_jax.compress_params import MLPParams, PoolParams
-    from nsa_jax.config import NSAConfig
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
-    from nsa_jax.types import Branches
     from nsa_jax.warm_up import prepare
 
 __all__ = [
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise
-        from nsa_jax import extras
+        from nsa_core import extras
 
         raise extras.missing("jax", error) from error
     globals()[name] = found = getattr(module, name)

@@ -1,6 +1,6 @@
 """The public functions: validation once, then the chosen implementation of every step.
 
-Shapes are those of `nsa_jax.types`; `B T S H Hkv D Dv C N n`. Wherever `key`/`value` is taken,
+Shapes are those of `nsa_core.types`; `B T S H Hkv D Dv C N n`. Wherever `key`/`value` is taken,
 a `Branches` of arrays is taken too (paper section 3.3.3). `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back.
 
@@ -16,16 +16,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from nsa_jax import branches, debug, geometry, jax_debug, validate
-from nsa_jax.array_ops import zero_padding
+from nsa_core import debug, validate
+from nsa_core.array_ops import zero_padding
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.dispatch import Plan
+from nsa_core.types import RESIDUAL, Branches
+from nsa_jax import branches, geometry, jax_debug
 from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
-from nsa_jax.dispatch import REGISTRY, Plan
+from nsa_jax.dispatch import REGISTRY
 from nsa_jax.eager import any_rank, compiled, compiled_plan
 from nsa_jax.jax_problem import problem_of
-from nsa_jax.types import RESIDUAL, Branches
 
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
@@ -190,7 +192,7 @@ def compress(
 
     Args:
       x: keys or values `[B, S, Hkv, D]`.
-      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_jax.compress_params`).
+      params: None: the mean; `PoolParams`, `MLPParams`: learnable (`nsa_core.compress_params`).
       segment_ids: `[B, S]`; the tokens of all sequences then stand in the order of their first
         token, without gaps, zeros in the slots left over.
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_jax import geometry, key_bounds
+from nsa_core.steps import key_bounds
+from nsa_jax import geometry
 from nsa_jax.chunks import BUDGET_BYTES, over_queries
 from nsa_jax.numerics import grouped, logits_of, precision_of, scale_of, softmax, wide
 

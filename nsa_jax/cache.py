@@ -14,12 +14,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nsa_jax import api, validate
-from nsa_jax.compress_params import CompressParams
+from nsa_core import validate
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
+from nsa_jax import api
 from nsa_jax.compression import apply_phi
-from nsa_jax.config import NSAConfig
 from nsa_jax.eager import any_rank, compiled
-from nsa_jax.types import Branches
 
 # A cache holds its configuration beside its arrays: `jit` knows it, no transform touches it.
 jax.tree_util.register_static(NSAConfig)
@@ -109,7 +110,7 @@ def cached_attention(
       query, key, value, gates: of the new tokens, as in `attention`, with `S = T`.
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
       config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
-      compress_params: of the keys and of the values (`nsa_jax.compress_params`).
+      compress_params: of the keys and of the values (`nsa_core.compress_params`).
 
     Raises:
       ValueError: bad shapes, a cache of another config, or more tokens than the capacity.

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
+from nsa_core.compress_params import CompressParams, PoolParams
+from nsa_core.config import NSAConfig
 from nsa_jax import geometry
-from nsa_jax.compress_params import CompressParams, PoolParams
-from nsa_jax.config import NSAConfig
 from nsa_jax.eager import any_rank
 from nsa_jax.numerics import precision_of, wide
 

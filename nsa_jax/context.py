@@ -1,6 +1,6 @@
 """Context parallelism: one sequence over the devices of a mesh axis, inside `jax.shard_map`.
 
-Each device has the queries, keys and values of its own tokens (`context_layout.py`). Keys and
+Each device has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
 values are gathered some key/value heads at a time (`head_groups`), by `lax.all_gather`; the next
 ones do not wait for these, so that XLA may overlap them. A chunk of queries is then a call like
 any other, whose queries are the last of the first `kv_len` keys, a traced number, so that all
@@ -21,17 +21,18 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_policies
 
-from nsa_jax import api, geometry, validate
-from nsa_jax import context_layout as layouts
-from nsa_jax.compress_params import CompressParams
+from nsa_core import context_layout as layouts
+from nsa_core import validate
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.types import RESIDUAL, Branches
+from nsa_jax import api, geometry
 from nsa_jax.compression import apply_phi, windows_at
 from nsa_jax.compression import compress as compress_windows
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
 from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.numerics import wide
-from nsa_jax.types import RESIDUAL, Branches
 
 
 def shard_sequence(x, size: int, *, axis: int = 1, context_layout: Layout = "zigzag"):

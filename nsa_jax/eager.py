@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from kernels_pallas.mosaic.capability import interpret
-from nsa_jax import policy
-from nsa_jax.dispatch import Plan
+from nsa_core import policy
+from nsa_core.dispatch import Plan
 
 _ARRAY = object()  # stands where an array is given
 

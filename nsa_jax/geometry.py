@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 
 @dataclasses.dataclass(frozen=True)

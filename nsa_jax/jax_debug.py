@@ -1,9 +1,9 @@
-"""What `nsa_jax.debug`, which tells the events of both frameworks, must know of JAX."""
+"""What `nsa_core.debug`, which tells the events of both frameworks, must know of JAX."""
 
 import jax
 import numpy as np
 
-from nsa_jax.debug import Backend
+from nsa_core.debug import Backend
 
 JAX = Backend(
     "nsa_jax",

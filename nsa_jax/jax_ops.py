@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
-from nsa_jax.array_ops import ArrayOps
 
 
 class JaxOps(ArrayOps):

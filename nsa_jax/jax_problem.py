@@ -3,8 +3,8 @@
 import jax
 
 from kernels_pallas.mosaic.capability import interpret
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
 
 
 def device_name() -> str | None:

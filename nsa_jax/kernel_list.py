@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.kernel import Kernel
-from nsa_jax import fused, geometry, mosaic_attention
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
+from nsa_core.steps import fused, mosaic_attention
+from nsa_core.steps.mosaic_attention import Inputs
+from nsa_core.types import Branches
+from nsa_jax import geometry
 from nsa_jax.jax_ops import JaxOps
-from nsa_jax.mosaic_attention import Inputs
-from nsa_jax.types import Branches
 
 
 class Recording(JaxOps):

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from nsa_jax import fused, geometry, select
-from nsa_jax.array_ops import ArrayOps, zero_padding
+from nsa_core.array_ops import ArrayOps, zero_padding
+from nsa_core.steps import fused
+from nsa_core.steps.fused import Inputs, Residuals, Steps
+from nsa_core.steps.gradients import RowResiduals
+from nsa_core.types import RESIDUAL, Branches
+from nsa_jax import geometry, select
 from nsa_jax.eager import any_rank
-from nsa_jax.fused import Inputs, Residuals, Steps
-from nsa_jax.gradients import RowResiduals
-from nsa_jax.types import RESIDUAL, Branches
 
 
 def _varying(x, axes):

@@ -1,6 +1,6 @@
 """The steps on Mosaic kernels in JAX (implementation `mosaic`): `jit`, `vmap` and gradients."""
 
-from nsa_jax import mosaic_attention
+from nsa_core.steps import mosaic_attention
 from nsa_jax.jax_ops import JAX_OPS
 from nsa_jax.kernel_path import KernelPath
 

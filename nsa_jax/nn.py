@@ -9,11 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import api, cache, extras, geometry, validate
-from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core import extras, validate
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.layer import KIND, LayerSpec
+from nsa_core.types import Branches
+from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.layer import KIND, LayerSpec
-from nsa_jax.types import Branches
 
 try:
     from flax import nnx
@@ -113,7 +114,7 @@ class NSAAttention(nnx.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
     Args:
-      spec: the hyper-parameters (`nsa_jax.layer.LayerSpec`).
+      spec: the hyper-parameters (`nsa_core.layer.LayerSpec`).
       dtype, param_dtype: of the computation, of the parameters.
       implementation: as in `nsa_jax.attention`.
       rngs: for the initial parameters.

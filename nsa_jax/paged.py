@@ -11,14 +11,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from nsa_jax import paged_layout, validate, validate_paged
-from nsa_jax.compress_params import CompressParams
+from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_core.types import Branches
 from nsa_jax.compression import apply_phi
-from nsa_jax.config import NSAConfig
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.paged_layout import ARRAYS, PagedArrays, Places, slots_of
-from nsa_jax.types import Branches
 
 
 @jax.tree_util.register_pytree_node_class
@@ -101,7 +101,7 @@ def append(
       page_table: int32 `[B, M]`; what a row does not need may be anything.
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
-      params: of the compression, for keys and values (`nsa_jax.compress_params`); None: means.
+      params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache.

@@ -4,16 +4,17 @@ same few queries (decode), else on rows gathered from the pages, by the steps of
 
 import jax.numpy as jnp
 
-from nsa_jax import api, jax_problem, paged_dispatch, paged_layout, validate_paged
-from nsa_jax.config import NSAConfig
+from nsa_core import paged_dispatch, paged_layout, validate_paged
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Choice, Problem
+from nsa_core.paged_dispatch import Inputs
+from nsa_core.paged_layout import first_slot, slots_of
+from nsa_core.types import Branches
+from nsa_jax import api, jax_problem
 from nsa_jax.dispatch import REGISTRY as ATTENTION
-from nsa_jax.dispatch import Choice, Problem
 from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.paged import PagedCache
-from nsa_jax.paged_dispatch import Inputs
-from nsa_jax.paged_layout import first_slot, slots_of
-from nsa_jax.types import Branches
 
 
 @any_rank
@@ -106,7 +107,8 @@ def on_mosaic(inputs: Inputs, max_seqlen_q=None, implementation=None):
 
 def with_indices(name: str, inputs: Inputs):
     """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
-    from nsa_jax import mosaic_decode, triton, triton_decode
+    from nsa_core.steps import mosaic_decode, triton_decode
+    from nsa_jax import triton
 
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 
 def to_ranges(

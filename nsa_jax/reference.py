@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.config import NSAConfig
 
 EXACT = lax.Precision.HIGHEST
 

@@ -8,9 +8,9 @@ from einops import rearrange, reduce
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
-from nsa_jax.config import NSAConfig
 from nsa_jax.numerics import grouped, logits_of, softmax
 
 

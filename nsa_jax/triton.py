@@ -1,6 +1,6 @@
 """The steps on Triton kernels in JAX (implementation `triton`): `jit`, `vmap` and gradients."""
 
-from nsa_jax import triton_attention
+from nsa_core.steps import triton_attention
 from nsa_jax.kernel_path import KernelPath
 from nsa_jax.triton_ops import TRITON_OPS
 

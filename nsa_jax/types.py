@@ -1,35 +1,5 @@
-"""What the letters mean, the container of the three branches, and the numerics contract.
+"""`Branches` is in `nsa_core.types`; programs and pickles find it under this name too."""
 
-Shapes:
-  `B` batch, `T` query length, `S` key/value length, `H` query heads, `Hkv` key/value heads,
-  `G = H // Hkv` heads per group, `D` query/key width, `Dv` value width, `C` compressed
-  tokens, `N = ceil(S / select_block)` selection blocks, `n` selected blocks per query.
+from nsa_core.types import RESIDUAL, Branches
 
-Query heads of one group are adjacent: head `h` reads key/value head `h // G`. Queries are
-aligned to the end of the keys: query `t` sits at position `p = t + kv_len - T` of its
-sequence. In a packed batch positions restart in every sequence and nothing crosses a border.
-
-Numerics, for every implementation:
-  Softmax, log-sum-exp and accumulation in float32 (float64 for float64 input); `lse` natural
-  log, `[B, T, H]`. A row that sees no key has output 0, lse `-inf`, gradient 0, never NaN.
-  Block indices are int32, ascending, without duplicates, `-1` in the empty slots at the end.
-  Nothing reads the future: not an output, not a score, not an index.
-"""
-
-from typing import Any, NamedTuple
-
-# The name by which policies of `jax.checkpoint` know what the backward pass keeps besides inputs.
-RESIDUAL = "nsa_residual"
-
-
-class Branches[X](NamedTuple):
-    """One value for each branch, always in this order (a pytree)."""
-
-    compressed: X
-    selected: X
-    sliding: X
-
-    @classmethod
-    def each(cls, value: Any) -> "Branches[Any]":
-        """`value` itself if it is a `Branches`, else `value` for every branch."""
-        return value if isinstance(value, cls) else cls(value, value, value)
+__all__ = ["RESIDUAL", "Branches"]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.mosaic.capability import HOPPER
+from nsa_core.config import NSAConfig
 from nsa_jax import ffi, jax_problem, kernel_list
-from nsa_jax.config import NSAConfig
 
 
 def prepare(

@@ -1,16 +1,16 @@
-"""Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_jax.types`.
+"""Native Sparse Attention (arXiv 2502.11089) in PyTorch; shapes: `nsa_core.types`.
 
-The configuration and the container of the branches are those of `nsa_jax`. JAX itself is
+The configuration and the container of the branches are those of `nsa_core`. JAX itself is
 imported by what needs it: implementation `jax`, and building Mosaic kernels, in processes of
 their own. Its backends do not start before it is asked to run.
 """
 
-from nsa_jax import extras
+from nsa_core import extras
 
 extras.require("torch", "torch")
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_torch.cache import NSACache, cached_attention, init_cache
 from nsa_torch.compress import MLPParams, PoolParams
 from nsa_torch.functional import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nsa_jax
 from interop import dlpack
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from nsa_torch.first_order import first_order
 
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nsa_jax import validate
-from nsa_jax.compress_params import CompressParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core import validate
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_torch import checks, functional
 from nsa_torch.compress import apply_phi
 from nsa_torch.dispatch import choose, description

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_jax.fused import Inputs
-from nsa_jax.types import Branches
+from nsa_core.steps.fused import Inputs
+from nsa_core.types import Branches
 from nsa_torch import operators
 
 BRANCHES_OF = "Tensor compressed_{0}, Tensor selected_{0}, Tensor sliding_{0}"

@@ -1,4 +1,4 @@
-"""Checks of public arguments: those of `nsa_jax.validate`, and torch's devices and packing."""
+"""Checks of public arguments: those of `nsa_core.validate`, and torch's devices and packing."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_jax import debug, validate
+from nsa_core import debug, validate
 from nsa_torch import replay
 
 

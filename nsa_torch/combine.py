@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from nsa_torch import replay
 from nsa_torch.chunks import chunks, wide
 

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import geometry, window_starts

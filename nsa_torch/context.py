@@ -1,6 +1,6 @@
 """Context parallelism: one sequence over the ranks of a mesh dimension.
 
-Each rank has the queries, keys and values of its own tokens (`nsa_jax.context_layout`). Keys and
+Each rank has the queries, keys and values of its own tokens (`nsa_core.context_layout`). Keys and
 values are gathered one batch row and some key/value heads at a time (`head_groups`); the gather of
 the next is under way while this one is computed. A chunk of queries is then a call like any other,
 whose queries are the last of the keys up to its end. The backward pass gathers again, and sums the
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from nsa_jax import context_layout as layouts
-from nsa_jax import validate
-from nsa_jax.compress_params import CompressParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
-from nsa_jax.types import Branches
+from nsa_core import context_layout as layouts
+from nsa_core import validate
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.types import Branches
 from nsa_torch import checks, context_ranks
 from nsa_torch.context_compress import compressed_tokens
 from nsa_torch.context_ranks import Ranks

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from nsa_jax import context_layout as layouts
-from nsa_jax.types import Branches
+from nsa_core import context_layout as layouts
+from nsa_core.types import Branches
 from nsa_torch import functional, operators
 from nsa_torch.chunks import wide
 from nsa_torch.first_order import first_order

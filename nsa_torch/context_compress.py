@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch.chunks import wide
 from nsa_torch.compress import apply_phi, compress
 from nsa_torch.context_ranks import Ranks

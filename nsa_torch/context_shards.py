@@ -1,11 +1,11 @@
-"""Where the tokens of each rank of a context group stand (`nsa_jax.context_layout`), on tensors."""
+"""Where the tokens of each rank of a context group stand, on tensors (`nsa_core.context_layout`)"""
 
 import dataclasses
 
 import torch
 from torch import Tensor
 
-from nsa_jax import context_layout as layouts
+from nsa_core import context_layout as layouts
 from nsa_torch.context_ranks import Ranks
 
 

@@ -1,9 +1,9 @@
-"""What `nsa_jax.debug`, which tells the events of both frameworks, must know of torch."""
+"""What `nsa_core.debug`, which tells the events of both frameworks, must know of torch."""
 
 import torch
 from torch.utils import _pytree
 
-from nsa_jax.debug import Backend
+from nsa_core.debug import Backend
 
 
 def _wait(given):

@@ -1,4 +1,4 @@
-"""Which implementation runs on torch tensors; the registry itself is `nsa_jax.dispatch`'s.
+"""Which implementation runs on torch tensors; the registry itself is `nsa_core.dispatch`'s.
 
 A target takes the arguments of its public function, `kv_len` never None, and, of a branch,
 `with_lse`: False allows it to return None for the log-sum-exp. Targets of the step `attention`,
@@ -17,10 +17,10 @@ import kernels_pallas
 from interop.launch import ALIGNMENT
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
-from nsa_jax import debug, policy
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import WHOLE, Implementation, Problem, Registry
-from nsa_jax.types import Branches
+from nsa_core import debug, policy
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import WHOLE, Implementation, Problem, Registry
+from nsa_core.types import Branches
 from nsa_torch import fa2, operators
 from nsa_torch.debug import TORCH
 from nsa_torch.operators import config_of, requires_grad

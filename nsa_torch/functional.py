@@ -1,6 +1,6 @@
 """The public functions on torch tensors: validation once, then the chosen implementations.
 
-Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_jax.types`.
+Names, arguments and numbers are those of `nsa_jax`; shapes are those of `nsa_core.types`.
 Wherever `key`/`value` is taken, a `Branches` of tensors is taken too. `implementation` is None
 (automatic), a name for all branches, or a `Branches` of names; a named one never falls back:
   `mosaic`     kernels (Hopper, 16-bit, contiguous tensors; see `nsa_torch.mosaic`)
@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from nsa_jax import debug, validate
-from nsa_jax.array_ops import zero_padding
-from nsa_jax.compress_params import CompressParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
-from nsa_jax.dispatch import Plan
-from nsa_jax.types import Branches
+from nsa_core import debug, validate
+from nsa_core.array_ops import zero_padding
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.dispatch import Plan
+from nsa_core.types import Branches
 from nsa_torch import alike, checks, replay
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows

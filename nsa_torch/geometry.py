@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 
 class Sequences(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from kernels_pallas.triton import capability
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
-from nsa_jax.layer import LayerSpec
-from nsa_jax.validate import dtype_name
+from nsa_core.layer import LayerSpec
+from nsa_core.validate import dtype_name
 from nsa_torch.torch_ops import capability_of
 
 # Tokens from which the products are fused: the weights are concatenated for it at each call, which

@@ -1,4 +1,4 @@
-"""`nsa_jax.array_ops.QueryLayout` of torch tensors, int32, for operators on kernels.
+"""`nsa_core.array_ops.QueryLayout` of torch tensors, int32, for operators on kernels.
 
 Where sizes alone decide it, it is made once for all calls alike (`nsa_torch.shared`).
 """
@@ -8,8 +8,8 @@ import functools
 import torch
 from torch import Tensor
 
-from nsa_jax import key_bounds
-from nsa_jax.types import Branches
+from nsa_core.steps import key_bounds
+from nsa_core.types import Branches
 from nsa_torch import operators, replay
 from nsa_torch.geometry import geometry
 from nsa_torch.shared import SHARED

@@ -2,7 +2,7 @@
 
 Every function is one operator on the current stream: the host never waits for the device.
 Arguments are those of `functional.py`, with `kv_len` never None. The steps themselves are a
-`nsa_jax.fused.Steps`.
+`nsa_core.steps.fused.Steps`.
 
 Where a gradient will be wanted, each branch's own output and log-sum-exp are kept for the
 backward pass, and the selection. It cannot be differentiated once more (`first_order.py`).
@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa_jax import fused
-from nsa_jax.array_ops import ArrayOps, zero_padding
-from nsa_jax.config import NSAConfig
-from nsa_jax.fused import Residuals, Steps
-from nsa_jax.gradients import RowResiduals
-from nsa_jax.types import Branches
+from nsa_core.array_ops import ArrayOps, zero_padding
+from nsa_core.config import NSAConfig
+from nsa_core.steps import fused
+from nsa_core.steps.fused import Residuals, Steps
+from nsa_core.steps.gradients import RowResiduals
+from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.call_forms import APART, GIVEN, SHARED, form_of, mean_shapes
 from nsa_torch.kernel_layout import KernelLayout

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nsa_jax import validate
-from nsa_jax.compress_params import CompressParams, MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
-from nsa_jax.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
-from nsa_jax.types import Branches
+from nsa_core import validate
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
+from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
+from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 
 
@@ -101,7 +101,7 @@ class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
     Args:
-      dim ... rope_scale, num_initial, num_local, bias: `nsa_jax.layer.LayerSpec`, which also
+      dim ... rope_scale, num_initial, num_local, bias: `nsa_core.layer.LayerSpec`, which also
         says what is refused.
       rope_impl: "llama", the seed's only one.
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.

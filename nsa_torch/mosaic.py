@@ -5,8 +5,8 @@ After one call of the same shape, which compiles the kernels, a CUDA graph can c
 
 from kernels_pallas.specs.selected import SelectedAttention
 from kernels_pallas.specs.tile_block_lists import list_arrays
-from nsa_jax import mosaic_attention
-from nsa_jax.mosaic_forward import sizes_of
+from nsa_core.steps import mosaic_attention
+from nsa_core.steps.mosaic_forward import sizes_of
 from nsa_torch import warm_up
 from nsa_torch.kernel_path import KernelPath
 from nsa_torch.torch_ops import TORCH_OPS as OPS

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import early_release, replay
 from nsa_torch.first_order import first_order
 

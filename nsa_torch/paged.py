@@ -7,7 +7,7 @@ CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is pa
     append           raw tokens to their pages; finished compressed tokens to theirs
     paged_attention  from the pages (`paged_attend.py`)
 
-The twin of `nsa_jax.paged`. Where things lie: `nsa_jax.paged_layout`.
+The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 """
 
 import functools
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton import capability
-from nsa_jax import paged_layout, validate, validate_paged
-from nsa_jax.compress_params import CompressParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.paged_layout import ARRAYS, PagedArrays, Places, slots_of
-from nsa_jax.types import Branches
+from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.compress_params import CompressParams
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_core.types import Branches
 from nsa_torch import checks
 from nsa_torch.compress import apply_phi
 from nsa_torch.operators import requires_grad
@@ -138,7 +138,7 @@ def append(
       page_table: int32 `[B, M]`; what a row does not need may be anything.
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
-      params: of the compression, for keys and values (`nsa_jax.compress_params`); None: means.
+      params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       implementation: `triton` (one launch) or `torch`; None: the first that can.
 
     Raises:

@@ -6,18 +6,13 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.runtime import loaded
-from nsa_jax import (
-    mosaic_decode,
-    paged_dispatch,
-    paged_layout,
-    triton_decode,
-    validate_paged,
-)
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Choice, Problem
-from nsa_jax.paged_dispatch import Inputs
-from nsa_jax.paged_layout import first_slot, slots_of
-from nsa_jax.types import Branches
+from nsa_core import paged_dispatch, paged_layout, validate_paged
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Choice, Problem
+from nsa_core.paged_dispatch import Inputs
+from nsa_core.paged_layout import first_slot, slots_of
+from nsa_core.steps import mosaic_decode, triton_decode
+from nsa_core.types import Branches
 from nsa_torch import checks, dispatch, functional
 from nsa_torch.operators import requires_grad
 from nsa_torch.paged import PagedCache, check_devices

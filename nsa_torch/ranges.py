@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 MODES = ("none", "v1", "v2", "adaptive")
 # The seed system's default of NSA_SEL_RANGES_V2_MIN_S: v2 from this length on, v1 below it.

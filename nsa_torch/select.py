@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.geometry import Geometry, geometry_of

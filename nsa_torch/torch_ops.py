@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic import capability
-from nsa_jax.array_ops import ArrayOps
+from nsa_core.array_ops import ArrayOps
 from nsa_torch import early_release, replay
 
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes

@@ -3,7 +3,7 @@
 No length compiles anything. A CUDA graph can capture a call whose layer has run before.
 """
 
-from nsa_jax import triton_attention
+from nsa_core.steps import triton_attention
 from nsa_torch.kernel_path import KernelPath
 from nsa_torch.triton_ops import TRITON_OPS as OPS
 

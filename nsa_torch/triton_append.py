@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kernels_pallas.triton import decode_descriptions
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from nsa_torch.paged import PagedCache
 from nsa_torch.triton_ops import TRITON_OPS as OPS
 

@@ -14,10 +14,10 @@ import torch
 from interop import launch
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.mosaic import capability
-from nsa_jax import fused, mosaic_attention
-from nsa_jax.config import NSAConfig
-from nsa_jax.mosaic_attention import Inputs
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.steps import fused, mosaic_attention
+from nsa_core.steps.mosaic_attention import Inputs
+from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.call_forms import APART, GIVEN, SHARED, Form
 from nsa_torch.kernel_layout import KernelLayout

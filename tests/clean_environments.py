@@ -30,9 +30,9 @@ def refused(statement, extra):
         raise AssertionError(f"{statement} ran")
 """
 BASE = """
-import nsa_jax.config, nsa_jax.types, nsa_jax.layer, configs
+import nsa_core.config, nsa_core.types, nsa_core.layer, configs
 import kernels_pallas.runtime.plan, kernels_pallas.runtime.store
-assert nsa_jax.config.NSAConfig().num_compressed(64) == 3
+assert nsa_core.config.NSAConfig().num_compressed(64) == 3
 assert configs.load("base")
 refused("import nsa_torch", "torch")
 refused("import interop.weights", "torch")
@@ -52,7 +52,7 @@ refused("import nsa_jax.nn", "nnx")
 NNX = """
 from flax import nnx
 import nsa_jax.nn
-from nsa_jax.layer import LayerSpec
+from nsa_core.layer import LayerSpec
 spec = LayerSpec(dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8)
 layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
 assert layer(jnp.ones((1, 40, 16)))[0].shape == (1, 40, 16)
@@ -69,7 +69,7 @@ interop.weights.load("layer.safetensors", layer)
 BUILT = """
 import configs
 from kernels_pallas.runtime.store import Store
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch.warm_up import Layer, kernels_of
 for preset in ("paper", "seed", "smallgroup"):
     settings = configs.overlay(configs.load("base"), configs.load(preset))

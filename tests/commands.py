@@ -7,8 +7,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from bench.harness import records
+from nsa_core.dispatch import Implementation
 from nsa_jax import branches
-from nsa_jax.dispatch import REGISTRY, Implementation
+from nsa_jax.dispatch import REGISTRY
 
 
 def run(module, folder, *arguments, table=None):

@@ -53,7 +53,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import capability
-from nsa_jax import policy
+from nsa_core import policy
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import nsa_jax
+from nsa_core import context_layout as layouts
+from nsa_core.compress_params import PoolParams
 from nsa_jax import Branches, context
-from nsa_jax import context_layout as layouts
-from nsa_jax.compress_params import PoolParams
 from tests import context_worker as worker
 from tests.context_worker import CASES, MUTATED, Case, tensors
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import nsa_torch
 from bench.harness.scale_problem import Problem
 from bench.harness.scale_ranks import Measured
-from nsa_jax import context_layout as layouts
+from nsa_core import context_layout as layouts
 from nsa_torch import Branches, NSAConfig, PoolParams, context, context_compress, context_ranks
 
 RANKS, TIMEOUT_S = 4, 20

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nsa_core.config import NSAConfig
 from nsa_jax import reference
-from nsa_jax.config import NSAConfig
 
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=10

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import nsa_torch
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 
 SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=9)
 

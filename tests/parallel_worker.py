@@ -20,8 +20,8 @@ from bench.lm.parallel import Parallel
 from bench.lm.ranks import TorchRanks, debug_level
 from bench.lm.watch import Settings
 from bench.lm.watchdog import Watchdog
-from nsa_jax.layer import LayerSpec
-from nsa_jax.types import Branches
+from nsa_core.layer import LayerSpec
+from nsa_core.types import Branches
 
 PROCESSES, TIMEOUT_S = 4, 20
 LAYER = LayerSpec(

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import interop.launch
 import nsa_torch
 from kernels_pallas.mosaic import capability
-from nsa_jax import debug, policy
+from nsa_core import debug, policy
 from nsa_torch import Branches, alike, checks, early_release, operators, replay, torch_ops
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in, stand_ins

@@ -22,10 +22,11 @@ from bench.harness.records import Record
 from bench.judge import oracle
 from bench.judge.checks import Checker
 from bench.reports import render
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Implementation
+from nsa_core.types import Branches
 from nsa_jax import branches
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import REGISTRY, Implementation
-from nsa_jax.types import Branches
+from nsa_jax.dispatch import REGISTRY
 from tests.commands import break_sliding
 
 MICRO = """

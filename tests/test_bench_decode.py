@@ -14,7 +14,7 @@ import nsa_jax
 import nsa_torch
 from bench import decode, summarize
 from bench.harness import decode_steps, exit_status, turns
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import paged_attend
 from tests.commands import break_sliding, run
 from tests.measured import record

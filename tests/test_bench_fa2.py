@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import nsa_torch
 from bench import fa2
 from bench.harness import exit_status, records
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from tests.commands import run
 
 SMALL = ("--S_list=40,63", "--w_list=12", "--heads=2", "--dk=8", "--dv=8", "--l=8", "--d=4")

@@ -9,9 +9,9 @@ import pytest
 
 from bench import needle, prefill, ranges
 from bench.harness import exit_status, records
+from nsa_core.config import NSAConfig
 from nsa_jax import ranges as library
 from nsa_jax import select
-from nsa_jax.config import NSAConfig
 from tests.commands import break_sliding, run
 
 SIZES = ("--heads=4", "--dk=8", "--dv=8", "--l=8", "--d=4", "--l_sel=8", "--n_sel=4", "--w=12")

@@ -22,7 +22,7 @@ from bench.harness import (
 from bench.harness.runners import RUNNERS, problem
 from bench.harness.selection_rows import Matrix
 from kernels_pallas.triton import capability
-from nsa_jax.dispatch import Implementation
+from nsa_core.dispatch import Implementation
 from nsa_torch import sdpa
 from tests.commands import rows, run
 from tests.measured import record

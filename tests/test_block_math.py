@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nsa_core.config import NSAConfig
 from nsa_jax import reference, select
-from nsa_jax.config import NSAConfig
 
 # l, d, l': the paper's, all equal, l = d, l = l', odd sizes, stride 1.
 SIZES = [(32, 16, 64), (8, 8, 8), (4, 4, 12), (24, 4, 24), (12, 4, 24), (15, 5, 35), (2, 1, 3)]

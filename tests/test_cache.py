@@ -10,7 +10,7 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
-from nsa_jax.compress_params import MLPParams, PoolParams
+from nsa_core.compress_params import MLPParams, PoolParams
 from tests.inputs import SMALL, Case, call, problem
 
 CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)

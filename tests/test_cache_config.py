@@ -12,7 +12,7 @@ from flax import nnx
 import nsa_jax
 import nsa_jax.paged
 import nsa_torch
-from nsa_jax.layer import LayerSpec
+from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
 from nsa_torch.huggingface import (

@@ -16,8 +16,8 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import lowering
 from kernels_pallas.specs.tile import Tile, slab_width
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
 from nsa_torch import torch_ops
 from tests import test_mosaic_compiled
 from tests.inputs import PAPER, SMALL, Case, problem

@@ -13,7 +13,7 @@ from flax import nnx
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from interop import weights
-from nsa_jax.layer import EXTRA_STATE, GATES, KIND, PHI, LayerSpec
+from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, LayerSpec
 from nsa_jax.nn import Mark
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention

@@ -10,7 +10,7 @@ import torch
 from kernels_pallas.mosaic import compress as body
 from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
-from nsa_jax import mosaic_compress
+from nsa_core.steps import mosaic_compress
 from nsa_torch import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import loops

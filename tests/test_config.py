@@ -6,8 +6,8 @@ import math
 import pytest
 
 import configs
+from nsa_core.layer import LayerSpec
 from nsa_jax import NSAConfig
-from nsa_jax.layer import LayerSpec
 
 BAD_CONFIGS = [
     (dict(compress_stride=0), "compress_stride must be >= 1, got 0"),

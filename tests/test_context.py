@@ -11,7 +11,7 @@ import torch
 
 import nsa_torch
 from bench.harness.process import ROOT
-from nsa_jax import context_layout as layouts
+from nsa_core import context_layout as layouts
 from nsa_torch import fa2, reference, sdpa
 from nsa_torch.select import select_blocks as sdpa_select
 from tests import context_devices, torch_inputs

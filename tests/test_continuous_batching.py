@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,

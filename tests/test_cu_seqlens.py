@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
-from nsa_jax import debug
+from nsa_core import debug
 from nsa_torch import NSAAttention
 from tests import torch_inputs
 from tests.inputs import SMALL

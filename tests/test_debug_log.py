@@ -14,7 +14,8 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.harness.process import ROOT
-from nsa_jax import debug, jax_debug
+from nsa_core import debug
+from nsa_jax import jax_debug
 from tests.inputs import SMALL
 
 T, H, HKV, D = 24, 4, 2, 8

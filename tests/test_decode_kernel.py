@@ -18,10 +18,10 @@ from kernels_pallas.mosaic import (
 from kernels_pallas.mosaic.capability import interpreted
 from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
 from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
-from nsa_jax import mosaic_decode
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import PagedArrays
+from nsa_core.steps import mosaic_decode
 from nsa_jax.jax_ops import JAX_OPS
-from nsa_jax.paged_layout import PagedArrays
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
 

@@ -9,10 +9,12 @@ from absl import flags as absl_flags
 
 import kernels_pallas
 import nsa_jax
-from nsa_jax import flags, paged_attend, policy
-from nsa_jax.dispatch import REGISTRY, STEPS, WHOLE, Implementation, Problem, Registry
+from nsa_core import flags, policy
+from nsa_core.dispatch import STEPS, WHOLE, Implementation, Problem, Registry
+from nsa_core.policy import DECODE
+from nsa_jax import paged_attend
+from nsa_jax.dispatch import REGISTRY
 from nsa_jax.jax_problem import problem_of
-from nsa_jax.policy import DECODE
 from nsa_torch import dispatch as torch_dispatch
 from nsa_torch import paged_attend as torch_paged_attend
 from nsa_torch.dispatch import REGISTRY as TORCH_REGISTRY

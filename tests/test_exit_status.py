@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from bench import compare, oneshot, summarize
 from bench.harness import cli, exit_status, heartbeat, problems
 from bench.harness.process import ROOT
-from nsa_jax import debug
+from nsa_core import debug
 from tests.measured import record
 
 FINE = record("sliding", "fa2", 1.0)

@@ -13,9 +13,9 @@ import pytest
 
 from kernels_pallas.runtime import build, description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_jax import ffi, kernel_list, mosaic, warm_up, xla_call
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3

@@ -17,9 +17,10 @@ import nsa_jax
 from bench import call_kernels
 from kernels_pallas.mosaic.gathered_walk import GatheredWalk
 from kernels_pallas.specs import dkv, gathered
-from nsa_jax import mosaic, mosaic_gather
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_gather
+from nsa_core.types import Branches
+from nsa_jax import mosaic
 from nsa_torch import warm_up
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu

@@ -27,8 +27,9 @@ from kernels_pallas.specs import (
 )
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem, part_column
-from nsa_jax import geometry, mosaic, mosaic_backward, mosaic_lists
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_backward, mosaic_lists
+from nsa_jax import geometry, mosaic
 from tests.inputs import segment_ids
 
 FIELDS = ("position", "key_start", "compressed_start")

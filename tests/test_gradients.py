@@ -11,8 +11,8 @@ from jax.test_util import check_grads
 
 import nsa_jax
 from bench.judge.parity import assert_parity
+from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_jax import branches, chunks, reference
-from nsa_jax.compress_params import MLPParams, PoolParams
 from nsa_jax.select import block_scores
 from tests.inputs import CASES, SMALL, Case, call, problem, selection
 

@@ -30,8 +30,8 @@ from bench.judge.parity import FLOAT32_MAX
 from bench.lm.spec import ModelSpec
 from bench.lm.torch_lm import LM
 from interop import weights
-from nsa_jax import extras
-from nsa_jax.layer import LayerSpec
+from nsa_core import extras
+from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModel,

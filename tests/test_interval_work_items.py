@@ -13,9 +13,9 @@ from kernels_pallas.specs import work_items
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
-from nsa_jax.config import NSAConfig
-from nsa_jax.key_bounds import VisibleCompressed, Window
-from nsa_jax.mosaic_backward import _interval_cuts
+from nsa_core.config import NSAConfig
+from nsa_core.steps.key_bounds import VisibleCompressed, Window
+from nsa_core.steps.mosaic_backward import _interval_cuts
 from nsa_torch.torch_ops import TorchOps
 
 CONFIG = NSAConfig()

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bench.lm import jax_learner, jax_parallel, spec
 from bench.lm.jax_lm import LM
 from bench.lm.jax_parallel import Layout
+from nsa_core.types import Branches
 from nsa_jax import ffi, jax_problem, xla_call
-from nsa_jax.types import Branches
 
 # What XLA asks of a GPU, as it prints it of an H100.
 H100 = """

@@ -29,9 +29,10 @@ from kernels_pallas.mosaic import (
     tile_steps,
 )
 from kernels_pallas.specs import scores
-from nsa_jax import geometry, key_bounds, mosaic
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
+from nsa_core.steps import key_bounds
+from nsa_jax import geometry, mosaic
 from tests.inputs import (
     PAPER,
     SMALL,

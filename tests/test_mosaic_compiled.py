@@ -13,10 +13,10 @@ from kernels_pallas.mosaic.operands import REGISTERS
 from kernels_pallas.runtime import lowering
 from kernels_pallas.specs import interval
 from kernels_pallas.specs.tile import SMEM_BYTES
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_jax import mosaic
-from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JaxOps
-from nsa_jax.types import Branches
 from tests.cross_compile import compile_report
 from tests.inputs import PAPER, Case
 

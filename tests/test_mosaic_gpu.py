@@ -12,8 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
 from kernels_pallas.specs import scores, work_items
+from nsa_core.config import NSAConfig
 from nsa_jax import ffi
-from nsa_jax.config import NSAConfig
 from tests.inputs import PAPER, Case, call, problem
 from tests.test_mosaic import (
     ARRAYS,

@@ -17,9 +17,10 @@ from bench.judge.parity import assert_parity
 from kernels_pallas.mosaic import dkv as dkv_body
 from kernels_pallas.specs import block_query_lists, dkv, work_items
 from kernels_pallas.specs.work_items import WorkItem
-from nsa_jax import mosaic_backward, reference
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_backward
+from nsa_core.types import Branches
+from nsa_jax import reference
 from tests.inputs import Case, call, once, problem
 from tests.test_mosaic import patched, steps_of
 

@@ -11,9 +11,9 @@ import torch
 import nsa_jax
 import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
-from nsa_jax import paged_layout
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core import paged_layout
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
 from tests.test_cache import phi

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.judge import parity
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 CONFIG = NSAConfig(
     compress_block=4,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from bench.judge import parity
+from nsa_core.types import Branches
 from nsa_jax import NSAConfig, reference
-from nsa_jax.types import Branches
 
 CONFIG = NSAConfig(
     compress_block=8, compress_stride=2, select_block=16, num_selected=16, window=64

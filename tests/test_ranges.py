@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench import ranges as bench_ranges
+from nsa_core.config import NSAConfig
 from nsa_jax import ranges as jax_ranges
-from nsa_jax.config import NSAConfig
 from nsa_torch import fa2, functional, geometry, packing, ranges
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu

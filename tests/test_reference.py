@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_jax import reference
-from nsa_jax.compress_params import MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
 from tests import loops
 
 SMALL = NSAConfig(8, 4, 16, num_selected=3, num_initial=1, num_local=1, window=10)

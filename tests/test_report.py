@@ -10,7 +10,7 @@ import yaml
 from bench import report
 from bench.harness import records
 from bench.reports import page, plots, render, sources
-from nsa_jax import policy
+from nsa_core import policy
 from tests.measured import GPU, pairs, record
 
 EVIL = "<script>alert('x')</script>"

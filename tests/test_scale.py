@@ -7,7 +7,7 @@ import pytest
 from bench import scale
 from bench.harness import exit_status, scale_model
 from bench.harness.scale_problem import Problem, judged
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 ABOUT = {"framework": "torch", "mode": "fwdbwd", "layout": "zigzag"}
 SIZES = {"S": 1024, "H": 8, "Hkv": 2, "D": 64, "Dv": 32}

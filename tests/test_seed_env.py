@@ -263,7 +263,7 @@ def test_every_entry_says_something(values):
 def test_flags_of_the_table_are_those_of_the_commands():
     """Every flag that the table sets is one of a command, which takes the value."""
     from bench import compare, fa2, train
-    from nsa_jax import flags as kernel_flags
+    from nsa_core import flags as kernel_flags
 
     assert compare.CONFIG.name == "config"
 

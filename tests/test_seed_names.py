@@ -36,7 +36,7 @@ def test_what_stands_in_its_place_is_there(script):
     if program == "python":
         assert words[0] == "-m" and importlib.util.find_spec(words[1]), words
         module = (ROOT / f"{words[1].replace('.', '/')}.py").read_text()
-        shared = "".join((ROOT / path).read_text() for path in ("nsa_jax/flags.py",))
+        shared = "".join((ROOT / path).read_text() for path in ("nsa_core/flags.py",))
         for flag in (word[2:] for word in words if word.startswith("--")):
             known = flag in module or flag.removesuffix("_kernel") in shared
             assert known or flag == "selected_kernel", flag

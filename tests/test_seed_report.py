@@ -8,7 +8,7 @@ from bench import compare, oneshot, seed_report
 from bench.harness import records
 from bench.harness.jobs import jobs
 from bench.harness.runners import TorchRunner, problem
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from tests.measured import GPU, record
 
 VARLEN = {"path": "varlen", "kernel": "FA"}

@@ -19,10 +19,11 @@ import nsa_jax
 import nsa_torch.mosaic
 from kernels_pallas.specs import dkv, stored_ds
 from kernels_pallas.specs.dkv import Dkv
-from nsa_jax import ffi, mosaic, mosaic_stored_ds, xla_call
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_stored_ds
+from nsa_core.types import Branches
+from nsa_jax import ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_jax.types import Branches
 from nsa_torch import alike, warm_up
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu

@@ -11,9 +11,10 @@ from absl import flags as absl_flags
 import configs
 import nsa_torch
 from bench.harness import problems, runners
-from nsa_jax import NSAConfig, flags, jax_problem, policy
+from nsa_core import flags, policy
+from nsa_core.dispatch import Problem
+from nsa_jax import NSAConfig, jax_problem
 from nsa_jax import dispatch as jax_dispatch
-from nsa_jax.dispatch import Problem
 from nsa_torch import dispatch as torch_dispatch
 
 GPU = "NVIDIA Test 80GB"

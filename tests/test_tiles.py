@@ -22,10 +22,10 @@ from bench.tuners import tile_search
 from kernels_pallas import tiles
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import interval, scores, selected
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 from nsa_jax import jax_problem, mosaic
-from nsa_jax.config import NSAConfig
 from nsa_jax.jax_ops import JAX_OPS, JaxOps
-from nsa_jax.types import Branches
 from nsa_torch import torch_ops
 from nsa_torch.torch_ops import TORCH_OPS
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_jax.dispatch import Problem
+from nsa_core.dispatch import Problem
 from nsa_torch import Branches, autograd, dispatch, fa2
 from tests.inputs import SMALL
 from tests.torch_inputs import on_the_cpu

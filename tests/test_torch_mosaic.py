@@ -17,7 +17,7 @@ from bench.harness.checked_layer import Watch
 from interop import dlpack
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
-from nsa_jax import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
+from nsa_core.steps import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
 from nsa_torch import (
     Branches,
     NSAConfig,

@@ -33,8 +33,8 @@ from bench.lm import (
 )
 from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
-from nsa_jax.layer import LayerSpec
-from nsa_jax.types import Branches
+from nsa_core.layer import LayerSpec
+from nsa_core.types import Branches
 
 # Of losses in float32, over the steps of `TRAINING`; mutants below must exceed it.
 TOLERANCE = 3e-6

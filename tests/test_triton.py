@@ -17,13 +17,14 @@ import nsa_torch
 from kernels_pallas import tiles
 from kernels_pallas.triton import capability, descriptions
 from kernels_pallas.triton import tiling as tilings
+from nsa_core import policy
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem, Registry
+from nsa_core.types import Branches
 from nsa_jax import dispatch as jax_dispatch
-from nsa_jax import policy, reference
+from nsa_jax import reference
 from nsa_jax import triton as jax_triton
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem, Registry
 from nsa_jax.triton_ops import compiled_for
-from nsa_jax.types import Branches
 from nsa_torch import dispatch, replay
 from tests import interpreted_triton
 from tests.inputs import PAPER, SMALL, Case, any_blocks, problem

@@ -17,9 +17,9 @@ import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from kernels_pallas.runtime import loaded
 from kernels_pallas.triton import capability, decode_descriptions
-from nsa_jax import triton_decode as steps
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
+from nsa_core.steps import triton_decode as steps
 from nsa_jax.triton_ops import compiled_for
 from nsa_torch import dispatch, paged, paged_attend
 from tests import interpreted_triton

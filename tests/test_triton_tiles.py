@@ -16,7 +16,7 @@ from bench.tuners import tile_search, triton_tiles
 from kernels_pallas import tiles
 from kernels_pallas.triton import descriptions, tiling
 from kernels_pallas.triton.tiling import Tiling
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch.torch_ops import TorchOps
 
 GPU = "NVIDIA Test L4"

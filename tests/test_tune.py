@@ -12,8 +12,8 @@ from bench import tune_thresholds
 from bench.harness import records
 from bench.tuners import threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
-from nsa_jax import policy
-from nsa_jax.dispatch import Implementation
+from nsa_core import policy
+from nsa_core.dispatch import Implementation
 from tests import measured
 from tests.measured import GPU, record
 

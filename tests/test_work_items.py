@@ -16,7 +16,7 @@ from kernels_pallas.mosaic.work_items import MakeItems
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import WorkItems, dkv_work_items
-from nsa_jax import mosaic_lists
+from nsa_core.steps import mosaic_lists
 from nsa_jax.jax_ops import JAX_OPS
 from tests import test_block_query_lists, test_gather_lists
 from tests.test_block_query_lists import needs_gpu

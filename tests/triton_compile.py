@@ -20,11 +20,12 @@ import torch
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton import decode_descriptions, descriptions
 from kernels_pallas.triton.kernel import TritonKernel
-from nsa_jax import paged_layout, triton_backward, triton_decode, triton_forward
-from nsa_jax.config import NSAConfig
-from nsa_jax.gradients import RowResiduals
-from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.types import Branches
+from nsa_core import paged_layout
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import PagedArrays
+from nsa_core.steps import triton_backward, triton_decode, triton_forward
+from nsa_core.steps.gradients import RowResiduals
+from nsa_core.types import Branches
 from nsa_torch import operators
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.triton_ops import TritonOps

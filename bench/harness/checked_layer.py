@@ -26,7 +26,7 @@ from bench.harness.timed_problem import digest
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.selected import BlockCounts
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
 
 FLAGS = flags.FlagValues()
@@ -41,7 +41,7 @@ GATHERED = "gathered_forward", "gathered_merge", "gathered_dq", "gathered_merge_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Sizes as in `nsa_jax.types`.
+    """Sizes as in `nsa_core.types`.
 
     Attributes:
       cu_seqlens: of packed rows; tokens after the last sequence are padding.

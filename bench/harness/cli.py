@@ -18,7 +18,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from bench.harness import exit_status, heartbeat, launchers, seed_env
-from nsa_jax import debug, policy
+from nsa_core import debug, policy
 
 LOG = flags.DEFINE_list(
     "log",

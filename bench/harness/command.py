@@ -17,7 +17,7 @@ from absl import flags
 from bench.harness import cli, cost, exit_status, problems, records
 from bench.harness.measure import shape_of
 from bench.harness.records import Record
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 # The seed system's words for sizes: name, default, what it is.
 SEED_FLAGS = {

@@ -16,12 +16,12 @@ import dataclasses
 
 import numpy as np
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of one measurement; see `nsa_jax.types` for the letters."""
+    """Sizes of one measurement; see `nsa_core.types` for the letters."""
 
     B: int
     T: int

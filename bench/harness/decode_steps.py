@@ -16,9 +16,9 @@ import numpy as np
 from bench.harness import timing
 from bench.harness.problems import Inputs
 from bench.harness.runners import rotated
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Plan
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Plan
+from nsa_core.types import Branches
 
 
 class Cached:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench.harness.runners import forward
-from nsa_jax.dispatch import Plan
-from nsa_jax.types import Branches
+from nsa_core.dispatch import Plan
+from nsa_core.types import Branches
 
 
 @dataclasses.dataclass(frozen=True)

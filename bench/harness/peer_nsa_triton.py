@@ -27,9 +27,9 @@ from typing import Any
 
 from bench.harness import records
 from bench.harness.jobs import Job
-from nsa_jax.config import NSAConfig
-from nsa_jax.dispatch import Problem
-from nsa_jax.types import Branches
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import Problem
+from nsa_core.types import Branches
 
 NAME = PACKAGE = "native-sparse-attention-triton"
 WIDEST, BLOCKS = 128, (32, 64, 128, 256)

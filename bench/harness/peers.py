@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.harness import peer_nsa_triton, records
 from bench.harness.jobs import Job
-from nsa_jax.dispatch import Problem
+from nsa_core.dispatch import Problem
 
 NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
 # The packages that attend to all keys or a window of them, and the first GPUs that they take.

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import configs
 import nsa_jax
 from bench.harness import heartbeat, text
-from nsa_jax import debug
-from nsa_jax.config import NSAConfig
-from nsa_jax.policy import Thresholds
-from nsa_jax.types import Branches
+from nsa_core import debug
+from nsa_core.config import NSAConfig
+from nsa_core.policy import Thresholds
+from nsa_core.types import Branches
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
@@ -69,7 +69,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of one problem, in its dtype (letters: `nsa_jax.types`)."""
+    """The arrays of one problem, in its dtype (letters: `nsa_core.types`)."""
 
     query: jax.Array
     key: Branches[jax.Array]

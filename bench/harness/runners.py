@@ -13,7 +13,8 @@ import numpy as np
 import nsa_jax
 from bench.harness import timing
 from bench.harness.problems import Settings
-from nsa_jax.dispatch import REGISTRY, Problem
+from nsa_core.dispatch import Problem
+from nsa_jax.dispatch import REGISTRY
 from nsa_jax.jax_problem import capability
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.

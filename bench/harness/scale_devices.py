@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import nsa_jax
 from bench.harness.scale_problem import RESULTS, Problem, judged, spread
-from nsa_jax import context_layout as layouts
+from nsa_core import context_layout as layouts
 
 
 def run(problems: list[Problem], size: int, samples: int) -> None:

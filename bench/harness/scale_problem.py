@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.context_layout import Layout
+from nsa_core.config import NSAConfig
+from nsa_core.context_layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)

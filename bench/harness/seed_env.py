@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from absl import flags
 
-from nsa_jax import policy
+from nsa_core import policy
 
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 

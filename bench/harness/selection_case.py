@@ -11,7 +11,7 @@ from bench.harness.measure import Judged, guarded, judged, shape_of, timed
 from bench.harness.runners import problem
 from bench.harness.selection_rows import SPANS, Matrix, Row, spans
 from bench.judge.checks import Checker
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 
 
 def settings_of(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 
 VOCABULARY = 256
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})

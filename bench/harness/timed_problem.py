@@ -18,7 +18,7 @@ SAMPLE_S = 0.25  # of calls in a row
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes as in `nsa_jax.types`; the config is the paper's."""
+    """Sizes as in `nsa_core.types`; the config is the paper's."""
 
     name: str
     T: int

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from nsa_core.types import Branches
 from nsa_jax import reference
-from nsa_jax.types import Branches
 
 # Arguments with one entry a query; the rest has one a key.
 PER_QUERY = ("query", "gates", "block_indices")

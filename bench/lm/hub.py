@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.lm import sources
-from nsa_jax import extras
+from nsa_core import extras
 
 PAUSES_S = (1, 2, 4, 8, 16, 32)  # before the tries after the first
 AGAIN = (408, 425, 429)  # HTTP: too slow, too early, too many; besides these the 500s

@@ -12,8 +12,8 @@ from flax import nnx
 
 from bench.lm import jax_parallel
 from bench.lm.spec import ModelSpec
+from nsa_core.layer import LayerSpec
 from nsa_jax import api
-from nsa_jax.layer import LayerSpec
 from nsa_jax.nn import NSAAttention, apply_rope
 
 NORM_EPS = 1e-6

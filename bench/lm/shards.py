@@ -23,7 +23,7 @@ from bench.harness import cli
 from bench.lm import checkpoint, torch_lm
 from bench.lm.spec import ModelSpec
 from interop import weights
-from nsa_jax.layer import LayerSpec
+from nsa_core.layer import LayerSpec
 
 PARTS = "weights", "mean", "square"
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nsa_jax import extras
+from nsa_core import extras
 
 SUFFIXES = (".jsonl", ".parquet", ".txt")
 ROWS = 1024  # of a parquet file, read at a time

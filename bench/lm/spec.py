@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal
 
 from bench.harness import cost
-from nsa_jax.layer import LayerSpec
+from nsa_core.layer import LayerSpec
 
 type Attention = Literal["nsa", "dense"]
 

@@ -17,7 +17,7 @@ import filelock
 import numpy as np
 import platformdirs
 
-from nsa_jax import extras
+from nsa_core import extras
 
 SCHEMA = 1
 TOGETHER = 256  # documents that a tokenizer takes at a time

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.lm.spec import ModelSpec
 from interop import weights
-from nsa_jax.layer import LayerSpec
+from nsa_core.layer import LayerSpec
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
 

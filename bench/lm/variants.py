@@ -12,8 +12,8 @@ from bench.harness import jobs
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from bench.lm.spec import Attention, Task
-from nsa_jax.dispatch import OnUnsupported, Problem, Registry
-from nsa_jax.types import Branches
+from nsa_core.dispatch import OnUnsupported, Problem, Registry
+from nsa_core.types import Branches
 
 RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
 # The first that the dtype and device allow is the default: 16-bit on a GPU, or else the last.

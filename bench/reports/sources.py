@@ -9,7 +9,7 @@ from typing import Any
 from bench.harness import records
 from bench.harness.records import Record
 from bench.lm import log, watch
-from nsa_jax import policy
+from nsa_core import policy
 
 
 @dataclasses.dataclass

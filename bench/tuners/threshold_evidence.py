@@ -1,6 +1,6 @@
 """What records say of a kernel beside what it is compared with: pairs of times for one problem.
 
-A pair belongs to one of the thresholds of `nsa_jax.policy` and to a length. It comes from rows
+A pair belongs to one of the thresholds of `nsa_core.policy` and to a length. It comes from rows
 of JSON lines that differ in nothing but the implementation, or from a row of the CSV files of
 `bench.fa2` and `bench.selection`.
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.harness import records
 from bench.harness.records import Record
-from nsa_jax import policy
+from nsa_core import policy
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"

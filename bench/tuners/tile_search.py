@@ -1,6 +1,6 @@
 """Which tiles are fastest: variants of the Mosaic kernels, each beside the heuristic's.
 
-Every variant runs in the step of `nsa_jax.mosaic_forward` that builds the kernel, with the
+Every variant runs in the step of `nsa_core.steps.mosaic_forward` that builds the kernel, with the
 gates and sums of the whole forward. It must give what the heuristic's tiles give before it is
 timed; the winner is timed once more in turn with the heuristic, and must gain both times.
 """
@@ -21,7 +21,8 @@ from bench.harness import records
 from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
 from kernels_pallas.specs import interval, scores, selected
-from nsa_jax import geometry, mosaic_forward
+from nsa_core.steps import mosaic_forward
+from nsa_jax import geometry
 from nsa_jax.jax_ops import JAX_OPS
 
 type Tiles = Mapping[str, int]

@@ -1,8 +1,8 @@
 """Which tiles of the Triton kernels are fastest: each pass of a branch by itself, on torch tensors.
 
-A variant runs the whole pass of its branch, as `nsa_jax.triton_forward` and `triton_backward`
-do, and keeps the launches of the kernel that is tuned with their tensors: only those are timed.
-The results of the pass must be those of the heuristic's tiles.
+A variant runs the whole pass of its branch, as `triton_forward` and `triton_backward` of
+`nsa_core.steps` do, and keeps the launches of the kernel that is tuned with their tensors: only
+those are timed. The results of the pass must be those of the heuristic's tiles.
 """
 
 import functools
@@ -14,8 +14,8 @@ from bench.harness.problems import Inputs, Settings
 from kernels_pallas import tiles
 from kernels_pallas.triton.descriptions import SCORES_LIMITS, Problem, Selected
 from kernels_pallas.triton.tiling import candidates, power, scores_tiling
-from nsa_jax import triton_backward, triton_forward
-from nsa_jax.gradients import RowResiduals
+from nsa_core.steps import triton_backward, triton_forward
+from nsa_core.steps.gradients import RowResiduals
 
 # The functions that a pass launches, of which its tiles decide the time.
 LAUNCHED = {

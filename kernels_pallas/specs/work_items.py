@@ -147,7 +147,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
     """`table`, `first` and `count`, made with the array operations of a framework.
 
     Args:
-      ops: a `nsa_jax.array_ops.ArrayOps`.
+      ops: a `nsa_core.array_ops.ArrayOps`.
       bounds: the keys `first .. last - 1` that each token sees, both `[B, T]`, neither
         decreasing.
       spec: a `Dkv`.

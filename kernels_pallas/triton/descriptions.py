@@ -44,7 +44,7 @@ def _within(largest: tuple[int, int], rows: int | None, keys: int | None) -> tup
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes of one branch (shapes: `nsa_jax.types`), and where it runs.
+    """Sizes of one branch (shapes: `nsa_core.types`), and where it runs.
 
     Attributes:
       capability: of the GPU, which bounds the tiles.

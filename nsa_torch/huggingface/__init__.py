@@ -17,7 +17,7 @@ Rows of a batch may be padded on the left or on the right. A row's positions and
 start at its first real token, so that it computes what it would alone.
 """
 
-from nsa_jax import extras
+from nsa_core import extras
 
 extras.require("hf", "transformers", minimum="5.17")
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch.functional import selected_attention
 from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
 

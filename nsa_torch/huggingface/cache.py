@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nsa_jax.config import NSAConfig
+from nsa_core.config import NSAConfig
 from nsa_torch import cache as nsa_cache
 from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
 from nsa_torch.huggingface.configuration import NSAModelConfig

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nsa_jax.layer import KIND
+from nsa_core.layer import KIND
 from nsa_torch.huggingface.configuration import NSAModelConfig
 
 # Where the files are; the rest of from_pretrained's keywords says how to read them.

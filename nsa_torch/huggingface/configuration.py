@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
-from nsa_jax.config import NSAConfig
-from nsa_jax.layer import LayerSpec
+from nsa_core.config import NSAConfig
+from nsa_core.layer import LayerSpec
 
 ATTENTION = ("nsa", "dense")
 ROPE_TYPES = ("default", "linear")
@@ -53,7 +53,7 @@ class NSAModelConfig(PreTrainedConfig):
         which positions are divided. Pairs are interleaved.
       attention: "nsa" or "dense", or a list of one of these a layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
-      phi, phi_hidden, gate, gate_hidden, gate_temp: as in `nsa_jax.layer.LayerSpec`.
+      phi, phi_hidden, gate, gate_hidden, gate_temp: as in `nsa_core.layer.LayerSpec`.
       tie_word_embeddings: whether the head's weight is the embedding.
       use_cache: whether a call outside training makes a cache.
 

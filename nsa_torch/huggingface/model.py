@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nsa_jax.layer import EXTRA_STATE
-from nsa_jax.types import Branches
+from nsa_core.layer import EXTRA_STATE
+from nsa_core.types import Branches
 from nsa_torch import geometry, heads
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache

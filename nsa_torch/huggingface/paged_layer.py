@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
-from nsa_jax.types import Branches
+from nsa_core.types import Branches
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append

@@ -13,8 +13,8 @@ from typing import Any
 import safetensors
 from torch import nn
 
-from nsa_jax import extras
-from nsa_jax.layer import LayerSpec
+from nsa_core import extras
+from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
 

@@ -1,7 +1,7 @@
 """All steps of NSA on Triton kernels in one function, and its gradient (see `fused.py`)."""
 
 from kernels_pallas.triton.tiling import LEAST
-from nsa_jax import triton_backward, triton_forward
-from nsa_jax.fused import Steps
+from nsa_core.steps import triton_backward, triton_forward
+from nsa_core.steps.fused import Steps
 
 STEPS = Steps(triton_forward, triton_backward, (), lambda width: min(width, LEAST))

@@ -14,12 +14,12 @@ from typing import Any
 from kernels_pallas.tiles import tiles_of
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Problem, Selected
-from nsa_jax import key_bounds
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.config import NSAConfig
-from nsa_jax.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_jax.packed_keys import align_sequences
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.config import NSAConfig
+from nsa_core.steps import key_bounds
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.validate import dtype_name
 
 type OutLse = tuple[Any, Any]
 

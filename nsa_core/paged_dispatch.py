@@ -10,12 +10,12 @@ from typing import Any
 
 import kernels_pallas
 from kernels_pallas.specs.decode import GATE_DTYPES
-from nsa_jax import mosaic_decode
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.dispatch import Choice, Implementation, Problem, Registry
-from nsa_jax.policy import DECODE
-from nsa_jax.types import Branches
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps
+from nsa_core.dispatch import Choice, Implementation, Problem, Registry
+from nsa_core.policy import DECODE
+from nsa_core.steps import mosaic_decode
+from nsa_core.types import Branches
+from nsa_core.validate import dtype_name
 
 GATHERED = "gathered"
 

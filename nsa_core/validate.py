@@ -8,9 +8,9 @@ import numbers
 import sys
 from typing import Any
 
-from nsa_jax.compress_params import MLPParams, PoolParams
-from nsa_jax.config import NSAConfig
-from nsa_jax.types import Branches
+from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64", "int16", "int8")

@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 from kernels_pallas.specs.tile import cdiv
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.config import NSAConfig
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.config import NSAConfig
 
 
 def visible_compressed(layout: QueryLayout, config: NSAConfig) -> tuple[Any, Any]:

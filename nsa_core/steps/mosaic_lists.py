@@ -13,7 +13,7 @@ from kernels_pallas.specs import block_query_lists as query_list_kernels
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.work_items import WorkItem
-from nsa_jax.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):

@@ -10,12 +10,12 @@ import dataclasses
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
-from nsa_jax import triton_forward
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.config import NSAConfig
-from nsa_jax.gradients import Gradients, RowResiduals
-from nsa_jax.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.config import NSAConfig
+from nsa_core.steps import triton_forward
+from nsa_core.steps.gradients import Gradients, RowResiduals
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_core.validate import dtype_name
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):

@@ -11,10 +11,10 @@ its turn comes, so that one branch's output exists at a time.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_jax.array_ops import ArrayOps, QueryLayout, zero_padding
-from nsa_jax.config import NSAConfig
-from nsa_jax.gradients import RowResiduals
-from nsa_jax.types import Branches
+from nsa_core.array_ops import ArrayOps, QueryLayout, zero_padding
+from nsa_core.config import NSAConfig
+from nsa_core.steps.gradients import RowResiduals
+from nsa_core.types import Branches
 
 
 class Steps(NamedTuple):

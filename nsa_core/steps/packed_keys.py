@@ -1,7 +1,7 @@
 """Compressed keys of packed rows, moved so that scores can be added up by blocks."""
 
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.config import NSAConfig
+from nsa_core.array_ops import ArrayOps
+from nsa_core.config import NSAConfig
 
 
 def align_sequences(ops: ArrayOps, key, start, config: NSAConfig):

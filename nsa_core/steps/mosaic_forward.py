@@ -3,7 +3,7 @@
     compressed -> select_blocks -> selected
                   sliding
 
-Shapes are those of `types.py`. `ops`: `ArrayOps`; `layout`: where the queries stand. A branch
+Shapes are those of `nsa_core.types`. `ops`: `ArrayOps`; `layout`: where the queries stand. A branch
 returns its output `[B, T, H, Dv]` and its natural log-sum-exp `[B, T, H]`, float32. It may also
 take part in the gated sum: `gate` `[B, T, H]` scales its output, `added` `[B, T, H, Dv]`, the
 sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
@@ -15,12 +15,12 @@ from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import interval, scores
 from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.tiles import tiles_of
-from nsa_jax import key_bounds, mosaic_gather, mosaic_lists
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.config import NSAConfig
-from nsa_jax.key_bounds import VisibleCompressed, Window
-from nsa_jax.packed_keys import align_sequences
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.config import NSAConfig
+from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
+from nsa_core.steps.key_bounds import VisibleCompressed, Window
+from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.validate import dtype_name
 
 type OutLse = tuple[Any, Any]
 

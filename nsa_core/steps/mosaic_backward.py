@@ -30,13 +30,13 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
-from nsa_jax import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.config import NSAConfig
-from nsa_jax.gradients import Gradients, RowResiduals
-from nsa_jax.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_jax.mosaic_forward import sizes_of
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.config import NSAConfig
+from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
+from nsa_core.steps.gradients import Gradients, RowResiduals
+from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_core.steps.mosaic_forward import sizes_of
+from nsa_core.validate import dtype_name
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):

@@ -19,8 +19,8 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, Tile, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
-from nsa_jax import mosaic_lists
-from nsa_jax.array_ops import ArrayOps
+from nsa_core.array_ops import ArrayOps
+from nsa_core.steps import mosaic_lists
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_LIST = 4

@@ -2,9 +2,9 @@
 
 from kernels_pallas.triton.decode_descriptions import Decode
 from kernels_pallas.triton.descriptions import Problem
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps
+from nsa_core.paged_layout import PagedArrays
+from nsa_core.validate import dtype_name
 
 
 def attention(

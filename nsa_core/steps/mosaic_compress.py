@@ -4,9 +4,9 @@ from typing import Any
 
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.config import NSAConfig
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps
+from nsa_core.config import NSAConfig
+from nsa_core.validate import dtype_name
 
 
 def means(ops: ArrayOps, key, value, config: NSAConfig) -> tuple[Any, Any]:

@@ -22,9 +22,9 @@ from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
-from nsa_jax import mosaic_lists
-from nsa_jax.array_ops import ArrayOps, QueryLayout
-from nsa_jax.gradients import Gradients
+from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.steps import mosaic_lists
+from nsa_core.steps.gradients import Gradients
 
 WINDOW_BYTES = 2**31  # of dS in a window of several rows of [B, Hkv]; one row may have more
 LARGEST_WINDOW_BYTES = 10 * 2**30  # where a window would have more, nothing is stored

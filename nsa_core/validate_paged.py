@@ -1,10 +1,10 @@
 """Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
 
-from nsa_jax import validate
-from nsa_jax.config import NSAConfig
-from nsa_jax.paged_layout import PagedArrays, slots_of
-from nsa_jax.types import Branches
-from nsa_jax.validate import array, dtype_name, shape
+from nsa_core import validate
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import PagedArrays, slots_of
+from nsa_core.types import Branches
+from nsa_core.validate import array, dtype_name, shape
 
 INDICES = ("int32",)
 

@@ -3,8 +3,8 @@
 import functools
 
 from kernels_pallas.specs.tile import slab_width
-from nsa_jax import fused, mosaic_backward, mosaic_compress, mosaic_forward
-from nsa_jax.fused import Inputs, Residuals, Steps
+from nsa_core.steps import fused, mosaic_backward, mosaic_compress, mosaic_forward
+from nsa_core.steps.fused import Inputs, Residuals, Steps
 
 __all__ = ["STEPS", "Inputs", "Residuals", "backward", "forward", "forward_with_residuals"]
 

@@ -7,10 +7,10 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.capability import HOPPER, interpret
 from kernels_pallas.specs.decode import VARIANTS, Decode, decode, with_variant
 from kernels_pallas.specs.decode import why_not as decode_why_not
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.config import NSAConfig
-from nsa_jax.paged_layout import PagedArrays
-from nsa_jax.validate import dtype_name
+from nsa_core.array_ops import ArrayOps
+from nsa_core.config import NSAConfig
+from nsa_core.paged_layout import PagedArrays
+from nsa_core.validate import dtype_name
 
 
 def attention(

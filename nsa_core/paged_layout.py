@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_jax import validate
-from nsa_jax.array_ops import ArrayOps
-from nsa_jax.config import NSAConfig
+from nsa_core import validate
+from nsa_core.array_ops import ArrayOps
+from nsa_core.config import NSAConfig
 
 
 @dataclasses.dataclass

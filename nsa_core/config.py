@@ -1,0 +1,91 @@
+"""`NSAConfig`: the numbers of Native Sparse Attention, checked once."""
+
+import dataclasses
+from typing import Any, Self
+
+# The names of the seed system's module and config files.
+SEED_NAMES = {
+    "l": "compress_block",
+    "d": "compress_stride",
+    "l_sel": "select_block",
+    "n_sel": "num_selected",
+    "w": "window",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NSAConfig:
+    """Sizes of the three branches; the defaults are the paper's (arXiv 2502.11089, section 4).
+
+    Raises:
+      ValueError: a rule is broken; the message names the field, the rule and the value.
+    """
+
+    compress_block: int = 32  # l: tokens that one compressed token summarises
+    compress_stride: int = 16  # d: tokens between the starts of two compressed tokens
+    select_block: int = 64  # l': tokens of one selection block
+    num_selected: int = 16  # n: blocks per query, the forced ones included
+    num_initial: int = 1  # forced blocks at the start of the sequence
+    num_local: int = 2  # forced blocks that end with the query's own
+    window: int = 512  # w: keys of the sliding branch, the query's own included
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{field.name} must be an int, got {value!r}")
+        block, stride = self.compress_block, self.compress_stride
+        forced = self.num_initial + self.num_local
+        rules = (
+            ("compress_stride", stride >= 1, ">= 1"),
+            ("compress_block", block >= 1, ">= 1"),
+            (
+                "compress_block",
+                stride >= 1 and block % stride == 0,
+                f"a multiple of compress_stride={stride}",
+            ),
+            (
+                "select_block",
+                stride >= 1 and self.select_block % stride == 0,
+                f"a multiple of compress_stride={stride}",
+            ),
+            ("select_block", self.select_block >= block, f">= compress_block={block}"),
+            ("num_initial", self.num_initial >= 0, ">= 0"),
+            ("num_local", self.num_local >= 0, ">= 0"),
+            ("num_selected", self.num_selected >= 1, ">= 1"),
+            (
+                "num_selected",
+                self.num_selected >= forced,
+                f">= num_initial + num_local = {forced}",
+            ),
+            ("window", self.window >= 0, ">= 0"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+
+    @classmethod
+    def from_seed(cls, **values: Any) -> Self:
+        """A config from the seed system's names `l, d, l_sel, n_sel, w`."""
+        unknown = sorted(set(values) - set(SEED_NAMES))
+        if unknown:
+            raise ValueError(f"unknown name {unknown[0]!r}; known: {sorted(SEED_NAMES)}")
+        return cls(**{SEED_NAMES[name]: value for name, value in values.items()})
+
+    def num_compressed(self, length: int) -> int:
+        """`C`: compressed tokens of a sequence of `length` tokens (Eq. 7)."""
+        if length < self.compress_block:
+            return 0
+        return (length - self.compress_block) // self.compress_stride + 1
+
+    def num_blocks(self, length: int) -> int:
+        """`N`: selection blocks of a sequence of `length` tokens, the last one partial."""
+        return -(-length // self.select_block)
+
+    def reads(self, length: int) -> int:
+        """Key rows that a decode step at `length` cached tokens reads, padding included."""
+        return (
+            self.num_compressed(length)
+            + self.num_selected * self.select_block
+            + min(self.window, length)
+        )

@@ -1,0 +1,210 @@
+"""What a call does, a line an event, by the loggers `nsa_jax.<event>` and `nsa_torch.<event>`.
+
+    nsa_core.debug.enable("routing", "timing")  # and logging.basicConfig(), or a handler
+
+Events, all off at first:
+  `routing`  what was chosen and each refusal, once a distinct plan
+  `shapes`   dtypes and shapes of what each step is given
+  `timing`   milliseconds of each step. Waits for the device before and after it, so the call as
+             a whole is slower than without
+  `compare`  mean and largest error of each step beside the reference on the same arguments
+
+A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=value ...`, as the
+seed system prints them. A fused path runs its steps one by one while `timing` or `compare` is
+on. Under `jax.jit` and other transforms `routing` and `shapes` tell of the trace, once;
+`timing` and `compare` need values and say that they refuse. `torch.compile` shows `routing`
+only. While an event is on, torch also reads `cu_seqlens` that lie on a GPU, and raises as it does
+on a CPU.
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+EVENTS = ("routing", "shapes", "timing", "compare")
+FRAMEWORKS = ("nsa_jax", "nsa_torch")
+ARGUMENTS = {
+    "compress": ("x",),
+    "compressed": ("query", "compressed_key", "compressed_value"),
+    "scores": ("query", "compressed_key"),
+    "selected": ("query", "key", "value", "block_indices"),
+    "sliding": ("query", "key", "value"),
+    "combine": ("outputs", "gates"),
+    "attention": ("query", "key", "value", "gates", "compressed", "block_indices"),
+}
+SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
+# The reference is dense: some arrays [B, H, T, S] in float32 beside each other.
+MOST_BYTES, BYTES_EACH = 2 * 2**30, 16
+
+on = False  # read at every call: all that a call costs while no event is on
+_active: frozenset[str] = frozenset()
+_left: dict[str, int] = {}
+_told: set[tuple[str, str]] = set()
+
+
+class Backend(NamedTuple):
+    """What a framework knows of its arrays."""
+
+    package: str  # nsa_jax or nsa_torch
+    silent: Callable[[], bool]  # whether a step cannot tell anything here
+    traced: Callable[[Any], bool]  # whether any of these has no value yet
+    wait: Callable[[Any], Any]  # for the device to finish them
+    numpy: Callable[[Any], np.ndarray]
+
+
+def enable(*events: str, limit: int = 100) -> None:
+    """Turns these events on and all others off; each goes off after `limit` lines.
+
+    Raises:
+      ValueError: an unknown event, or a limit below 1.
+    """
+    global on, _active
+    for event in events:
+        if event not in EVENTS:
+            raise ValueError(f"event must be one of {EVENTS}, got {event!r}")
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1 line, got {limit}")
+    on, _active = bool(events), frozenset(events)
+    _left.clear()
+    _left.update(dict.fromkeys(events, limit))
+    _told.clear()
+    for package in FRAMEWORKS:
+        for event in EVENTS:
+            level = logging.INFO if event in events else logging.NOTSET
+            logging.getLogger(f"{package}.{event}").setLevel(level)
+
+
+def stepwise(backend: Backend, *arrays) -> bool:
+    """Whether a fused path has to run step by step: what is timed or compared is a step."""
+    if not on or backend.silent():
+        return False
+    return bool(_active & {"timing", "compare"}) and not backend.traced(arrays)
+
+
+def plan(backend: Backend, problem, chosen) -> None:
+    """Tells of the `Plan` of `problem`."""
+    sizes = ("dtype", "B", "T", "S", "H", "Hkv", "D", "Dv")
+    fields = {name: getattr(problem, name) for name in sizes}
+    fields |= {choice.branch: choice.implementation for choice in chosen}
+    for choice in chosen:
+        fields |= {f"{choice.branch}.not_{x}": why for x, why in choice.refused.items()}
+    _tell(backend.package, "routing", fields, once=str(chosen))
+
+
+def watched(backend: Backend, registry, chosen):
+    """The `Plan` with functions that tell what they do."""
+
+    def load(choice):
+        step, name = choice.branch, choice.implementation
+        return watch(backend, step, name, choice.load(), oracle_of(registry, step))
+
+    choices = [*chosen, chosen.attention] if chosen.attention else [*chosen]
+    told = {x.branch: dataclasses.replace(x, load=lambda x=x: load(x)) for x in choices}
+    return dataclasses.replace(chosen, **told)
+
+
+def oracle_of(registry, step: str) -> Callable[[], Callable] | None:
+    """What loads the reference of `step`, if there is one."""
+    entry = registry.entry(step, "reference")
+    return None if entry is None else entry.load
+
+
+def watch(
+    backend: Backend,
+    step: str,
+    name: str,
+    function: Callable,
+    oracle: Callable[[], Callable] | None = None,
+) -> Callable:
+    """`function`, which computes `step` by the implementation `name`; where events are on, so
+    that it tells them. `oracle` loads the reference of the step."""
+    if not on or backend.silent():
+        return function
+
+    def told(*args, **options):
+        about = {"step": step, "implementation": name}
+        given = dict(zip(ARGUMENTS[step], args, strict=False))
+        traced = backend.traced((args, options))
+        if "shapes" in _active:
+            shapes = {key: _shape(x) for key, x in given.items() if x is not None}
+            _tell(backend.package, "shapes", about | shapes | {"traced": traced})
+        if traced:
+            for event in ("timing", "compare"):
+                why = "under a transform (jit, grad, vmap) there are no values: call outside it"
+                _refuse(backend.package, event, {}, why)
+            return function(*args, **options)
+        if "timing" in _active:
+            backend.wait((args, options))
+        start = time.perf_counter()
+        result = function(*args, **options)
+        if "timing" in _active:
+            backend.wait(result)
+            spent_ms = (time.perf_counter() - start) * 1e3
+            ms = {"ms": f"{spent_ms:.4g}", "synchronizes": True}
+            _tell(backend.package, "timing", about | ms)
+        if "compare" in _active and oracle is not None:
+            _compare(backend, about, oracle(), result, args, options)
+        return result
+
+    return told
+
+
+def _compare(backend, about, oracle, result, args, options):
+    query, key = args[:2]
+    size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
+    if size > MOST_BYTES:
+        most = MOST_BYTES / 2**30
+        why = f"the dense reference needs {size / 2**30:.1f} GiB, more than {most:.0f}"
+        _refuse(backend.package, "compare", about, why)
+        return
+    exact = oracle(*args, **options)
+    if about["step"] == "scores":
+        differ = (backend.numpy(result) != backend.numpy(exact)).any(axis=-1)
+        fields = {"scores_rows_differ": int(differ.sum()), "rows": differ.size}
+    else:
+        pair = (backend.numpy(x[0]).astype(np.float64) for x in (result, exact))
+        error, short = np.abs(np.subtract(*pair)), SEED_NAMES[about["step"]]
+        fields = {f"{short}_mae": f"{error.mean():.3g}", f"{short}_max": f"{error.max():.3g}"}
+    _tell(backend.package, "compare", fields | about)
+
+
+def _refuse(package: str, event: str, about: dict[str, Any], why: str) -> None:
+    if event in _active:
+        _tell(package, event, about | {"refused": why}, once=f"{about} {why}", refusal=True)
+
+
+def _tell(package, event, fields, *, once: str = "", refusal: bool = False) -> None:
+    """One line, unless the event is off, or `once` was told before. Refusals are over and above
+    the limit."""
+    global on, _active
+    if event not in _active or (once and (event, package + once) in _told):
+        return
+    _told.add((event, package + once))
+    words = ["NSA-DBG"] if event == "compare" and not refusal else ["NSA-LOG", event]
+    words += [f"framework={package.removeprefix('nsa_')}"]
+    words += [f"{key}={_value(x)}" for key, x in fields.items()]
+    log = logging.getLogger(f"{package}.{event}")
+    log.info("%s", " ".join(words))
+    _left[event] -= not refusal
+    if not _left[event]:
+        log.info("NSA-LOG limit event=%s: no more lines of it", event)
+        _active -= {event}
+        on = bool(_active)
+
+
+def _value(x: Any) -> str:
+    """As it is where that is one word, else quoted."""
+    text = str(x).lower() if isinstance(x, bool) else str(x)
+    return json.dumps(text) if " " in text or not text else text
+
+
+def _shape(x: Any) -> str:
+    """`bfloat16[1,512,4,32]`; of several, in brackets."""
+    if isinstance(x, tuple):
+        return f"({','.join('None' if y is None else _shape(y) for y in x)})"
+    return f"{str(x.dtype).removeprefix('torch.')}[{','.join(map(str, x.shape))}]"

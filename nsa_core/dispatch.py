@@ -1,0 +1,255 @@
+"""Which implementation runs: an ordered registry that can say why it refused each one.
+
+An implementation named by the caller never falls back. Automatic choice walks the order and
+takes the first that does not refuse, and that the device's thresholds and policy do not keep
+back (`policy.py`); the refusals travel with the choice.
+
+The step `attention` is all steps at once. An implementation of it runs where the choice of
+every single step has its name.
+"""
+
+import dataclasses
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import kernels_pallas
+from nsa_core import policy
+from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
+
+log = logging.getLogger(__name__)
+
+type OnUnsupported = Literal["error", "fallback"]
+
+STEPS = ("compressed", "scores", "selected", "sliding")
+WHOLE = "attention"  # the step that is all of them
+
+
+class Problem(NamedTuple):
+    """What an implementation must know to say whether it can run (shapes: `types.py`)."""
+
+    framework: str
+    branch: str
+    platform: str
+    dtype: str
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    Dv: int
+    packed: bool
+    config: NSAConfig
+    capability: tuple[int, int] | None = None  # of the GPU, e.g. (9, 0)
+    strided: str | None = None  # which tensor should lie in memory in another way, and how
+    device: str | None = None  # the GPU, as its driver calls it
+    requires_grad: bool = False  # whether a backward pass may follow
+    cached: bool = False  # whether the keys are a cache, whose lengths the device knows
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A way to compute one step.
+
+    Attributes:
+      target: `module:function`, imported when it is called.
+      why_not: why it cannot run a problem, or None.
+      compresses: of the step `attention`: whether it makes compressed tokens that are None, the
+        means of a problem.
+    """
+
+    name: str
+    target: str
+    why_not: Callable[[Problem], str | None] = lambda problem: None
+    compresses: Callable[[Problem], bool] = lambda problem: False
+
+    def load(self) -> Callable:
+        module, function = self.target.split(":")
+        # torch.compile follows a look-up, but no import by name.
+        return getattr(sys.modules.get(module) or importlib.import_module(module), function)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What will run for one step, and why each implementation before it will not; `note`: what
+    automatic choice could not know (`policy.note`).
+    """
+
+    branch: str
+    implementation: str
+    refused: Mapping[str, str]
+    load: Callable[[], Callable] = dataclasses.field(repr=False, compare=False)
+    note: str | None = None
+
+    def __str__(self) -> str:
+        notes = [self.note] if self.note else []
+        notes += [f"not {name}: {reason}" for name, reason in self.refused.items()]
+        why = "; ".join(notes)
+        return f"{self.branch}: {self.implementation}" + (f" ({why})" if why else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The choice of every step of one call; prints as one line a step.
+
+    Attributes:
+      attention: what runs all steps at once, or None: they run one by one.
+      apart: why each implementation of all steps does not run.
+    """
+
+    compressed: Choice
+    scores: Choice
+    selected: Choice
+    sliding: Choice
+    attention: Choice | None = None
+    apart: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Choice]:
+        """The choice of every single step, in the order of `STEPS`."""
+        return (getattr(self, step) for step in STEPS)
+
+    def __str__(self) -> str:
+        whole = self.attention
+        if whole is None:
+            why = "".join(f"; not {name}: {why}" for name, why in self.apart.items())
+            whole = f"{WHOLE}: step by step" + (f" ({why[2:]})" if why else "")
+        return "\n".join(map(str, (*self, whole)))
+
+
+class Registry:
+    """Implementations of each step in the order in which automatic choice tries them.
+
+    Args:
+      table: by step; `attention` may be missing.
+      elsewhere: names that other frameworks have, and why this one has not.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        table: Mapping[str, tuple[Implementation, ...]],
+        elsewhere: Mapping[str, str] | None = None,
+    ):
+        self.framework = framework
+        self.table = dict(table)
+        self.elsewhere = dict(elsewhere or {})
+
+    def names(self, branch: str | None = None) -> tuple[str, ...]:
+        """Known implementations of `branch` (of any), in order."""
+        rows = [self.table[branch]] if branch else self.table.values()
+        return tuple(dict.fromkeys(entry.name for row in rows for entry in row))
+
+    def entry(self, step: str, name: str) -> Implementation | None:
+        """The implementation of `step` called `name`, if there is one."""
+        return next((x for x in self.table.get(step, ()) if x.name == name), None)
+
+    def choose(
+        self,
+        problem: Problem,
+        name: str | None = None,
+        on_unsupported: OnUnsupported = "error",
+    ) -> Choice:
+        """The implementation called `name`, or for None the first that can run `problem`.
+
+        Raises:
+          ValueError: no implementation has this name.
+          NotImplementedError: the named one refuses, and `on_unsupported` is "error".
+          ExceptionGroup: automatic choice was refused by all.
+        """
+        entries = {entry.name: entry for entry in self.table[problem.branch]}
+        refused: dict[str, str] = {}
+        if name is not None and name != "auto":
+            known = (*self.names(), *self.elsewhere)
+            if name not in known:
+                raise ValueError(f"implementation must be one of {known} or None, got {name!r}")
+            if name in entries:
+                reason = entries[name].why_not(problem)
+            else:
+                reason = f"{self.framework} has no {name} implementation of this step"
+                reason = self.elsewhere.get(name, reason)
+            if reason is None:
+                return Choice(problem.branch, name, {}, entries[name].load)
+            if on_unsupported == "error":
+                raise NotImplementedError(f"{problem.branch}: {name}: {reason}")
+            log.warning("%s: %s refused, choosing another: %s", problem.branch, name, reason)
+            refused[name] = reason
+        for entry in entries.values():
+            if entry.name in refused:
+                continue
+            reason = entry.why_not(problem) or policy.why_not(entry.name, problem)
+            if reason is None:
+                note = policy.note(entry.name, problem)
+                choice = Choice(problem.branch, entry.name, refused, entry.load, note)
+                if log.isEnabledFor(logging.INFO):
+                    _log_once(str(choice))
+                return choice
+            refused[entry.name] = reason
+        raise ExceptionGroup(
+            f"no implementation of {problem.branch} can run this problem",
+            [NotImplementedError(f"{key}: {reason}") for key, reason in refused.items()],
+        )
+
+    def plan(
+        self,
+        problem: Problem,
+        implementation: str | Branches[str | None] | None = None,
+        on_unsupported: OnUnsupported = "error",
+        step: str | None = None,
+    ) -> Plan:
+        """The choice of every step; `step`: the one that is named, the others are not.
+
+        Scores belong to no branch that can be named: they run with the implementation of the
+        selected branch where that can, otherwise with the first that can. One name for all
+        branches is meant for them too, where it has scores at all.
+        """
+        at = {step: problem._replace(branch=step) for step in STEPS}
+        at["scores"] = at["scores"]._replace(requires_grad=False)  # a selection has no gradient
+        if step is not None:
+            names = dict.fromkeys(STEPS) | {step: implementation}
+            choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
+            return self._planned(problem, choices)
+        names = Branches.each(implementation)._asdict()
+        scoring = {entry.name: entry for entry in self.table["scores"]}
+        own = scoring.get(names["selected"])
+        strict = isinstance(implementation, str) and own is not None
+        able = own is not None and own.why_not(at["scores"]) is None
+        names["scores"] = names["selected"] if strict or able else None
+        choices = [self.choose(at[x], names[x], on_unsupported) for x in STEPS]
+        return self._planned(problem, choices)
+
+    def _planned(self, problem: Problem, choices: Sequence[Choice]) -> Plan:
+        """The plan of these choices, with what runs all of them at once."""
+        compressed, scores, selected, sliding = choices
+        whole, apart = self._whole(problem._replace(branch=WHOLE), choices)
+        return Plan(compressed, scores, selected, sliding, whole, apart)
+
+    def _whole(
+        self, problem: Problem, choices: Sequence[Choice]
+    ) -> tuple[Choice | None, dict[str, str]]:
+        """What runs all steps at once, and why not each implementation before it."""
+        refused = dict[str, str]()
+        for entry in self.table.get(WHOLE, ()):
+            other = next((x for x in choices if x.implementation != entry.name), None)
+            if other is not None:
+                reason = f"{other.branch} runs on {other.implementation}"
+            else:
+                reason = entry.why_not(problem)
+            if reason is None:
+                return Choice(WHOLE, entry.name, {}, entry.load), refused
+            refused[entry.name] = reason
+        return None, refused
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    log.info("%s", line)
+
+
+def kernel(name: str, target: str) -> Implementation:
+    """The entry of a step on kernels of `kernels_pallas`, which say what they cannot do."""
+    return Implementation(name, target, functools.partial(kernels_pallas.why_not, name))

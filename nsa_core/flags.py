@@ -1,0 +1,85 @@
+"""absl flags that choose the implementation of each branch, for programs built on the library.
+
+Import this module before `app.run`, then pass `implementation=flags.implementation(...)`.
+"""
+
+import dataclasses
+
+from absl import flags
+
+from nsa_core import policy
+from nsa_core.dispatch import OnUnsupported, Problem, Registry
+from nsa_core.types import Branches
+
+NAMES = ("reference", "xla", "sdpa", "fa2", "jax", "mosaic", "triton")
+
+_KERNELS = Branches(
+    *(
+        flags.DEFINE_enum(
+            f"{branch}_kernel",
+            "auto",
+            ["auto", *NAMES],
+            f"Implementation of the {branch} branch; auto: the first that can run.",
+        )
+        for branch in Branches._fields
+    )
+)
+_ALL = flags.DEFINE_enum(
+    "kernels", "auto", ["auto", *NAMES], "Implementation of every branch that no flag names."
+)
+_ON_UNSUPPORTED = flags.DEFINE_enum(
+    "on_unsupported",
+    "error",
+    ["error", "fallback"],
+    "What a named implementation that cannot run the problem does.",
+)
+
+
+class _LengthParser(flags.ArgumentParser):
+    syntactic_help = "a length, or never"
+
+    def parse(self, argument):
+        return policy.parse(argument)
+
+
+_THRESHOLDS = {
+    field.name: flags.DEFINE(
+        _LengthParser(),
+        field.name,
+        None,
+        f"The smallest length at which automatic choice takes {'/'.join(kernels)} for the "
+        f"{branch} branch, in place of the device's.",
+        serializer=flags.ArgumentSerializer(),
+    )
+    for field in dataclasses.fields(policy.Thresholds)
+    for branch, kernels in [policy.DECIDES[field.name]]
+}
+
+
+def named() -> Branches[str | None]:
+    """The names given on the command line; None where the flag says auto."""
+    each = (_ALL.value if f.value == "auto" else f.value for f in _KERNELS)
+    return Branches(*(None if name == "auto" else name for name in each))
+
+
+def on_unsupported() -> OnUnsupported:
+    """The value of `--on_unsupported`."""
+    return "fallback" if _ON_UNSUPPORTED.value == "fallback" else "error"
+
+
+def thresholds() -> policy.Thresholds:
+    """The values of `--fa2_min_len_win`, `--fa2_min_len_cmp`, `--sel_min_len` and
+    `--sel_triton_min_L`."""
+    return policy.Thresholds(**{name: flag.value for name, flag in _THRESHOLDS.items()})
+
+
+def implementation(registry: Registry, problem: Problem) -> Branches[str]:
+    """What the flags come to for `problem`, ready for `implementation=`.
+
+    Raises:
+      ValueError: the framework has no implementation of a given name.
+      NotImplementedError: a named one cannot run `problem`, and `--on_unsupported=error`.
+    """
+    with policy.overridden(thresholds(), "a flag"):
+        plan = registry.plan(problem, named(), on_unsupported())
+    return Branches(*(getattr(plan, b).implementation for b in Branches._fields))

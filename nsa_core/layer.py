@@ -1,0 +1,198 @@
+"""What an NSA attention layer is, in the seed system's words, for both frameworks' modules."""
+
+import dataclasses
+import json
+from typing import Any
+
+from nsa_core import validate
+from nsa_core.config import NSAConfig
+
+PHI = ("avg", "mlp", "mlp_pe")
+GATES = ("sigmoid", "softmax")
+
+# What a layer's weights alone do not tell. The names of entries of its state say it, such as
+# `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
+KIND = ("gate", "phi")
+KIND_MODULE = "kind"
+EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
+# Not stated where they have their defaults, as in checkpoints older than these names.
+UNSTATED = ("num_initial", "num_local", "bias")
+
+
+class Unnamed(str):
+    """A default that the caller did not name: equal to the word, told apart by its type."""
+
+
+DEFAULT_PHI = Unnamed("avg")
+DEFAULT_GATE = Unnamed("sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Hyper-parameters of `nsa_jax.nn.NSAAttention` and `nsa_torch.NSAAttention`.
+
+    Two layers with equal specs have the same parameters and compute the same function.
+
+    Attributes:
+      dim: width of the model.
+      n_heads, n_kv_groups: query heads, key/value heads.
+      d_k, d_v: width of a query/key head (even), of a value head.
+      l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
+        `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
+      phi: "avg": the mean. "mlp": the seed system's word for a learnable depthwise
+        convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
+        position embedding.
+      phi_hidden: hidden width of "mlp_pe"; None: twice the width that it compresses.
+      gate: "sigmoid" (paper): independent; "softmax" (seed): the three add up to one.
+      gate_hidden: hidden width of the gate; None: `d_k // 2`.
+      gate_temp: the gate's logits are divided by it.
+      rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
+        pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
+      bias: whether the projections of queries, keys, values and output have one.
+
+    Raises:
+      ValueError: a rule is broken; the message names the argument and the value.
+    """
+
+    dim: int
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    l: int = 32
+    d: int = 16
+    l_sel: int = 64
+    n_sel: int = 16
+    w: int = 512
+    phi: str = DEFAULT_PHI
+    phi_hidden: int | None = None
+    gate: str = DEFAULT_GATE
+    gate_hidden: int | None = None
+    gate_temp: float = 1.0
+    rope_base: float = 10000.0
+    rope_scale: float = 1.0
+    num_initial: int = NSAConfig.num_initial
+    num_local: int = NSAConfig.num_local
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ["dim", "n_heads", "n_kv_groups", "d_k", "d_v"]
+        sizes += [x for x in ("gate_hidden", "phi_hidden") if getattr(self, x) is not None]
+        validate.sizes(**{name: getattr(self, name) for name in sizes})
+        if self.n_heads % self.n_kv_groups:
+            raise ValueError(
+                f"n_heads must be a multiple of n_kv_groups={self.n_kv_groups}, "
+                f"got {self.n_heads}"
+            )
+        if self.d_k % 2:
+            raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
+        if self.phi not in PHI:
+            raise ValueError(f"phi must be one of {PHI}, got {self.phi!r}")
+        if self.gate not in GATES:
+            raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
+        for name in ("gate_temp", "rope_base", "rope_scale"):
+            validate.positive(name, getattr(self, name))
+        if not isinstance(self.bias, bool):
+            raise ValueError(f"bias must be True or False, got {self.bias!r}")
+        _ = self.config
+
+    @property
+    def config(self) -> NSAConfig:
+        return NSAConfig(
+            compress_block=self.l,
+            compress_stride=self.d,
+            select_block=self.l_sel,
+            num_selected=self.n_sel,
+            num_initial=self.num_initial,
+            num_local=self.num_local,
+            window=self.w,
+        )
+
+    @property
+    def gate_width(self) -> int:
+        """Hidden width of the gate."""
+        return self.gate_hidden or max(1, self.d_k // 2)
+
+    def phi_width(self, width: int) -> int:
+        """Hidden width of the MLP that compresses heads of `width`."""
+        return self.phi_hidden or 2 * width
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values that differ from None, for a checkpoint's metadata.
+
+        Numbers of forced blocks and a bias stand in it where they are not the defaults: a
+        checkpoint that does not state them has those.
+        """
+        values = dataclasses.asdict(self)
+        values |= {name: str(values[name]) for name in KIND}
+        for name in UNSTATED:
+            if values[name] == getattr(LayerSpec, name):
+                values[name] = None
+        return {name: value for name, value in values.items() if value is not None}
+
+    def kind_marks(self) -> tuple[str, ...]:
+        """Gate and phi as names: `("gate_sigmoid", "phi_avg")`."""
+        return tuple(f"{name}_{getattr(self, name)}" for name in KIND)
+
+    def kind_keys(self, prefix: str = "") -> list[str]:
+        """The keys of a torch state_dict that state the kind of the layer at `prefix`."""
+        return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
+
+    def check_kind(self, stated: dict[str, str], where: str) -> None:
+        """That the weights of a checkpoint are of a layer with this gate and this phi.
+
+        Args:
+          stated: what the checkpoint says of itself; empty: nothing (the seed system's do not),
+            and its weights are taken if the caller named both.
+          where: the place in the checkpoint; named in the message.
+
+        Raises:
+          ValueError: gate or phi differ, or nobody says what they are.
+        """
+        missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
+        if not stated and missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be named when the layer is made, to load "
+                f"weights that do not say theirs, got no {where!r} in the checkpoint "
+                f"(the seed system's layers have gate='softmax')"
+            )
+        for name in sorted({*KIND, *stated}) if stated else ():
+            ours = str(getattr(self, name)) if name in KIND else "no such name"
+            theirs = stated.get(name, "no such name")
+            if ours != theirs:
+                raise ValueError(
+                    f"{name} must be {ours!r} as in the module, got {theirs!r} in the "
+                    f"checkpoint ({where})"
+                )
+
+
+def take_kind(state: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """What a torch state_dict says of the layer at `prefix`; removed from it. `{}`: nothing.
+
+    Raises:
+      ValueError: it says two things, or what it says cannot be read.
+    """
+    former = state.pop(f"{prefix}{EXTRA_STATE}", None)
+    found = {} if former is None else _from_json(former, f"{prefix}{EXTRA_STATE}")
+    start = f"{prefix}{KIND_MODULE}."
+    for key in [key for key in state if key.startswith(start)]:
+        name, _, word = key.removeprefix(start).removesuffix(f".{EXTRA_STATE}").partition("_")
+        if found.get(name, word) != word:
+            raise ValueError(
+                f"{name} must be stated once in a checkpoint, got {found[name]!r} and {word!r} "
+                f"({start.removesuffix('.')})"
+            )
+        found[name] = word
+        del state[key]
+    return found
+
+
+def _from_json(tensor: Any, key: str) -> dict[str, str]:
+    """Bytes of JSON, as checkpoints once stated the kind; those of an average need rounding."""
+    values = tensor.tolist()
+    try:
+        return json.loads(bytes(map(round, values)))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{key} must hold bytes of JSON, or not be in the checkpoint, got {values}"
+        ) from error
