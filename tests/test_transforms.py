@@ -135,7 +135,15 @@ IMPORTS = {
 @pytest.mark.parametrize("pattern", IMPORTS)
 def test_layering(pattern):
     """Who may name what: kernels, DLPack, torch, environment variables."""
-    floors = ("nsa_jax", "nsa_torch", "interop", "kernels_pallas", "bench", "configs")
+    floors = (
+        "nsa_core",
+        "nsa_jax",
+        "nsa_torch",
+        "interop",
+        "kernels_pallas",
+        "bench",
+        "configs",
+    )
     for floor in floors:
         for path in (ROOT / floor).rglob("*.py"):
             name = str(path.relative_to(ROOT))
