@@ -75,7 +75,7 @@ WHEEL_MIB := 30
 wheel: $(READY)
 	rm -rf $(PRESETS) build/lib dist
 	trap 'rm -rf $(PRESETS)' EXIT; \
-		$(RUN) -m interop.build --preset paper,seed,smallgroup --decode --out $(PRESETS) && \
+		$(RUN) -m nsa_interop.build --preset paper,seed,smallgroup --decode --out $(PRESETS) && \
 		$(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@du -k dist/*.whl | awk '{ printf "%s: %.1f MiB\n", $$2, $$1 / 1024; \
 		if ($$1 > $(WHEEL_MIB) * 1024) { print "must be at most $(WHEEL_MIB) MiB"; exit 1 } }'

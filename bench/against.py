@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from absl import app, flags
 
-from bench.harness import cli, exit_status, process, records
-from bench.harness.timed_problem import Problem
+from .harness import cli, exit_status, process, records
+from .harness.timed_problem import Problem
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

@@ -27,8 +27,9 @@ import torch
 from absl import app, flags
 from torch import Tensor
 
-from bench.harness import cli, command, exit_status, heartbeat, records, runners, timing
 from nsa_core import extras
+
+from .harness import cli, command, exit_status, heartbeat, records, runners, timing
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

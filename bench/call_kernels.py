@@ -22,9 +22,6 @@ import torch
 from absl import flags
 
 import nsa_torch
-from bench import against
-from bench.harness import cli, exit_status, records
-from bench.harness.timed_problem import Problem, torch_inputs
 from kernels_pallas.kernel import Kernel
 from nsa_core.config import NSAConfig
 from nsa_core.steps import fused, mosaic_attention
@@ -34,6 +31,10 @@ from nsa_torch import operators
 from nsa_torch.call_forms import SHARED
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.torch_ops import TorchOps
+
+from . import against
+from .harness import cli, exit_status, records
+from .harness.timed_problem import Problem, torch_inputs
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

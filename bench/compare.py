@@ -23,24 +23,17 @@ from absl import flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness import (
-    cli,
-    command,
-    exit_status,
-    peers,
-    problems,
-    records,
-    turns,
-)
-from bench.harness.jobs import Job, explanation, jobs, recomputed
-from bench.harness.measure import Judged, judge, once
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, asked
-from bench.judge.checks import Checker
-from bench.reports import render
 from nsa_core import flags as kernel_flags
 from nsa_core import policy
 from nsa_core.types import Branches
+
+from .harness import cli, command, exit_status, peers, problems, records, turns
+from .harness.jobs import Job, explanation, jobs, recomputed
+from .harness.measure import Judged, judge, once
+from .harness.records import Record
+from .harness.runners import RUNNERS, asked
+from .judge.checks import Checker
+from .reports import render
 
 FRAMEWORK = flags.DEFINE_enum("framework", "both", ["jax", "torch", "both"], "What to compare.")
 CONFIG = flags.DEFINE_string(

@@ -37,7 +37,11 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import (
+from nsa_core import flags as kernel_flags
+from nsa_core.config import NSAConfig
+from nsa_core.dispatch import STEPS
+
+from .harness import (
     cli,
     command,
     cost,
@@ -48,14 +52,11 @@ from bench.harness import (
     timing,
     turns,
 )
-from bench.harness.command import config_of, integers, shown
-from bench.harness.measure import Judged, guarded, judged, shape_of, timed
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, asked
-from bench.judge.checks import Checker
-from nsa_core import flags as kernel_flags
-from nsa_core.config import NSAConfig
-from nsa_core.dispatch import STEPS
+from .harness.command import config_of, integers, shown
+from .harness.measure import Judged, guarded, judged, shape_of, timed
+from .harness.records import Record
+from .harness.runners import RUNNERS, asked
+from .judge.checks import Checker
 
 FLAGS = command.flag_values(
     frameworks=True,

@@ -40,14 +40,14 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, records, seed_env, seed_names
-from bench.harness.records import Record
-from bench.harness.scale_model import problem
-from bench.lm import curves, quality, watched
-from bench.lm import log as train_log
-from bench.lm.log import Header, Speed
-from bench.reports import crossover, sources
-from bench.reports.render import KERNEL_NAMES, kernel_name
+from .harness import cli, records, seed_env, seed_names
+from .harness.records import Record
+from .harness.scale_model import problem
+from .lm import curves, quality, watched
+from .lm import log as train_log
+from .lm.log import Header, Speed
+from .reports import crossover, sources
+from .reports.render import KERNEL_NAMES, kernel_name
 
 FLAGS = flags.FlagValues()
 WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS)

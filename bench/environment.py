@@ -23,7 +23,7 @@ from typing import Any, Literal
 from absl import app, flags
 from packaging.requirements import Requirement
 
-from bench.harness import cli, records
+from .harness import cli, records
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.

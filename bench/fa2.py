@@ -19,17 +19,18 @@ import torch.nn.functional as F
 from absl import flags
 from torch import Tensor
 
-from bench.harness import cli, command, problems
-from bench.harness.command import integers, shown, speed_up
-from bench.harness.jobs import Job
-from bench.harness.measure import Judged, guarded, judge, shape_without_inputs
-from bench.harness.parts import Parts
-from bench.harness.records import Record
-from bench.harness.runners import TorchRunner, problem
-from bench.judge.checks import Checker
 from nsa_core.config import NSAConfig
 from nsa_torch import fa2
 from nsa_torch.chunks import nothing_seen
+
+from .harness import cli, command, problems
+from .harness.command import integers, shown, speed_up
+from .harness.jobs import Job
+from .harness.measure import Judged, guarded, judge, shape_without_inputs
+from .harness.parts import Parts
+from .harness.records import Record
+from .harness.runners import TorchRunner, problem
+from .judge.checks import Checker
 
 FLAGS = command.flag_values(heads=8, groups=1, dk=64, dv=64, l=32, d=16)
 _own = {"flag_values": FLAGS}

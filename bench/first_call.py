@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 from absl import app, flags
 
-from bench.harness import cli, exit_status, records
-from bench.harness.attention_calls import Calls
+from .harness import cli, exit_status, process, records
+from .harness.attention_calls import Calls
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
@@ -141,7 +141,7 @@ def in_jax() -> dict:
     """JAX's cache of programs lies beside the kernels: the second process finds them."""
     import jax
 
-    from bench.harness import jax_first_call
+    from .harness import jax_first_call
 
     jax.config.update("jax_compilation_cache_dir", f"{FOLDER.value}/jax")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -172,7 +172,12 @@ def main(argv: Sequence[str]) -> int:
     } | records.environment(COMMIT.value)
     with tempfile.TemporaryDirectory() as folder:
         for stage in STAGES:
-            words = ["-m", "bench.first_call", *_own_flags(), f"--stage={stage}"]
+            words = [
+                "-m",
+                process.module("bench.first_call"),
+                *_own_flags(),
+                f"--stage={stage}",
+            ]
             command = [sys.executable, *words, f"--folder={folder}"]
             start = time.perf_counter()
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

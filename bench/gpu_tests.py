@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import torch
 from absl import flags
 
-from bench import suite
-from bench.harness import cli, command, exit_status, records
+from . import suite
+from .harness import cli, command, exit_status, records
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

@@ -38,8 +38,8 @@ import numpy as np
 import torch
 from absl import flags
 
-from bench.harness import cli, exit_status, records
-from bench.harness.attention_calls import Calls
+from .harness import cli, exit_status, process, records
+from .harness.attention_calls import Calls
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
@@ -180,7 +180,12 @@ def main(argv: Sequence[str]) -> int:
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMS}
     for _ in range(ROUNDS.value):
         for name, found in rounds.items():
-            words = ["-m", "bench.host_time", f"--calls={CALLS.value}", f"--form={name}"]
+            words = [
+                "-m",
+                process.module("bench.host_time"),
+                f"--calls={CALLS.value}",
+                f"--form={name}",
+            ]
             words.append(f"--implementation={IMPLEMENTATION.value}")
             done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True)
             if done.returncode:

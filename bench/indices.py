@@ -15,11 +15,12 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, exit_status, problems, records
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, forward, out_of_memory, problem
-from bench.judge import selection_shortfall
 from nsa_core import flags as kernel_flags
+
+from .harness import cli, command, exit_status, problems, records
+from .harness.records import Record
+from .harness.runners import RUNNERS, forward, out_of_memory, problem
+from .judge import selection_shortfall
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from typing import Any, Literal
 import torch
 from absl import flags
 
-from bench.harness import checked_layer, cli, command, exit_status, process, records
-from bench.harness.checked_layer import LAYERS, TOOLS
+from .harness import checked_layer, cli, command, exit_status, process, records
+from .harness.checked_layer import LAYERS, TOOLS
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}

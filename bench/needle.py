@@ -21,14 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench.harness import cli, command, cost, problems
-from bench.harness.command import config_of
-from bench.harness.jobs import Job
-from bench.harness.measure import guarded, judged, selection, shape_of, timed
-from bench.harness.runners import RUNNERS, forward
-from bench.judge import oracle, parity
-from bench.prefill import job
 from nsa_core.types import Branches
+
+from .harness import cli, command, cost, problems
+from .harness.command import config_of
+from .harness.jobs import Job
+from .harness.measure import guarded, judged, selection, shape_of, timed
+from .harness.runners import RUNNERS, forward
+from .judge import oracle, parity
+from .prefill import job
 
 FLAGS = command.flag_values(
     frameworks=True, heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512

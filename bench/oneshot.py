@@ -21,13 +21,14 @@ from typing import Any
 
 from absl import app, flags
 
-import configs
-from bench import environment
-from bench.harness import cli, heartbeat, process, records
-from bench.harness.process import Result, Step
+from nsa_core import config_files
+
+from . import environment
+from .harness import cli, heartbeat, process, records
+from .harness.process import Result, Step
 
 SCHEMA = 1
-PLANS = configs.FOLDER / "oneshot"
+PLANS = config_files.FOLDER / "oneshot"
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
@@ -55,7 +56,7 @@ def load(name: str) -> list[Step]:
       ValueError: a name stands twice, or a step needs one that does not stand before it.
     """
     path = PLANS / f"{name}.yaml" if name in ("cpu", "gpu") else Path(name)
-    data = configs.load(path)
+    data = config_files.load(path)
     unknown = set(data) - {"steps"}
     if unknown or not isinstance(data.get("steps"), list):
         raise ValueError(
@@ -63,7 +64,7 @@ def load(name: str) -> list[Step]:
         )
     found: list[Step] = []
     for entry in data["steps"]:
-        step = configs.build(Step, entry, f"{path.name}: step")
+        step = config_files.build(Step, entry, f"{path.name}: step")
         before = [each.name for each in found]
         if step.name in before:
             raise ValueError(f"{path}: two steps are called {step.name!r}")

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from absl import flags
 
-from bench.harness import cli, command, cost, exit_status, problems, records
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, out_of_memory
 from nsa_torch import chunks, fa2, packing
 from nsa_torch.geometry import geometry
 from nsa_torch.select import select_from_scores
+
+from .harness import cli, command, cost, exit_status, problems, records
+from .harness.records import Record
+from .harness.runners import RUNNERS, out_of_memory
 
 CONFIG = flags.DEFINE_multi_string(
     "config", None, "Names of files in configs/ or paths; default: tiny, on a GPU paper, seed."

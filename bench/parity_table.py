@@ -9,8 +9,8 @@ from pathlib import Path
 
 from absl import flags
 
-from bench.harness import cli, records
-from bench.harness.records import Record
+from .harness import cli, records
+from .harness.records import Record
 
 FOLDER = Path(__file__).parent / "records"
 WRITE = flags.DEFINE_bool("write", False, "Write bench/records/README.md.")

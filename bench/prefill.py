@@ -13,15 +13,16 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, problems
-from bench.harness.command import config_of, integers, shown
-from bench.harness.jobs import Job, label, refusals
-from bench.harness.measure import measure
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS, asked
-from bench.judge.checks import Checker
 from nsa_core import flags as kernel_flags
 from nsa_core.types import Branches
+
+from .harness import cli, command, problems
+from .harness.command import config_of, integers, shown
+from .harness.jobs import Job, label, refusals
+from .harness.measure import measure
+from .harness.records import Record
+from .harness.runners import RUNNERS, asked
+from .judge.checks import Checker
 
 FLAGS = command.flag_values(
     frameworks=True,

@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench.harness import cli, command, problems, timing
-from bench.harness.command import config_of, integers, shown, speed_up
-from bench.harness.measure import guarded
-from bench.harness.records import Record
-from bench.harness.runners import JaxRunner
 from nsa_core.config import NSAConfig
 from nsa_jax import ranges
+
+from .harness import cli, command, problems, timing
+from .harness.command import config_of, integers, shown, speed_up
+from .harness.measure import guarded
+from .harness.records import Record
+from .harness.runners import JaxRunner
 
 FLAGS = command.flag_values(
     heads=8, groups=2, dk=64, dv=64, l=32, d=16, l_sel=64, n_sel=16, w=512

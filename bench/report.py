@@ -15,12 +15,13 @@ from pathlib import Path
 
 from absl import flags
 
-from bench.harness import cli, records
-from bench.harness.records import Record
-from bench.lm import curves, watched
-from bench.reports import crossover, page, plots, render
-from bench.reports.sources import Report, read
 from nsa_core import policy
+
+from .harness import cli, records
+from .harness.records import Record
+from .lm import curves, watched
+from .reports import crossover, page, plots, render
+from .reports.sources import Report, read
 
 FLAGS = flags.FlagValues()
 OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)

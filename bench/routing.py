@@ -12,10 +12,11 @@ from typing import Any
 
 from absl import app, flags
 
-import configs
-from bench.harness import cli, problems, records
-from bench.harness.jobs import label
-from bench.harness.runners import RUNNERS, asked
+from nsa_core import config_files
+
+from .harness import cli, problems, records
+from .harness.jobs import label
+from .harness.runners import RUNNERS, asked
 
 SCHEMA = 1
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
@@ -29,7 +30,9 @@ COMMIT = cli.define_commit(FLAGS)
 
 def presets() -> list[str]:
     """The names of the problems in configs/."""
-    return sorted(path.stem for path in configs.FOLDER.glob("*.yaml") if path.stem != "base")
+    return sorted(
+        path.stem for path in config_files.FOLDER.glob("*.yaml") if path.stem != "base"
+    )
 
 
 def plans(runners) -> Iterator[tuple[Any, dict[str, Any]]]:

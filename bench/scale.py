@@ -36,11 +36,21 @@ from typing import Any, cast
 
 from absl import app, flags
 
-from bench.harness import cli, command, exit_status, heartbeat, launchers, records, scale_model
-from bench.harness.scale_problem import Problem
 from nsa_core import context_layout
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
+
+from .harness import (
+    cli,
+    command,
+    exit_status,
+    heartbeat,
+    launchers,
+    process,
+    records,
+    scale_model,
+)
+from .harness.scale_problem import Problem
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
@@ -110,7 +120,12 @@ def check(found: Iterable[Problem], size: int) -> None:
 def measured(found: Sequence[Problem], size: int) -> tuple[list[dict[str, Any]], str]:
     """The rows of a run on `size` devices, and why it ended early, or nothing."""
     words = json.dumps([dataclasses.asdict(x) for x in found])
-    own = ["-m", "bench.scale", f"--worker={words}", f"--samples={SAMPLES.value}"]
+    own = [
+        "-m",
+        process.module("bench.scale"),
+        f"--worker={words}",
+        f"--samples={SAMPLES.value}",
+    ]
     own += [f"--devices={size}", f"--framework={FRAMEWORK.value}"]
     launcher = (
         []
@@ -181,11 +196,11 @@ def work() -> int:
     given = (x | {"config": NSAConfig(**x["config"])} for x in json.loads(WORKER.value or "[]"))
     found = [Problem(**each) for each in given]
     if FRAMEWORK.value == "torch":
-        from bench.harness import scale_ranks
+        from .harness import scale_ranks
 
         scale_ranks.run(found, SAMPLES.value)
     else:
-        from bench.harness import scale_devices
+        from .harness import scale_devices
 
         scale_devices.run(found, int(DEVICES.value[0]), SAMPLES.value)
     return exit_status.OK

@@ -14,12 +14,13 @@ from typing import Any
 
 from absl import app
 
-from bench import tune_thresholds
-from bench.harness import cli, records
-from bench.harness.records import Record
-from bench.reports import render
-from bench.tuners import threshold_evidence
 from nsa_core import policy
+
+from . import tune_thresholds
+from .harness import cli, records
+from .harness.records import Record
+from .reports import render
+from .tuners import threshold_evidence
 
 NAME = "seed_report.md"
 MARGIN = 1.2

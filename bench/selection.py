@@ -27,17 +27,17 @@ from typing import Any
 
 from absl import flags
 
-import configs
-from bench.harness import cli, command
-from bench.harness.command import integers, shown, speed_up
-from bench.harness.measure import Judged, guarded, shape_without_inputs
-from bench.harness.parts import Parts
-from bench.harness.records import Record
-from bench.harness.runners import RUNNERS
-from bench.harness.selection_case import Case, settings_of
-from bench.harness.selection_rows import SPANS, Matrix, Row
+from nsa_core import config_files, policy
 from nsa_core import flags as kernel_flags
-from nsa_core import policy
+
+from .harness import cli, command
+from .harness.command import integers, shown, speed_up
+from .harness.measure import Judged, guarded, shape_without_inputs
+from .harness.parts import Parts
+from .harness.records import Record
+from .harness.runners import RUNNERS
+from .harness.selection_case import Case, settings_of
+from .harness.selection_rows import SPANS, Matrix, Row
 
 FLAGS = command.flag_values(frameworks=True, heads=8, groups=1, dk=64, dv=64, l_sel=64)
 _own = {"flag_values": FLAGS}
@@ -93,7 +93,7 @@ def matrix_of(gpu: bool) -> Matrix:
     if preset is None:
         return Matrix(**given, L=dict.fromkeys(dists, lengths))
     path = preset if preset.endswith((".yaml", ".yml", ".json")) else f"selection/{preset}"
-    made = configs.build(Matrix, configs.load(path), preset)
+    made = config_files.build(Matrix, config_files.load(path), preset)
     listed = {dist: each for dist, each in made.L.items() if dist in dists}
     if LENGTHS.value is not None:
         listed = dict.fromkeys(listed, lengths)

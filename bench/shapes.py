@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 from absl import flags
 
-from bench import against
-from bench.harness import cli, command, exit_status, records, turns
-from bench.harness.timed_problem import Problem
+from . import against
+from .harness import cli, command, exit_status, records, turns
+from .harness.timed_problem import Problem
 
 INPUTS = "random", "text"
 

@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from absl import flags
 
-from bench import doc_tables
-from bench.harness import cli, command, exit_status, heartbeat, process, records
-from bench.lm import config_file, log, variants
+from . import doc_tables
+from .harness import cli, command, exit_status, heartbeat, process, records
+from .lm import config_file, log, variants
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()

@@ -19,12 +19,13 @@ from pathlib import Path
 
 from absl import app, flags
 
-import configs
-from bench.harness import cli
+from nsa_core import config_files
+
+from .harness import cli
 
 SCHEMA = 1
 ROOT = Path(__file__).parents[1]
-ALLOWED = configs.FOLDER / "oneshot" / "skips.yaml"
+ALLOWED = config_files.FOLDER / "oneshot" / "skips.yaml"
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
 _own = {"flag_values": FLAGS}
@@ -79,7 +80,7 @@ def allow_list(path: str | Path) -> list[str]:
       ValueError: an entry lacks one of them, or is no regular expression.
     """
     found = []
-    for entry in configs.sequence(path):
+    for entry in config_files.sequence(path):
         if not isinstance(entry, dict) or set(entry) != {"reason", "why"}:
             raise ValueError(f"{path}: expected entries of reason and why, got {entry!r}")
         try:

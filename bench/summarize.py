@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import app
 
-from bench.harness import cli
+from .harness import cli
 
 TIMES = ("ms_total", "ms_cmp", "ms_sel", "ms_win")
 READS = ("reads_actual", "reads_expected", "reads_actual_decode", "reads_expected_decode")

@@ -25,23 +25,13 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, command, exit_status, heartbeat, records
-from bench.lm import (
-    config_file,
-    curves,
-    data,
-    log,
-    loop,
-    spec,
-    speed,
-    spread,
-    variants,
-    watched,
-)
-from bench.lm.config import TrainConfig
-from bench.lm.data import CORPUS_BYTES, Batches
-from bench.lm.ranks import LostError, Ranks
 from nsa_core import flags as kernel_flags
+
+from .harness import cli, command, exit_status, heartbeat, records
+from .lm import config_file, curves, data, log, loop, spec, speed, spread, variants, watched
+from .lm.config import TrainConfig
+from .lm.data import CORPUS_BYTES, Batches
+from .lm.ranks import LostError, Ranks
 
 # sysexits.h: 69 "a service is not there", 75 "try again"
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75

@@ -29,11 +29,11 @@ from typing import Any
 import yaml
 from absl import flags
 
-import configs
-from bench.harness import cli, records
-from bench.tuners import threshold_check, threshold_evidence, yaml_text
-from bench.tuners.threshold_evidence import Evidence, Pair
-from nsa_core import policy
+from nsa_core import config_files, policy
+
+from .harness import cli, records
+from .tuners import threshold_check, threshold_evidence, yaml_text
+from .tuners.threshold_evidence import Evidence, Pair
 
 HEAD = "Written by `python -m bench.tune_thresholds` from records; policy is a person's."
 FLAGS = flags.FlagValues()
@@ -184,7 +184,7 @@ def merged(path: Path, device: str, tuned: dict[str, Any]) -> tuple[str, list[st
         text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=96)
         return f"# {HEAD}\n{text}", []
     policy.read(path)
-    data = configs.load(path)
+    data = config_files.load(path)
     for section, values in tuned.items():
         data[section] = (data.get(section) or {}) | values
     rules, told = lifted(data.get("policy") or [], tuned["evidence"])
@@ -258,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     if CHECK.value:
         if not DEVICE.value or files or CSV.value:
             raise ValueError("--check reads a device's file: give --device, and no records")
-        path = folder / f"{configs.slug(DEVICE.value)}.yaml"
+        path = folder / f"{config_files.slug(DEVICE.value)}.yaml"
         if not path.is_file():
             raise ValueError(
                 f"no file {path}; python -m bench.tune_thresholds --records writes it"
@@ -281,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     (device,) = found.devices
     print(f"device: {device}\n{report(found, tuned, MARGIN.value)}")
-    path = folder / f"{configs.slug(device)}.yaml"
+    path = folder / f"{config_files.slug(device)}.yaml"
     old = path.read_text() if path.is_file() else ""
     text, told = merged(path, device, tuned)
     if told:

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from absl import app, flags
 
-import configs
-from bench.harness import cli, problems, records
-from bench.harness.runners import JaxRunner, TorchRunner, problem
-from bench.tuners import tile_search, triton_tiles
-from kernels_pallas import tiles
 from kernels_pallas.mosaic import capability as mosaic
 from kernels_pallas.triton import capability as triton
+from nsa_core import config_files, tiles
+
+from .harness import cli, problems, records
+from .harness.runners import JaxRunner, TorchRunner, problem
+from .tuners import tile_search, triton_tiles
 
 CONFIG = flags.DEFINE_multi_string(
     "config", ["paper", "seed", "smallgroup"], "Names of files in configs/ or paths."
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         if reason := (mosaic if mosaics else triton).why_not(asked):
             raise NotImplementedError(f"{IMPLEMENTATION.value}: {reason}")
     folder = Path(OUT.value) if OUT.value else tiles.FOLDER
-    path = folder / f"{configs.slug(runner.device)}.json"
+    path = folder / f"{config_files.slug(runner.device)}.json"
     environment, wrong, count = records.environment(COMMIT.value), False, 0
     for name, each in zip(CONFIG.value, settings, strict=True):
         inputs = problems.make(each, INPUT.value, SEED.value)

@@ -1,4 +1,4 @@
-"""Between the frameworks: arrays (`interop.dlpack`) and weights (`interop.weights`).
+"""Between the frameworks: arrays (`nsa_interop.dlpack`) and weights (`nsa_interop.weights`).
 
 No part is imported here, so that a user of one does not load the others.
 """

@@ -1,8 +1,8 @@
 """Compiles the kernels of configurations ahead of time: nothing is left to compile at first use.
 
-    python -m interop.build --preset paper,seed             # into the user's cache
-    python -m interop.build --preset paper --out FOLDER     # into a folder of one's own
-    python -m interop.build --list | --clear                # what lies there; remove it
+    python -m nsa_interop.build --preset paper,seed             # into the user's cache
+    python -m nsa_interop.build --preset paper --out FOLDER     # into a folder of one's own
+    python -m nsa_interop.build --list | --clear                # what lies there; remove it
 
 No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
 """
@@ -14,11 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-import configs
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import Store
-from nsa_core import extras
+from nsa_core import config_files, extras
 from nsa_core.config import NSAConfig
 
 PRESETS = ("paper", "seed", "smallgroup")
@@ -34,7 +33,7 @@ def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
         from nsa_jax import kernel_list
     except ModuleNotFoundError as error:
         raise extras.missing("jax", error) from error
-    settings = configs.overlay(configs.load("base"), configs.load(preset))
+    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     heads = model["n_heads"], model["n_kv_groups"]
     widths, dtype = (model["d_k"], model["d_v"]), DTYPES[settings["runtime"]["precision"]]
@@ -62,7 +61,7 @@ def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 where a kernel could not be built."""
-    parser = argparse.ArgumentParser("python -m interop.build", description=__doc__)
+    parser = argparse.ArgumentParser("python -m nsa_interop.build", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default="", help=f"of {', '.join(PRESETS)}: with commas")
     parser.add_argument(

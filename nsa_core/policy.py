@@ -1,7 +1,7 @@
 """What automatic choice leaves out on a device although it could run: thresholds and policy.
 
 `configs/devices/<device>.yaml` holds the lengths from which a kernel pays, which
-`python -m bench.tune_thresholds` derives from records, and the kernels that are not allowed
+`python -m nsa_bench.tune_thresholds` derives from records, and the kernels that are not allowed
 there at all. It is read once a process; a file that cannot be understood is an error, a missing
 one leaves out only kernels that must have been measured (`MEASURED_ONLY`): not on GPUs that no
 other kernel is for, where they are chosen with a `note`. An implementation
@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import configs
+from nsa_core import config_files
 
 SCHEMA = 1
-FOLDER = configs.FOLDER / "devices"
+FOLDER = config_files.FOLDER / "devices"
 NEVER = "never"
 KERNELS = ("mosaic", "triton", "fa2")  # the portable paths are always allowed
 DECODE = "decode"  # a step over a paged cache
@@ -92,7 +92,7 @@ class Rule:
     """Whether a kernel may be chosen for these steps, by whose decision and since when.
 
     A `provisional` rule stands until records of the device show that the kernel pays:
-    `bench.tune_thresholds` then lifts it.
+    `nsa_bench.tune_thresholds` then lifts it.
     """
 
     kernel: str
@@ -116,8 +116,8 @@ class Device:
     @functools.cached_property
     def source(self) -> str:
         """The file's name, for a reason."""
-        inside = self.path.is_relative_to(configs.FOLDER.parent)
-        return str(self.path.relative_to(configs.FOLDER.parent) if inside else self.path)
+        inside = self.path.is_relative_to(config_files.FOLDER.parent)
+        return str(self.path.relative_to(config_files.FOLDER.parent) if inside else self.path)
 
     def kept_back(self, threshold: str) -> tuple[str, ...]:
         """The kernels that a threshold is about: the measured one and those tried after it."""
@@ -190,7 +190,7 @@ def why_not(implementation: str, problem: Any) -> str | None:
             _measured(device, implementation, problem) or _default(implementation, problem)
         ):
             return (
-                "not measured on this device: name it, or let bench.tune_thresholds find its "
+                "not measured on this device: name it, or let nsa_bench.tune_thresholds find its "
                 "threshold"
             )
     for name, (branch, kernels) in DECIDES.items():
@@ -255,7 +255,7 @@ def _below(name: str, value: Length | None, problem: Any) -> str | None:
 @functools.cache
 def of(device: str) -> Device | None:
     """What the file of the device that the driver calls so says; None without a file."""
-    path = FOLDER / f"{configs.slug(device)}.yaml"
+    path = FOLDER / f"{config_files.slug(device)}.yaml"
     return read(path) if path.is_file() else None
 
 
@@ -266,14 +266,14 @@ def read(path: Path) -> Device:
       ValueError: it is damaged, or of another device than its name says; the message names
         the file and the key.
     """
-    data = configs.load(path)
+    data = config_files.load(path)
     known = ("schema", "device", "runtime", "evidence", "policy")
     if unknown := sorted(set(data) - set(known)):
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; known: {sorted(known)}")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema must be {SCHEMA}, got {data.get('schema')!r}")
     name = data.get("device")
-    if not isinstance(name, str) or configs.slug(name) != path.stem:
+    if not isinstance(name, str) or config_files.slug(name) != path.stem:
         raise ValueError(f"{path} must be of the device in its name, got {name!r}")
     kinds = {"runtime": dict, "evidence": dict, "policy": list}
     sections = {key: data.get(key, kind()) for key, kind in kinds.items()}
@@ -281,7 +281,7 @@ def read(path: Path) -> Device:
         if not isinstance(sections[key], kind):
             raise ValueError(f"{path}: {key} must be a {kind.__name__}, got {data[key]!r}")
     try:
-        thresholds = configs.build(Thresholds, sections["runtime"], "runtime")
+        thresholds = config_files.build(Thresholds, sections["runtime"], "runtime")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     rules = tuple(

@@ -1,7 +1,7 @@
 """`NSAAttention` in Flax NNX: projections, rotary embedding, compression, gates, cache.
 
 The attribute names are those of the torch module's state_dict, so that
-`interop.weights` carries a checkpoint from either framework to the other.
+`nsa_interop.weights` carries a checkpoint from either framework to the other.
 """
 
 import math

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interop import launch
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
+from nsa_interop import launch
 from nsa_torch import replay
 from nsa_torch.dispatch import Chosen
 from nsa_torch.replay import TENSORS, Alike, LruCache, Pair

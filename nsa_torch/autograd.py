@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import nsa_jax
-from interop import dlpack
 from nsa_core.types import Branches
+from nsa_interop import dlpack
 from nsa_torch.first_order import first_order
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from nsa_interop.launch import ALIGNMENT
 
 import kernels_pallas
-from interop.launch import ALIGNMENT
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from nsa_core import debug, policy
@@ -28,7 +28,7 @@ from nsa_torch.torch_ops import device_name
 
 COMPILER = (
     "needs the compiler in JAX's CUDA plugin: pip install 'jax[cuda13]', or kernels that "
-    "are built already: python -m interop.build"
+    "are built already: python -m nsa_interop.build"
 )
 FUNCTIONS = {
     "compressed": "compressed_attention",

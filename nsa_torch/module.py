@@ -1,7 +1,7 @@
 """`NSAAttention`: the drop-in for the seed system's module, with the contract's numbers.
 
 Constructor names, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are the seed's.
-The twin in JAX is `nsa_jax.nn.NSAAttention`; `interop.weights` carries checkpoints across.
+The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries checkpoints across.
 """
 
 import math

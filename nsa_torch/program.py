@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop import launch
+from nsa_interop import launch
 from nsa_torch import early_release
 from nsa_torch.program_steps import (
     SMALL_BYTES,

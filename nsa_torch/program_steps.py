@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from interop import launch
 from kernels_pallas.kernel import Kernel
+from nsa_interop import launch
 
 # At most, of results of kernels that only kernels read; what does not fit is allocated by itself
 # and given back as soon as it has been read.

@@ -27,9 +27,9 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interop import launch
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
+from nsa_interop import launch
 from nsa_torch.program import Program
 from nsa_torch.program_steps import Array, Call, Constants, Launch, Part, Slot, Step, listed
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop import launch
 from kernels_pallas.runtime import captures, driver
 from kernels_pallas.runtime.captures import Capture
+from nsa_interop import launch
 
 BYTES = 24 * 2**20  # kept at most, of all devices, besides what the last calls used
 RECENT = 32  # uses of tensors: more than a call has, forward and backward

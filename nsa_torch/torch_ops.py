@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nsa_interop.launch import ALIGNMENT, launch
 
-from interop.launch import ALIGNMENT, launch
 from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
 from nsa_torch import early_release, replay

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from interop import launch
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.steps import fused, mosaic_attention
 from nsa_core.steps.mosaic_attention import Inputs
 from nsa_core.types import Branches
+from nsa_interop import launch
 from nsa_torch import operators
 from nsa_torch.call_forms import APART, GIVEN, SHARED, Form
 from nsa_torch.kernel_layout import KernelLayout

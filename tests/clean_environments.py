@@ -33,9 +33,9 @@ BASE = """
 import nsa_core.config, nsa_core.types, nsa_core.layer, configs
 import kernels_pallas.runtime.plan, kernels_pallas.runtime.store
 assert nsa_core.config.NSAConfig().num_compressed(64) == 3
-assert configs.load("base")
+assert config_files.load("base")
 refused("import nsa_torch", "torch")
-refused("import interop.weights", "torch")
+refused("import nsa_interop.weights", "torch")
 refused("import bench.compare", "bench")
 """
 JAX = """
@@ -58,21 +58,21 @@ layer = nsa_jax.nn.NSAAttention(spec, rngs=nnx.Rngs(0))
 assert layer(jnp.ones((1, 40, 16)))[0].shape == (1, 40, 16)
 """
 TORCH = """
-import torch, nsa_torch, interop.weights
+import torch, nsa_torch, nsa_interop.weights
 layer = nsa_torch.NSAAttention(16, 2, 1, 8, 8)
 layer(torch.ones(1, 40, 16))[0].sum().backward()
 assert layer.W_Q.weight.grad.isfinite().all()
-interop.weights.save("layer.safetensors", layer)
-interop.weights.load("layer.safetensors", layer)
+nsa_interop.weights.save("layer.safetensors", layer)
+nsa_interop.weights.load("layer.safetensors", layer)
 """
 # The kernels of a preset come with the wheel, and are found without JAX and without a GPU.
 BUILT = """
-import configs
+from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
 from nsa_core.config import NSAConfig
 from nsa_torch.warm_up import Layer, kernels_of
 for preset in ("paper", "seed", "smallgroup"):
-    settings = configs.overlay(configs.load("base"), configs.load(preset))
+    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     sizes = (model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v"))
     layer = Layer(*sizes, torch.bfloat16, config, None, gradients=True, packed=False)

@@ -3,16 +3,16 @@
 import contextlib
 import math
 
+import nsa_interop.launch
 import torch
 
-import interop.launch
 from kernels_pallas.mosaic import capability
 from nsa_torch import alike, replay, torch_ops
 from tests.torch_inputs import on_the_cpu, tensors_at
 
 
 def stand_in(kernel, *tensors, out=()):
-    """`interop.launch.launch` of a kernel that is none."""
+    """`nsa_interop.launch.launch` of a kernel that is none."""
     mean = sum(x.double().mean().item() * (i + 1) for i, x in enumerate(tensors) if x.numel())
     mean = mean if math.isfinite(mean) else 0.5  # the log-sum-exp of nothing is among them
     out = out or [None] * len(kernel.outputs)
@@ -26,7 +26,7 @@ def stand_in(kernel, *tensors, out=()):
 
 
 def launcher(kernel, device):
-    """`interop.launch.launcher` of the same."""
+    """`nsa_interop.launch.launcher` of the same."""
 
     def start(stream, addresses):
         assert stream == 0
@@ -37,7 +37,7 @@ def launcher(kernel, device):
 
 
 def sequence(kernels, arguments, device):
-    """`interop.launch.sequence` of the same."""
+    """`nsa_interop.launch.sequence` of the same."""
     starts = [launcher(kernel, device) for kernel in kernels]
 
     def start(stream, addresses):
@@ -51,10 +51,10 @@ def sequence(kernels, arguments, device):
 def stand_ins(monkeypatch):
     """Within: calls on the CPU are run from a list, as on a GPU, with these kernels."""
     monkeypatch.setattr(torch_ops, "launch", stand_in)
-    monkeypatch.setattr(interop.launch, "launcher", launcher)
-    monkeypatch.setattr(interop.launch, "sequence", sequence)
-    monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
-    for module in (interop.launch, torch_ops):
+    monkeypatch.setattr(nsa_interop.launch, "launcher", launcher)
+    monkeypatch.setattr(nsa_interop.launch, "sequence", sequence)
+    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
+    for module in (nsa_interop.launch, torch_ops):
         monkeypatch.setattr(module, "ALIGNMENT", 16)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
     alike.DECIDED.clear()

@@ -10,11 +10,11 @@ import dataclasses
 import threading
 import warnings
 
+import nsa_interop.launch
 import pytest
 import torch
 from torch.nn import Parameter
 
-import interop.launch
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
@@ -447,7 +447,7 @@ def test_packed_rows_without_a_compressed_token(gradient, compiled):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_autocast_changes_nothing(gradient, monkeypatch):
     on = torch.is_autocast_enabled
-    monkeypatch.setattr(interop.launch, "current_stream", lambda device: int(on("cpu")))
+    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: int(on("cpu")))
     for _ in range(4):
         arguments = good()
         arguments["query"].requires_grad_(gradient)

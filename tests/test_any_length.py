@@ -9,11 +9,11 @@ import torch
 
 import nsa_torch
 from bench.harness.checked_layer import Watch, symbol
-from interop import launch
 from kernels_pallas.kernel import CARRIER, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded, lowering, sequence
 from nsa_core.config import NSAConfig
+from nsa_interop import launch
 from nsa_jax import kernel_list
 from nsa_torch import call_forms, replay, warm_up
 from tests.test_block_query_lists import needs_gpu

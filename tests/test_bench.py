@@ -12,7 +12,6 @@ import pytest
 from absl import app, flags
 from absl.testing import flagsaver
 
-import configs
 import nsa_jax
 import nsa_torch
 from bench import compare
@@ -22,6 +21,7 @@ from bench.harness.records import Record
 from bench.judge import oracle
 from bench.judge.checks import Checker
 from bench.reports import render
+from nsa_core import config_files
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Implementation
 from nsa_core.types import Branches
@@ -257,7 +257,7 @@ class TestInputs:
         path.write_text("runtime: {precision: bf8}")
         with pytest.raises(ValueError, match="precision must be one of"):
             problems.settings(path)
-        assert set(configs.load("base")) == {"model", "nsa", "runtime"}
+        assert set(config_files.load("base")) == {"model", "nsa", "runtime"}
 
 
 class TestSlabs:

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-import configs
 import nsa_torch.dispatch
 from bench import selection
 from bench.harness import (
@@ -22,6 +21,7 @@ from bench.harness import (
 from bench.harness.runners import RUNNERS, problem
 from bench.harness.selection_rows import Matrix
 from kernels_pallas.triton import capability
+from nsa_core import config_files
 from nsa_core.dispatch import Implementation
 from nsa_torch import sdpa
 from tests.commands import rows, run
@@ -155,7 +155,7 @@ def test_bad_arguments_are_named(arguments, message, tmp_path):
 
 
 RTX_4090 = problem(problems.settings("tiny"), "torch", "cuda", (8, 9))._replace(dtype="float16")
-S2 = Matrix(**configs.load("selection/s2"))
+S2 = Matrix(**config_files.load("selection/s2"))
 
 
 def test_the_seed_systems_matrix():

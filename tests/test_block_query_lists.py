@@ -157,7 +157,7 @@ def test_mutants_are_caught(monkeypatch, name):
 
 
 def by_kernels(spec, arrays):
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     (counts,) = launch(block_query_lists.count_entries(spec), *arrays)
     edges = torch.cumsum(counts, 0, dtype=torch.int32)

@@ -121,7 +121,7 @@ def test_a_lost_sign_is_caught(monkeypatch):
 @needs_gpu
 @by_spec
 def test_the_kernel(name):
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     spec = SPECS[name]
     arrays = draw(spec)

@@ -12,8 +12,8 @@ import torch
 from flax import nnx
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from interop import weights
 from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, LayerSpec
+from nsa_interop import weights
 from nsa_jax.nn import Mark
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
@@ -132,7 +132,7 @@ def test_an_average_of_two_kinds_is_no_checkpoint():
 
 @pytest.mark.parametrize("make", [torch_layer, jax_layer])
 def test_older_files_load(make, tmp_path):
-    """Those with the kind as bytes, with metadata of `interop.weights` and without."""
+    """Those with the kind as bytes, with metadata of `nsa_interop.weights` and without."""
     kind = {"gate": "softmax", "phi": "mlp"}
     target, state = make(**kind), former_state(**kind)
     for metadata in (None, {weights.METADATA_KEY: json.dumps(target.hyper_parameters())}):

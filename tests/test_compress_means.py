@@ -202,7 +202,7 @@ def test_kernels_fit_the_chip():
 @needs_gpu
 @by_spec
 def test_the_kernels(name):
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     spec = SPECS[name]
 

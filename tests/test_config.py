@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-import configs
+from nsa_core import config_files
 from nsa_core.layer import LayerSpec
 from nsa_jax import NSAConfig
 
@@ -88,7 +88,7 @@ class Outer:
 def test_yaml_numbers_are_read_by_type(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("inner: {lr: 1e-4, steps: 3, fast: true}\nlimit: null\n")
-    built = configs.build(Outer, configs.load(path))
+    built = config_files.build(Outer, config_files.load(path))
     assert built == Outer(Inner(lr=1e-4, steps=3, fast=True), None)
     assert isinstance(built.inner.lr, float)
 
@@ -110,20 +110,20 @@ def test_yaml_errors_name_the_key(text, message, tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
-        configs.build(Outer, configs.load(path))
+        config_files.build(Outer, config_files.load(path))
     assert message in str(error.value)
 
 
 def test_yaml_files_of_the_folder():
     with pytest.raises(FileNotFoundError, match="base"):
-        configs.load("no_such_config")
-    for path in configs.FOLDER.glob("*.yaml"):
-        merged = configs.overlay(configs.load("base"), configs.load(path))
+        config_files.load("no_such_config")
+    for path in config_files.FOLDER.glob("*.yaml"):
+        merged = config_files.overlay(config_files.load("base"), config_files.load(path))
         NSAConfig(**merged["nsa"])
-    assert NSAConfig(**configs.load("base")["nsa"]) == NSAConfig()
+    assert NSAConfig(**config_files.load("base")["nsa"]) == NSAConfig()
 
 
 def test_overlay_goes_by_section():
     base = {"a": {"x": 1, "y": 2}, "b": 3}
-    assert configs.overlay(base, {"a": {"y": 5}}) == {"a": {"x": 1, "y": 5}, "b": 3}
+    assert config_files.overlay(base, {"a": {"y": 5}}) == {"a": {"x": 1, "y": 5}, "b": 3}
     assert base["a"]["y"] == 2

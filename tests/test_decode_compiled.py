@@ -102,8 +102,7 @@ def test_a_plan_launches_clusters_as_the_plugin_does(tmp_path):
 def test_a_step_on_a_gpu(name):
     """Against the oracle, a hundred times the same bits, and from a CUDA graph."""
     import torch
-
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     lengths, sizes = CASES[name]
     sizes = {"B": len(lengths), "interpret": False} | sizes

@@ -45,7 +45,7 @@ def test_the_programs_of_clean_environments(name):
     "statement, hidden, extra",
     [
         ("import nsa_torch", "torch", "torch"),
-        ("import interop.weights", "torch", "torch"),
+        ("import nsa_interop.weights", "torch", "torch"),
         ("import nsa_torch.huggingface", "transformers", "hf"),
         ("import nsa_jax.nn", "flax", "nnx"),
         ("import nsa_jax; nsa_jax.attention", "jax", "jax"),

@@ -29,9 +29,9 @@ import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from bench.lm.spec import ModelSpec
 from bench.lm.torch_lm import LM
-from interop import weights
 from nsa_core import extras
 from nsa_core.layer import LayerSpec
+from nsa_interop import weights
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModel,

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from nsa_interop.dlpack import call_jax, to_jax, to_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interop import dlpack
-from interop.dlpack import call_jax, to_jax, to_torch
+from nsa_interop import dlpack
 
 SHARED_DTYPES = (
     torch.bool,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from nsa_interop.dlpack import call_jax, release_finished, to_jax, to_torch
 
-from interop import dlpack
-from interop.dlpack import call_jax, release_finished, to_jax, to_torch
+from nsa_interop import dlpack
 
 pytestmark = pytest.mark.gpu
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from nsa_interop.launch import launch, prepare
 
-from interop import launch as module
-from interop.launch import launch, prepare
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import loaded, lowering
 from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.combine import Combine, gated_sum
+from nsa_interop import launch as module
 from tests import cross_compile
 
 N = 4096
@@ -464,7 +464,7 @@ def test_a_compilation_while_another_thread_captures():
     # In a process of its own, which a refusal of the driver would end.
     script = """
         import threading, torch
-        from interop.launch import launch, prepare
+        from nsa_interop.launch import launch, prepare
         from tests.test_launch import assert_same, expected, inputs_on_gpu, new_tiny
 
         first, second = new_tiny(), new_tiny()
@@ -545,7 +545,7 @@ def test_a_launch_starts_no_jax_client_and_stands_beside_one():
     script = """
         import jax, torch
         from jax._src import xla_bridge
-        from interop.launch import launch
+        from nsa_interop.launch import launch
         from tests.test_launch import assert_same, expected, inputs_on_gpu, new_tiny
 
         x, y = inputs_on_gpu()

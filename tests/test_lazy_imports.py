@@ -16,7 +16,7 @@ NEUTRAL = (
     "kernels_pallas.runtime.plan",
     "kernels_pallas.runtime.store",
     "kernels_pallas.specs.tile",
-    "kernels_pallas.tiles",
+    "nsa_core.tiles",
     "kernels_pallas.triton.capability",
     "kernels_pallas.triton.descriptions",
     "nsa_jax",
@@ -77,7 +77,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "jax" else find(name, *rest)
 """
     code = """
-import torch, nsa_torch, nsa_torch.mosaic, nsa_torch.triton, interop.build
+import torch, nsa_torch, nsa_torch.mosaic, nsa_torch.triton, nsa_interop.build
 assert "transformers" not in sys.modules
 shapes = (4, 16), (2, 16), (2, 16), (4, 3)
 inputs = [torch.randn(1, 70, *shape, requires_grad=True) for shape in shapes]

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, PartitionSpec
 import kernels_pallas
 import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
-from kernels_pallas import tiles
 from kernels_pallas.mosaic import (
     capability,
     operands,
@@ -29,6 +28,7 @@ from kernels_pallas.mosaic import (
     tile_steps,
 )
 from kernels_pallas.specs import scores
+from nsa_core import tiles
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.steps import key_bounds

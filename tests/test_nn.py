@@ -12,8 +12,8 @@ from flax import nnx
 
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
-from interop import weights
 from nsa_core.layer import GATES, PHI, LayerSpec
+from nsa_interop import weights
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention

@@ -15,9 +15,9 @@ import yaml
 from absl import app
 
 import bench.harness.process
-import configs
 from bench import oneshot, suite
 from bench.harness.process import ROOT, expand
+from nsa_core import config_files
 
 FAKE = "tests.fake_step"
 OK = {"name": "good", "command": f"{FAKE} ok", "timeout_s": 30}
@@ -232,7 +232,7 @@ JUNIT = """<testsuites><testsuite>
 def test_skips_count_against_the_list(tmp_path):
     path = tmp_path / "junit.xml"
     path.write_text(JUNIT)
-    allowed = suite.allow_list(configs.FOLDER / "oneshot" / "skips.yaml")
+    allowed = suite.allow_list(config_files.FOLDER / "oneshot" / "skips.yaml")
     found = suite.count(path, allowed)
     assert (found.passed, found.failed, found.skipped) == (2, 1, 2)
     assert found.allowed == {"needs two GPUs": 1} and found.unknown == {"no mood": 1}

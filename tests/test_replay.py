@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from interop import launch
 from kernels_pallas.kernel import Array
+from nsa_interop import launch
 from nsa_torch import program, program_steps, replay
 from nsa_torch.program_steps import Launch
 from nsa_torch.replay import Replayed

@@ -12,11 +12,11 @@ import sys
 
 import pytest
 
-from interop import build as command
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.store import Store, key_of
+from nsa_interop import build as command
 from tests.cross_compile import ROOT
 from tests.runtime_samples import built_of, kernel
 

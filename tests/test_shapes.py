@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import configs
 from bench import shapes
 from bench.harness import exit_status, problems, records, turns
+from nsa_core import config_files
 from tests.measured import record
 
 
@@ -97,4 +97,4 @@ def test_a_folder_that_has_results_stays(asked, tmp_path):
 def test_shapes_are_settings():
     for name, settings in shapes.SHAPES.items():
         assert settings["model"]["n_heads"] % settings["model"]["n_kv_groups"] == 0, name
-        assert configs.overlay(configs.load("base"), settings)
+        assert config_files.overlay(config_files.load("base"), settings)

@@ -150,7 +150,7 @@ def test_a_capture_on_another_device_is_seen(monkeypatch, current, asked):
     streams = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("interop.launch.current_stream", lambda device: 3)
+    monkeypatch.setattr("nsa_interop.launch.current_stream", lambda device: 3)
     monkeypatch.setattr(captures, "of_stream", streams.append)
     assert _capture(torch.device("cuda", 0)) is None and streams == asked
 

@@ -8,10 +8,9 @@ import torch
 import yaml
 from absl import flags as absl_flags
 
-import configs
 import nsa_torch
 from bench.harness import problems, runners
-from nsa_core import flags, policy
+from nsa_core import config_files, flags, policy
 from nsa_core.dispatch import Problem
 from nsa_jax import NSAConfig, jax_problem
 from nsa_jax import dispatch as jax_dispatch
@@ -290,5 +289,5 @@ def test_what_is_explained_is_what_runs(monkeypatch):
 
 
 def test_the_table_of_devices_travels_with_the_package():
-    text = (configs.FOLDER.parent / "pyproject.toml").read_text()
+    text = (config_files.FOLDER.parent / "pyproject.toml").read_text()
     assert '"devices/*.yaml"' in text

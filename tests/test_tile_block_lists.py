@@ -159,7 +159,7 @@ def test_mutants_are_caught(monkeypatch, name):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_the_kernel(tokens):
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     for place in PLACES:
         spec, *arrays = draw(tokens, place)
@@ -174,7 +174,7 @@ def test_the_kernel(tokens):
 @pytest.mark.parametrize(("heads", "length"), [(16, 150_000), (4, 32768), (1, 16384)])
 def test_the_kernel_does_what_is_emulated(heads, length):
     """Random blocks in long rows; the longest needs several windows of bits."""
-    from interop.launch import launch
+    from nsa_interop.launch import launch
 
     sizes = {"B": 1, "T": length, "S": length, "H": heads, "Hkv": 1, "n": 16, "block": 64}
     spec = dataclasses.replace(SPEC, **sizes)

@@ -15,13 +15,12 @@ import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-import configs
 from bench.harness import problems, records
 from bench.harness.runners import JaxRunner
 from bench.tuners import tile_search
-from kernels_pallas import tiles
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import interval, scores, selected
+from nsa_core import config_files, tiles
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_jax import jax_problem, mosaic
@@ -43,7 +42,7 @@ def table(tmp_path, monkeypatch):
     tiles.table.cache_clear()
 
     def write(*entries, device=GPU, name=None, text=None):
-        path = tmp_path / f"{name or configs.slug(device)}.json"
+        path = tmp_path / f"{name or config_files.slug(device)}.json"
         data = {"schema": tiles.SCHEMA, "device": device, "entries": entries}
         path.write_text(json.dumps(data) if text is None else text)
         tiles.table.cache_clear()
@@ -126,7 +125,7 @@ def test_a_damaged_entry_is_an_error(table, damage, message):
         ({"text": '{"schema": 9}'}, "schema must be 1, got 9"),
         ({"text": f'{{"schema": 1, "device": "{GPU}"}}'}, "entries must be a list, got None"),
         (
-            {"device": "NVIDIA Other", "name": configs.slug(GPU)},
+            {"device": "NVIDIA Other", "name": config_files.slug(GPU)},
             "must hold the tiles of its device, got those of 'NVIDIA Other'",
         ),
     ],
@@ -160,7 +159,7 @@ def test_the_device_is_the_default_one_or_the_tensors():
 
 
 def test_records_and_tables_of_a_device_have_one_name():
-    assert records.folder_of(GPU).name == configs.slug(GPU) == "nvidia-test-80gb"
+    assert records.folder_of(GPU).name == config_files.slug(GPU) == "nvidia-test-80gb"
 
 
 # What reaches the kernels
@@ -412,9 +411,9 @@ def test_the_tuner_runs_the_kernels(kernels, kernel, monkeypatch, table):
     evidence = entry["evidence"]
     assert (evidence["heuristic_ms"], evidence["time_ms"], evidence["gain"]) == (10, 5, 0.5)
     assert evidence["heuristic"] == base and evidence["versions"]["jax"] and evidence["time"]
-    path = tiles.FOLDER / f"{configs.slug(GPU)}.json"
+    path = tiles.FOLDER / f"{config_files.slug(GPU)}.json"
     assert tile_search.write(path, GPU, [kernels.shape(kernel)], [entry]) == 1
-    assert tiles.table(configs.slug(GPU)) == {kernels.shape(kernel): CHOSEN[kernel]}
+    assert tiles.table(config_files.slug(GPU)) == {kernels.shape(kernel): CHOSEN[kernel]}
 
 
 def test_tuning_again_replaces_what_was_tuned(table):

@@ -7,17 +7,17 @@ import dataclasses
 import functools
 
 import jax
+import nsa_interop.launch
 import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-import interop.launch
 import nsa_torch
 from bench.harness.checked_layer import Watch
-from interop import dlpack
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from nsa_core.steps import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
+from nsa_interop import dlpack
 from nsa_torch import (
     Branches,
     NSAConfig,
@@ -63,7 +63,7 @@ def jitted(kernel):
 
 
 def launch(kernel, *tensors, out=()):
-    """`interop.launch.launch` on the CPU, as strict about what it is given."""
+    """`nsa_interop.launch.launch` on the CPU, as strict about what it is given."""
     for x, wanted in zip(tensors, kernel.inputs, strict=True):
         assert x.is_contiguous() and x.numel() == wanted.size
         assert str(x.dtype) == f"torch.{wanted.dtype}"
@@ -358,7 +358,7 @@ def test_recomputed(implementation, monkeypatch):
 
 
 def launcher(kernel, device):
-    """`interop.launch.launcher` on the CPU."""
+    """`nsa_interop.launch.launcher` on the CPU."""
 
     def start(stream, addresses):
         inputs, outputs = tensors_at(kernel, addresses)
@@ -385,9 +385,9 @@ def test_calls_alike_run_from_a_list(form, workspace, sizes, config, monkeypatch
     """The same bits forward and backward, from other inputs than those that were recorded."""
     monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
     monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    monkeypatch.setattr(interop.launch, "launcher", launcher)
-    monkeypatch.setattr(interop.launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(interop.launch, "ALIGNMENT", 16)
+    monkeypatch.setattr(nsa_interop.launch, "launcher", launcher)
+    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(nsa_interop.launch, "ALIGNMENT", 16)
     monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
     monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
     where = {"cu_seqlens": torch.tensor([0, 1, 15])} if form is GIVEN else {}

@@ -7,9 +7,9 @@ import typing
 import pytest
 from absl import flags
 
-import configs
 from bench import train
 from bench.lm import config, config_file, log, spec
+from nsa_core import config_files
 
 FILES = sorted(path.stem for path in config_file.FOLDER.glob("*.yaml"))
 # Flags of a run on several devices and of what is watched.
@@ -46,7 +46,7 @@ def training_of(found):
 
 
 def test_the_first_file_lists_every_key():
-    listed = config_file._flat(configs.load(config_file.path_of("tiny")))
+    listed = config_file._flat(config_files.load(config_file.path_of("tiny")))
     assert list(listed) == list(config_file.KEYS)
     text = config_file.path_of("tiny").read_text()
     assert all(f"{key.partition('.')[2]}: " in text for key in config_file.KEYS)

@@ -14,10 +14,9 @@ import torch
 import kernels_pallas
 import nsa_jax
 import nsa_torch
-from kernels_pallas import tiles
 from kernels_pallas.triton import capability, descriptions
 from kernels_pallas.triton import tiling as tilings
-from nsa_core import policy
+from nsa_core import policy, tiles
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem, Registry
 from nsa_core.types import Branches

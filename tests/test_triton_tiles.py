@@ -9,13 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-import configs
 from bench.harness import problems, records
 from bench.harness.runners import TorchRunner
 from bench.tuners import tile_search, triton_tiles
-from kernels_pallas import tiles
 from kernels_pallas.triton import descriptions, tiling
 from kernels_pallas.triton.tiling import Tiling
+from nsa_core import config_files, tiles
 from nsa_core.config import NSAConfig
 from nsa_torch.torch_ops import TorchOps
 
@@ -141,7 +140,7 @@ def test_the_fastest_tiles_reach_the_kernel(kernel, kernels, folder):
     assert found.winner is not None and found.winner.time_ms == best < found.heuristic.time_ms
     entry = tile_search.entry(kernels, kernel, found, records.environment("abc"))
     assert entry["evidence"]["heuristic"] == kernels.heuristic(kernel)
-    path = folder / f"{configs.slug(GPU)}.json"
+    path = folder / f"{config_files.slug(GPU)}.json"
     assert tile_search.write(path, GPU, [kernels.shape(kernel)], [entry]) == 1
 
     ops = Launched(GPU)  # a call on that device takes them from the table

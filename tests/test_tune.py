@@ -7,12 +7,11 @@ import os
 import pytest
 import yaml
 
-import configs
 from bench import tune_thresholds
 from bench.harness import records
 from bench.tuners import threshold_check, threshold_evidence
 from bench.tuners.threshold_evidence import Evidence
-from nsa_core import policy
+from nsa_core import config_files, policy
 from nsa_core.dispatch import Implementation
 from tests import measured
 from tests.measured import GPU, record
@@ -201,7 +200,7 @@ CARD = "NVIDIA GeForce RTX 4090"
 @pytest.fixture
 def card(tmp_path):
     """The seed's rules for its card, and what a person wrote beside them."""
-    source = configs.FOLDER / "devices" / f"{configs.slug(CARD)}.yaml"
+    source = config_files.FOLDER / "devices" / f"{config_files.slug(CARD)}.yaml"
     path = tmp_path / "out" / source.name
     path.parent.mkdir()
     own = "# measured at 300 W\nruntime:  # of the lab\n  sel_min_len: 64  # see the log\n"

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from flax import nnx
 
-from interop import weights
+from nsa_interop import weights
 
 DIM, HIDDEN, D, L, FEATURES = 5, 3, 4, 2, 6
 HYPER_PARAMETERS = {"dim": DIM, "l": L, "d": 1, "gate_temp": 0.3, "phi": "avg"}

@@ -21,13 +21,14 @@ import torch
 from absl import app, flags
 
 import nsa_torch
-from bench.harness import cli, exit_status
-from bench.harness.timed_problem import digest
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.selected import BlockCounts
 from nsa_core.config import NSAConfig
 from nsa_torch.torch_ops import TORCH_OPS
+
+from . import cli, exit_status
+from .timed_problem import digest
 
 FLAGS = flags.FlagValues()
 CALLS = 3

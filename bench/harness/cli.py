@@ -17,8 +17,9 @@ from pathlib import Path
 from absl import app, flags
 from absl import logging as absl_logging
 
-from bench.harness import exit_status, heartbeat, launchers, seed_env
 from nsa_core import debug, policy
+
+from . import exit_status, heartbeat, launchers, seed_env
 
 LOG = flags.DEFINE_list(
     "log",

@@ -14,10 +14,11 @@ from typing import Any
 
 from absl import flags
 
-from bench.harness import cli, cost, exit_status, problems, records
-from bench.harness.measure import shape_of
-from bench.harness.records import Record
 from nsa_core.config import NSAConfig
+
+from . import cli, cost, exit_status, problems, records
+from .measure import shape_of
+from .records import Record
 
 # The seed system's words for sizes: name, default, what it is.
 SEED_FLAGS = {

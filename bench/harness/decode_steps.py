@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.harness import timing
-from bench.harness.problems import Inputs
-from bench.harness.runners import rotated
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Plan
 from nsa_core.types import Branches
+
+from . import timing
+from .problems import Inputs
+from .runners import rotated
 
 
 class Cached:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bench.harness.records import Record
+from .records import Record
 
 OK, WRONG, USAGE, NOT_MEASURED = range(4)
 TABLE = """

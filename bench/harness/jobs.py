@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.harness.runners import forward
 from nsa_core.dispatch import Plan
 from nsa_core.types import Branches
+
+from .runners import forward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from bench.harness import cost, heartbeat
-from bench.harness.jobs import Job
-from bench.harness.runners import forward, out_of_memory, problem
-from bench.judge.checks import Checker
+from ..judge.checks import Checker
+from . import cost, heartbeat
+from .jobs import Job
+from .runners import forward, out_of_memory, problem
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from absl import flags
 
-from bench.harness import records, turns
-from bench.harness.records import Record
+from . import records, turns
+from .records import Record
 
 ROW_S = 120
 STDERR = 2  # as a file, whatever Python has made of it

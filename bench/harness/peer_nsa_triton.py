@@ -25,11 +25,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.harness import records
-from bench.harness.jobs import Job
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.types import Branches
+
+from . import records
+from .jobs import Job
 
 NAME = PACKAGE = "native-sparse-attention-triton"
 WIDEST, BLOCKS = 128, (32, 64, 128, 256)

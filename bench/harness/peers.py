@@ -20,9 +20,10 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.harness import peer_nsa_triton, records
-from bench.harness.jobs import Job
 from nsa_core.dispatch import Problem
+
+from . import peer_nsa_triton, records
+from .jobs import Job
 
 NAMES = ("fla", peer_nsa_triton.NAME, "fa4", "flash_attn")
 # The packages that attend to all keys or a window of them, and the first GPUs that they take.

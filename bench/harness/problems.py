@@ -8,13 +8,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-import configs
 import nsa_jax
-from bench.harness import heartbeat, text
-from nsa_core import debug
+from nsa_core import config_files, debug
 from nsa_core.config import NSAConfig
 from nsa_core.policy import Thresholds
 from nsa_core.types import Branches
+
+from . import heartbeat, text
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 PRECISIONS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
@@ -123,9 +123,9 @@ def settings(name: str, runtime: Mapping[str, Any] | None = None) -> Settings:
 
     `runtime` overrides single values of that section.
     """
-    merged = configs.overlay(configs.load("base"), configs.load(name))
-    merged = configs.overlay(merged, {"runtime": dict(runtime or {})})
-    return configs.build(Settings, merged)
+    merged = config_files.overlay(config_files.load("base"), config_files.load(name))
+    merged = config_files.overlay(merged, {"runtime": dict(runtime or {})})
+    return config_files.build(Settings, merged)
 
 
 @contextlib.contextmanager

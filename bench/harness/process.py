@@ -6,6 +6,7 @@ The process leads a group of its own, so that what it starts ends with it.
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -103,6 +104,11 @@ def expand(template: str, words: Mapping[str, str], records: Sequence[str]) -> l
     return found
 
 
+def module(name: str) -> str:
+    """`bench.<command>` by the name that `bench` has here: `nsa_bench` where it is installed."""
+    return re.sub(r"^bench\b", __name__.partition(".")[0], name)
+
+
 def run(
     name: str,
     words: Sequence[str],
@@ -122,7 +128,7 @@ def run(
       before: a command that runs this one.
       variables: of the environment, besides those of this process.
     """
-    command = [*before, sys.executable, "-u", "-m", *words]
+    command = [*before, sys.executable, "-u", "-m", module(words[0]), *words[1:]]
     log = folder / f"{name}.log"
     start = time.monotonic()
     status: Status = "ok"

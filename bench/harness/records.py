@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import configs
-from bench.judge.parity import SLOPE
+from nsa_core import config_files
+
+from ..judge.parity import SLOPE
 
 SCHEMA = 1
 FOLDER = Path(__file__).parents[1] / "records"
@@ -212,7 +213,7 @@ def is_a(value: Any, kind: Any) -> bool:
 
 def folder_of(device: str) -> Path:
     """Where the records of a device are kept: `bench/records/<slug of its name>`."""
-    return FOLDER / configs.slug(device)
+    return FOLDER / config_files.slug(device)
 
 
 def shown(path: str | Path) -> str:

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 
 import nsa_jax
-from bench.harness import timing
-from bench.harness.problems import Settings
 from nsa_core.dispatch import Problem
 from nsa_jax.dispatch import REGISTRY
 from nsa_jax.jax_problem import capability
+
+from . import timing
+from .problems import Settings
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
 ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8

@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nsa_jax
-from bench.harness.scale_problem import RESULTS, Problem, judged, spread
 from nsa_core import context_layout as layouts
+
+from .scale_problem import RESULTS, Problem, judged, spread
 
 
 def run(problems: list[Problem], size: int, samples: int) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import nsa_torch
-from bench.harness.scale_problem import RESULTS, Problem, judged, spread
 from nsa_torch import context, context_ranks
+
+from .scale_problem import RESULTS, Problem, judged, spread
 
 
 def run(problems: list[Problem], samples: int) -> None:

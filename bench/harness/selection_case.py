@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from bench.harness import command, cost, problems
-from bench.harness.measure import Judged, guarded, judged, shape_of, timed
-from bench.harness.runners import problem
-from bench.harness.selection_rows import SPANS, Matrix, Row, spans
-from bench.judge.checks import Checker
 from nsa_core.config import NSAConfig
+
+from ..judge.checks import Checker
+from . import command, cost, problems
+from .measure import Judged, guarded, judged, shape_of, timed
+from .runners import problem
+from .selection_rows import SPANS, Matrix, Row, spans
 
 
 def settings_of(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.harness.problems import PRECISIONS
+from .problems import PRECISIONS
 
 SPANS = {"few": 1, "many": 8, "mixed": 4}  # runs of adjacent blocks
 

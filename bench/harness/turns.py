@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.harness import heartbeat, process
+from . import heartbeat, process
 
 READY, GO = "ready\n", "go\n"
 
@@ -34,7 +34,7 @@ class Child:
     def __init__(self, words: Sequence[str], log: Path, environment: Mapping[str, str]):
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", *words],
+                [sys.executable, "-u", "-m", process.module(words[0]), *words[1:]],
                 env=process.environment(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.harness import heartbeat
-from bench.harness.problems import Inputs, Settings
-from bench.judge import oracle, parity
-from bench.judge.parity import Parity
+from ..harness import heartbeat
+from ..harness.problems import Inputs, Settings
+from . import oracle, parity
+from .parity import Parity
 
 
 class Checker:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bench.harness import heartbeat
-from bench.judge import oracle
 from nsa_core.config import NSAConfig
 from nsa_jax import reference
+
+from ..harness import heartbeat
+from . import oracle
 
 ROUNDOFF = 2.0**-24  # of one float32 operation, relative
 SMALLEST = 2.0**-126  # what is smaller may count as zero

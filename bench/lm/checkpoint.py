@@ -1,6 +1,6 @@
 """Checkpoints: folders `step-<steps done>`, each whole or not there; the last two are kept.
 
-A folder holds `weights`, `mean` and `square` (AdamW's moments) as `interop.weights` writes
+A folder holds `weights`, `mean` and `square` (AdamW's moments) as `nsa_interop.weights` writes
 them, so that a run may go on in the other framework, or the same tensors in shards
 (`torch.distributed.checkpoint`, the folder `shards`), which any number of processes can read
 and `bench.lm.shards` puts together. `progress.json` has the steps done, which are the position
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import safetensors
 
-from bench.lm.ranks import Ranks
+from .ranks import Ranks
 
 PROGRESS, SHARDS = "progress.json", "shards"
 KEPT = 2  # so that there is one before a damaged one
@@ -171,7 +171,7 @@ def whole(path: Path, learner: Kept) -> Iterator[Path]:
     if not (path / SHARDS).exists() or getattr(learner, "shards", False):
         yield path
         return
-    from bench.lm import shards
+    from . import shards
 
     with tempfile.TemporaryDirectory() as scratch:
         shards.join(path, Path(scratch))

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from bench.lm.spec import ModelSpec, Task
+from .spec import ModelSpec, Task
 
 
 @dataclasses.dataclass(frozen=True)

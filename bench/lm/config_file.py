@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from absl import flags
 
-import configs
-from bench.lm.config import SIZES, TrainConfig, get
+from nsa_core import config_files
 
-FOLDER = configs.FOLDER / "train"
+from .config import SIZES, TrainConfig, get
+
+FOLDER = config_files.FOLDER / "train"
 # The flag that says the same, which wins where the command line has it.
 FLAGS = {
     "model.name": "model",
@@ -106,7 +107,7 @@ def read(
     told: list[str] = []
     if name is not None:
         path = path_of(name)
-        values = _renamed(_flat(configs.load(path)), str(path), told)
+        values = _renamed(_flat(config_files.load(path)), str(path), told)
         _built(values, str(path))
     for change in changes:
         key, equals, text = change.partition("=")
@@ -202,7 +203,7 @@ def _built(values: Mapping[str, Any], where: str) -> TrainConfig:
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
     try:
-        return configs.build(TrainConfig, tree, "")
+        return config_files.build(TrainConfig, tree, "")
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).removeprefix('.')}") from None
 

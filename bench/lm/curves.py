@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.lm.log import Header, Line, Speed, Step, Summary
+from .log import Header, Line, Speed, Step, Summary
 
 # Largest relative difference of JAX's and torch's loss of one step. AdamW's first steps divide
 # small gradients by themselves, which enlarges roundings. On the CPU: 100 steps of the tiny

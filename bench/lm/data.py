@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.harness import text
-from bench.lm import sources, tokens
-from bench.lm.packing import Packed
-from bench.lm.tokens import Documents
+from ..harness import text
+from . import sources, tokens
+from .packing import Packed
+from .tokens import Documents
 
 CORPUS_BYTES = 8 * 2**20
 HELD_OUT_SHARE = 1 / 16
@@ -170,7 +170,7 @@ def load(
         documents = tokens.kept(TEXT, texts, by, found.sha256, cache)
         return Batches(batch, length, seed, documents=documents, pack=pack or "none")
     if is_hub(dataset):
-        from bench.lm import hub, stream
+        from . import hub, stream
 
         name, _, config = dataset.partition(":")
         source = hub.Hub(name, config or None, split, column, revision).pinned()

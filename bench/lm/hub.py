@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.lm import sources
 from nsa_core import extras
+
+from . import sources
 
 PAUSES_S = (1, 2, 4, 8, 16, 32)  # before the tries after the first
 AGAIN = (408, 425, 429)  # HTTP: too slow, too early, too many; besides these the 500s

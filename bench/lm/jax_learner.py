@@ -14,15 +14,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from bench.lm import health, jax_parallel, share
-from bench.lm.data import Batch
-from bench.lm.jax_lm import LM
-from bench.lm.jax_parallel import Layout
-from bench.lm.parallel import Parallel
-from bench.lm.ranks import Ranks
-from bench.lm.spec import DivergedError, Task, Training
-from interop import weights
+from nsa_interop import weights
 from nsa_jax.nn import NSAAttention
+
+from . import health, jax_parallel, share
+from .data import Batch
+from .jax_lm import LM
+from .jax_parallel import Layout
+from .parallel import Parallel
+from .ranks import Ranks
+from .spec import DivergedError, Task, Training
 
 
 class Rows(NamedTuple):
@@ -221,7 +222,7 @@ class Learner:
 
     Args:
       task: what to train and how.
-      initial: file of `interop.weights` with the initial weights.
+      initial: file of `nsa_interop.weights` with the initial weights.
       implementation: of NSA, as in `nsa_jax.attention`; of dense attention "xla" or "cudnn".
     """
 
@@ -317,7 +318,7 @@ class Learner:
         return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
 
     def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `interop.weights` does."""
+        """Writes weights and moments, each as `nsa_interop.weights` does."""
         adam = self.state[0]
         for name, tree in (("weights", self.params), ("mean", adam.mu), ("square", adam.nu)):
             whole = jax_parallel.whole(tree, self.ranks)

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bench.lm import jax_parallel
-from bench.lm.spec import ModelSpec
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
 from nsa_jax.nn import NSAAttention, apply_rope
+
+from . import jax_parallel
+from .spec import ModelSpec
 
 NORM_EPS = 1e-6
 

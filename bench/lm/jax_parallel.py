@@ -17,9 +17,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bench.lm.parallel import Parallel
-from bench.lm.ranks import Ranks
-from bench.lm.spec import ModelSpec
+from .parallel import Parallel
+from .ranks import Ranks
+from .spec import ModelSpec
 
 AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = DATA, FSDP

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from bench.harness import records
+from ..harness import records
 
 SCHEMA = 1
 

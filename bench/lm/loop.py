@@ -12,14 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.harness import records, timing
-from bench.lm import checkpoint, health, log, recall, speed, variants
-from bench.lm import share as shares
-from bench.lm.data import Batch, Batches
-from bench.lm.progress import Progress
-from bench.lm.ranks import Ranks
-from bench.lm.spec import DivergedError, Task
-from bench.lm.watch import Settings, Watch, gathered
+from ..harness import records, timing
+from . import checkpoint, health, log, recall, speed, variants
+from . import share as shares
+from .data import Batch, Batches
+from .progress import Progress
+from .ranks import Ranks
+from .spec import DivergedError, Task
+from .watch import Settings, Watch, gathered
 
 EVALUATED_BATCHES = 8
 

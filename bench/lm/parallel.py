@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
-from bench.lm.share import Share
-from bench.lm.spec import Task
+from .share import Share
+from .spec import Task
 
 Kind = Literal["none", "ddp", "fsdp"]
 KINDS: tuple[Kind, ...] = ("none", "ddp", "fsdp")

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from absl import app
 
-from bench.harness import cli
-from bench.lm import curves, log, watched
-from bench.lm.log import Header, Line, Summary
+from ..harness import cli
+from . import curves, log, watched
+from .log import Header, Line, Summary
 
 MEASURES = {"held-out loss": "held_out_loss", "recall": "recall_gain"}
 

@@ -14,7 +14,7 @@ The passage lies beyond the sliding window: only compressed and selected tokens 
 
 import numpy as np
 
-from bench.lm.data import Batch
+from .data import Batch
 
 PASSAGE = 64  # tokens
 

@@ -3,7 +3,7 @@
     python -m bench.lm.shards CHECKPOINT FOLDER
 
 writes the whole files of the sharded checkpoint into a folder: `weights.safetensors`, which
-`interop.weights` reads in both frameworks, and AdamW's `mean` and `square`.
+`nsa_interop.weights` reads in both frameworks, and AdamW's `mean` and `square`.
 """
 
 import dataclasses
@@ -19,11 +19,12 @@ from absl import app
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from bench.harness import cli
-from bench.lm import checkpoint, torch_lm
-from bench.lm.spec import ModelSpec
-from interop import weights
 from nsa_core.layer import LayerSpec
+from nsa_interop import weights
+
+from ..harness import cli
+from . import checkpoint, torch_lm
+from .spec import ModelSpec
 
 PARTS = "weights", "mean", "square"
 

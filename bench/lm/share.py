@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.lm.data import Batch
+from .data import Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from absl import app
 
-from bench.harness import cli
-from bench.lm import curves, log, watched
-from bench.lm.log import Header, Line
+from ..harness import cli
+from . import curves, log, watched
+from .log import Header, Line
 
 
 def plot(found: Mapping[str, Sequence[Line]], path: Path) -> None:

@@ -4,8 +4,9 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from bench.harness import cost
 from nsa_core.layer import LayerSpec
+
+from ..harness import cost
 
 type Attention = Literal["nsa", "dense"]
 

@@ -5,11 +5,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from bench.harness import records, timing
-from bench.harness.runners import out_of_memory
-from bench.lm import spec, variants
-from bench.lm.data import Batches
-from bench.lm.log import Speed
+from ..harness import records, timing
+from ..harness.runners import out_of_memory
+from . import spec, variants
+from .data import Batches
+from .log import Speed
 
 
 def line(

@@ -2,10 +2,10 @@
 
 from absl import flags
 
-from bench.harness import launchers
-from bench.lm import watch
-from bench.lm.parallel import KINDS, Parallel
-from bench.lm.ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
+from ..harness import launchers
+from . import watch
+from .parallel import KINDS, Parallel
+from .ranks import TIMEOUT_S, JaxRanks, Ranks, TorchRanks
 
 COORDINATOR_HELP = (
     "JAX in several processes: address:port of process 0, or auto on a cluster that "

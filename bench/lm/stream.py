@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bench.lm.data import PACKS, Batch, Batches, drawn
-from bench.lm.packing import Packed
-from bench.lm.tokens import Documents, Tokenizer, gathered
+from .data import PACKS, Batch, Batches, drawn
+from .packing import Packed
+from .tokens import Documents, Tokenizer, gathered
 
 BUFFER = 4096  # documents of a block
 HELD_OUT_EVERY = 16

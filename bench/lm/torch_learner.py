@@ -15,15 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from bench.harness import timing
-from bench.lm import health, share
-from bench.lm.data import Batch
-from bench.lm.ranks import Ranks
-from bench.lm.spec import DivergedError, Task
-from bench.lm.torch_lm import LM, Block, Packing
-from interop import weights
+from nsa_interop import weights
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
+
+from ..harness import timing
+from . import health, share
+from .data import Batch
+from .ranks import Ranks
+from .spec import DivergedError, Task
+from .torch_lm import LM, Block, Packing
 
 MOMENTS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # AdamW's, by the name of their file
 IGNORED = -100  # a target without a loss
@@ -53,7 +54,7 @@ class Learner:
 
     Args:
       task: what to train and how.
-      initial: file of `interop.weights` with the initial weights.
+      initial: file of `nsa_interop.weights` with the initial weights.
       implementation: of NSA, as in `nsa_torch.attention`; of dense attention in `BACKENDS`.
       graph: forward and backward of a micro-batch are one CUDA graph, as JAX's step is one
         program; on the CPU nothing. What waits for the device meanwhile cannot be captured.
@@ -161,7 +162,7 @@ class Learner:
         return found
 
     def save(self, folder: Path) -> None:
-        """Writes weights and moments, each as `interop.weights` does."""
+        """Writes weights and moments, each as `nsa_interop.weights` does."""
         if self.ranks.rank:
             return
         weights.save(folder / "weights.safetensors", self.master)

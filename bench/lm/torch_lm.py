@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.lm.spec import ModelSpec
-from interop import weights
 from nsa_core.layer import LayerSpec
+from nsa_interop import weights
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
+
+from .spec import ModelSpec
 
 NORM_EPS = 1e-6
 BACKENDS = {

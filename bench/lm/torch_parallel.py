@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.lm import checkpoint, shards, torch_learner, torch_lm
-from bench.lm.ranks import Ranks, debug_level
-from bench.lm.spec import Task
+from . import checkpoint, shards, torch_learner, torch_lm
+from .ranks import Ranks, debug_level
+from .spec import Task
 
 
 class Cast(nn.Module):

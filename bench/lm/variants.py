@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from bench.harness import jobs
-from bench.lm.parallel import Parallel
-from bench.lm.ranks import Ranks
-from bench.lm.spec import Attention, Task
 from nsa_core.dispatch import OnUnsupported, Problem, Registry
 from nsa_core.types import Branches
+
+from ..harness import jobs
+from .parallel import Parallel
+from .ranks import Ranks
+from .spec import Attention, Task
 
 RANGES = ("none", "v1", "v2", "adaptive")  # nsa_torch.ranges.MODES
 # The first that the dtype and device allow is the default: 16-bit on a GPU, or else the last.
@@ -151,7 +152,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
       ValueError: the task cannot be spread as `variant.parallel` says.
       NotImplementedError: torch, over heads.
     """
-    from bench.lm import torch_learner, torch_lm
+    from . import torch_learner, torch_lm
 
     spread = variant.parallel
     spread.check(task)
@@ -159,7 +160,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     if not initial.exists():
         torch_lm.initialize(initial, task.model, task.training.seed)
     if variant.framework == "jax":
-        from bench.lm import jax_learner
+        from . import jax_learner
 
         return jax_learner.Learner(task, initial, variant.implementation, spread, ranks)
     if spread.tensor > 1:
@@ -172,7 +173,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
         raise ValueError(
             f"devices must be the {ranks.size} processes that there are, got {spread.devices}"
         )
-    from bench.lm import torch_parallel
+    from . import torch_parallel
 
     sharded = spread.kind == "fsdp"
     if variant.graph:

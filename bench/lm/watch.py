@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.lm import health, log
-from bench.lm.ranks import Ranks
-from bench.lm.watchdog import Watchdog
+from . import health, log
+from .ranks import Ranks
+from .watchdog import Watchdog
 
 EVERY, HEARTBEAT_S, HANG_S = 50, 10.0, 900.0
 HEARTBEATS = "heartbeat_rank*.jsonl"

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.lm import curves, health, watch
-from bench.lm.curves import Verdict
-from bench.lm.log import Header, Line, Speed, Step, Watch
+from . import curves, health, watch
+from .curves import Verdict
+from .log import Header, Line, Speed, Step, Watch
 
 # Of losses of one step on other devices, relative, over the first steps: later ones drift.
 PARITY = {"float32": 1e-5, "bfloat16": 1e-2}

@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from bench.harness.records import Record
-from bench.lm.log import Line, Speed
-from bench.reports.render import kernel_name
+from ..harness.records import Record
+from ..lm.log import Line, Speed
+from .render import kernel_name
 
 QUESTIONS = {
     "forward": "forward",

@@ -8,12 +8,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.harness import records
-from bench.harness.records import Record
-from bench.lm import curves, watched
-from bench.reports import crossover, render
-from bench.reports.plots import Plot
-from bench.reports.sources import Report
+from ..harness import records
+from ..harness.records import Record
+from ..lm import curves, watched
+from . import crossover, render
+from .plots import Plot
+from .sources import Report
 
 TEMPLATE = Path(__file__).parent / "page.html"
 FILTERS = ("device", "framework", "branch", "implementation", "mode", "status")

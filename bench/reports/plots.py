@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import cost
-from bench.harness.records import KINDS, Record
-from bench.reports import render
+from ..harness import cost
+from ..harness.records import KINDS, Record
+from . import render
 
 BRANCHES = ("compressed", "scores", "selected", "sliding", "all", "dense")
 COLORS = {

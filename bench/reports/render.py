@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from bench.harness.records import FIELDS, Record
+from ..harness.records import FIELDS, Record
 
 COLUMNS = (
     "framework",

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.harness import records
-from bench.harness.records import Record
-from bench.lm import log, watch
 from nsa_core import policy
+
+from ..harness import records
+from ..harness.records import Record
+from ..lm import log, watch
 
 
 @dataclasses.dataclass

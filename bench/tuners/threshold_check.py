@@ -16,13 +16,14 @@ from unittest import mock
 
 import numpy as np
 
-from bench.tuners.threshold_evidence import PORTABLE
 from nsa_core import policy
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Plan, Problem, Registry
 from nsa_core.policy import Device
 from nsa_core.types import Branches
 from nsa_jax import dispatch
+
+from .threshold_evidence import PORTABLE
 
 FAR, FAR_RUN = 2**20, 8192  # lengths at which `never` still refuses: described, run
 # The attention that runs: small, 16 bits, and what every kernel takes.

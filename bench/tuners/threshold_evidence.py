@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import records
-from bench.harness.records import Record
 from nsa_core import policy
+
+from ..harness import records
+from ..harness.records import Record
 
 PORTABLE = {"torch": "sdpa", "jax": "xla"}
 MASKED = "masked"

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.harness import records
-from bench.harness.problems import Inputs, Settings
-from kernels_pallas import tiles
 from kernels_pallas.specs import interval, scores, selected
+from nsa_core import tiles
 from nsa_core.steps import mosaic_forward
 from nsa_jax import geometry
 from nsa_jax.jax_ops import JAX_OPS
+
+from ..harness import records
+from ..harness.problems import Inputs, Settings
 
 type Tiles = Mapping[str, int]
 

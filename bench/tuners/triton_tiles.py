@@ -9,13 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from bench.harness import timing
-from bench.harness.problems import Inputs, Settings
-from kernels_pallas import tiles
 from kernels_pallas.triton.descriptions import SCORES_LIMITS, Problem, Selected
 from kernels_pallas.triton.tiling import candidates, power, scores_tiling
+from nsa_core import tiles
 from nsa_core.steps import triton_backward, triton_forward
 from nsa_core.steps.gradients import RowResiduals
+
+from ..harness import timing
+from ..harness.problems import Inputs, Settings
 
 # The functions that a pass launches, of which its tiles decide the time.
 LAUNCHED = {

@@ -1,7 +1,7 @@
 """Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
 
-A table of measured tiles (`kernels_pallas.tiles`) goes before, where they fit; `candidates` are
-what `bench.tune_tiles` measures. The model of shared memory is an
+A table of measured tiles (`nsa_core.tiles`) goes before, where they fit; `candidates` are
+what `nsa_bench.tune_tiles` measures. The model of shared memory is an
 upper bound of what Triton takes for these loops: the tiles of the rows that stay, one set of
 streamed tiles a stage, and one tile of products that changes its layout. Without fitting tiles a
 kernel would fail at its launch, so `capability.why_not` asks here first.

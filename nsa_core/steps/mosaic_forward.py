@@ -14,12 +14,12 @@ from typing import Any
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import interval, scores
 from kernels_pallas.specs import selected as selected_spec
-from kernels_pallas.tiles import tiles_of
 from nsa_core.array_ops import ArrayOps, QueryLayout
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
 type OutLse = tuple[Any, Any]

@@ -11,7 +11,6 @@ which has the `capability` of the GPU.
 import functools
 from typing import Any
 
-from kernels_pallas.tiles import tiles_of
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Problem, Selected
 from nsa_core.array_ops import ArrayOps, QueryLayout
@@ -19,6 +18,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
 type OutLse = tuple[Any, Any]

@@ -9,7 +9,7 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `NSAPagedModelCache`                  the same on pages, for steps of static shapes
   `StepGraph`                           such a step as one CUDA graph
   `continuous_batching_config`          for `generate_batch`: pages that NSA can read
-  `to_safetensors`, `from_safetensors`  weights for `bench.train`'s models, and back
+  `to_safetensors`, `from_safetensors`  weights for `nsa_bench.train`'s models, and back
   `register_block_attention`            kernels for released models that choose key blocks, by
                                         `attn_implementation="nsa_blocks"` (`block_selection`)
 

@@ -1,7 +1,7 @@
-"""Weights of `NSAForCausalLM` for the models of `bench.train`, and back.
+"""Weights of `NSAForCausalLM` for the models of `nsa_bench.train`, and back.
 
-The file is one of `interop.weights`: its names and its hyper-parameters are those of
-`bench.lm.torch_lm.LM` and of its twin in JAX. The modules below hold the parameters of a model
+The file is one of `nsa_interop.weights`: its names and its hyper-parameters are those of
+`nsa_bench.lm.torch_lm.LM` and of its twin in JAX. The modules below hold the parameters of a model
 of transformers under these names.
 """
 
@@ -18,7 +18,7 @@ from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
 
-NORM_EPS = 1e-6  # of bench.train's models
+NORM_EPS = 1e-6  # of nsa_bench.train's models
 MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 
@@ -27,7 +27,7 @@ def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
 
     Raises:
       ModuleNotFoundError: JAX is not installed; the file is one for both frameworks.
-      ValueError: `bench.train` has no such model (nsa and dense layers in one, another
+      ValueError: `nsa_bench.train` has no such model (nsa and dense layers in one, another
         epsilon).
     """
     _weights().save(path, _TrainingModel(model))
@@ -57,9 +57,9 @@ def from_safetensors(path: str | Path, model: NSAForCausalLM | None = None) -> N
 
 
 def _weights():
-    """`interop.weights`, which reads and writes the weights of both frameworks."""
+    """`nsa_interop.weights`, which reads and writes the weights of both frameworks."""
     extras.require("jax", "jax")
-    from interop import weights
+    from nsa_interop import weights
 
     return weights
 
@@ -115,7 +115,7 @@ class _Renamed(nn.Module):
 
 
 class _TrainingModel(_Renamed):
-    """The parameters of `model` as those of `bench.lm.torch_lm.LM`."""
+    """The parameters of `model` as those of `nsa_bench.lm.torch_lm.LM`."""
 
     def __init__(self, model: NSAForCausalLM):
         config = model.config

@@ -1,9 +1,9 @@
-"""Configuration data and its loader: YAML in, checked dataclasses out.
+"""The files of `configs/` and their loader: YAML in, checked dataclasses out.
 
-`load` reads a YAML file of this folder (by name) or of any path; `build` turns the mapping
+`load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key is an error, and numbers are read by the type of the field
-(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `bench.tune_tiles` measured,
-`devices/<device>.yaml` what `bench.tune_thresholds` made of records.
+(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `nsa_bench.tune_tiles` measured,
+`devices/<device>.yaml` what `nsa_bench.tune_thresholds` made of records.
 """
 
 import dataclasses
@@ -18,7 +18,9 @@ from typing import Any
 
 import yaml
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "configs"
+if not FOLDER.is_dir():  # in a checkout: it stands beside this package there
+    FOLDER = FOLDER.parents[1] / "configs"
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Which tiles a kernel uses: those measured for its shape on this device, else its heuristic.
 
-`configs/tiles/<device>.json`, which `python -m bench.tune_tiles` writes, has one entry for each
+`configs/tiles/<device>.json`, which `python -m nsa_bench.tune_tiles` writes, has one entry for each
 kernel and `Shape`, with the measurement that chose it. Only an exact match counts. The file is
 read when a kernel is built; one that cannot be understood is an error, a missing one is not.
 """
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import configs
+from nsa_core import config_files
 
 SCHEMA = 1
-FOLDER = configs.FOLDER / "tiles"
+FOLDER = config_files.FOLDER / "tiles"
 # What can be tuned of each kernel, by the names of its static part's fields.
 TUNABLE = {
     "compressed": ("block", "stages"),
@@ -116,7 +116,7 @@ def tiles_of(
     given = (_forced.get() or {}).get(kernel)
     if given is None:
         given = {}
-        measured = {} if device is None else table(configs.slug(device))
+        measured = {} if device is None else table(config_files.slug(device))
         if measured:
             _, queries, heads, width = query.shape
             dtype = str(query.dtype).removeprefix("torch.")
@@ -143,11 +143,11 @@ def read(path: Path) -> dict[Shape, dict[str, Any]]:
       ValueError: it is damaged, or of another device than its name says; the message names
         the file and the entry.
     """
-    data = configs.load(path)
+    data = config_files.load(path)
     if data.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema must be {SCHEMA}, got {data.get('schema')!r}")
     device, listed = data.get("device"), data.get("entries")
-    if not isinstance(device, str) or configs.slug(device) != path.stem:
+    if not isinstance(device, str) or config_files.slug(device) != path.stem:
         raise ValueError(f"{path} must hold the tiles of its device, got those of {device!r}")
     if not isinstance(listed, list):
         raise ValueError(f"{path}: entries must be a list, got {listed!r}")
