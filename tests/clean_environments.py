@@ -4,8 +4,10 @@
     python tests/clean_environments.py base jax    # these
 
 Everything lies under build/clean. Each environment runs a program, away from the checkout, and
-must not have the packages that its extras do not bring. `tests/test_extras.py` runs the same
-programs in the test suite, where absence is simulated.
+must not have the packages that its extras do not bring. It runs in a project that has packages
+called `bench`, `configs`, `interop` and `tests` of its own, before the library on the path and
+behind it. `tests/test_extras.py` runs the same programs in the test suite, where absence is
+simulated.
 """
 
 import shutil
@@ -30,13 +32,14 @@ def refused(statement, extra):
         raise AssertionError(f"{statement} ran")
 """
 BASE = """
-import nsa_core.config, nsa_core.types, nsa_core.layer, configs
+import nsa_core.config, nsa_core.types, nsa_core.layer
+from nsa_core import config_files
 import kernels_pallas.runtime.plan, kernels_pallas.runtime.store
 assert nsa_core.config.NSAConfig().num_compressed(64) == 3
 assert config_files.load("base")
 refused("import nsa_torch", "torch")
 refused("import nsa_interop.weights", "torch")
-refused("import bench.compare", "bench")
+refused("import nsa_bench.compare", "bench")
 """
 JAX = """
 import jax, jax.numpy as jnp, nsa_jax
@@ -81,6 +84,12 @@ for preset in ("paper", "seed", "smallgroup"):
     assert not missing, f"{preset}: the wheel has no {missing}"
 refused("import nsa_jax; nsa_jax.attention", "jax")
 """
+# What a user's project may have too. Ours are never imported by these names, nor hidden by theirs.
+NAMES = ("bench", "configs", "interop", "tests")
+OWN = f"""
+import {", ".join(NAMES)}
+assert all(module.OWN for module in ({", ".join(NAMES)}))
+"""
 
 
 class Environment(NamedTuple):
@@ -109,6 +118,22 @@ for name in {environment.absent}:
     return absent + REFUSED + environment.program
 
 
+def project(folder: Path) -> Path:
+    """A user's project: a module of each of `NAMES`, as a package or as a file."""
+    for name in NAMES:
+        path = folder / (f"{name}.py" if name == "interop" else f"{name}/__init__.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("OWN = True\n")
+    return folder
+
+
+def beside(folder: Path, first: bool, code: str) -> str:
+    """`code` in the project `folder`, which is imported before and after it: `first` or last on
+    the path."""
+    place = 0 if first else "len(sys.path)"
+    return f"import sys\nsys.path.insert({place}, {str(folder)!r})\n{OWN}{code}{OWN}"
+
+
 def wheel() -> Path:
     """The wheel of this checkout, with kernels."""
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -124,7 +149,12 @@ def check(name: str, built: Path) -> None:
     python = folder / "bin" / "python"
     _pip(python, "install", f"native-sparse-attention{environment.extras} @ {built.as_uri()}")
     print(f"{name}: installed {environment.extras or 'without extras'}", flush=True)
-    subprocess.run([python, "-I", "-c", program(environment)], cwd=folder, check=True)
+    own = project(folder / "project")
+    for first in (True, False):
+        code = beside(own, first, program(environment))
+        subprocess.run([python, "-I", "-c", code], cwd=own, check=True)
+    if "torch" in environment.extras:
+        subprocess.run([python, "-m", "nsa_interop.build", "--list"], cwd=own, check=True)
     print(f"{name}: ok", flush=True)
 
 

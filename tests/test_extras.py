@@ -4,15 +4,23 @@ import itertools
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from bench.harness.process import ROOT
-from tests.clean_environments import ENVIRONMENTS, program
+from tests.clean_environments import ENVIRONMENTS, beside, program, project
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = FILE["project"], FILE["tool"]["setuptools"]
 EXTRAS = PROJECT["optional-dependencies"]
+# Nothing of the library comes from elsewhere.
+HOME = """
+for name, module in sorted(sys.modules.items()):
+    if name.startswith(("nsa_", "kernels_pallas")) and module.__file__:
+        assert module.__file__.startswith({installed!r}), (name, module.__file__)
+"""
 # The import system finds no hidden package, as if it were not installed.
 HIDE = """
 import importlib.machinery, sys
@@ -50,6 +58,7 @@ def test_the_programs_of_clean_environments(name):
         ("import nsa_jax.nn", "flax", "nnx"),
         ("import nsa_jax; nsa_jax.attention", "jax", "jax"),
         ("import bench.compare", "rich", "bench"),
+        ("import nsa_bench.compare", "rich", "bench"),
         ("import bench.report", "matplotlib", "bench"),
         ("from bench.lm import hub; hub.Hub('a/b').pinned()", "datasets", "data"),
         ("from bench.lm import tokens; tokens.tokenizer('x')", "tokenizers", "data"),
@@ -78,14 +87,75 @@ def test_a_package_has_one_bound():
             assert set(requirement.specifier) >= set(Requirement(f"x{bound}").specifier)
 
 
+def folders() -> set[Path]:
+    """Where the checkout has the packages that are installed."""
+    found = set()
+    for package in SETUPTOOLS["packages"]:
+        for name, folder in SETUPTOOLS["package-dir"].items():
+            if f"{package}.".startswith(f"{name}."):
+                package = folder + package.removeprefix(name)
+        found.add(Path(*package.split(".")))
+    return found
+
+
 def test_every_package_of_the_checkout_is_installed():
-    """`packages.find` finds what stands in the checkout, tests and scripts left out."""
-    setuptools = pytest.importorskip("setuptools")
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = setuptools.find_packages(str(ROOT), include=tool["packages"]["find"]["include"])
+    """Tests and scripts are not, and no name is one that a user's project may have too."""
     there = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in ROOT.glob("[a-z]*/**/__init__.py")
-        if path.parts[len(ROOT.parts)] not in ("tests", "build")
+        path.parent.relative_to(ROOT)
+        for path in [*ROOT.glob("[a-z]*/**/__init__.py"), *ROOT.glob("configs/**/*.yaml")]
+        if path.relative_to(ROOT).parts[0] not in ("tests", "build")
     }
-    assert set(found) == there
+    assert folders() == there
+    names = {package.partition(".")[0] for package in SETUPTOOLS["packages"]}
+    ours = {f"nsa_{name}" for name in ("bench", "core", "interop", "jax", "torch")}
+    assert names == {"kernels_pallas", *ours}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that a wheel would put into site-packages."""
+    pytest.importorskip("setuptools")
+    sources, tree = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
+    for name in ("pyproject.toml", "README.md", "LICENSE", *{x.parts[0] for x in folders()}):
+        (sources / name).symlink_to(ROOT / name)
+    build = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "build_py"]
+    subprocess.run([*build, "--build-lib", tree], cwd=sources, check=True)
+    return tree
+
+
+def test_every_file_of_configs_is_installed(installed):
+    there, here = (
+        {path.relative_to(folder) for path in folder.rglob("*.yaml")}
+        for folder in (installed / "nsa_core" / "configs", ROOT / "configs")
+    )
+    assert there == here
+
+
+# What a project does with the library, and which of the commands it can look at.
+USES = {
+    "base": ENVIRONMENTS["base"].program.partition("refused")[0],
+    "torch": """
+import nsa_bench.harness.process, nsa_bench.harness.records, nsa_interop.build
+import torch, nsa_torch, nsa_interop.weights
+layer = nsa_torch.NSAAttention(16, 2, 1, 8, 8)
+layer(torch.ones(1, 40, 16))[0].sum().backward()
+assert nsa_interop.build.kernels_of and nsa_bench.harness.records.folder_of("a GPU")
+assert nsa_bench.harness.process.module("bench.train") == "nsa_bench.train"
+""",
+}
+
+
+@pytest.mark.parametrize("uses, first", [("base", True), ("base", False), ("torch", True)])
+def test_a_project_with_packages_called_as_ours(installed, tmp_path, uses, first):
+    """It imports its own and runs the installed library, wherever on the path it is."""
+    code = beside(project(tmp_path), first, USES[uses] + HOME.format(installed=str(installed)))
+    # No site: its .pth files would bring the checkout.
+    paths = [str(installed), *(x for x in sys.path if x.endswith("site-packages"))]
+    head = f"import sys\nsys.path += {paths}\n"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", head + code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

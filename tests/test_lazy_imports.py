@@ -16,7 +16,6 @@ NEUTRAL = (
     "kernels_pallas.runtime.plan",
     "kernels_pallas.runtime.store",
     "kernels_pallas.specs.tile",
-    "nsa_core.tiles",
     "kernels_pallas.triton.capability",
     "kernels_pallas.triton.descriptions",
     "nsa_jax",

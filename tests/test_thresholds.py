@@ -10,7 +10,7 @@ from absl import flags as absl_flags
 
 import nsa_torch
 from bench.harness import problems, runners
-from nsa_core import config_files, flags, policy
+from nsa_core import flags, policy
 from nsa_core.dispatch import Problem
 from nsa_jax import NSAConfig, jax_problem
 from nsa_jax import dispatch as jax_dispatch
@@ -286,8 +286,3 @@ def test_what_is_explained_is_what_runs(monkeypatch):
         assert "below fa2_min_len_win=10 (a test)" in str(plan)
         x = torch.zeros(1, 10, 1, 8)
         assert nsa_torch.explain(x, x, x).sliding.implementation == "fa2"
-
-
-def test_the_table_of_devices_travels_with_the_package():
-    text = (config_files.FOLDER.parent / "pyproject.toml").read_text()
-    assert '"devices/*.yaml"' in text
