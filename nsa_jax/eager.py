@@ -80,3 +80,8 @@ def _is_staged(x: Any) -> bool:
         inside = (getattr(x, name, None) for name in ("primal", "val"))
         x = next((each for each in inside if each is not None), None)
     return x is None
+
+
+def forget() -> None:
+    """Calls are compiled anew, for a test that changes what a step reads beside its arguments."""
+    _program.cache_clear()

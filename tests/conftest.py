@@ -54,6 +54,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.mosaic import capability
 from nsa_core import policy
+from nsa_jax import eager
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -121,10 +122,13 @@ def pytest_unconfigure():
 
 @pytest.fixture(autouse=True)
 def no_thresholds(request):
-    """A test on a GPU is small, and means to run kernels that do not pay at its sizes."""
+    """A test on a GPU is small, and means to run kernels that do not pay at its sizes. What the
+    test before compiled may have been made with other constants.
+    """
     if not request.node.get_closest_marker("gpu"):
         yield
         return
+    eager.forget()
     with policy.overridden(policy.Thresholds(0, 0, 0), "tests/conftest.py"):
         yield
 

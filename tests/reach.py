@@ -11,8 +11,9 @@ RESULTS = "out", "lse", "dq", "dk", "dv"
 NUMBERS = np.nan, np.inf, 3e38
 # Of the four products the operand that may be NaN, and what of other tokens it may then reach.
 REACHES = {"query": {"dk"}, "key": {"dq"}, "value": {"out", "dq"}, "do": {"dv"}}
-# Where P, not dS, is masked: what dP = dO V^T overflows to reaches them too.
-OF_DP = {"value": {"dq"}, "do": {"dk"}}
+# Where P, not dS, is masked: what dP = dO V^T overflows to reaches them too, and of a query whose
+# own logits overflow its delta.
+OF_DP = {"query": {"dk"}, "value": {"dq"}, "do": {"dk"}}
 MASK_P = "mosaic", "fa2"
 
 

@@ -22,7 +22,7 @@ from kernels_pallas.specs.dkv import Dkv
 from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
-from nsa_jax import ffi, mosaic, xla_call
+from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
 from nsa_torch import alike, warm_up
 from tests.inputs import PAPER, Case, problem
@@ -280,6 +280,7 @@ def test_windows_change_nothing_on_gpu(framework, monkeypatch):
     dq = mock.Mock(side_effect=stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
     alike.DECIDED.clear()
+    eager.forget()
     runs += [gradients() for _ in range(3)]
     rows = [call.args[0].stored_rows for call in dq.call_args_list]
     assert rows.count(1) >= 4  # of [B, Hkv]
