@@ -16,13 +16,13 @@ from nsa_core.dispatch import Plan
 _ARRAY = object()  # stands where an array is given
 
 
-def any_rank[F: Callable[..., Any]](function: F) -> F:
+def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which broadcasts arrays of different ranks whatever its caller wants of other
     code (`jax_numpy_rank_promotion`).
     """
 
     @functools.wraps(function)
-    def called(*args, **options):
+    def called(*args: P.args, **options: P.kwargs) -> R:
         with jax.numpy_rank_promotion("allow"):
             return function(*args, **options)
 
@@ -54,7 +54,9 @@ def compiled_plan(plan: Plan) -> Plan:
     """The plan with functions that are `compiled`."""
     choices = [*plan, plan.attention] if plan.attention else [*plan]
     loads = {x.branch: lambda x=x: compiled(x.load()) for x in choices}
-    changed = {x.branch: dataclasses.replace(x, load=loads[x.branch]) for x in choices}
+    changed: dict[str, Any] = {
+        x.branch: dataclasses.replace(x, load=loads[x.branch]) for x in choices
+    }
     return dataclasses.replace(plan, **changed)
 
 

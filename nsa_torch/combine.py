@@ -45,7 +45,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _weighted_sum(outputs, gates):
-    return sum(_gated(out, gate) for out, gate in zip(outputs, gates, strict=True))
+    compressed, selected, sliding = map(_gated, outputs, gates)
+    return compressed + selected + sliding
 
 
 def _gated(x, gate):

@@ -1,5 +1,7 @@
 """Compression `phi`: a window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -73,13 +75,13 @@ def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
 # What torch.compile and torch.export see: slices of a length that they do not know would hold for
 # some lengths only.
 ARGUMENTS = "Tensor x, Tensor[] params, Tensor? cu_seqlens, SymInt[] config"
-PARAMS = {len(each._fields): each for each in (PoolParams, MLPParams)}
+PARAMS: dict[int, Any] = {len(each._fields): each for each in (PoolParams, MLPParams)}
 
 
 def _compress(x, params, cu_seqlens, numbers):
-    kind = PARAMS.get(len(params))
+    given = PARAMS[len(params)](*params) if params else None
     config = operators.config_of(*numbers)
-    return compress(x, kind and kind(*params), config=config, cu_seqlens=cu_seqlens).clone()
+    return compress(x, given, config=config, cu_seqlens=cu_seqlens).contiguous()
 
 
 def _compress_backward(grad, x, params, *rest):

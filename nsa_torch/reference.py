@@ -33,14 +33,13 @@ def _windows(sequence, position, config):
     """Key index of the first token of each compressed token: `[C]`, -1 for unused slots."""
     num_keys, length = sequence.numel(), config.compress_block
     count = config.num_compressed(num_keys)
-    starts = torch.full((count,), -1, device=sequence.device)
-    if count:
-        first = torch.arange(num_keys - length + 1, device=sequence.device)
-        whole = (sequence[first] >= 0) & (sequence[first] == sequence[first + length - 1])
-        whole &= position[first] % config.compress_stride == 0
-        found = first[whole]
-        starts[: found.numel()] = found
-    return starts
+    if not count:
+        return torch.full((0,), -1, device=sequence.device)
+    first = torch.arange(num_keys - length + 1, device=sequence.device)
+    whole = (sequence[first] >= 0) & (sequence[first] == sequence[first + length - 1])
+    whole &= position[first] % config.compress_stride == 0
+    starts = torch.where(whole, first, num_keys).sort().values[:count]
+    return torch.where(starts < num_keys, starts, -1)
 
 
 def _attend(query, key, value, mask, scale):
