@@ -9,7 +9,7 @@ Tests run in one process a core, each on cores of its own; machine code that one
 the others load. `--gpus 2` runs those that need two GPUs, and nothing else. A skipped test
 counts as in `bench.suite`.
 
-`--save_records` appends a line to bench/records/<device>/gpu_tests.jsonl: commit, outcomes,
+`--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit, outcomes,
 seconds, versions. Commit it with the change. `--age` runs nothing: it warns where kernels or the
 host side have changed since the newest such line.
 """
@@ -18,6 +18,7 @@ import datetime
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from absl import flags
@@ -38,6 +39,7 @@ AGE = flags.DEFINE_bool("age", False, "Only say how old the newest record is.", 
 COMMIT = cli.define_commit(FLAGS)
 
 NAME = "gpu_tests.jsonl"
+KEPT = Path("kernel_log") / NAME  # in the folder of a device
 DATE = "%Y-%m-%d %H:%M"
 # What such a run is about: kernels and the host side.
 FOLDERS = ("kernels_pallas", "interop", "nsa_core", "nsa_jax", "nsa_torch")
@@ -75,7 +77,7 @@ def age() -> str:
     change = datetime.datetime.fromisoformat(changed)
     runs = [
         line | {"time": datetime.datetime.fromisoformat(line["time"])}
-        for path in sorted(records.FOLDER.glob(f"*/{NAME}"))
+        for path in sorted(records.FOLDER.glob(f"*/{KEPT}"))
         for _, line in records.read_lines(path)
         if line["gpus"] == 1
     ]
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     }
     records.append_lines(folder / NAME, [line])
     if SAVE.value:
-        records.append_lines(records.folder_of(device) / NAME, [line])
+        records.append_lines(records.folder_of(device) / KEPT, [line])
     print(f"{line['seconds']} s, written to {folder}")
     return exit_status.OK if status == 0 and found.ok else exit_status.WRONG
 

@@ -30,7 +30,7 @@ def age(tmp_path, monkeypatch):
                 "failed": failed,
                 "gpus": gpus[0] if gpus else 1,
             }
-            records.append_lines(tmp_path / f"card{i % 2}" / gpu_tests.NAME, [line])
+            records.append_lines(tmp_path / f"card{i % 2}" / gpu_tests.KEPT, [line])
         return gpu_tests.age()
 
     return of
@@ -85,6 +85,6 @@ def test_the_command_says_the_age_of_this_checkout():
 
 
 def test_every_record_is_whole():
-    for path in records.FOLDER.glob(f"*/{gpu_tests.NAME}"):
+    for path in records.FOLDER.glob(f"*/{gpu_tests.KEPT}"):
         for where, line in records.read_lines(path):
             assert line["commit"] and line["passed"] > 0, f"{where}: {json.dumps(line)}"
