@@ -115,6 +115,20 @@ def test_every_command_is_tried():
         assert flag in known or (flag == "-" and note), here
 
 
+@pytest.mark.parametrize(
+    ("flag", "variable", "key"),
+    [
+        ("--batch-size N", "NSA_BATCH_SIZE", "train.batch_size"),
+        ("--accum-batches N", "NSA_ACCUM", "train.accumulate_grad_batches"),
+        ("--seq-len N", "NSA_SEQ_LEN", "train.seq_len"),
+    ],
+)
+def test_a_flag_its_variable_and_its_key_are_one(flag, variable, key):
+    here = seed_names.TRAIN_FLAGS[flag][0].split()[0].removeprefix("--")
+    assert list(seed_env.TABLE[variable].flags) == [here]
+    assert config_file.FLAGS[config_file.SEED_KEYS.get(key, key)] == here
+
+
 def test_tolerances_of_the_documents():
     """As docs/seed.md says."""
     assert parity.FLOAT32_MAX == 5e-5 and parity.LOW_PRECISION_SELECTION_MEAN == 1e-3

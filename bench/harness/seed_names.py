@@ -221,7 +221,7 @@ TRAIN_FLAGS = {
     "--resume": ("--resume", "with `--out`"),
     "--steps N": ("--steps N", ""),
     "--seq-len N": ("--seq_len N", ""),
-    "--batch-size N": ("--batch N", "of all GPUs and micro-batches together"),
+    "--batch-size N": ("--batch_size N", "rows of a micro-batch on one device"),
     "--accum-batches N": ("--accumulate N", ""),
     "--no-gc": ("-", "nothing of a block is computed again"),
     "--loader-timeout S": ("--hang_s S", "of a step, its data included"),
