@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench.harness import seed_names
 from bench.harness.process import ROOT
 
 TASKS = sorted((ROOT / "cloud" / "sky").glob("*.yaml"))
@@ -385,6 +386,15 @@ def test_a_machine_is_ended_however_its_run_ends(launch, bad, slow, status, expe
     assert "nothing ends the machine there by itself: at most $1.50 an hour" in done.stdout
     lost = "error: the machine may still be there, at most $1.50 an hour: sky down --yes x"
     assert (lost in done.stderr) == (bad == "sky*down")
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_what_starts_a_machine_ends_it(path):
+    """By `cloud/launch.py`, wherever a reader is told how to run a task."""
+    name = path.relative_to(ROOT)
+    texts = [path.read_text(), README, seed_names.markdown()]
+    assert f"python cloud/launch.py {name} " in texts[0]
+    assert not any(re.search(rf"sky launch .*{name}", text) for text in texts)
 
 
 def test_a_dry_run_starts_nothing(launch):

@@ -42,7 +42,7 @@ SCRIPTS = (
     Script("bench/threshold_optimizer.py", "python -m bench.tune_thresholds"),
     Script("bench/sel_threshold_from_csv.py", "python -m bench.tune_thresholds --csv"),
     Script("bench/run_automated_bench.py", "python -m bench.oneshot", "elsewhere: cloud/"),
-    Script("bench/prime_gpu_bench.py", "sky launch cloud/sky/primeintellect.yaml"),
+    Script("bench/prime_gpu_bench.py", "python cloud/launch.py cloud/sky/primeintellect.yaml"),
     Script("bench/modal_gpu_bench.py", "modal run cloud/modal_app.py"),
     Script("bench/check_availability.py", "sky gpus list", "prices by GPU and cloud"),
     Script("scripts/runner_oneshot.sh", "python -m bench.oneshot"),
@@ -207,7 +207,7 @@ COMMANDS = (
         "bench/threshold_optimizer.py --safety-margin 1.2",
         "python -m bench.tune_thresholds artifacts --margin 1.2",
     ),
-    Command("bench/prime_gpu_bench.py", "sky launch cloud/sky/primeintellect.yaml"),
+    Command("bench/prime_gpu_bench.py", "python cloud/launch.py cloud/sky/primeintellect.yaml"),
 )
 # The flags of its training script.
 TRAIN_FLAGS = {
