@@ -274,9 +274,8 @@ def sizes(**values: int) -> None:
 
 def layer_input(x, width: int, kv, kind: type) -> None:
     """`x` [B, T, width] of a layer, and its cache, a `kind` of as many rows, or None."""
-    if not hasattr(x, "shape"):
-        raise ValueError(f"x must be an array, got {type(x).__name__}")
-    if len(x.shape) != 3 or x.shape[2] != width:
+    array("x", x, 3)
+    if x.shape[2] != width:
         raise ValueError(f"x must have shape (B, T, {width}), got {tuple(x.shape)}")
     if 0 in x.shape:
         raise ValueError(f"x must not be empty, got shape {tuple(x.shape)}")

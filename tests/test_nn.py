@@ -426,6 +426,14 @@ BAD = {
         lambda: modules()[1](jnp.zeros((1, 5, 23))),
         "x must have shape (B, T, 24), got (1, 5, 23)",
     ),
+    "float64 of NumPy in JAX": (
+        lambda: modules()[1](np.zeros((1, 4, 24))),
+        "x must not be a NumPy array of float64: JAX makes float32 of it",
+    ),
+    "words in JAX": (
+        lambda: modules()[1](jnp.zeros((1, 4, 24), jnp.int32)),
+        "x must have dtype in ('float16', 'bfloat16', 'float32', 'float64'), got int32",
+    ),
     "cache and segments in JAX": (
         lambda: (m := modules()[1])(
             jnp.zeros((1, 4, 24)), m.init_cache(1, 8), segment_ids=jnp.zeros((1, 4), jnp.int32)
