@@ -9,9 +9,9 @@ Tests run in one process a core, each on cores of its own; machine code that one
 the others load. `--gpus 2` runs those that need two GPUs, and nothing else. A skipped test
 counts as in `bench.suite`.
 
-`--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit, outcomes,
-seconds, versions. Commit it with the change. `--age` runs nothing: it warns where kernels or the
-host side have changed since the newest such line.
+`--save_records` appends a line to bench/records/<device>/kernel_log/gpu_tests.jsonl: commit,
+outcomes, seconds, versions. Commit it with the change. `--age` runs nothing: it warns where
+kernels or the host side have changed since the newest such line.
 """
 
 import datetime
