@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from nsa_core import validate
+from nsa_core import rotation, validate
 from nsa_core.config import NSAConfig
 
 PHI = ("avg", "mlp", "mlp_pe")
@@ -48,6 +48,10 @@ class LayerSpec:
       gate_temp: the gate's logits are divided by it.
       rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
         pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
+      rope_scaling: `nsa_core.rotation.Llama3` or `Yarn`, or its values and its `rope_type` by name;
+        None: none. `rope_scale` is then 1.
+      qk_norm_eps: epsilon of an RMSNorm of each query and each key head before the rotation, with
+        a weight a column for queries and one for the keys of all branches; None: no norm.
       bias: whether the projections of queries, keys, values and output have one.
 
     Raises:
@@ -74,6 +78,8 @@ class LayerSpec:
     num_initial: int = NSAConfig.num_initial
     num_local: int = NSAConfig.num_local
     bias: bool = False
+    rope_scaling: rotation.Scaling | None = None
+    qk_norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         sizes = ["dim", "n_heads", "n_kv_groups", "d_k", "d_v"]
@@ -92,6 +98,14 @@ class LayerSpec:
             raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
         for name in ("gate_temp", "rope_base", "rope_scale"):
             validate.positive(name, getattr(self, name))
+        if self.qk_norm_eps is not None:
+            validate.positive("qk_norm_eps", self.qk_norm_eps, " or None")
+        object.__setattr__(self, "rope_scaling", rotation.scaling(self.rope_scaling))
+        if self.rope_scaling is not None and (self.rope_scale != 1 or self.rope_base <= 1):
+            raise ValueError(
+                f"rope_scale must be 1 and rope_base > 1 where rope_scaling is given, "
+                f"got {self.rope_scale} and {self.rope_base}"
+            )
         if not isinstance(self.bias, bool):
             raise ValueError(f"bias must be True or False, got {self.bias!r}")
         _ = self.config

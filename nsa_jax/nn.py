@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from nsa_core import extras, validate
+from nsa_core import extras, rotation, validate
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.layer import KIND, LayerSpec
 from nsa_core.types import Branches
@@ -23,15 +23,38 @@ except ModuleNotFoundError as error:
 
 
 @any_rank
-def apply_rope(x, position, *, base: float = 10000.0, scale: float = 1.0):
+def apply_rope(
+    x,
+    position,
+    *,
+    base: float = 10000.0,
+    scale: float = 1.0,
+    scaling: rotation.Scaling | None = None,
+):
     """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
     width = x.shape[-1]
-    exponent = jnp.arange(0, width, 2, dtype=jnp.float32) / width
-    angle = (position.astype(jnp.float32) / scale)[..., None] * base**-exponent
-    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+    columns = jnp.arange(0, width, 2, dtype=jnp.float32)
+    rates, factor = base ** -(columns / width), 1.0
+    if scaling is not None:
+        rates, factor = scaling.scaled(rates, columns / 2, base), scaling.attention_scaling
+    angle = (position.astype(jnp.float32) / scale)[..., None] * rates
+    cos, sin = jnp.cos(angle)[:, :, None] * factor, jnp.sin(angle)[:, :, None] * factor
     even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
+
+
+class HeadNorm(nnx.Module):
+    """RMSNorm over the columns of each head of `x` [.., D], in float32, as its result is."""
+
+    def __init__(self, width: int, eps: float, *, param_dtype):
+        self.weight, self.eps = nnx.Param(jnp.ones((width,), param_dtype)), eps
+
+    def __call__(self, x):
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        weight = self.weight[...].astype(jnp.float32)
+        return wide * jax.lax.rsqrt(square + self.eps) * weight
 
 
 class Gate(nnx.Module):
@@ -151,6 +174,10 @@ class NSAAttention(nnx.Module):
         self.W_K_sel, self.W_V_sel = linear(spec.dim, keys), linear(spec.dim, values)
         self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
         self.out = linear(spec.n_heads * spec.d_v, spec.dim)
+        if spec.qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                HeadNorm(spec.d_k, spec.qk_norm_eps, param_dtype=param_dtype) for _ in range(2)
+            )
         self.gate = Gate(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.kind = Kind(spec)
         if spec.phi == "mlp":
@@ -195,13 +222,17 @@ class NSAAttention(nnx.Module):
         def heads(linear, count, width):
             return linear(x).reshape(batch, length, count, width)
 
-        def rotate(x):
-            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
+        turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
 
-        query = rotate(heads(self.W_Q, spec.n_heads, spec.d_k))
+        def rotated(linear, count, norm):
+            x = heads(linear, count, spec.d_k)
+            wide = x if spec.qk_norm_eps is None else getattr(self, norm)(x)
+            return apply_rope(wide, position, **turns).astype(x.dtype)
+
+        query = rotated(self.W_Q, spec.n_heads, "q_norm")
         key = Branches(
             *(
-                rotate(heads(linear, spec.n_kv_groups, spec.d_k))
+                rotated(linear, spec.n_kv_groups, "k_norm")
                 for linear in (self.W_K_cmp, self.W_K_sel, self.W_K_win)
             )
         )

@@ -1,8 +1,8 @@
-"""The fused QKV projection of a layer, and rotary positions.
+"""The fused QKV projection of a layer, norms of its heads, and rotary positions.
 
     x -> projection [B, T, query | keys of each branch | values of each branch] -> split, rotated
 
-On an NVIDIA GPU heads are split and rotated in one Triton launch, as is the gradient
+On an NVIDIA GPU heads are split, normed and rotated in one Triton launch, as is the gradient
 (`kernels_pallas/triton/split_heads.py`), elsewhere by operators of torch.
 """
 
@@ -17,13 +17,18 @@ from torch import Tensor, nn
 
 from kernels_pallas.triton import capability
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from nsa_core import rotation
 from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
+from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import capability_of
 
 # Tokens from which the products are fused: the weights are concatenated for it at each call, which
 # costs 4 bytes of traffic a weight, where the product has 2 FLOP a weight and token.
 FUSED_FROM = 8192
+
+
+type Norms = tuple[nn.Module, nn.Module]  # of query heads, of the key heads of all branches
 
 
 class QKV(NamedTuple):
@@ -43,19 +48,22 @@ def project(
     position: Tensor,
     spec: LayerSpec,
     *,
+    norms: Norms | None = None,
     means: bool = False,
 ) -> QKV:
-    """Query, keys and values of `x` [B, T, dim]; query and keys are rotated.
+    """Query, keys and values of `x` [B, T, dim]; query and keys are normed and rotated.
 
     Args:
       query, keys, values: the projections, those of keys and values by branch.
       position: as of `split`.
       spec: sizes of the heads, and the rotation.
+      norms: as of `split`.
       means: whether the mean of each key/value head's query heads is wanted too.
     """
     sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys), int(means))
     projection = _projection(x, (query, *keys, *values))
-    return split(projection, position, sizes, base=spec.rope_base, scale=spec.rope_scale)
+    turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
+    return split(projection, position, sizes, norms=norms, **turns)
 
 
 def _projection(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
@@ -111,18 +119,24 @@ def split(
     *,
     base: float = 10000.0,
     scale: float = 1.0,
+    scaling: rotation.Scaling | None = None,
+    norms: Norms | None = None,
 ) -> QKV:
-    """Query and, for each branch, key and value, contiguous; query and keys are rotated.
+    """Query and, for each branch, key and value, contiguous; query and keys are normed and rotated.
 
     Args:
       projection: `[B, T, sizes.row]`.
       position: `[B, T]` of the tokens, or `[1, T]` where all rows have the same.
-      base, scale: of the rotation.
+      base, scale, scaling: of the rotation.
+      norms: of query and key heads, over their columns; None: none.
     """
-    cos, sin = _angles(position, sizes.D, base, scale)
-    if _by_kernel(projection, sizes):
+    cos, sin = _angles(position, sizes.D, base, scale, scaling)
+    plain = norms is None or all(_is_plain(x, projection, nn.RMSNorm) for x in norms)
+    if plain and _by_kernel(projection, sizes):
         cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
-        query, *each, mean = _split(projection, cos, sin, list(dataclasses.astuple(sizes)))
+        weights, eps = _weights(norms)
+        found = list(dataclasses.astuple(sizes))
+        query, *each, mean = _split(projection, cos, sin, *weights, eps, found)
         keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
         return QKV(query, keys, values, mean if sizes.means else None)
     pairs = sizes.branches * sizes.Hkv
@@ -130,8 +144,11 @@ def split(
         [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
     )
     cos, sin = cos[:, :, None], sin[:, :, None]
-    query = _rotated(query.unflatten(-1, (sizes.H, sizes.D)), cos, sin)
-    key = _rotated(key.unflatten(-1, (pairs, sizes.D)), cos, sin)
+    query, key = query.unflatten(-1, (sizes.H, sizes.D)), key.unflatten(-1, (pairs, sizes.D))
+    if norms is not None:
+        normed = _normed if plain else nn.Module.__call__
+        query, key = normed(norms[0], query), normed(norms[1], key)
+    query, key = (_rotated(x, cos, sin).to(projection.dtype) for x in (query, key))
     value = value.unflatten(-1, (pairs, sizes.Dv))
     keys, values = (
         tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
@@ -140,11 +157,58 @@ def split(
     return QKV(query, keys, values, mean)
 
 
-def _angles(position: Tensor, width: int, base: float, scale: float) -> tuple[Tensor, Tensor]:
+def norms_of(layer: nn.Module) -> Norms | None:
+    """`q_norm` and `k_norm` of an attention layer, where it has them."""
+    query, key = getattr(layer, "q_norm", None), getattr(layer, "k_norm", None)
+    return None if query is None or key is None else (query, key)
+
+
+def _weights(norms: Norms | None) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+    """Those of plain norms, and their epsilon."""
+    if norms is None:
+        return (None, None), 0.0
+    query, key = cast(tuple[nn.RMSNorm, nn.RMSNorm], norms)
+    assert query.eps is not None
+    return (query.weight, key.weight), query.eps
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """Of a plain norm, in float32 at least: the rotation rounds, once."""
+    norm, wide = cast(nn.RMSNorm, norm), torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), norm.normalized_shape, norm.weight.to(wide), norm.eps)
+
+
+def _angles(
+    position: Tensor,
+    width: int,
+    base: float,
+    scale: float,
+    scaling: rotation.Scaling | None = None,
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
-    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=position.device) / width
-    angle = (position.to(torch.float32) / scale)[..., None] * base**-exponent
-    return angle.cos(), angle.sin()
+    rates = _rates(position, width, base, scaling)
+    angle = (position.to(torch.float32) / scale)[..., None] * rates
+    if scaling is None or scaling.attention_scaling == 1:
+        return angle.cos(), angle.sin()
+    return angle.cos() * scaling.attention_scaling, angle.sin() * scaling.attention_scaling
+
+
+def _rates(
+    position: Tensor, width: int, base: float, scaling: rotation.Scaling | None
+) -> Tensor:
+    """What each pair turns by a position, float32 `[width / 2]`."""
+
+    def made() -> Tensor:
+        columns = torch.arange(0, width, 2, dtype=torch.float32, device=position.device)
+        rates = base ** -(columns / width)
+        return rates if scaling is None else scaling.scaled(rates, columns / 2, base)
+
+    # A scaling is several launches, which calls share; a tensor of another type would be kept by
+    # what traces.
+    if scaling is None or torch.compiler.is_compiling() or type(position) is not Tensor:
+        return made()
+    key = "rates", width, base, scaling
+    return SHARED.get((*key, position.device), position.device, lambda: [made()])[0]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -152,7 +216,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.to(wide), sin.to(wide)
     even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    return turned.flatten(-2)
 
 
 def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
@@ -161,17 +225,18 @@ def _are_plain(layers: Sequence[nn.Linear], x: Tensor) -> bool:
     return plain and len({each.bias is None for each in layers}) == 1
 
 
-def _is_plain(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer is its product and nothing else: no adapter, hook, shard or other
-    `forward`.
+def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a layer is its product, or its norm, and nothing else: no adapter, hook, shard or
+    other `forward`.
     """
-    if type(layer) is not nn.Linear:
+    if type(layer) is not kind:
         return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks
     hooks = *hooks, layer._backward_hooks, layer._backward_pre_hooks
     if any(hooks) or nn.modules.module._has_any_global_hook() or "forward" in vars(layer):
         return False
-    tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    bias = getattr(layer, "bias", None)
+    tensors = (layer.weight,) if bias is None else (layer.weight, bias)
     return all(type(y) in (nn.Parameter, Tensor) and y.device == x.device for y in tensors)
 
 
@@ -193,21 +258,35 @@ type _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     "nsa::split_heads",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor projection, Tensor cos, Tensor sin, SymInt[] sizes) -> "
+    schema="(Tensor projection, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm, "
+    "float eps, SymInt[] sizes) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _split(projection: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> _Eight:
+def _split(
+    projection: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+    sizes: list[int],
+) -> _Eight:
     """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`."""
     from nsa_torch.triton_ops import TRITON_OPS
 
-    kernel = split_heads(Heads(*sizes), cos.shape[:-1].numel(), dtype_name(projection))
-    made = TRITON_OPS.run(kernel, projection, cos, sin)
+    tokens, norms = cos.shape[:-1].numel(), _given(query_norm, key_norm)
+    kernel = split_heads(Heads(*sizes), tokens, dtype_name(projection), eps if norms else None)
+    made = TRITON_OPS.run(kernel, projection, *norms, cos, sin)
     shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
     return cast(_Eight, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
 
 
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
 @_split.register_fake
-def _(projection, cos, sin, sizes):
+def _(projection, cos, sin, query_norm, key_norm, eps, sizes):
     shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
     return tuple(projection.new_empty(shape) for shape in shapes)
 
@@ -227,19 +306,60 @@ def _(grads, cos, sin, sizes):
     return grads[0].new_empty((*cos.shape[:-1], Heads(*sizes).row))
 
 
+@torch.library.custom_op("nsa::join_normed_heads", mutates_args=(), device_types="cuda")
+def _join_normed(
+    grads: list[Tensor],
+    projection: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    sizes: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_join` where heads were normed, and the gradients of the norms' weights."""
+    from nsa_torch.triton_ops import TRITON_OPS
+
+    heads = Heads(*sizes)
+    kernel = join_heads(heads, cos.shape[:-1].numel(), dtype_name(grads[0]), eps)
+    rest = projection, query_norm, key_norm, cos, -sin
+    made, partials = TRITON_OPS.run(kernel, *grads, *rest)
+    query, key = partials.sum(dim=0).split([heads.H, heads.branches * heads.Hkv])
+    query, key = query.sum(dim=0).to(query_norm.dtype), key.sum(dim=0).to(key_norm.dtype)
+    return made.view(projection.shape), query, key
+
+
+@_join_normed.register_fake
+def _(grads, projection, cos, sin, query_norm, key_norm, eps, sizes):
+    return tuple(torch.empty_like(x) for x in (projection, query_norm, key_norm))
+
+
 def _keep(ctx, inputs, output):
+    projection, cos, sin, query_norm, key_norm, ctx.eps, ctx.sizes = inputs
+    norms = _given(query_norm, key_norm)
+    ctx.save_for_backward(cos, sin, *(() if not norms else (*norms, projection)))
+
+
+def _gradients(ctx, *grads):
+    cos, sin, *normed = ctx.saved_tensors
+    if not normed:
+        return _join(list(grads), cos, sin, ctx.sizes), *[None] * 6
+    query_norm, key_norm, projection = normed
+    given = projection, cos, sin, query_norm, key_norm, ctx.eps, ctx.sizes
+    grad, query, key = _join_normed(list(grads), *given)
+    return grad, None, None, query, key, None, None
+
+
+def _keep_join(ctx, inputs, output):
     _, cos, sin, ctx.sizes = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _gradients(ctx, *grads):
-    return _join(list(grads), *ctx.saved_tensors, ctx.sizes), None, None, None
-
-
 def _second_gradients(ctx, grad):
-    return list(_split(grad, *ctx.saved_tensors, ctx.sizes)), None, None, None
+    split = _split(grad, *ctx.saved_tensors, None, None, 0.0, ctx.sizes)
+    return list(split), None, None, None
 
 
-# Each is linear, and the other's gradient.
+# Without norms each is linear, and the other's gradient.
 _split.register_autograd(_gradients, setup_context=_keep)
-_join.register_autograd(_second_gradients, setup_context=_keep)
+_join.register_autograd(_second_gradients, setup_context=_keep_join)

@@ -5,6 +5,7 @@ The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries chec
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nsa_core import validate
+from nsa_core import rotation, validate
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
@@ -43,6 +44,12 @@ class Gate(nn.Module):
         """Draws the weights anew."""
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
+
+    @torch.no_grad()
+    def set_constant(self, *logits: float) -> None:
+        """Gates of these logits (compressed, selected, sliding) for every query."""
+        self.fc2.weight.zero_()
+        self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
 
     def forward(self, pooled_query: Tensor) -> Tensor:
         logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
@@ -101,8 +108,8 @@ class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch.
 
     Args:
-      dim ... rope_scale, num_initial, num_local, bias: `nsa_core.layer.LayerSpec`, which also
-        says what is refused.
+      dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
+        `nsa_core.layer.LayerSpec`, which also says what is refused.
       rope_impl: "llama", the seed's only one.
       use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
       use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
@@ -141,6 +148,8 @@ class NSAAttention(nn.Module):
         num_initial: int = NSAConfig.num_initial,
         num_local: int = NSAConfig.num_local,
         bias: bool = False,
+        rope_scaling: rotation.Scaling | Mapping[str, Any] | None = None,
+        qk_norm_eps: float | None = None,
         implementation: str | Branches[str | None] | None = None,
         context_mesh: DeviceMesh | None = None,
         context_layout: Layout = "zigzag",
@@ -170,6 +179,8 @@ class NSAAttention(nn.Module):
             num_initial=num_initial,
             num_local=num_local,
             bias=bias,
+            rope_scaling=rotation.scaling(rope_scaling),
+            qk_norm_eps=qk_norm_eps,
         )
         if rope_impl != "llama":
             raise ValueError(f"rope_impl must be 'llama', got {rope_impl!r}")
@@ -185,6 +196,10 @@ class NSAAttention(nn.Module):
         self.W_K_sel, self.W_V_sel = linear(dim, keys), linear(dim, values)
         self.W_K_win, self.W_V_win = linear(dim, keys), linear(dim, values)
         self.out = linear(n_heads * d_v, dim)
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
+            )
         self.gate = Gate(spec, **factory)
         if phi == "mlp":
             self.phi_k_conv, self.phi_v_conv = (Pool(l, d, x, **factory) for x in (d_k, d_v))
@@ -254,7 +269,7 @@ class NSAAttention(nn.Module):
         keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
         values = self.W_V_cmp, self.W_V_sel, self.W_V_win
         query, key, value, mean = heads.project(
-            x, self.W_Q, keys, values, position, spec, means=True
+            x, self.W_Q, keys, values, position, spec, norms=heads.norms_of(self), means=True
         )
         group = spec.n_heads // spec.n_kv_groups
         gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)

@@ -655,7 +655,10 @@ def test_models_that_training_does_not_have(tmp_path):
     path = tmp_path / "x.safetensors"
     for made, message in (
         (model("mixed"), "attention must be the same in all layers"),
-        (NSAForCausalLM(NSAModelConfig(**SIZES, rms_norm_eps=1e-5)), "rms_norm_eps must be"),
+        (
+            NSAForCausalLM(NSAModelConfig(**SIZES, attention="dense", qk_norm=True)),
+            "attention_bias and qk_norm must be False where all layers are dense",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             to_safetensors(path, made)
@@ -763,6 +766,11 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
         dist.destroy_process_group()
 
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+DYNAMIC |= {"original_max_position_embeddings": 8}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -778,7 +786,6 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
         (dict(num_local=9), "num_selected must be >= num_initial"),
         (dict(phi="conv"), "phi must be one of"),
         (dict(gate="relu"), "gate must be one of"),
-        (dict(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type'. must be one"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu' in an nsa model, got 'gelu'"),
         (dict(attention_dropout=0.1), "attention_dropout must be 0.0 in an nsa model, got 0.1"),
         (dict(sliding_window=64), "must be None in an nsa model, which has 'window' instead"),
@@ -786,21 +793,17 @@ def test_fsdp_shards_the_layers_it_is_told_of(tmp_path):
             dict(layer_types=["full_attention"] * 2),
             "layer_types must be None .*'attention' inst",
         ),
-        (dict(attention_bias=True), "attention_bias must be False in an nsa model, got True"),
         (
             dict(rope_parameters={"rope_type": "default", "factor": 2.0, "rope_theta": 1e4}),
             "'factor'. must be 1.0 or None where rope_type is 'default', got 2.0",
         ),
         (
-            dict(
-                rope_parameters={
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.5,
-                }
-            ),
+            dict(rope_parameters=PARTIAL),
             "partial_rotary_factor must be 1.0 in an nsa model, got 0.5",
         ),
+        (dict(rope_parameters=DYNAMIC), "rope_type'. must be one"),
+        (dict(rope_parameters=DYNAMIC | {"rope_type": "yarn", "factor": None}), "have factor"),
+        (dict(rope_parameters=DYNAMIC | {"rope_type": "llama3"}), "have low_freq_factor"),
         (dict(compres_block=8), "unknown key 'compres_block'.*known: 'compress_block'"),
     ],
     ids=lambda x: str(x)[:30],

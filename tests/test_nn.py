@@ -210,7 +210,7 @@ def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
 @pytest.mark.parametrize("phi", PHI)
 def test_a_layer_made_on_meta_starts_as_any_other(phi, bias):
     """By its own `reset_parameters`, and by that of each module, as FSDP and others call it."""
-    options = SIZES | dict(phi=phi, bias=bias)
+    options = SIZES | dict(phi=phi, bias=bias, qk_norm_eps=1e-6 if bias else None)
     torch.manual_seed(0)
     start = TorchAttention(**options)
     with torch.device("meta"):
@@ -355,7 +355,75 @@ def test_train_smoke_both_frameworks_take_the_same_steps(tmp_path):
     assert losses["jax"][-1] < 0.97 * losses["jax"][0]
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("changed", [dict(qk_norm_eps=1e-3), dict(rope_scaling=YARN)], ids=str)
+def test_norms_of_heads_and_a_scaled_rotation_in_both_modules(changed, tmp_path):
+    """Whole, through the cache, and in a file for both, which another layer refuses."""
+    module, twin = modules(**changed)
+    with torch.no_grad():
+        for name in ("q_norm", "k_norm") if "qk_norm_eps" in changed else ():
+            getattr(module, name).weight.normal_()
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x = tokens(30)
+    with torch.no_grad():
+        whole = module(torch.from_numpy(x))[0].numpy()
+        first, kv = module(torch.from_numpy(x[:, :20]), module.init_cache(2, 30))
+        second, _ = module(torch.from_numpy(x[:, 20:]), kv)
+    theirs = nnx.jit(lambda m, x: m(x)[0])(twin, jnp.asarray(x))
+    for got in (np.asarray(theirs), torch.cat([first, second], 1).numpy()):
+        np.testing.assert_allclose(got, whole, rtol=0, atol=FLOAT32_MAX)
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"{name} must be 'no such name' as in the module"):
+        weights.load(tmp_path / "layer.safetensors", modules()[0])
+    made = TorchAttention(**module.spec.as_dict())
+    assert made.spec == module.spec and hash(made.spec) == hash(module.spec)
+
+
+def test_norms_are_of_each_head_and_before_the_rotation():
+    """Queries and keys of one length, whatever the weights' size; values are left alone."""
+    module, twin = modules(qk_norm_eps=1e-6)
+    with torch.no_grad():
+        for name in ("W_Q", "W_K_cmp", "W_K_sel", "W_K_win"):
+            getattr(module, name).weight.mul_(7)
+            getattr(twin, name).kernel[...] *= 7
+        query, key, value, _ = module.project(
+            torch.from_numpy(tokens(5)), torch.arange(5)[None]
+        )
+    position = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    for x in (query, *key, *twin.project(jnp.asarray(tokens(5)), position)[1]):
+        length = np.linalg.norm(np.asarray(x), axis=-1)
+        np.testing.assert_allclose(length, SIZES["d_k"] ** 0.5, rtol=1e-3)
+    assert np.linalg.norm(np.asarray(value.selected), axis=-1).std() > 0.1
+
+
 BAD = {
+    "rope_scaling": (
+        lambda: TorchAttention(**SIZES, rope_scaling=YARN | {"rope_type": "dynamic"}),
+        "rope_scaling must have a rope_type of ('llama3', 'yarn'), or be None",
+    ),
+    "rope_scaling without a number": (
+        lambda: TorchAttention(**SIZES, rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+        "rope_scaling of 'yarn' must have original_max_position_embeddings",
+    ),
+    "rope_scaling with another": (
+        lambda: TorchAttention(**SIZES, rope_scaling=YARN | {"beta": 2.0}),
+        "rope_scaling of 'yarn' must not have beta",
+    ),
+    "rope_scaling out of range": (
+        lambda: TorchAttention(**SIZES, rope_scaling=YARN | {"factor": -1.0}),
+        "rope_scaling: factor must be a positive number, got -1.0",
+    ),
+    "rope_scaling and rope_scale": (
+        lambda: TorchAttention(**SIZES, rope_scaling=YARN, rope_scale=2.0),
+        "rope_scale must be 1 and rope_base > 1 where rope_scaling is given",
+    ),
+    "qk_norm_eps": (
+        lambda: TorchAttention(**SIZES, qk_norm_eps=0.0),
+        "qk_norm_eps must be a positive number or None, got 0.0",
+    ),
     "rope_impl": (
         lambda: TorchAttention(**SIZES, rope_impl="neox"),
         "rope_impl must be 'llama'",

@@ -14,6 +14,7 @@ from torch import nn
 
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
+from nsa_core import rotation
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
 from tests import interpreted_triton
@@ -25,6 +26,8 @@ SIZES = (
     Heads(3, 3, 16, 32, 1),  # dense attention
 )
 BASE, SCALE = 100.0, 2.0
+EPS = 1e-3
+by_norms = pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 by_size = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
 
@@ -32,7 +35,20 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def expected(product, position, sizes):
+def norm_weights(sizes):
+    """Of query heads and of key heads; none of them is neutral."""
+    return [1 + drawn(sizes.D, seed=seed) / 2 for seed in (11, 12)]
+
+
+def norms_of(sizes, dtype=torch.float32):
+    made = []
+    for weight in norm_weights(sizes):
+        made.append(nn.RMSNorm(sizes.D, eps=EPS, dtype=dtype))
+        made[-1].weight.data.copy_(torch.from_numpy(weight))
+    return tuple(made)
+
+
+def expected(product, position, sizes, normed=False):
     """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean."""
     rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D)
     turns = np.exp(1j * position[..., None] / SCALE * rates)[:, :, None]
@@ -47,6 +63,9 @@ def expected(product, position, sizes):
         count = sizes.Hkv if found else sizes.H
         part = product[..., at : at + count * width].astype(np.float64)
         part = part.reshape(*part.shape[:-1], count, width)
+        if normed and len(found) <= sizes.branches:
+            weight = norm_weights(sizes)[min(len(found), 1)]
+            part = part / np.sqrt((part**2).mean(axis=-1, keepdims=True) + EPS) * weight
         found.append(turned(part) if len(found) <= sizes.branches else part)
         at += count * width
     assert at == product.shape[-1] == sizes.row
@@ -69,13 +88,15 @@ def angles(position, sizes):
     return heads._angles(position, sizes.D, BASE, SCALE)
 
 
+@by_norms
 @by_size
-def test_heads_by_operators_of_torch(sizes):
+def test_heads_by_operators_of_torch(sizes, normed):
     product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
-    found = heads.split(
-        torch.from_numpy(product), torch.from_numpy(position), sizes, base=BASE, scale=SCALE
-    )
-    for x, y in zip(listed(found), expected(product, position, sizes), strict=True):
+    norms = norms_of(sizes) if normed else None
+    turns = {"base": BASE, "scale": SCALE, "norms": norms}
+    found = heads.split(torch.from_numpy(product), torch.from_numpy(position), sizes, **turns)
+    found = [x.detach() for x in listed(found)]
+    for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
         np.testing.assert_allclose(x.numpy(), y, atol=tolerance(position))
         assert x.is_contiguous()
 
@@ -90,40 +111,35 @@ def small(monkeypatch):
     """In the interpreter tiles are small, so that few tokens are several programs."""
     if not INTERPRETED:
         return
-    made = descriptions._heads
-
-    def smaller(function, sizes, tokens, outputs, means):
-        found = made(function, sizes, tokens, outputs, means)
-        rows = found.constants["ROWS"] // 16
-        count = -(-tokens // rows) * (sizes.H + (2 * sizes.branches + means) * sizes.Hkv)
-        constants = {**found.constants, "ROWS": rows}
-        return dataclasses.replace(found, constants=constants, programs=count)
-
-    monkeypatch.setattr(descriptions, "_heads", smaller)
+    rows = descriptions._rows
+    monkeypatch.setattr(descriptions, "_rows", lambda sizes: rows(sizes) // 16)
 
 
-def by_kernel(describe, sizes, position, *arrays):
-    """What a kernel makes of arrays `[tokens, ..]` and the angles, the opposite ones on its way
-    back.
+def by_kernel(describe, sizes, position, *arrays, normed=False):
+    """What a kernel makes of arrays `[tokens, ..]`, where `normed` the weights of norms, and the
+    angles, the opposite ones on its way back.
     """
     from nsa_torch.triton_ops import TRITON_OPS
 
     cos, sin = (x.to(DEVICE).flatten(0, 1) for x in angles(torch.from_numpy(position), sizes))
     sin = -sin if describe is join_heads else sin
-    kernel = describe(sizes, position.size, "float32")
-    return TRITON_OPS.run(kernel, *(torch.from_numpy(x).to(DEVICE) for x in arrays), cos, sin)
+    eps, weights = (EPS, norm_weights(sizes)) if normed else (None, [])
+    kernel = describe(sizes, position.size, "float32", eps)
+    given = [torch.from_numpy(x).to(DEVICE) for x in (*arrays, *weights)]
+    return TRITON_OPS.run(kernel, *given, cos, sin)
 
 
 @kernel
+@by_norms
 @by_size
-def test_heads_by_the_kernel(sizes, small):
+def test_heads_by_the_kernel(sizes, normed, small):
     """Of tokens that several programs share, the last not full."""
     tokens = 1100 // max(sizes.D, sizes.Dv)
     product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
     rows = product.reshape(2 * tokens, sizes.row)
-    found = there(by_kernel(split_heads, sizes, position, rows))
-    near = {"atol": tolerance(position)}
-    for x, y in zip(found, expected(product, position, sizes), strict=True):
+    found = there(by_kernel(split_heads, sizes, position, rows, normed=normed))
+    near = {"atol": tolerance(position) * (3 if normed else 1)}  # heads are so much longer
+    for x, y in zip(found, expected(product, position, sizes, normed), strict=True):
         np.testing.assert_allclose(x.cpu().numpy(), y.reshape(x.shape), **near)
 
 
@@ -146,6 +162,48 @@ def test_the_way_back_is_the_gradient(sizes, small):
     )
     found = (rows.astype(np.float64) * joined.cpu().numpy()).sum(axis=1)
     np.testing.assert_allclose(found, whole, atol=sizes.row**0.5 * 10 * tolerance(position))
+
+
+@kernel
+@by_size
+def test_the_way_back_through_norms_is_the_gradient(sizes, small):
+    """That of torch's operators in float64, of the projection and of the norms' weights."""
+    tokens = 1100 // max(sizes.D, sizes.Dv)
+    product, position = drawn(2, tokens, sizes.row), np.arange(2 * tokens).reshape(2, tokens)
+    rows = product.reshape(2 * tokens, sizes.row)
+    given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(2 * tokens), 1)]
+    joined, partials = by_kernel(join_heads, sizes, position, *given, rows, normed=True)
+    norms = norms_of(sizes, torch.float64)
+    leaf = torch.from_numpy(product).double().requires_grad_()
+    turns = {"base": BASE, "scale": SCALE, "norms": norms}
+    apart = listed(heads.split(leaf, torch.from_numpy(position), sizes, **turns))
+    grads = [torch.from_numpy(x).double() for x in there(given)]
+    loss = sum((x.flatten(0, 1) * g).sum() for x, g in zip(apart, grads, strict=True))
+    want = torch.autograd.grad(loss, [leaf, *(x.weight for x in norms)])
+    assert partials.shape[0] > 1 or not INTERPRETED
+    of_heads = partials.double().sum(dim=0).cpu()
+    found = joined.view(leaf.shape), of_heads[: sizes.H].sum(0), of_heads[sizes.H :].sum(0)
+    for x, y in zip(found, want, strict=True):
+        near = tolerance(position) * 5 * (1 if x.ndim == 3 else y.abs().max().item())
+        torch.testing.assert_close(x.double().cpu(), y, rtol=0, atol=near)
+
+
+YARN = rotation.Yarn(factor=4.0, original_max_position_embeddings=40, beta_fast=3.0)
+
+
+def test_a_scaled_rotation_by_operators_of_torch():
+    """Rates and length of transformers' YaRN; a second call has the rates of the first."""
+    sizes = SIZES[0]
+    product, position = drawn(2, 5, sizes.row), np.arange(10).reshape(2, 5) * 7
+    rates = [1.0, 0.1**0.5 * (0.5 + 0.5 / 4), 0.1 / 4, 0.1**1.5 / 4]
+    given = torch.from_numpy(product), torch.from_numpy(position), sizes
+    for _ in range(2):
+        found = heads.split(*given, base=BASE, scaling=YARN)
+        turn = np.exp(1j * position[..., None] * rates)[:, :, None]
+        pairs = product[..., : sizes.H * 8].reshape(2, 5, sizes.H, 4, 2).astype(np.float64)
+        spun = (pairs[..., 0] + 1j * pairs[..., 1]) * turn * (0.1 * np.log(4) + 1)
+        want = np.stack([spun.real, spun.imag], axis=-1).reshape(2, 5, sizes.H, 8)
+        np.testing.assert_allclose(found.query.numpy(), want, atol=tolerance(position))
 
 
 def layer(**changes):
@@ -196,6 +254,11 @@ def biased_alike(module):
             each.bias = nn.Parameter(torch.randn(each.out_features))
 
 
+def with_norms(module):
+    module.q_norm, module.k_norm = norms_of(SIZES[0])
+    module.spec = dataclasses.replace(module.spec, qk_norm_eps=EPS)
+
+
 def plain(module, x):
     return outcome(module, x)
 
@@ -224,7 +287,9 @@ def compiled(module, x):
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 @pytest.mark.parametrize(
-    "change", [lambda module: None, frozen, biased_alike], ids=["all", "frozen", "bias"]
+    "change",
+    [lambda module: None, frozen, biased_alike, with_norms],
+    ids=["all", "frozen", "bias", "norms"],
 )
 @pytest.mark.parametrize("run", [plain, under_autocast, checkpointed, compiled])
 def test_gradients_of_one_product(run, change, monkeypatch):
@@ -309,12 +374,15 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2])
+@by_norms
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @by_size
-def test_the_operator_on_a_gpu(sizes, dtype, rows):
+def test_the_operator_on_a_gpu(sizes, dtype, normed, rows):
     """Its output and gradient are those of torch's operators, and it is an operator. Of two rows
     with the same positions too.
     """
+    norms = norms_of(sizes, getattr(torch, dtype)) if normed else None
+    leaves = [] if norms is None else [x.to("cuda").weight for x in norms]
     product = torch.from_numpy(drawn(2, 701, sizes.row)).to("cuda", getattr(torch, dtype))
     position = torch.arange(701 * rows, device="cuda").view(rows, 701) * 50
     assert heads._by_kernel(product, sizes)
@@ -323,19 +391,23 @@ def test_the_operator_on_a_gpu(sizes, dtype, rows):
         leaf = product.clone().requires_grad_()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
-            apart = listed(heads.split(leaf, position, sizes))
+            apart = listed(heads.split(leaf, position, sizes, norms=norms))
         assert all(x.is_contiguous() and x.dtype == product.dtype for x in apart)
         assert all(x.data_ptr() % 256 == 0 for x in apart)  # which attention's kernels need
         weights = [
             torch.sin(torch.arange(x.numel(), device="cuda")).view(x.shape) for x in apart
         ]
         loss = sum((x.float() * w).sum() for x, w in zip(apart, weights, strict=True))
-        results.append([*apart, *torch.autograd.grad(loss, leaf)])
+        grad, *of_weights = torch.autograd.grad(loss, [leaf, *leaves])
+        # Sums over all tokens, in another order.
+        of_weights = [x / x.abs().max() for x in of_weights]
+        results.append([*apart, grad, *of_weights])
     steps = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=steps, atol=steps)
     tables = (x.expand(2, -1, -1) for x in heads._angles(position, sizes.D, 10000.0, 1.0))
-    given = product.requires_grad_(), *tables, list(dataclasses.astuple(sizes))
+    weights, eps = heads._weights(norms)
+    given = product.requires_grad_(), *tables, *weights, eps, list(dataclasses.astuple(sizes))
     torch.library.opcheck(heads._split, given)
 
 

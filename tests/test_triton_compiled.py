@@ -42,6 +42,8 @@ COMPILED = (
     ("G6", 120, "dkv:merge"),
     ("G6", 90, "split_heads:split_heads"),
     ("wide", 86, "split_heads:join_heads"),
+    ("wide", 80, "split_heads:split_normed_heads"),
+    ("G6", 90, "split_heads:join_normed_heads"),
     ("float32", 89, "interval:forward"),
     ("decode", 80, "decode:partials"),
     ("decode", 90, "decode:finish"),

@@ -120,6 +120,10 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
         descriptions.split_heads(heads, tokens, case.dtype), array(tokens, heads.row), *angles
     )
     ops.run(descriptions.join_heads(heads, tokens, case.dtype), *apart, *angles)
+    normed = heads, tokens, case.dtype, 1e-6
+    given, norms = array(tokens, heads.row), [array(case.D)] * 2
+    ops.run(descriptions.split_heads(*normed), given, *norms, *angles)
+    ops.run(descriptions.join_heads(*normed), *apart, given, *norms, *angles)
     return list({repr(x): x for x in ops.launches}.values())
 
 

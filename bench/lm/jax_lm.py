@@ -17,19 +17,17 @@ from nsa_jax.nn import NSAAttention, apply_rope
 from . import jax_parallel
 from .spec import ModelSpec
 
-NORM_EPS = 1e-6
-
 
 class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` over the last axis, in float32."""
 
-    def __init__(self, width: int):
-        self.scale = nnx.Param(jnp.ones(width))
+    def __init__(self, width: int, eps: float):
+        self.scale, self.eps = nnx.Param(jnp.ones(width)), eps
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
         square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(square + NORM_EPS)).astype(x.dtype) * self.scale[...]
+        return (wide * jax.lax.rsqrt(square + self.eps)).astype(x.dtype) * self.scale[...]
 
 
 def _linear(size_in: int, size_out: int, dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -62,7 +60,8 @@ class DenseAttention(nnx.Module):
             return linear(x).reshape(batch, length, count, -1)
 
         def rotate(x):
-            return apply_rope(x, position, base=spec.rope_base, scale=spec.rope_scale)
+            turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
+            return apply_rope(x, position, **turns)
 
         query = rotate(heads(self.W_Q, spec.n_heads))
         key = rotate(heads(self.W_K, spec.n_kv_groups))
@@ -96,9 +95,9 @@ class Block(nnx.Module):
         self.axis = axis
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
         kind = NSAAttention if spec.attention == "nsa" else DenseAttention
-        self.norm_attention = RMSNorm(spec.layer.dim)
+        self.norm_attention = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.attention = kind(spec.layer, **how)
-        self.norm_mlp = RMSNorm(spec.layer.dim)
+        self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
     def __call__(self, x, segment_ids=None):
@@ -130,7 +129,7 @@ class LM(nnx.Module):
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))
         how = dict(dtype=dtype, implementation=implementation, rngs=rngs)
         self.blocks = nnx.List([Block(spec, axis=axis, **how) for _ in range(spec.layers)])
-        self.norm = RMSNorm(spec.layer.dim)
+        self.norm = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.head = _linear(spec.layer.dim, spec.vocabulary, dtype, rngs)
 
     def hyper_parameters(self) -> dict[str, Any]:

@@ -25,6 +25,10 @@ AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 ROWS = DATA, FSDP
 # Backward gathers weights again instead of keeping what was gathered.
 GATHERED = "gathered weights"
+# Parts of attention whose weights all heads share.
+OF_ALL_HEADS = frozenset(
+    ("gate", "phi_k_mlp", "phi_v_mlp", "phi_k_conv", "phi_v_conv", "q_norm", "k_norm")
+)
 KEEP = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
 
 
@@ -54,8 +58,10 @@ class Layout:
 
         Raises:
           ValueError: there are fewer devices, or more in several processes, or `dim` cannot be
-            divided.
+            divided, or projections divided by heads have biases.
         """
+        if parallel.tensor > 1 and model.layer.bias:
+            raise ValueError(f"bias must be False where tensor={parallel.tensor}, got True")
         devices = jax.devices()
         if len(devices) < parallel.devices:
             raise ValueError(
@@ -115,7 +121,7 @@ class Layout:
         def gather(path, x):
             names = _names(path)
             axes = frozenset(ROWS)
-            if {"gate", "phi_k_mlp", "phi_v_mlp", "phi_k_conv", "phi_v_conv"} & set(names):
+            if OF_ALL_HEADS & set(names):
                 axes |= {TENSOR} if "attention" in names else set()
             # Varying before it is cast, so that the sum over devices of gradients is float32.
             x = _varying(x, axes)

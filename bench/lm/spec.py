@@ -24,6 +24,7 @@ class ModelSpec:
       layers: blocks.
       hidden: width of the MLP.
       vocabulary: tokens there are.
+      norm_eps: of the norms.
     """
 
     layer: LayerSpec
@@ -31,10 +32,24 @@ class ModelSpec:
     layers: int
     hidden: int
     vocabulary: int = 256
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.attention == "dense" and (
+            self.layer.bias or self.layer.qk_norm_eps is not None
+        ):
+            raise ValueError(
+                "bias must be False and qk_norm_eps None where attention is dense, got "
+                f"{self.layer.bias} and {self.layer.qk_norm_eps}"
+            )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every value by a name of its own, for a checkpoint's metadata."""
+        """Every value by a name of its own, for a checkpoint's metadata; `norm_eps` where it is not
+        the default, which a checkpoint without it has.
+        """
         own = dataclasses.asdict(self)
+        if self.norm_eps == ModelSpec.norm_eps:
+            del own["norm_eps"]
         return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
 
     def products(self) -> int:

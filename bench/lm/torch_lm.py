@@ -21,7 +21,6 @@ from nsa_torch.module import NSAAttention
 
 from .spec import ModelSpec
 
-NORM_EPS = 1e-6
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,14 +40,14 @@ class Packing(NamedTuple):
 class RMSNorm(nn.Module):
     """`x / rms(x) * scale` over the last axis, in float32."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
+        self.scale, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         square = wide.square().mean(dim=-1, keepdim=True)
-        return (wide * torch.rsqrt(square + NORM_EPS)).to(x.dtype) * self.scale
+        return (wide * torch.rsqrt(square + self.eps)).to(x.dtype) * self.scale
 
 
 def _linear(size_in: int, size_out: int) -> nn.Linear:
@@ -117,13 +116,13 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, implementation):
         super().__init__()
-        self.norm_attention = RMSNorm(spec.layer.dim)
+        self.norm_attention = RMSNorm(spec.layer.dim, spec.norm_eps)
         if spec.attention == "nsa":
             options = spec.layer.as_dict()
             self.attention = NSAAttention(**options, implementation=implementation)
         else:
             self.attention = DenseAttention(spec.layer, implementation or "math")
-        self.norm_mlp = RMSNorm(spec.layer.dim)
+        self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
     def forward(self, x: Tensor, packing: Packing | None = None) -> Tensor:
@@ -147,7 +146,7 @@ class LM(nn.Module):
         self.spec = spec
         self.embedding = nn.Parameter(torch.zeros(spec.vocabulary, spec.layer.dim))
         self.blocks = nn.ModuleList(Block(spec, implementation) for _ in range(spec.layers))
-        self.norm = RMSNorm(spec.layer.dim)
+        self.norm = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.head = _linear(spec.layer.dim, spec.vocabulary)
 
     def hyper_parameters(self) -> dict[str, Any]:

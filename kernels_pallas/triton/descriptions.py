@@ -522,27 +522,50 @@ class Heads:
         return [(*tokens, self.H, self.D), *keys, *values, mean]
 
 
-def split_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
-    """Arrays: the projection `[tokens, heads.row]`, cos and sin, float32 `[tokens, D / 2]`.
+def split_heads(
+    heads: Heads, tokens: int, dtype: str, norm_eps: float | None = None
+) -> TritonKernel:
+    """Arrays: the projection `[tokens, heads.row]`, where `norm_eps` is given the norms' weights of
+    query and keys `[D]`, cos and sin, float32 `[tokens, D / 2]`.
 
     Results: those of `heads.split_shapes`.
     """
     outputs = tuple(Array(shape, dtype) for shape in heads.split_shapes(tokens))
-    return _heads("split_heads", heads, tokens, outputs, heads.means)
+    name = "split_heads" if norm_eps is None else "split_normed_heads"
+    return _heads(name, heads, tokens, outputs, heads.means, norm_eps)
 
 
-def join_heads(heads: Heads, tokens: int, dtype: str) -> TritonKernel:
-    """Arrays: gradients of the results of `split_heads`, cos and -sin; result: the projection's."""
-    return _heads("join_heads", heads, tokens, (Array((tokens, heads.row), dtype),), 0)
+def join_heads(
+    heads: Heads, tokens: int, dtype: str, norm_eps: float | None = None
+) -> TritonKernel:
+    """Arrays: gradients of the results of `split_heads`, where `norm_eps` is given the projection
+    and the norms' weights, cos and -sin.
+
+    Results: the projection's gradient; those of the norms' weights as float32 partials
+    `[.., heads of query and keys, D]`.
+    """
+    outputs = (Array((tokens, heads.row), dtype),)
+    if norm_eps is None:
+        return _heads("join_heads", heads, tokens, outputs, 0, None)
+    normed = heads.H + heads.branches * heads.Hkv
+    partials = Array((cdiv(tokens, _rows(heads)), normed, heads.D), "float32")
+    return _heads("join_normed_heads", heads, tokens, (*outputs, partials), 0, norm_eps)
 
 
-def _heads(function: str, heads: Heads, tokens: int, outputs, means: int) -> TritonKernel:
+def _rows(heads: Heads) -> int:
+    """Tokens of a program."""
+    return max(4096 // max(power(heads.D), power(heads.Dv)), 1)
+
+
+def _heads(
+    function: str, heads: Heads, tokens: int, outputs, means: int, norm_eps: float | None
+) -> TritonKernel:
     columns, value_columns = power(heads.D), power(heads.Dv)
-    rows = max(4096 // max(columns, value_columns), 1)
+    rows = _rows(heads)
     return TritonKernel(
         f"{HERE}.split_heads:{function}",
         cdiv(tokens, rows) * (heads.H + (2 * heads.branches + means) * heads.Hkv),
-        (tokens,),
+        (tokens,) if norm_eps is None else (tokens, norm_eps),
         outputs,
         {
             "H": heads.H,

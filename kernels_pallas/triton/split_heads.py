@@ -6,6 +6,14 @@ keys it turns pairs of columns by their token's angle:
 
     (a, b) -> (a cos - b sin, a sin + b cos)        back: by the opposite angle
 
+Where the layer has norms, a head x of query and keys is normed before, with weights w of all query
+or of all key heads:
+
+    r = rsqrt(mean(x^2) + eps),  x' = x r w
+    dx = r (dx' w - x r mean(dx' w x r)),  dw = sum(dx' x r)
+
+A program's dw is a partial, of its tokens and its head. The way back reads x again.
+
 A layer's gates look at the mean of a group's query heads. Forward, programs of their own make it
 of what the L2 cache still has; back, a head's gradient gets its share, dmean / G.
 """
@@ -41,9 +49,28 @@ def _turned(x, cos, sin, token, there, WIDTH: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
+def _reciprocal(x, eps, WIDTH: tl.constexpr):
+    """1 / rms of float32 rows `x`, whose columns behind `WIDTH` are zero: `[ROWS, 1]`."""
+    return tl.math.rsqrt(tl.sum(x * x, axis=1)[:, None] / WIDTH + eps)
+
+
+@triton.jit
+def _weight(norm, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    return tl.load(norm + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normed(x, norm, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    return x * _reciprocal(x, eps, WIDTH) * _weight(norm, WIDTH, COLUMNS)
+
+
+@triton.jit
 def _split(
     projection,
     heads,
+    norm,
+    eps,
     cos,
     sin,
     token,
@@ -53,11 +80,14 @@ def _split(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
     """A head of tokens, at `inside` of the projection, to rows `row` of `heads`."""
     column = tl.arange(0, COLUMNS)
     mask = there[:, None] & (column < WIDTH)[None, :]
     x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
+    if NORMS:
+        x = _normed(x.to(tl.float32), norm, eps, WIDTH, COLUMNS)
     if TURN:
         x = _turned(x.to(tl.float32), cos, sin, token, there, WIDTH, COLUMNS)
     store_rows(heads, row, x, there, WIDTH, COLUMNS)
@@ -68,6 +98,10 @@ def _join(
     projection,
     heads,
     mean,
+    given,
+    norm,
+    eps,
+    partial,
     cos,
     sin,
     token,
@@ -79,8 +113,12 @@ def _join(
     COLUMNS: tl.constexpr,
     TURN: tl.constexpr,
     GROUP: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
-    """The way back, with a part of the mean's gradient where a mean was made of `GROUP` heads."""
+    """The way back, with a part of the mean's gradient where a mean was made of `GROUP` heads.
+
+    `given` is the projection that was split, `partial` the place of this program's dw.
+    """
     x = load_rows(heads, row, there, WIDTH, COLUMNS).to(tl.float32)
     if GROUP > 0:
         x += load_rows(mean, mean_row, there, WIDTH, COLUMNS).to(tl.float32) / GROUP
@@ -88,6 +126,14 @@ def _join(
         x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
     column = tl.arange(0, COLUMNS)
     mask = there[:, None] & (column < WIDTH)[None, :]
+    if NORMS:
+        at = given + inside[:, None] + column[None, :]
+        head = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        reciprocal = _reciprocal(head, eps, WIDTH)
+        head *= reciprocal
+        tl.store(partial + column, tl.sum(x * head, axis=0), mask=column < WIDTH)
+        x *= _weight(norm, WIDTH, COLUMNS)
+        x = (x - head * (tl.sum(x * head, axis=1)[:, None] / WIDTH)) * reciprocal
     at = projection + inside[:, None] + column[None, :]
     tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
 
@@ -96,6 +142,8 @@ def _join(
 def _mean(
     projection,
     mean,
+    norm,
+    eps,
     cos,
     sin,
     token,
@@ -106,6 +154,7 @@ def _mean(
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
     """The mean of `GROUP` query heads, the first at `inside`, each rounded as the query is."""
     column = tl.arange(0, COLUMNS)
@@ -114,6 +163,8 @@ def _mean(
     for i in range(GROUP):
         at = projection + inside[:, None] + i * WIDTH + column[None, :]
         x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if NORMS:
+            x = _normed(x, norm, eps, WIDTH, COLUMNS)
         x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
         total += x.to(projection.dtype.element_ty).to(tl.float32)
     store_rows(mean, row, total / GROUP, there, WIDTH, COLUMNS)
@@ -130,9 +181,14 @@ def _walk(
     selected_value,
     sliding_value,
     mean,
+    given,
+    query_norm,
+    key_norm,
+    partials,
     cos,
     sin,
     count,
+    eps,
     H: tl.constexpr,
     HKV: tl.constexpr,
     BRANCHES: tl.constexpr,
@@ -143,51 +199,69 @@ def _walk(
     VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BACK: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
     """The head of this program: a query's, a branch's key's or value's, or forward a mean."""
     PAIRS: tl.constexpr = BRANCHES * HKV  # a branch and a head of it
     GROUP: tl.constexpr = H // HKV
     ALL: tl.constexpr = H + 2 * PAIRS + (0 if BACK else MEANS * HKV)
     program = tl.program_id(0)
-    token = (program // ALL).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile = (program // ALL).to(tl.int64)
+    token = tile * ROWS + tl.arange(0, ROWS)
     there = token < count
     begin = token * (H * D + PAIRS * (D + DV))
     head = program % ALL
+    partial = partials
+    if NORMS and BACK:
+        partial += (tile * (H + PAIRS) + head) * D  # of values: not used
     if head < H:
         at, row = begin + head * D, token * H + head
         if BACK:
             group = token * HKV + head // GROUP
             _join(
-                projection, query, mean, cos, sin, token, there, at, row, group,
-                D, COLUMNS, True, MEANS * GROUP,
+                projection, query, mean, given, query_norm, eps, partial, cos, sin,
+                token, there, at, row, group, D, COLUMNS, True, MEANS * GROUP, NORMS,
             )  # fmt: skip
         else:
-            _split(projection, query, cos, sin, token, there, at, row, D, COLUMNS, True)
+            _split(
+                projection, query, query_norm, eps, cos, sin,
+                token, there, at, row, D, COLUMNS, True, NORMS,
+            )  # fmt: skip
     elif head < H + PAIRS:
         pair = head - H
         key = _of_branch(pair // HKV, compressed_key, selected_key, sliding_key)
         at, row = begin + head * D, token * HKV + pair % HKV
         if BACK:
             _join(
-                projection, key, mean, cos, sin, token, there, at, row, row, D, COLUMNS, True, 0
-            )
+                projection, key, mean, given, key_norm, eps, partial, cos, sin,
+                token, there, at, row, row, D, COLUMNS, True, 0, NORMS,
+            )  # fmt: skip
         else:
-            _split(projection, key, cos, sin, token, there, at, row, D, COLUMNS, True)
+            _split(
+                projection, key, key_norm, eps, cos, sin,
+                token, there, at, row, D, COLUMNS, True, NORMS,
+            )  # fmt: skip
     elif head < H + 2 * PAIRS:
         pair = head - H - PAIRS
         value = _of_branch(pair // HKV, compressed_value, selected_value, sliding_value)
         at, row = begin + (H + PAIRS) * D + pair * DV, token * HKV + pair % HKV
         if BACK:
             _join(
-                projection, value, mean, cos, sin, token, there, at, row, row,
-                DV, VALUE_COLUMNS, False, 0,
+                projection, value, mean, given, key_norm, eps, partial, cos, sin,
+                token, there, at, row, row, DV, VALUE_COLUMNS, False, 0, False,
             )  # fmt: skip
         else:
-            _split(projection, value, cos, sin, token, there, at, row, DV, VALUE_COLUMNS, False)
+            _split(
+                projection, value, key_norm, eps, cos, sin,
+                token, there, at, row, DV, VALUE_COLUMNS, False, False,
+            )  # fmt: skip
     else:
         group = head - H - 2 * PAIRS
         at, row = begin + group * (GROUP * D), token * HKV + group
-        _mean(projection, mean, cos, sin, token, there, at, row, D, COLUMNS, GROUP, ROWS)
+        _mean(
+            projection, mean, query_norm, eps, cos, sin,
+            token, there, at, row, D, COLUMNS, GROUP, ROWS, NORMS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -202,8 +276,9 @@ def split_heads(
     """Programs: ceil(count / ROWS) times the heads of a row and, with `MEANS`, the means."""
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, cos, sin, count,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, False,
+        compressed_value, selected_value, sliding_value, mean,
+        None, None, None, None, cos, sin, count, 0.0,
+        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, False, False,
     )  # fmt: skip
 
 
@@ -222,6 +297,46 @@ def join_heads(
     """
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean, cos, sin, count,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, True,
+        compressed_value, selected_value, sliding_value, mean,
+        None, None, None, None, cos, sin, count, 0.0,
+        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, True, False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "eps"])
+def split_normed_heads(
+    projection, query_norm, key_norm, cos, sin, count, eps,
+    query, compressed_key, selected_key, sliding_key,
+    compressed_value, selected_value, sliding_value, mean,
+    H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`split_heads` with norms of the weights `[D]`."""
+    _walk(
+        projection, query, compressed_key, selected_key, sliding_key,
+        compressed_value, selected_value, sliding_value, mean,
+        None, query_norm, key_norm, None, cos, sin, count, eps,
+        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, False, True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "eps"])
+def join_normed_heads(
+    query, compressed_key, selected_key, sliding_key,
+    compressed_value, selected_value, sliding_value, mean,
+    given, query_norm, key_norm, cos, sin, count, eps, projection, partials,
+    H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
+    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `split_normed_heads` of the projection `given`, as `join_heads`.
+
+    `partials` [tiles of tokens, heads of query and keys, D] are those of the norms' weights.
+    """
+    _walk(
+        projection, query, compressed_key, selected_key, sliding_key,
+        compressed_value, selected_value, sliding_value, mean,
+        given, query_norm, key_norm, partials, cos, sin, count, eps,
+        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, True, True,
     )  # fmt: skip

@@ -29,6 +29,7 @@ CACHED = (
     "head_dim",
     "v_head_dim",
     "rope_parameters",
+    "qk_norm",
     "phi",
     "phi_hidden",
     *(field.name for field in dataclasses.fields(NSAConfig)),

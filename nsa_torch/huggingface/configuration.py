@@ -6,16 +6,17 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
+from nsa_core import rotation
 from nsa_core.config import NSAConfig
 from nsa_core.layer import LayerSpec
+from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
-ROPE_TYPES = ("default", "linear")
+ROPE_TYPES = ("default", "linear", *SCALINGS)
 # What other models choose by these names and this one does not, with what it does. None: unset.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_activation": "silu",
-    "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -32,6 +33,7 @@ FIXED: dict[str, Any] = {
     "num_local_experts": None,
 }
 INSTEAD = {"sliding_window": "window", "layer_types": "attention"}
+NO_SCALING = ("rope_theta", "partial_rotary_factor")  # of rope_parameters
 
 
 class NSAModelConfig(PreTrainedConfig):
@@ -49,8 +51,11 @@ class NSAModelConfig(PreTrainedConfig):
         `sqrt(2 layers)` times less in those that write to the residual stream, 0.02 in the
         embedding. Gates and `phi` start as their modules do either way.
       rms_norm_eps: of the norms.
-      rope_parameters: `rope_theta`, and `rope_type`: "default", or "linear" with `factor`, by
-        which positions are divided. Pairs are interleaved.
+      rope_parameters: `rope_theta`, and `rope_type`: "default", "linear" with `factor`, by which
+        positions are divided, or "llama3" or "yarn" with the numbers of `nsa_core.rotation`. Pairs
+        are interleaved.
+      attention_bias: whether the projections of attention have biases, that of its output too.
+      qk_norm: whether query and key heads are normed before the rotation, with `rms_norm_eps`.
       attention: "nsa" or "dense", or a list of one of these a layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
       phi, phi_hidden, gate, gate_hidden, gate_temp: as in `nsa_core.layer.LayerSpec`.
@@ -77,6 +82,8 @@ class NSAModelConfig(PreTrainedConfig):
     initializer_range: float | None = None
     rms_norm_eps: float = 1e-6
     rope_parameters: Any = None
+    attention_bias: bool = False
+    qk_norm: bool = False
     attention: str | list[str] = "nsa"
     compress_block: int = NSAConfig.compress_block
     compress_stride: int = NSAConfig.compress_stride
@@ -189,7 +196,9 @@ class NSAModelConfig(PreTrainedConfig):
     @property
     def layer_spec(self) -> LayerSpec:
         """What an attention layer is, in the words of `nsa_torch.NSAAttention`."""
-        rope = self.rope_parameters
+        rope, scaling = self.rope_parameters, None
+        if rope["rope_type"] in SCALINGS:
+            scaling = {k: x for k, x in rope.items() if k not in NO_SCALING}
         return LayerSpec(
             dim=self.hidden_size,
             n_heads=self.num_attention_heads,
@@ -210,4 +219,7 @@ class NSAModelConfig(PreTrainedConfig):
             rope_scale=rope["factor"] if rope["rope_type"] == "linear" else 1.0,
             num_initial=self.num_initial,
             num_local=self.num_local,
+            bias=self.attention_bias,
+            rope_scaling=rotation.scaling(scaling),
+            qk_norm_eps=self.rms_norm_eps if self.qk_norm else None,
         )

@@ -67,10 +67,14 @@ class DenseAttention(nn.Module):
         self.config, self.spec, self.layer_idx = config, config.layer_spec, index
         spec = self.spec
         self.num_key_value_groups = spec.n_heads // spec.n_kv_groups
-        self.W_Q = nn.Linear(spec.dim, spec.n_heads * spec.d_k, bias=False)
-        self.W_K = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_k, bias=False)
-        self.W_V = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_v, bias=False)
-        self.out = nn.Linear(spec.n_heads * spec.d_v, spec.dim, bias=False)
+        self.W_Q = nn.Linear(spec.dim, spec.n_heads * spec.d_k, bias=spec.bias)
+        self.W_K = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_k, bias=spec.bias)
+        self.W_V = nn.Linear(spec.dim, spec.n_kv_groups * spec.d_v, bias=spec.bias)
+        self.out = nn.Linear(spec.n_heads * spec.d_v, spec.dim, bias=spec.bias)
+        if spec.qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                nn.RMSNorm(spec.d_k, eps=spec.qk_norm_eps) for _ in range(2)
+            )
 
     def forward(
         self,
@@ -89,7 +93,7 @@ class DenseAttention(nn.Module):
         """
         spec = self.spec
         query, (key,), (value,), _ = heads.project(
-            x, self.W_Q, [self.W_K], [self.W_V], position, spec
+            x, self.W_Q, [self.W_K], [self.W_V], position, spec, norms=heads.norms_of(self)
         )
         if layer is not None:
             key, value = layer.append(key, value, count)

@@ -18,7 +18,7 @@ from nsa_core.layer import LayerSpec
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSADecoderLayer, NSAForCausalLM
 
-NORM_EPS = 1e-6  # of nsa_bench.train's models
+NORM_EPS = 1e-6  # of nsa_bench.train's models, where they state none
 MODEL = ("attention", "layers", "hidden", "vocabulary")
 
 
@@ -27,8 +27,8 @@ def to_safetensors(path: str | Path, model: NSAForCausalLM) -> None:
 
     Raises:
       ModuleNotFoundError: JAX is not installed; the file is one for both frameworks.
-      ValueError: `nsa_bench.train` has no such model (nsa and dense layers in one, another
-        epsilon).
+      ValueError: `nsa_bench.train` has no such model (nsa and dense layers in one, dense ones with
+        biases or norms of heads).
     """
     _weights().save(path, _TrainingModel(model))
 
@@ -84,6 +84,11 @@ def _configuration(path: str | Path) -> NSAModelConfig:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_base}
     if spec.rope_scale != 1.0:
         rope |= {"rope_type": "linear", "factor": spec.rope_scale}
+    if spec.rope_scaling is not None:
+        rope |= dataclasses.asdict(spec.rope_scaling)
+    eps = found.get("norm_eps", NORM_EPS)
+    if spec.qk_norm_eps not in (None, eps):
+        raise ValueError(f"{path}: qk_norm_eps must be {eps}, got {spec.qk_norm_eps}")
     return NSAModelConfig(
         vocab_size=found["vocabulary"],
         hidden_size=spec.dim,
@@ -101,7 +106,9 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         gate=str(spec.gate),
         gate_hidden=spec.gate_hidden,
         gate_temp=spec.gate_temp,
-        rms_norm_eps=NORM_EPS,
+        attention_bias=spec.bias,
+        qk_norm=spec.qk_norm_eps is not None,
+        rms_norm_eps=eps,
     )
 
 
@@ -119,11 +126,14 @@ class _TrainingModel(_Renamed):
 
     def __init__(self, model: NSAForCausalLM):
         config = model.config
-        if config.rms_norm_eps != NORM_EPS:
-            raise ValueError(f"rms_norm_eps must be {NORM_EPS}, got {config.rms_norm_eps}")
         kinds = set(config.layer_attention)
         if len(kinds) > 1:
             raise ValueError(f"attention must be the same in all layers, got {sorted(kinds)}")
+        if kinds == {"dense"} and (config.attention_bias or config.qk_norm):
+            raise ValueError(
+                "attention_bias and qk_norm must be False where all layers are dense, got "
+                f"{config.attention_bias} and {config.qk_norm}"
+            )
         decoder = model.model
         super().__init__(
             embedding=decoder.embed_tokens.weight,
@@ -141,7 +151,9 @@ class _TrainingModel(_Renamed):
             config.intermediate_size,
             config.vocab_size,
         )
-        return config.layer_spec.as_dict() | dict(zip(MODEL, values, strict=True))
+        eps = config.rms_norm_eps
+        stated = {} if eps == NORM_EPS else {"norm_eps": eps}
+        return config.layer_spec.as_dict() | dict(zip(MODEL, values, strict=True)) | stated
 
 
 def _head(model: NSAForCausalLM) -> nn.Module:

@@ -1,0 +1,133 @@
+"""Scalings of rotary positions by which models read texts longer than those they learned from.
+
+Pair `i` of a head of width D turns by `rate = base**(-2i / D)` a position. A scaling divides the
+rates of slow pairs by `factor`, keeps those of fast pairs, and goes from one to the other between.
+Names and numbers are those of transformers' `rope_parameters`. Scalings that follow the length of
+a text ("dynamic", "longrope") are none: keys would have to be rotated anew as it grows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nsa_core import validate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """Llama 3.1: slow pairs turn at most `low_freq_factor` times in the original length, fast ones
+    at least `high_freq_factor` times; linear in the turns between.
+    """
+
+    rope_type: str = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    attention_scaling = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, "factor", "low_freq_factor", "original_max_position_embeddings")
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling: high_freq_factor must be > low_freq_factor="
+                f"{self.low_freq_factor}, got {self.high_freq_factor}"
+            )
+
+    def scaled(self, rate: Any, pair: Any, base: float) -> Any:
+        """The rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any framework."""
+        turns = rate * (self.original_max_position_embeddings / (2 * math.pi))
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _mixed(rate, kept, self.factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): slow pairs turn at most `beta_slow` times in the original length,
+    fast ones at least `beta_fast` times; linear in the pair between, whose borders `truncate`
+    rounds outwards. Rotated queries and keys are `attention_factor` times as long; None: as
+    `factor` has it, or `mscale` and `mscale_all_dim`.
+    """
+
+    rope_type: str = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self, "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+        if self.attention_factor is not None:
+            _check(self, "attention_factor")
+
+    @property
+    def attention_scaling(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = 0.1 * math.log(max(self.factor, 1.0))
+        if not (self.mscale and self.mscale_all_dim):
+            return 1.0 + grown
+        return (1.0 + grown * self.mscale) / (1.0 + grown * self.mscale_all_dim)
+
+    def scaled(self, rate: Any, pair: Any, base: float) -> Any:
+        """The rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any framework."""
+        count = pair.shape[0]
+        first, last = (self._pair(x, base, count) for x in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * count - 1)
+        if first == last:
+            last += 0.001
+        return _mixed(rate, (last - pair) / (last - first), self.factor)
+
+    def _pair(self, turns: float, base: float, count: int) -> float:
+        """The pair that turns so often in the original length, a fraction."""
+        positions = self.original_max_position_embeddings / (2 * math.pi * turns)
+        return count * math.log(positions) / math.log(base)
+
+
+type Scaling = Llama3 | Yarn
+SCALINGS: dict[str, type[Llama3] | type[Yarn]] = {"llama3": Llama3, "yarn": Yarn}
+
+
+def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
+    """That of `rope_parameters` without the base.
+
+    Raises:
+      ValueError: there is no such scaling, or its numbers are missing, unknown or out of range.
+    """
+    if given is None or isinstance(given, Llama3 | Yarn):
+        return given
+    if not isinstance(given, Mapping) or given.get("rope_type") not in SCALINGS:
+        raise ValueError(
+            f"rope_scaling must have a rope_type of {tuple(SCALINGS)}, or be None, got {given!r}"
+        )
+    kind = SCALINGS[given["rope_type"]]
+    fields = dataclasses.fields(kind)
+    unknown = sorted(given.keys() - {field.name for field in fields})
+    needed = [x.name for x in fields if x.default is dataclasses.MISSING]
+    missing = [name for name in needed if given.get(name) is None]
+    if unknown or missing:
+        what = f"have {missing[0]}" if missing else f"not have {unknown[0]}"
+        raise ValueError(
+            f"rope_scaling of {given['rope_type']!r} must {what}, got {dict(given)}"
+        )
+    return kind(**{name: x for name, x in given.items() if x is not None})
+
+
+def _mixed(rate: Any, kept: Any, factor: float) -> Any:
+    """`rate` where `kept` >= 1, a `factor`-th of it where `kept` <= 0."""
+    kept = kept.clip(0, 1)
+    return rate * (kept + (1 - kept) / factor)
+
+
+def _check(given: Scaling, *names: str) -> None:
+    for name in names:
+        validate.positive(f"rope_scaling: {name}", getattr(given, name))
