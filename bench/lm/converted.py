@@ -1,0 +1,184 @@
+"""How a converted model learns on: its held-out loss by the start of its gates, beside dense.
+
+    python -m bench.lm.converted --seed 0 --out runs/converted
+    python -m bench.lm.converted --preset tiny --out converted    # minutes on a CPU
+
+A Llama learns bytes of the standard library with dense attention for `--steps` steps. It is
+converted by each start of `nsa_torch.huggingface.convert` and trained on for `--after` steps, as
+is the dense model itself, all on the same batches; no text is seen twice. The held-out loss, nats
+a byte, is that of all positions, of those within num_selected * select_block tokens, where a
+converted model begins as the dense one, and of those beyond. A line an evaluation is appended to
+`converted.jsonl` in the folder `--out`.
+"""
+
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from absl import flags
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from nsa_torch.huggingface import NSAForCausalLM
+from nsa_torch.huggingface.convert import STARTS, convert
+
+from ..harness import cli, records, text
+
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+OUT = flags.DEFINE_string("out", "runs/converted", "Folder of the lines.", **_own)
+SEED = flags.DEFINE_integer("seed", 0, "Of the weights and of the order of rows.", **_own)
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+HELD = 32  # rows held out, the last of the text
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Sizes of the model, of NSA and of the two trainings."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    nsa: dict[str, int]
+    length: int
+    batch: int
+    steps: int
+    after: int
+    every: int  # steps between evaluations after the conversion
+    lr: float
+    after_lr: float
+
+
+PRESETS = {
+    "tiny": Preset(
+        *(64, 128, 2, 4, 2),
+        dict(compress_block=8, compress_stride=4, select_block=8, num_selected=4, window=16),
+        length=128, batch=4, steps=200, after=40, every=20, lr=3e-3, after_lr=5e-4,
+    ),
+    # 24 million parameters; 512 of 2048 tokens are selected; 29 MB of text.
+    "small": Preset(
+        *(512, 1536, 8, 8, 2),
+        dict(select_block=64, num_selected=8, window=256),
+        length=2048, batch=16, steps=600, after=280, every=40, lr=1e-3, after_lr=2e-4,
+    ),
+}  # fmt: skip
+PRESET = flags.DEFINE_enum("preset", "small", list(PRESETS), "Sizes of all.", **_own)
+STEPS = flags.DEFINE_integer("steps", None, "Of dense training.", lower_bound=1, **_own)
+AFTER = flags.DEFINE_integer("after", None, "Of training after it.", lower_bound=1, **_own)
+
+
+def rows(preset: Preset, seed: int) -> tuple[np.ndarray, np.ndarray, str]:
+    """Rows `[N, length + 1]` in the order of `seed`, those that are held out, and the text's hash.
+
+    Raises:
+      ValueError: the text has fewer.
+    """
+    count = (preset.steps + preset.after) * preset.batch
+    width = preset.length + 1
+    corpus = text.corpus((count + HELD) * width)
+    each = corpus.tokens.reshape(-1, width).astype(np.int64)
+    order = np.random.default_rng(seed).permutation(count)
+    return each[:count][order], each[count:], corpus.sha256
+
+
+def loss_of(model: PreTrainedModel, batch: np.ndarray) -> torch.Tensor:
+    """`[B, T]`, nats a byte."""
+    device = model.device
+    given = torch.from_numpy(batch).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        logits = model(given[:, :-1], use_cache=False).logits
+    flat = F.cross_entropy(
+        logits.float().flatten(0, 1), given[:, 1:].flatten(), reduction="none"
+    )
+    return flat.view(given.shape[0], -1)
+
+
+def train(
+    model: PreTrainedModel, given: np.ndarray, preset: Preset, lr: float
+) -> Iterator[int]:
+    """Steps of AdamW over the rows, their numbers; the rate rises in 20 and falls to a tenth."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
+    steps = len(given) // preset.batch
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
+        batch = given[step * preset.batch : (step + 1) * preset.batch]
+        optimizer.zero_grad()
+        loss = loss_of(model, batch).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield step + 1
+
+
+@torch.no_grad()
+def held_out(model: PreTrainedModel, held: np.ndarray, reach: int) -> dict[str, float]:
+    """Mean losses of all positions, of the first `reach` and of those beyond."""
+    model.eval()
+    size = max(1, len(held) // 8)
+    found = torch.cat([loss_of(model, held[i : i + size]) for i in range(0, len(held), size)])
+    model.train()
+    means = found, found[:, :reach], found[:, reach:]
+    return dict(
+        zip(("loss", "within", "beyond"), (x.mean().item() for x in means), strict=True)
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    preset = PRESETS[PRESET.value]
+    given: dict[str, Any] = {"steps": STEPS.value, "after": AFTER.value}
+    preset = dataclasses.replace(preset, **{k: x for k, x in given.items() if x is not None})
+    learned, held, sha256 = rows(preset, SEED.value)
+    first = preset.steps * preset.batch
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(SEED.value)
+    shape = {name: getattr(preset, name) for name in SHAPE}
+    reach = preset.nsa["num_selected"] * preset.nsa["select_block"]
+    config = LlamaConfig(
+        vocab_size=text.VOCABULARY, max_position_embeddings=preset.length, **shape,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    dense: Any = LlamaForCausalLM(config)
+    dense.to(device)
+    for _ in train(dense, learned[:first], preset, preset.lr):
+        pass
+    path = Path(OUT.value)
+    path.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"bench": "converted", "seed": SEED.value, "input_sha256": sha256}
+    about |= {"preset": dataclasses.asdict(preset)} | records.environment()
+    print("| run | steps after | all | within | beyond |\n| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        dense.save_pretrained(source)
+        for run in ("dense", *STARTS):
+            model: Any = dense
+            if run != "dense":
+                sizes: dict[str, Any] = preset.nsa
+                convert(source, Path(folder) / run, start=run, **sizes)
+                model = cast(Any, NSAForCausalLM.from_pretrained(Path(folder) / run))
+                model.to(device)
+            steps = train(model, learned[first:], preset, preset.after_lr)
+            for step in itertools.chain([0], steps):
+                if step % preset.every and step != preset.after:
+                    continue
+                found = held_out(model, held, reach)
+                line = about | {"run": run, "step": step, **found}
+                records.append_lines(path / "converted.jsonl", [line])
+                cells = run, step, *(f"{x:.4f}" for x in found.values())
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS)

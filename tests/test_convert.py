@@ -1,0 +1,527 @@
+"""Dense checkpoints as NSA: what a converted model computes is what the dense one does."""
+
+import functools
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from flax import nnx
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from bench.judge.parity import check_parity
+from bench.lm.jax_lm import LM
+from bench.lm.spec import ModelSpec
+from nsa_core import rotation
+from nsa_interop import weights
+from nsa_torch.huggingface import NSAForCausalLM, from_safetensors, to_safetensors
+from nsa_torch.huggingface.convert import DifferentError, convert, main, pairs
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+NSA = dict(compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=24)
+REACH = 64  # num_selected * select_block
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
+LLAMA, MISTRAL = (LlamaForCausalLM, LlamaConfig), (MistralForCausalLM, MistralConfig)
+QWEN2, QWEN3 = (Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)
+CASES = {
+    "llama 2": (*LLAMA, dict(rms_norm_eps=1e-5, num_key_value_heads=6)),
+    "llama tied": (*LLAMA, dict(tie_word_embeddings=True)),
+    "llama linear": (*LLAMA, dict(rope_parameters=LINEAR)),
+    "llama 3.1": (*LLAMA, dict(rope_parameters=LLAMA3, rms_norm_eps=1e-5)),
+    "llama yarn": (*LLAMA, dict(rope_parameters=YARN)),
+    "llama biases": (*LLAMA, dict(attention_bias=True)),
+    "mistral": (*MISTRAL, dict(sliding_window=None, head_dim=16)),
+    "qwen2": (*QWEN2, {}),
+    "qwen3": (*QWEN3, dict(head_dim=16)),
+    "qwen3 yarn": (
+        *QWEN3,
+        dict(head_dim=16, rope_parameters=YARN, tie_word_embeddings=True),
+    ),
+}
+by_case = pytest.mark.parametrize("case", CASES)
+EXACT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@functools.cache
+def dense(case):
+    """A model whose vectors are all off their neutral values."""
+    kind, configuration, changed = CASES[case]
+    torch.manual_seed(0)
+    made = kind(configuration(**SIZES | changed)).eval()
+    with torch.no_grad():
+        for x in made.parameters():
+            if x.ndim == 1:
+                x.add_(torch.randn_like(x) * 0.3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """`folders(case, **options)`: the dense model's folder and the converted one's."""
+    root = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def made(case, **options):
+        source = root / case
+        if not source.exists():
+            dense(case).save_pretrained(source)
+        target = root / f"{case} {json.dumps(options)}"
+        convert(source, target, **NSA | options)
+        return source, target
+
+    return made
+
+
+@pytest.fixture
+def model(folders):
+    def made(case, **options):
+        return NSAForCausalLM.from_pretrained(folders(case, **options)[1]).eval()
+
+    return made
+
+
+def tokens(rows=2, width=REACH, seed=1):
+    return torch.randint(1, 97, (rows, width), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, dtype=torch.float32):
+    return model.to(dtype)(ids, use_cache=False).logits.double().numpy()
+
+
+@functools.cache
+def yardstick(case, dtype):
+    """Logits of the dense model in `dtype`, and in float64 with weights as `dtype` has them."""
+    source = dense(case)
+    made = type(source)(source.config).eval()
+    made.load_state_dict(source.state_dict())
+    rough = logits(made, tokens(), EXACT_DTYPES[dtype])
+    return rough, logits(made, tokens(), torch.float64)
+
+
+def parity(case, found, dtype="float32"):
+    """Of logits: each error within twice the dense model's own in `dtype`."""
+    rough, exact = yardstick(case, dtype)
+    return check_parity("logits", found, exact, rough, dtype=dtype)
+
+
+@pytest.mark.parametrize("start", ["values", "gates"])
+@pytest.mark.parametrize("dtype", EXACT_DTYPES)
+@by_case
+def test_logits_are_the_dense_models(case, dtype, start, model):
+    found = parity(case, logits(model(case, start=start), tokens(), EXACT_DTYPES[dtype]), dtype)
+    assert found.ok, found.reason
+
+
+def permuted_back(attention, name):
+    """Rows of the weight as transformers has them."""
+    weight = getattr(attention, name).weight
+    width = attention.spec.d_k
+    halves = weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
+    weight.data.copy_(halves)
+
+
+def rows_as_they_were(model):
+    for layer in model.model.layers:
+        permuted_back(layer.self_attn, "W_Q")
+        permuted_back(layer.self_attn, "W_K_sel")
+
+
+def norms_as_they_were(model):
+    for layer in model.model.layers:
+        permuted_back(layer.self_attn, "q_norm")
+
+
+def values_permuted(model):
+    for layer in model.model.layers:
+        weight = layer.self_attn.W_V_sel.weight
+        weight.data.copy_(pairs(weight, layer.self_attn.spec.d_v))
+
+
+def another_base(model):
+    """Twice as large."""
+    theirs = model.config.rope_parameters["rope_theta"]
+    model.config.rope_parameters["rope_theta"] = 2 * theirs
+    for layer in model.model.layers:
+        layer.self_attn.spec = model.config.layer_spec
+
+
+MUTANTS = [
+    (case, x) for x in (rows_as_they_were, values_permuted, another_base) for case in CASES
+]
+MUTANTS += [(case, norms_as_they_were) for case in CASES if case.startswith("qwen3")]
+
+
+@pytest.mark.parametrize(("case", "mutant"), MUTANTS)
+@torch.no_grad()
+def test_a_wrong_mapping_is_seen(case, mutant, model):
+    made = model(case)
+    mutant(made)
+    assert not parity(case, logits(made, tokens())).ok
+
+
+@by_case
+def test_generate_gives_the_dense_models_tokens(case, model):
+    """From the cache; of a row that is padded on the left, too."""
+    ids = tokens(width=30)
+    mask = torch.ones_like(ids)
+    ids[1, :11], mask[1, :11] = 0, 0
+    options = dict(max_new_tokens=REACH - 30, do_sample=False, attention_mask=mask)
+    options |= dict(pad_token_id=0, eos_token_id=None)
+    want = dense(case).generate(ids, **options)
+    assert torch.equal(model(case).generate(ids, **options), want)
+    assert want.shape[1] == REACH
+
+
+WAITING = ("W_K_cmp", "W_K_win", "gate.fc1")  # for values, or gates, that are not zero
+
+
+@by_case
+def test_a_step_of_training_moves_every_weight(case, model):
+    """But for the keys of branches whose values are zero: they follow in the second step."""
+    made = model(case).double().train()
+    ids = tokens(width=2 * REACH)
+    begin = {name: x.detach().clone() for name, x in made.named_parameters()}
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.01)  # decays no weight
+    for step in range(2):
+        optimizer.zero_grad()
+        made(ids, labels=ids).loss.backward()
+        optimizer.step()
+        still = {name for name, x in made.named_parameters() if torch.equal(x, begin[name])}
+        waiting = {x for x in begin if step == 0 and any(f".{y}." in x for y in WAITING)}
+        assert still == waiting
+
+
+def test_the_start_by_gates_trains_the_selected_branch_alone(model):
+    made = model("qwen3", start="gates").train()
+    ids = tokens(width=2 * REACH)
+    made(ids, labels=ids).loss.backward()
+    for name, x in made.named_parameters():
+        other = any(
+            f".{y}" in name for y in ("gate.", "W_K_cmp", "W_V_cmp", "W_K_win", "W_V_win")
+        )
+        assert bool(x.grad.any()) != other, name
+
+
+@torch.no_grad()
+def test_both_starts_are_bitwise_the_same_beyond_their_reach(model):
+    ids = tokens(width=4 * REACH)
+    one, other = (model("qwen2", start=start)(ids).logits for start in ("values", "gates"))
+    assert torch.equal(one, other)
+    assert not torch.allclose(one, dense("qwen2")(ids).logits, atol=0.05)
+
+
+@pytest.mark.parametrize("dense_layers", [(0,), (0, 1)])
+@pytest.mark.parametrize("case", ["qwen3 yarn", "qwen2", "llama 3.1"])
+@torch.no_grad()
+def test_layers_that_stay_dense(case, dense_layers, model):
+    made = model(case, dense_layers=dense_layers)
+    assert made.config.layer_attention.count("dense") == len(dense_layers)
+    assert parity(case, logits(made, tokens())).ok
+    if len(dense_layers) == 2:
+        ids = tokens(width=4 * REACH)
+        torch.testing.assert_close(made(ids).logits, dense(case)(ids).logits)
+
+
+@torch.no_grad()
+def test_what_is_saved_again_is_the_same(model, tmp_path):
+    made = model("qwen3 yarn")
+    made.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens()).logits, made(tokens()).logits)
+    assert again.config.converted_from["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mlp_pe"])
+def test_a_learned_phi(phi, model):
+    made = model("llama 3.1", phi=phi, gate_temp=0.5)
+    assert made.config.phi == phi and parity("llama 3.1", logits(made, tokens())).ok
+    assert made.model.layers[0].self_attn.compress_params()[0] is not None
+
+
+@pytest.mark.parametrize("case", ["llama 3.1", "qwen2", "qwen3 yarn"])
+@torch.no_grad()
+def test_the_twin_in_jax_reads_it(case, model, tmp_path):
+    made = model(case)
+    config = made.config
+    to_safetensors(tmp_path / "twin.safetensors", made)
+    spec = ModelSpec(
+        config.layer_spec,
+        "nsa",
+        config.num_hidden_layers,
+        config.intermediate_size,
+        config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+    )
+    twin = LM(spec, dtype=jnp.float32)
+    weights.load(tmp_path / "twin.safetensors", twin)
+    found = nnx.jit(lambda twin, x: twin(x))(twin, jnp.asarray(tokens().numpy()))
+    assert parity(case, np.asarray(found, np.float64)).ok
+    back = from_safetensors(tmp_path / "twin.safetensors")
+    assert torch.equal(back(tokens()).logits, made(tokens()).logits)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        LLAMA3,
+        LLAMA3 | dict(original_max_position_embeddings=8192),
+        YARN | dict(original_max_position_embeddings=32768, rope_theta=1e6),
+        YARN | dict(beta_fast=8.0, beta_slow=2.0, truncate=False),
+        YARN | dict(factor=40.0, mscale=1.0, mscale_all_dim=0.7),
+        YARN | dict(attention_factor=1.5),
+    ],
+)
+@pytest.mark.parametrize("width", [8, 128])
+def test_rates_are_those_of_transformers(rope, width):
+    config = LlamaConfig(
+        hidden_size=4 * width, num_attention_heads=4, rope_parameters=dict(rope)
+    )
+    rates, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    base = rope["rope_theta"]
+    scaling = rotation.scaling({k: x for k, x in rope.items() if k != "rope_theta"})
+    pair = np.arange(width // 2)
+    found = scaling.scaled(base ** (-pair / (width // 2)), pair, base)
+    np.testing.assert_allclose(found, rates.numpy(), rtol=1e-6)
+    assert scaling.attention_scaling == pytest.approx(factor)
+
+
+# What is refused, by name, and leaves nothing behind.
+
+
+def edited(source, file="config.json", **changed):
+    path = source / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def with_config(**changed):
+    return lambda source: edited(source, **changed)
+
+
+def without_safetensors(source):
+    state = safetensors.torch.load_file(source / "model.safetensors")
+    torch.save(state, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+
+
+def changed_weights(change):
+    def edit(source):
+        state = safetensors.torch.load_file(source / "model.safetensors")
+        change(state)
+        safetensors.torch.save_file(state, source / "model.safetensors")
+
+    return edit
+
+
+def a_shard_missing(source):
+    dense("qwen2").save_pretrained(source, max_shard_size="20KB")
+    (source / "model.safetensors").unlink(missing_ok=True)
+    next(source.glob("model-00002-of-*.safetensors")).unlink()
+
+
+def a_larger_tokenizer(source):
+    stated = {"model": {"vocab": {"a": 0, "b": 96}}, "added_tokens": [{"id": 97}]}
+    (source / "tokenizer.json").write_text(json.dumps(stated))
+
+
+def a_small_tokenizer(source):
+    a_larger_tokenizer(source)
+    edited(source, "tokenizer.json", added_tokens=[])
+
+
+def nothing(source):
+    pass
+
+
+def eighth(state):
+    name = "model.layers.0.mlp.up_proj.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+
+
+REFUSED = {
+    "architecture": (
+        lambda source: Gemma2Config(vocab_size=97).save_pretrained(source),
+        {},
+        "model_type must be one of",
+    ),
+    "activation": (with_config(hidden_act="gelu"), {}, "hidden_act must be 'silu'"),
+    "dropout": (with_config(attention_dropout=0.1), {}, "attention_dropout must be 0.0"),
+    "sliding": (
+        with_config(
+            use_sliding_window=True, sliding_window=8, layer_types=None, max_window_layers=0
+        ),
+        {},
+        "all layers must attend to all keys",
+    ),
+    "rotation": (
+        with_config(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
+        {},
+        "must be one of .'default', 'linear', 'llama3', 'yarn'.*'dynamic'",
+    ),
+    "quantized": (
+        with_config(quantization_config={"quant_method": "fp8"}),
+        {},
+        "quantization_config must be None",
+    ),
+    "no safetensors": (without_safetensors, {}, "got pytorch_model.bin"),
+    "shard": (a_shard_missing, {}, "got no model-00002-of"),
+    "weight missing": (
+        changed_weights(lambda state: state.pop("model.norm.weight")),
+        {},
+        "must have model.norm.weight",
+    ),
+    "weight unknown": (
+        changed_weights(lambda state: state.update({"score.weight": torch.ones(2, 48)})),
+        {},
+        "score.weight must not be in a qwen2 model",
+    ),
+    "shape": (
+        changed_weights(lambda state: state.update({"model.norm.weight": torch.ones(3)})),
+        {},
+        "model.norm.weight: expected shape .48., got .3.",
+    ),
+    "dtype": (changed_weights(eighth), {}, "up_proj.weight must be of .*F8_E4M3"),
+    "overflow": (
+        changed_weights(lambda s: s["model.layers.1.self_attn.v_proj.weight"].mul_(1e6)),
+        dict(dtype=torch.float16),
+        "W_V_sel.weight must be finite in torch.float16",
+    ),
+    "tokenizer": (a_larger_tokenizer, {}, "tokens must be below vocab_size=97, got 97"),
+    "check": (nothing, dict(check=65), r"check must be in 1..64 tokens .*got 65"),
+    "size": (nothing, dict(num_selected=1), "num_selected"),
+    "softmax": (nothing, dict(gate="softmax"), "gate must not be 'softmax'"),
+    "name": (nothing, dict(hidden_size=3), "hidden_size must be one of"),
+    "layer": (nothing, dict(dense_layers=(2,)), "dense_layers must be in 0..1, got 2"),
+    "start": (nothing, dict(start="zero"), "start must be one of"),
+}
+
+
+@pytest.fixture
+def source(folders, tmp_path):
+    """A folder that a test may change."""
+    return shutil.copytree(folders("qwen2")[0], tmp_path / "source")
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_refused_leaves_nothing_behind(what, source, tmp_path):
+    change, options, message = REFUSED[what]
+    change(source)
+    with pytest.raises((ValueError, OSError), match=message):
+        convert(source, tmp_path / "made" / "target", **NSA | options)
+    assert not [x for x in tmp_path.rglob("*") if x.suffix and tmp_path / "made" in x.parents]
+    assert not (tmp_path / "made" / "target").exists()
+
+
+def test_the_command(source, tmp_path, capsys):
+    """Its exit status, what it writes and what it leaves."""
+    a_small_tokenizer(source)
+    (source / "LICENSE.txt").write_text("terms")
+    target = tmp_path / "target"
+    sizes = [f"{name}={value}" for name, value in NSA.items()]
+    options = ["--set", *sizes, "--dtype", "bf16", "--check", "64"]
+    assert main([str(source), str(target), *options]) == 0
+    said = capsys.readouterr().out
+    assert "logits of 64 tokens are" in said and "dense attention up to 64 tokens" in said
+    assert (target / "tokenizer.json").exists() and (target / "LICENSE.txt").exists()
+    made = NSAForCausalLM.from_pretrained(target)
+    assert made.dtype == torch.bfloat16 and made.config.num_selected == 4
+    assert main([str(source), str(target), *options]) == 2
+    assert "must not be there before" in capsys.readouterr().err
+    assert {x.name for x in tmp_path.iterdir()} == {"source", "target"}
+    with pytest.raises(SystemExit) as ended:
+        main([str(source), str(tmp_path / "other"), "--set", "hidden_size=4"])
+    assert ended.value.code == 2 and "hidden_size" in capsys.readouterr().err
+
+
+def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):
+    """As of a mapping with a fault."""
+    monkeypatch.setattr("nsa_torch.huggingface.convert.pairs", lambda x, width: x)
+    with pytest.raises(DifferentError, match="logits of 64 tokens are"):
+        convert(source, tmp_path / "target", check=64, **NSA)
+    sizes = [f"{name}={value}" for name, value in NSA.items()]
+    command = [str(source), str(tmp_path / "target"), "--check", "64", "--set", *sizes]
+    assert main(command) == 1
+    assert "nothing was written" in capsys.readouterr().err
+    assert {x.name for x in tmp_path.iterdir()} == {"source"}
+
+
+def test_files_are_read_and_written_one_at_a_time(source, tmp_path, folders):
+    """Of a source in several files, whose weights are those of one file."""
+    (source / "model.safetensors").unlink()
+    dense("qwen2").save_pretrained(source, max_shard_size="40KB")
+    convert(source, tmp_path / "target", **NSA)
+    assert len(list((tmp_path / "target").glob("model-*.safetensors"))) > 2
+    one = NSAForCausalLM.from_pretrained(folders("qwen2")[1]).state_dict()
+    other = NSAForCausalLM.from_pretrained(tmp_path / "target").state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", ["values", "gates"])
+@pytest.mark.parametrize("case", ["llama 3.1", "qwen3 yarn", "qwen2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_gpu(case, start, dtype, tmp_path):
+    """Gates of exactly 0, 1 and 1/2 in the kernels, forward and backward."""
+    kind, configuration, changed = CASES[case]
+    sizes = dict(
+        hidden_size=256, head_dim=64, num_attention_heads=8, max_position_embeddings=2048
+    )
+    torch.manual_seed(0)
+    theirs = kind(configuration(**SIZES | changed | sizes)).eval()
+    theirs.save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "target", start=start)
+    ours = NSAForCausalLM.from_pretrained(tmp_path / "target").eval().cuda()
+    low = getattr(torch, dtype)
+    ids = tokens(width=1024).cuda()
+    theirs.cuda()
+    rough, exact = (logits_on_gpu(theirs, ids, x) for x in (low, torch.float64))
+    found = logits_on_gpu(ours, ids, low)
+    parity = check_parity("logits", found, exact, rough, dtype=dtype)
+    assert parity.ok, parity.reason
+    ours.train()(ids, labels=ids).loss.backward()
+    assert all(bool(x.grad.isfinite().all()) for x in ours.parameters())
+    grad = ours.model.layers[0].self_attn.W_V_sel.weight.grad
+    assert bool(grad.any())
+
+
+@torch.no_grad()
+def logits_on_gpu(model, ids, dtype):
+    return model.to(dtype)(ids, use_cache=False).logits.double().cpu().numpy()

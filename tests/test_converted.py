@@ -1,0 +1,65 @@
+"""`bench.lm.converted`: what its lines say of runs that begin and learn alike."""
+
+import json
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from bench.lm import converted
+
+SMALL = converted.Preset(
+    *(16, 32, 1, 2, 1),
+    dict(compress_block=4, compress_stride=2, select_block=4, num_selected=4, window=8),
+    length=48,
+    batch=2,
+    steps=3,
+    after=2,
+    every=1,
+    lr=1e-2,
+    after_lr=1e-2,
+)
+
+
+def run(folder, *arguments):
+    own = converted.FLAGS
+    own.unparse_flags()
+    rest = own(["converted", f"--out={folder}", *arguments], known_only=True)
+    with flagsaver.flagsaver():
+        assert converted.main(flags.FLAGS(rest)) == 0
+    return [json.loads(x) for x in (folder / "converted.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(converted.PRESETS, "tiny", SMALL)
+
+
+def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
+    found = {(x["run"], x["step"]): x for x in run(tmp_path, "--preset=tiny", "--seed=1")}
+    assert set(found) == {(x, i) for x in ("dense", "values", "gates") for i in range(3)}
+    for name in ("loss", "within", "beyond"):
+        values, gates = (found[x, 0][name] for x in ("values", "gates"))
+        assert values == gates
+    assert found["values", 0]["within"] == pytest.approx(found["dense", 0]["within"], abs=1e-5)
+    assert found["values", 0]["beyond"] != pytest.approx(found["dense", 0]["beyond"], abs=1e-7)
+    for name in ("dense", "values", "gates"):
+        losses = [found[name, i]["loss"] for i in range(3)]
+        assert len(set(losses)) == 3 and losses[-1] < losses[0]
+    assert found["dense", 0]["preset"]["length"] == 48
+    assert "| values | 2 | " in capsys.readouterr().out
+
+
+def test_no_row_is_seen_twice():
+    learned, held, _ = converted.rows(SMALL, 0)
+    assert learned.shape == (10, 49) and held.shape == (converted.HELD, 49)
+    assert len({x.tobytes() for x in (*learned, *held)}) == 10 + converted.HELD
+    other, same, _ = converted.rows(SMALL, 1)
+    assert (same == held).all() and not (other == learned).all()
+    assert sorted(x.tobytes() for x in other) == sorted(x.tobytes() for x in learned)
+
+
+def test_a_text_that_is_too_short(small, tmp_path):
+    with pytest.raises(ValueError, match=r"corpus in .* has .* bytes, expected"):
+        run(tmp_path, "--preset=tiny", "--steps=1000000")
+    assert not list(tmp_path.iterdir())
