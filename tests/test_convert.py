@@ -470,6 +470,12 @@ def test_the_command(source, tmp_path, capsys):
     assert ended.value.code == 2 and "hidden_size" in capsys.readouterr().err
 
 
+def test_a_source_that_is_not_there(tmp_path, capsys):
+    assert main([str(tmp_path / "none"), str(tmp_path / "target")]) == 2
+    assert "none must be a folder, or a name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_check_that_finds_another_model_writes_nothing(source, tmp_path, capsys, monkeypatch):
     """As of a mapping with a fault."""
     monkeypatch.setattr("nsa_torch.huggingface.convert.pairs", lambda x, width: x)

@@ -70,6 +70,7 @@ OURS = {
 }
 IN_PAIRS = ("q_proj", "k_proj", "q_norm", "k_norm")
 ATTENTION = re.compile(r"(model\.layers\.(\d+)\.self_attn)\.(\w+)\.(weight|bias)")
+NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the Hub
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BESIDE = (  # files that go with the weights as they are
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -230,6 +231,8 @@ def convert(
         raise ValueError(f"start must be one of {tuple(STARTS)}, got {start!r}")
     if target.exists():
         raise FileExistsError(f"{target} must not be there before")
+    if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
+        raise FileNotFoundError(f"{source} must be a folder, or a name on the Hugging Face Hub")
     theirs = transformers.AutoConfig.from_pretrained(source)
     config = configuration(theirs, dense_layers, **nsa)
     reach = config.num_selected * config.select_block
@@ -436,10 +439,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--start", choices=STARTS, default="values")
-    what = f"one of {', '.join(SETTABLE)}; several of them"
-    parser.add_argument(
-        "--set", type=_setting, nargs="+", action="extend", default=[], help=what
-    )
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    what = f"some of {', '.join(SETTABLE)}"
+    parser.add_argument("--set", type=_setting, metavar="NAME=VALUE", help=what, **several)
     what = "numbers of layers that keep dense attention, as 0,1"
     parser.add_argument("--dense_layers", type=_numbers, default=[], help=what)
     parser.add_argument("--dtype", choices=WORDS, help="of the weights; default: as they are")
