@@ -6,6 +6,7 @@
     python -m bench.train --dataset HuggingFaceFW/fineweb-edu:sample-10BT
     python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
+    python -m bench.train --model 125m --throughput --gate sigmoid,head     # beside each other
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
     torchrun --nproc-per-node=2 -m bench.train --framework torch --parallel fsdp
 
@@ -26,6 +27,8 @@ from typing import Any
 from absl import flags
 
 from nsa_core import flags as kernel_flags
+from nsa_core.layer import GATES
+from nsa_core.layer import PHI as PHIS
 
 from .harness import cli, command, exit_status, heartbeat, records
 from .lm import config_file, curves, data, log, loop, spec, speed, spread, variants, watched
@@ -62,7 +65,10 @@ DENSE = flags.DEFINE_enum(
     "Backend of dense attention; all: each of the framework's, with --throughput.",
     **_own,
 )
-PHI = flags.DEFINE_enum("phi", "avg", ["avg", "mlp", "mlp_pe"], "NSA's compression.", **_own)
+PHI = flags.DEFINE_enum("phi", "avg", PHIS, "NSA's compression.", **_own)
+GATE = flags.DEFINE_list(
+    "gate", "sigmoid", f"NSA's gates, of {GATES}; several, with --throughput.", **_own
+)
 DTYPE = flags.DEFINE_enum(
     "dtype", None, list(DTYPES), "Of the computation; default: f32, on a GPU bf16.", **_own
 )
@@ -164,6 +170,10 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--resume needs --out, the folder of the runs to go on with")
     if DENSE.value == "all" and not THROUGHPUT.value:
         raise ValueError("--dense=all is for --throughput, got a training run")
+    if not GATE.value or set(GATE.value) - {*GATES}:
+        raise ValueError(f"--gate must be of {GATES}, got {GATE.value}")
+    if len(GATE.value) > 1 and not THROUGHPUT.value:
+        raise ValueError(f"several --gate are for --throughput, got {GATE.value}")
     if THROUGHPUT.value and (SPREAD.kind.value, SPREAD.accumulate.value) != ("none", 1):
         raise ValueError("--throughput measures one device, got --parallel or --accumulate")
     if GRAPH.value and FRAMEWORK.value == "jax":
@@ -214,10 +224,20 @@ def _tasks(settings: TrainConfig, **known: int) -> list[spec.Task]:
     dtype = DTYPES[DTYPE.value or ("bf16" if on_gpu else "f32")]
     kinds: tuple[spec.Attention, ...] = ("nsa", "dense")
     wanted = [kind for kind in kinds if ATTENTION.value in (kind, "both")]
-    plain = [spec.model(MODEL.value, kind, PHI.value) for kind in wanted]
+    plain = [
+        spec.model(MODEL.value, kind, PHI.value, gate)
+        for kind in wanted
+        for gate in (GATE.value if kind == "nsa" else GATE.value[:1])
+    ]
     models = [settings.model_of(model) for model in plain]
     name = MODEL.value if models == plain else f"{MODEL.value}-changed"
-    return [spec.Task(name, model, training, dtype) for model in models]
+    return [spec.Task(_named(name, model), model, training, dtype) for model in models]
+
+
+def _named(name: str, model: spec.ModelSpec) -> str:
+    """With the gates, where they are not those that records without a word have."""
+    gate = model.layer.gate
+    return name if model.attention == "dense" or gate == "sigmoid" else f"{name}-{gate}-gates"
 
 
 def _of_all(batch_size: int | None, ranks: Ranks) -> dict[str, int]:

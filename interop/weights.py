@@ -25,7 +25,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from nsa_core.layer import KIND, KIND_MODULE, LayerSpec, take_kind
+from nsa_core.layer import KIND, KIND_MODULE, SILENT, LayerSpec, take_kind
 
 if TYPE_CHECKING:  # a torch module is saved and loaded without Flax
     from flax import nnx
@@ -81,7 +81,7 @@ def load(path: str | Path, module: Module) -> None:
         _check_hyper_parameters(path, module.hyper_parameters(), recorded)
     for prefix, spec in _layers(module).items():
         stated = take_kind(tensors, prefix)
-        if stated or not recorded.keys() >= set(KIND):
+        if stated or not recorded.keys() >= {*KIND} - {*SILENT}:
             spec.check_kind(stated, f"{path}: {prefix}{KIND_MODULE}")
         tensors |= _kind(prefix, spec)
     _check_tensors(path, _tensors(module), tensors)

@@ -2,21 +2,28 @@
 
 import dataclasses
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from nsa_core import rotation, validate
 from nsa_core.config import NSAConfig
 
-PHI = ("avg", "mlp", "mlp_pe")
-GATES = ("sigmoid", "softmax")
+PHI = ("avg", "mlp", "mlp_pe", "mlp_rope")
+GATES = ("sigmoid", "softmax", "head")
+KV = ("separate", "shared")
 
 # What a layer's weights alone do not tell. The names of entries of its state say it, such as
 # `kind.gate_sigmoid`: averages, casts and file formats change values, never names.
-KIND = ("gate", "phi")
+KIND = ("gate", "phi", "kv")
+# What a checkpoint that does not say it means: those older than the choice do not.
+SILENT = {"kv": "separate"}
 KIND_MODULE = "kind"
 EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
 # Not stated where they have their defaults, as in checkpoints older than these names.
-UNSTATED = ("num_initial", "num_local", "bias")
+UNSTATED = ("num_initial", "num_local", "bias", "kv")
+# Of the first weights alone: no part of a checkpoint.
+START = ("gate_bias",)
 
 
 class Unnamed(str):
@@ -41,10 +48,19 @@ class LayerSpec:
         `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
       phi: "avg": the mean. "mlp": the seed system's word for a learnable depthwise
         convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
-        position embedding.
-      phi_hidden: hidden width of "mlp_pe"; None: twice the width that it compresses.
-      gate: "sigmoid" (paper): independent; "softmax" (seed): the three add up to one.
-      gate_hidden: hidden width of the gate; None: `d_k // 2`.
+        position embedding, of rotated keys: what it makes of a window changes with the window's
+        place in the sequence, so that a query cannot tell how far it is. "mlp_rope": the same MLP
+        of keys that are not rotated; the compressed key is, by the middle of its window, so that
+        a product with a query follows from their distance.
+      phi_hidden: hidden width of the MLP; None: twice the width that it compresses.
+      kv: "separate": keys and values of each branch, of projections of their own. "shared": one
+        key and one value for all branches, as dense attention has: a cache keeps a third.
+      gate: what three gates a token are made of. "head": of the layer's input by a linear map,
+        sigmoids, for each query head. "sigmoid", "softmax" (seed): of the mean rotated query by an
+        MLP, for each key/value head; softmax: the three add up to one.
+      gate_hidden: hidden width of that MLP; None: `d_k // 2`.
+      gate_bias: where the biases of "head" start: compressed, selected, sliding; None:
+        (-2, 2, 2). No part of what a layer is: other starts load the same checkpoints.
       gate_temp: the gate's logits are divided by it.
       rope_base, rope_scale: rotary embedding of queries and keys per head, interleaved
         pairs, angle `position / rope_scale * rope_base**(-2i/d_k)`.
@@ -70,9 +86,11 @@ class LayerSpec:
     w: int = 512
     phi: str = DEFAULT_PHI
     phi_hidden: int | None = None
+    kv: str = "separate"
     gate: str = DEFAULT_GATE
     gate_hidden: int | None = None
     gate_temp: float = 1.0
+    gate_bias: Sequence[float] | None = None
     rope_base: float = 10000.0
     rope_scale: float = 1.0
     num_initial: int = NSAConfig.num_initial
@@ -94,8 +112,16 @@ class LayerSpec:
             raise ValueError(f"d_k must be even for the rotary embedding, got {self.d_k}")
         if self.phi not in PHI:
             raise ValueError(f"phi must be one of {PHI}, got {self.phi!r}")
+        if self.kv not in KV:
+            raise ValueError(f"kv must be one of {KV}, got {self.kv!r}")
+        if self.kv == "shared" and self.phi == "mlp_rope":
+            raise ValueError(
+                "kv must be 'separate' where phi='mlp_rope', got 'shared': it needs keys that "
+                "are not rotated, and the shared ones are"
+            )
         if self.gate not in GATES:
             raise ValueError(f"gate must be one of {GATES}, got {self.gate!r}")
+        self._check_start()
         for name in ("gate_temp", "rope_base", "rope_scale"):
             validate.positive(name, getattr(self, name))
         if self.qk_norm_eps is not None:
@@ -122,17 +148,56 @@ class LayerSpec:
             window=self.w,
         )
 
+    def _check_start(self) -> None:
+        """`gate_bias` and `gate_hidden`, each of one kind of gate; the former as a tuple."""
+        mine, other = "gate_bias", "gate_hidden"
+        if self.gate != "head":
+            mine, other = other, mine
+        if getattr(self, other) is not None:
+            raise ValueError(
+                f"{other} must be None where gate={str(self.gate)!r}, got {getattr(self, other)!r}"
+            )
+        if self.gate_bias is None:
+            return
+        try:
+            start = tuple(map(float, self.gate_bias))
+        except (TypeError, ValueError):
+            start = ()
+        if len(start) != 3 or not all(map(math.isfinite, start)):
+            raise ValueError(f"gate_bias must be three finite numbers, got {self.gate_bias!r}")
+        object.__setattr__(self, "gate_bias", start)  # lists of JSON and YAML too
+
+    @property
+    def rope_factor(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scaling
+
     @property
     def gate_width(self) -> int:
         """Hidden width of the gate."""
         return self.gate_hidden or max(1, self.d_k // 2)
+
+    @property
+    def separate(self) -> bool:
+        """Whether each branch has keys and values of its own."""
+        return self.kv == "separate"
+
+    @property
+    def gate_start(self) -> Sequence[float]:
+        """Where the biases of a gate of each query head start."""
+        return (-2.0, 2.0, 2.0) if self.gate_bias is None else self.gate_bias
+
+    @property
+    def gate_heads(self) -> int:
+        """Heads with gates of their own."""
+        return self.n_heads if self.gate == "head" else self.n_kv_groups
 
     def phi_width(self, width: int) -> int:
         """Hidden width of the MLP that compresses heads of `width`."""
         return self.phi_hidden or 2 * width
 
     def as_dict(self) -> dict[str, Any]:
-        """The values that differ from None, for a checkpoint's metadata.
+        """The values that differ from None and are not of the start, for a checkpoint's metadata.
 
         Numbers of forced blocks and a bias stand in it where they are not the defaults: a
         checkpoint that does not state them has those.
@@ -142,18 +207,25 @@ class LayerSpec:
         for name in UNSTATED:
             if values[name] == getattr(LayerSpec, name):
                 values[name] = None
-        return {name: value for name, value in values.items() if value is not None}
+        kept = (name for name in values if name not in START and values[name] is not None)
+        return {name: values[name] for name in kept}
+
+    def start(self) -> dict[str, Any]:
+        """The values that differ from None and say where the weights start: beside `as_dict`."""
+        found = {name: getattr(self, name) for name in START}
+        return {name: list(value) for name, value in found.items() if value is not None}
 
     def kind_marks(self) -> tuple[str, ...]:
-        """Gate and phi as names: `("gate_sigmoid", "phi_avg")`."""
-        return tuple(f"{name}_{getattr(self, name)}" for name in KIND)
+        """The kind as names: `("gate_sigmoid", "phi_avg")`, and `"kv_shared"` where it is."""
+        words = {name: str(getattr(self, name)) for name in KIND}
+        return tuple(f"{k}_{v}" for k, v in words.items() if v != SILENT.get(k))
 
     def kind_keys(self, prefix: str = "") -> list[str]:
         """The keys of a torch state_dict that state the kind of the layer at `prefix`."""
         return [f"{prefix}{KIND_MODULE}.{mark}.{EXTRA_STATE}" for mark in self.kind_marks()]
 
     def check_kind(self, stated: dict[str, str], where: str) -> None:
-        """That the weights of a checkpoint are of a layer with this gate and this phi.
+        """That the weights of a checkpoint are of a layer of this kind.
 
         Args:
           stated: what the checkpoint says of itself; empty: nothing (the seed system's do not),
@@ -161,7 +233,7 @@ class LayerSpec:
           where: the place in the checkpoint; named in the message.
 
         Raises:
-          ValueError: gate or phi differ, or nobody says what they are.
+          ValueError: gate, phi or kv differ, or nobody says what the first two are.
         """
         missing = [name for name in KIND if isinstance(getattr(self, name), Unnamed)]
         if not stated and missing:
@@ -172,7 +244,7 @@ class LayerSpec:
             )
         for name in sorted({*KIND, *stated}) if stated else ():
             ours = str(getattr(self, name)) if name in KIND else "no such name"
-            theirs = stated.get(name, "no such name")
+            theirs = stated.get(name, SILENT.get(name, "no such name"))
             if ours != theirs:
                 raise ValueError(
                     f"{name} must be {ours!r} as in the module, got {theirs!r} in the "

@@ -8,7 +8,7 @@ import numbers
 import sys
 from typing import Any
 
-from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 
@@ -253,16 +253,26 @@ def phi(params, x, config) -> None:
     window = (config.compress_block, x.shape[3])
     if isinstance(params, PoolParams):
         shape("params.weight", params.weight, window)
-    elif isinstance(params, MLPParams):
+    elif isinstance(params, MLPParams | RopeMLPParams):
         hidden = params.b1.shape[0]
         shape("params.position", params.position, window)
         shape("params.w1", params.w1, (window[0] * window[1], hidden))
         shape("params.w2", params.w2, (hidden, window[1]))
         shape("params.b2", params.b2, window[1:])
+        if isinstance(params, RopeMLPParams):
+            even("the width of x", window[1])
+            shape("params.rates", params.rates, (window[1] // 2,))
     else:
         raise ValueError(
-            f"params must be None, PoolParams or MLPParams, got {type(params).__name__}"
+            "params must be None, PoolParams, MLPParams or RopeMLPParams, "
+            f"got {type(params).__name__}"
         )
+
+
+def even(name: str, value: int) -> None:
+    """A width whose columns are rotated in pairs."""
+    if value % 2:
+        raise ValueError(f"{name} must be even for the rotary embedding, got {value}")
 
 
 def sizes(**values: int) -> None:

@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nsa_core.compress_params import MLPParams, PoolParams
+    from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
     from nsa_core.config import NSAConfig
     from nsa_core.types import Branches
     from nsa_jax import debug as debug
@@ -34,6 +34,7 @@ __all__ = [
     "NSAConfig",
     "PagedCache",
     "PoolParams",
+    "RopeMLPParams",
     "append",
     "attention",
     "cached_attention",
@@ -57,6 +58,7 @@ _HOMES = {
     "NSAConfig": "config",
     "PagedCache": "paged",
     "PoolParams": "compress_params",
+    "RopeMLPParams": "compress_params",
     "append": "paged",
     "cached_attention": "cache",
     "init_cache": "cache",

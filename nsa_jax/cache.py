@@ -202,7 +202,7 @@ def _emit(buffer, recent, new, start, config, params):
         cut = jax.vmap(
             jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, block), (None, 0))
         )
-        tokens = apply_phi(cut(raw, begin), params)
+        tokens = apply_phi(cut(raw, begin), params, index * stride)
         complete = index * stride + block <= start[:, None] + num_new
         slot = jnp.where(complete, index, count)
         buffer = jax.vmap(lambda b, at, t: b.at[at].set(t, mode="drop"))(buffer, slot, tokens)

@@ -7,23 +7,41 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from nsa_core.compress_params import CompressParams, PoolParams
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.eager import any_rank
 from nsa_jax.numerics import precision_of, wide
 
 
-def apply_phi(windows: Float[Array, "B C l Hkv D"], params: CompressParams):
-    """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`."""
+def apply_phi(
+    windows: Float[Array, "B C l Hkv D"], params: CompressParams, first: Int[Array, "#B C"]
+):
+    """`phi` of each window, float32 inside: `[B, C, Hkv, D]` in the dtype of `windows`.
+
+    Args:
+      first: the position of each window's first token in its sequence; `[1, C]`: of all rows.
+    """
     dtype = wide(windows.dtype)
     if params is None:
         out = jnp.mean(windows, axis=2, dtype=dtype)
     elif isinstance(params, PoolParams):
         out = jnp.sum(windows.astype(dtype) * params.weight.astype(dtype)[:, None], axis=2)
+    elif isinstance(params, RopeMLPParams):
+        middle = first.astype(jnp.float32) + (windows.shape[2] - 1) / 2
+        out = _turned(_mlp(windows, MLPParams(*params[:-1])), middle, params.rates)
     else:
         out = _mlp(windows, params)
     return out.astype(windows.dtype)
+
+
+def _turned(x, position, rates):
+    """Pairs `(2i, 2i + 1)` of `x` [B, C, Hkv, D] by `position * rates`, of `[B or 1, C]`."""
+    angle = position[..., None, None] * rates.astype(jnp.float32)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return turned.reshape(x.shape)
 
 
 def _mlp(windows, params):
@@ -45,8 +63,9 @@ def _mlp(windows, params):
     return product("bckf,fd->bckd", jax.nn.gelu(hidden, approximate=True), w2) + b2
 
 
-def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None):
-    """`phi` over the windows of `x` [B, S, Hkv, D]: `[B, C, Hkv, D]`.
+def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids=None, first=0):
+    """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
+    it is packed: `[B, C, Hkv, D]`.
 
     In a packed batch the windows of every sequence stand in the order of their first token,
     without gaps; the slots left over at the end are zero.
@@ -62,9 +81,11 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
         blocks = x[:, : (count + shifts - 1) * stride]
         blocks = rearrange(blocks, "b (c s) k d -> b c s k d", s=stride)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
-        return apply_phi(jnp.concatenate(windows, axis=2), params)
+        at = first + jnp.arange(count, dtype=jnp.int32)[None] * stride
+        return apply_phi(jnp.concatenate(windows, axis=2), params, at)
     starts = geometry.window_starts(segment_ids, config)
-    out = apply_phi(windows_at(x, starts, block, stride), params)
+    at = _rows(geometry.positions(segment_ids, config), jnp.maximum(starts, 0))
+    out = apply_phi(windows_at(x, starts, block, stride), params, at)
     return jnp.where(starts[:, :, None, None] >= 0, out, jnp.zeros((), out.dtype))
 
 

@@ -180,13 +180,18 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
     whole_strides = segment_ids is None and chunk % stride == 0
     pieces = _with_halo(shard, x, block - stride if whole_strides else block - 1)
     if whole_strides:
-        made = [compress_windows(tokens, params, config=config) for tokens in pieces]
+        made = [
+            compress_windows(tokens, params, config=config, first=number * chunk)
+            for number, tokens in zip(shard.own, pieces, strict=True)
+        ]
         return shard.gather(jnp.concatenate(made, axis=1))[:, :count]
     if segment_ids is None:
         begin = jnp.arange(count, dtype=jnp.int32)[None] * stride
         begin = jnp.broadcast_to(begin, (x.shape[0], count))
+        position = jnp.broadcast_to(jnp.arange(shard.length), (x.shape[0], shard.length))
     else:
         begin = geometry.window_starts(segment_ids, config)
+        position = geometry.positions(segment_ids, config)
     used = begin >= 0
     begin = jnp.where(used, begin, shard.length)  # ascending: unused slots stand last
     borders = jnp.arange(0, shard.length, chunk, dtype=jnp.int32)
@@ -199,7 +204,8 @@ def _compressed_tokens(shard, x, params, config, segment_ids):
         slots = first[:, number, None] + jnp.arange(most, dtype=jnp.int32)
         start = rows(padded, slots) - number * chunk
         start = jnp.where(start < chunk, start, -1)
-        windows = apply_phi(windows_at(tokens, start, block, stride), params)
+        at = rows(position, jnp.maximum(start, 0) + number * chunk)
+        windows = apply_phi(windows_at(tokens, start, block, stride), params, at)
         inside = (start >= 0)[..., None, None]
         made.append(jnp.where(inside, windows, jnp.zeros((), windows.dtype)))
     found = shard.gather(jnp.concatenate(made, axis=1))

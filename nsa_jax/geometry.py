@@ -68,6 +68,11 @@ def _packed(segment_ids, config):
     return position, (window & (position >= 0)).astype(jnp.int32)
 
 
+def positions(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Array, "B S"]:
+    """Of each token of a packed row in its own sequence; -1: padding."""
+    return _packed(segment_ids, config)[0]
+
+
 def window_starts(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Array, "B C"]:
     """Key index of each compressed token's first token in a packed row; -1: unused slot."""
     length = segment_ids.shape[1]

@@ -32,16 +32,21 @@ def apply_rope(
     scaling: rotation.Scaling | None = None,
 ):
     """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
-    width = x.shape[-1]
-    columns = jnp.arange(0, width, 2, dtype=jnp.float32)
-    rates, factor = base ** -(columns / width), 1.0
-    if scaling is not None:
-        rates, factor = scaling.scaled(rates, columns / 2, base), scaling.attention_scaling
-    angle = (position.astype(jnp.float32) / scale)[..., None] * rates
+    factor = 1.0 if scaling is None else scaling.attention_scaling
+    angle = (position.astype(jnp.float32) / scale)[..., None] * _rates(
+        x.shape[-1], base, scaling
+    )
     cos, sin = jnp.cos(angle)[:, :, None] * factor, jnp.sin(angle)[:, :, None] * factor
     even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
+
+
+def _rates(width, base, scaling):
+    """What each pair turns by a position, float32 `[width / 2]`."""
+    columns = jnp.arange(0, width, 2, dtype=jnp.float32)
+    rates = base ** -(columns / width)
+    return rates if scaling is None else scaling.scaled(rates, columns / 2, base)
 
 
 class HeadNorm(nnx.Module):
@@ -73,6 +78,27 @@ class Gate(nnx.Module):
         if self.spec.gate == "softmax":
             return jax.nn.softmax(logits, axis=-1)
         return jax.nn.sigmoid(logits)
+
+
+class HeadGate(nnx.Linear):
+    """Logits of three gates a query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+
+    Head by head: compressed, selected, sliding.
+    """
+
+    def __init__(self, spec: LayerSpec, *, dtype, param_dtype, rngs: nnx.Rngs):
+        def start(key, shape, dtype):
+            return jnp.tile(jnp.asarray(spec.gate_start, dtype), spec.n_heads)
+
+        super().__init__(
+            spec.dim,
+            3 * spec.n_heads,
+            kernel_init=nnx.initializers.variance_scaling(0.01, "fan_avg", "uniform"),
+            bias_init=start,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
 
 
 class Pool(nnx.Module):
@@ -110,7 +136,7 @@ class Mark(nnx.Variable):
 
 
 class Kind(nnx.Module):
-    """Gate and phi in the module's state, as names: `gate_sigmoid`, `phi_avg`.
+    """The layer's kind in the module's state, as names: `gate_sigmoid`, `phi_avg`.
 
     A name is compared without reading a value from a device, under `jit` too: a state of
     another kind has another structure, which `nnx.update` and Orbax refuse. (`nnx.merge`
@@ -134,7 +160,7 @@ class Kind(nnx.Module):
 
 
 class NSAAttention(nnx.Module):
-    """Causal self-attention by Native Sparse Attention, with keys and values per branch.
+    """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
       spec: the hyper-parameters (`nsa_core.layer.LayerSpec`).
@@ -170,20 +196,24 @@ class NSAAttention(nnx.Module):
 
         keys, values = spec.n_kv_groups * spec.d_k, spec.n_kv_groups * spec.d_v
         self.W_Q = linear(spec.dim, spec.n_heads * spec.d_k)
-        self.W_K_cmp, self.W_V_cmp = linear(spec.dim, keys), linear(spec.dim, values)
-        self.W_K_sel, self.W_V_sel = linear(spec.dim, keys), linear(spec.dim, values)
-        self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
+        if spec.separate:
+            self.W_K_cmp, self.W_V_cmp = linear(spec.dim, keys), linear(spec.dim, values)
+            self.W_K_sel, self.W_V_sel = linear(spec.dim, keys), linear(spec.dim, values)
+            self.W_K_win, self.W_V_win = linear(spec.dim, keys), linear(spec.dim, values)
+        else:
+            self.W_K, self.W_V = linear(spec.dim, keys), linear(spec.dim, values)
         self.out = linear(spec.n_heads * spec.d_v, spec.dim)
         if spec.qk_norm_eps is not None:
             self.q_norm, self.k_norm = (
                 HeadNorm(spec.d_k, spec.qk_norm_eps, param_dtype=param_dtype) for _ in range(2)
             )
-        self.gate = Gate(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kind = HeadGate if spec.gate == "head" else Gate
+        self.gate = kind(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.kind = Kind(spec)
         if spec.phi == "mlp":
             self.phi_k_conv = Pool(spec.l, spec.d_k, param_dtype=param_dtype)
             self.phi_v_conv = Pool(spec.l, spec.d_v, param_dtype=param_dtype)
-        elif spec.phi == "mlp_pe":
+        elif spec.phi in ("mlp_pe", "mlp_rope"):
             self.phi_k_mlp, self.phi_v_mlp = (
                 MLP(spec.l, width, spec.phi_width(width), param_dtype=param_dtype, rngs=rngs)
                 for width in (spec.d_k, spec.d_v)
@@ -197,8 +227,12 @@ class NSAAttention(nnx.Module):
         """Parameters of `phi` for keys and for values."""
         if self.spec.phi == "mlp":
             return self.phi_k_conv.params(), self.phi_v_conv.params()
-        if self.spec.phi == "mlp_pe":
-            return self.phi_k_mlp.params(), self.phi_v_mlp.params()
+        if self.spec.phi in ("mlp_pe", "mlp_rope"):
+            key, value = self.phi_k_mlp.params(), self.phi_v_mlp.params()
+            if self.spec.phi == "mlp_rope":
+                rates = _rates(self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling)
+                key = key.turned(rates / self.spec.rope_scale, self.spec.rope_factor)
+            return key, value
         return None, None
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
@@ -211,11 +245,14 @@ class NSAAttention(nnx.Module):
             self.spec.d_v,
             config=self.spec.config,
             dtype=self.dtype,
-            separate=True,
+            separate=self.spec.separate,
         )
 
     def project(self, x, position):
-        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_jax.attention` takes."""
+        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_jax.attention` takes.
+
+        With `phi="mlp_rope"` the compressed branch's keys are not rotated: `compress` does it.
+        """
         spec = self.spec
         batch, length, _ = x.shape
 
@@ -224,27 +261,32 @@ class NSAAttention(nnx.Module):
 
         turns = dict(base=spec.rope_base, scale=spec.rope_scale, scaling=spec.rope_scaling)
 
-        def rotated(linear, count, norm):
-            x = heads(linear, count, spec.d_k)
+        def turned(x, norm, raw=False):
             wide = x if spec.qk_norm_eps is None else getattr(self, norm)(x)
-            return apply_rope(wide, position, **turns).astype(x.dtype)
+            return (wide if raw else apply_rope(wide, position, **turns)).astype(x.dtype)
 
-        query = rotated(self.W_Q, spec.n_heads, "q_norm")
-        key = Branches(
-            *(
-                rotated(linear, spec.n_kv_groups, "k_norm")
-                for linear in (self.W_K_cmp, self.W_K_sel, self.W_K_win)
-            )
+        query = turned(heads(self.W_Q, spec.n_heads, spec.d_k), "q_norm")
+        if spec.separate:
+            of_keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
+            of_values = self.W_V_cmp, self.W_V_sel, self.W_V_win
+        else:
+            of_keys, of_values = [self.W_K], [self.W_V]
+        raw = int(spec.phi == "mlp_rope")
+        keys = [
+            turned(heads(linear, spec.n_kv_groups, spec.d_k), "k_norm", number < raw)
+            for number, linear in enumerate(of_keys)
+        ]
+        values = [heads(linear, spec.n_kv_groups, spec.d_v) for linear in of_values]
+        # One array for all branches stays one: caches and kernels read it once.
+        key, value = (
+            Branches(*x) if spec.separate else Branches.each(*x) for x in (keys, values)
         )
-        value = Branches(
-            *(
-                heads(linear, spec.n_kv_groups, spec.d_v)
-                for linear in (self.W_V_cmp, self.W_V_sel, self.W_V_win)
-            )
-        )
-        group = spec.n_heads // spec.n_kv_groups
-        pooled = query.reshape(batch, length, spec.n_kv_groups, group, -1).mean(axis=3)
-        gates = jnp.repeat(self.gate(pooled), group, axis=2)
+        if spec.gate == "head":
+            gates = jax.nn.sigmoid(heads(self.gate, spec.n_heads, 3) / spec.gate_temp)
+        else:
+            group = spec.n_heads // spec.n_kv_groups
+            pooled = query.reshape(batch, length, spec.n_kv_groups, group, -1).mean(axis=3)
+            gates = jnp.repeat(self.gate(pooled), group, axis=2)
         return query, key, value, gates
 
     @any_rank

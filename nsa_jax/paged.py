@@ -144,7 +144,8 @@ def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count)
     for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
         windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
         pages = getattr(cache, f"compressed_{kind}")
-        made[f"compressed_{kind}"] = _write(pages, into, apply_phi(windows[None], one)[0])
+        new = apply_phi(windows[None], one, window[None, :, 0])[0]
+        made[f"compressed_{kind}"] = _write(pages, into, new)
     return cache.replace(**made)
 
 

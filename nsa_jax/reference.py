@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 
 EXACT = lax.Precision.HIGHEST
@@ -96,11 +96,18 @@ def compress(x, params: CompressParams = None, *, config: NSAConfig, segment_ids
     elif isinstance(params, PoolParams):
         weight = params.weight.astype(windows.dtype)
         out = jnp.einsum("bclkd,ld->bckd", windows, weight, precision=EXACT)
-    elif isinstance(params, MLPParams):
-        position, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params)
-        flat = rearrange(windows + position[:, None], "b c l k d -> b c k (l d)")
+    elif isinstance(params, MLPParams | RopeMLPParams):
+        embedding, w1, b1, w2, b2 = (p.astype(windows.dtype) for p in params[:5])
+        flat = rearrange(windows + embedding[:, None], "b c l k d -> b c k (l d)")
         hidden = jax.nn.gelu(jnp.matmul(flat, w1, precision=EXACT) + b1, approximate=True)
         out = jnp.matmul(hidden, w2, precision=EXACT) + b2
+    if isinstance(params, RopeMLPParams):
+        first = jax.vmap(lambda row, index: row[index])(position, jnp.clip(starts, 0))
+        middle = first.astype(windows.dtype) + (config.compress_block - 1) / 2
+        angle = middle[..., None, None] * params.rates.astype(windows.dtype)
+        turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+        spun = jax.lax.complex(out[..., 0::2], out[..., 1::2]) * turn
+        out = jnp.stack([spun.real, spun.imag], axis=-1).reshape(out.shape)
     return jnp.where(starts[:, :, None, None] >= 0, out, 0).astype(x.dtype)
 
 

@@ -12,7 +12,7 @@ extras.require("torch", "torch")
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_torch.cache import NSACache, cached_attention, init_cache
-from nsa_torch.compress import MLPParams, PoolParams
+from nsa_torch.compress import MLPParams, PoolParams, RopeMLPParams
 from nsa_torch.functional import (
     attention,
     compress,
@@ -35,6 +35,7 @@ __all__ = [
     "NSAConfig",
     "PagedCache",
     "PoolParams",
+    "RopeMLPParams",
     "append",
     "attention",
     "cached_attention",

@@ -276,5 +276,5 @@ def _emit(buffer, recent, new, start, new_lengths, config, params):
     windows = raw[row[..., None], taps.clamp(max=raw.shape[1] - 1)]
     complete = index * stride + block <= start[:, None] + num_new
     slot = torch.where(complete, index, spare)
-    buffer[row, slot] = apply_phi(windows, params)
+    buffer[row, slot] = apply_phi(windows, params, index * stride)
     recent.copy_(_last(raw, block - 1, new_lengths, block - 1))

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
+from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import wide
 from nsa_torch.geometry import geometry, window_starts
+from nsa_torch.heads import _rotated
 
-__all__ = ["MLPParams", "PoolParams", "compress"]
+__all__ = ["MLPParams", "PoolParams", "RopeMLPParams", "compress"]
 
 
 def compress(
@@ -22,15 +23,17 @@ def compress(
     *,
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """`phi` over the windows of `x` [B, S, Hkv, D]: `[B, C, Hkv, D]`.
+    """`phi` over the windows of `x` [B, S, Hkv, D], which begins at position `first`, at 0 where
+    it is packed: `[B, C, Hkv, D]`.
 
     In a packed row the windows of every sequence stand in the order of their first token,
     without gaps; the slots left over at the end are zero.
     """
     if torch.compiler.is_compiling():
         numbers = operators.numbers_of(config)
-        return torch.ops.nsa.compress(x, list(params or ()), cu_seqlens, list(numbers))
+        return torch.ops.nsa.compress(x, list(params or ()), cu_seqlens, list(numbers), first)
     batch, length, kv_heads, width = x.shape
     block, stride = config.compress_block, config.compress_stride
     count = config.num_compressed(length)
@@ -47,41 +50,54 @@ def compress(
             means = F.avg_pool2d(sums, (shifts, 1), 1, divisor_override=block)
             return means.to(x.dtype).reshape(batch, count, kv_heads, width)
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
-        return apply_phi(torch.cat(windows, dim=2), params)
+        at = first + torch.arange(count, device=x.device)[None] * stride
+        return apply_phi(torch.cat(windows, dim=2), params, at)
     where = geometry(
         1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=x.device
     )
     starts = window_starts(where, config)
     taps = starts.clamp(min=0)[:, None] + torch.arange(block, device=x.device)
     unused = (starts < 0)[:, None, None]
-    return apply_phi(x[:, taps], params).masked_fill(unused, 0)
+    at = where.position[:, starts.clamp(min=0)]
+    return apply_phi(x[:, taps], params, at).masked_fill(unused, 0)
 
 
-def apply_phi(windows: Tensor, params: CompressParams) -> Tensor:
-    """`phi` of each window `[B, C, l, Hkv, D]`, accumulated in float32: `[B, C, Hkv, D]`."""
+def apply_phi(windows: Tensor, params: CompressParams, first: Tensor) -> Tensor:
+    """`phi` of each window `[B, C, l, Hkv, D]`, accumulated in float32: `[B, C, Hkv, D]`.
+
+    Args:
+      first: the position of each window's first token in its sequence, `[B or 1, C]`.
+    """
     dtype, total = windows.dtype, wide(windows.dtype)
     if params is None:
         return windows.mean(dim=2, dtype=total).to(dtype)
     if isinstance(params, PoolParams):
         return (windows * params.weight.to(total)[:, None]).sum(dim=2).to(dtype)
-    position, w1, b1, w2, b2 = params
+    position, w1, b1, w2, b2 = params[:5]
     embedded = (windows + position.to(total)[:, None]).to(dtype)
     flat = rearrange(embedded, "b c l k d -> b c k (l d)")
     hidden = (flat @ w1.to(dtype)).to(total) + b1.to(total)
     hidden = F.gelu(hidden, approximate="tanh").to(dtype)
-    return ((hidden @ w2.to(dtype)).to(total) + b2.to(total)).to(dtype)
+    out = (hidden @ w2.to(dtype)).to(total) + b2.to(total)
+    if isinstance(params, RopeMLPParams):
+        middle = first.to(torch.float32) + (windows.shape[2] - 1) / 2
+        angle = middle[..., None, None] * params.rates
+        out = _rotated(out, angle.cos(), angle.sin())
+    return out.to(dtype)
 
 
 # What torch.compile and torch.export see: slices of a length that they do not know would hold for
 # some lengths only.
-ARGUMENTS = "Tensor x, Tensor[] params, Tensor? cu_seqlens, SymInt[] config"
-PARAMS: dict[int, Any] = {len(each._fields): each for each in (PoolParams, MLPParams)}
+ARGUMENTS = "Tensor x, Tensor[] params, Tensor? cu_seqlens, SymInt[] config, SymInt first"
+KINDS = PoolParams, MLPParams, RopeMLPParams
+PARAMS: dict[int, Any] = {len(each._fields): each for each in KINDS}
 
 
-def _compress(x, params, cu_seqlens, numbers):
+def _compress(x, params, cu_seqlens, numbers, first):
     given = PARAMS[len(params)](*params) if params else None
     config = operators.config_of(*numbers)
-    return compress(x, given, config=config, cu_seqlens=cu_seqlens).contiguous()
+    options = {"config": config, "cu_seqlens": cu_seqlens, "first": first}
+    return compress(x, given, **options).contiguous()
 
 
 def _compress_backward(grad, x, params, *rest):
@@ -94,24 +110,24 @@ def _compress_backward(grad, x, params, *rest):
     return list(torch.autograd.grad(out, leaves, grad, **options))
 
 
-def _shape(x, params, cu_seqlens, numbers):
+def _shape(x, params, cu_seqlens, numbers, first):
     count = operators.config_of(*numbers).num_compressed(x.shape[1])
     return x.new_empty(x.shape[0], count, *x.shape[2:])
 
 
-def _gradient_shapes(grad, x, params, cu_seqlens, numbers):
+def _gradient_shapes(grad, x, params, *rest):
     return [t.new_empty(t.shape) for t in (x, *params)]
 
 
 def _keep(ctx, inputs, output):
-    x, params, cu_seqlens, ctx.numbers = inputs
+    x, params, cu_seqlens, *ctx.numbers = inputs
     ctx.save_for_backward(x, cu_seqlens, *params)
 
 
 def _gradients(ctx, grad):
     x, cu_seqlens, *params = ctx.saved_tensors
-    grads = torch.ops.nsa.compress_backward(grad, x, params, cu_seqlens, ctx.numbers)
-    return grads[0], grads[1:], None, None
+    grads = torch.ops.nsa.compress_backward(grad, x, params, cu_seqlens, *ctx.numbers)
+    return grads[0], grads[1:], None, None, None
 
 
 def _define() -> None:

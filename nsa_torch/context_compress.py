@@ -121,8 +121,10 @@ class WholeWindows(NamedTuple):
         made = []
         for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
             tokens = torch.cat([tokens, following[:, place]], dim=1)
-            offset = -self.shards.own[place] * self.shards.chunk % self.config.compress_stride
-            found = compress(tokens[:, offset:], params, config=self.config)
+            begin = self.shards.own[place] * self.shards.chunk
+            offset = -begin % self.config.compress_stride
+            options = {"config": self.config, "first": begin + offset}
+            found = compress(tokens[:, offset:], params, **options)
             made.append(F.pad(found, (0, 0, 0, 0, 0, self.most - found.shape[1])))
         return torch.cat(made, dim=1).transpose(0, 1)
 
@@ -159,7 +161,9 @@ class PackedWindows:
         self.most = -(-chunk // config.compress_stride)
         self.halo = config.compress_block - 1
         place = {"config": config, "kv_len": length, "cu_seqlens": cu_seqlens}
-        begin = window_starts(geometry(1, length, **place, device=device), config)
+        where = geometry(1, length, **place, device=device)
+        self.position = where.position[0]
+        begin = window_starts(where, config)
         self.used = begin >= 0
         begin = begin.masked_fill(~self.used, length)  # ascending: unused slots stand last
         borders = torch.arange(0, length, chunk, device=device)
@@ -179,7 +183,8 @@ class PackedWindows:
             slots = self.first[number] + torch.arange(self.most, device=x.device)
             start = self.begin[slots] - number * chunk
             taps = start.clamp(max=chunk - 1)[:, None] + torch.arange(block, device=x.device)
-            found = apply_phi(tokens[:, taps], params)
+            at = self.position[(start + number * chunk).clamp(max=self.shards.length - 1)]
+            found = apply_phi(tokens[:, taps], params, at[None])
             made.append(found.masked_fill((start >= chunk)[:, None, None], 0))
         return torch.cat(made, dim=1).transpose(0, 1)
 

@@ -1,6 +1,7 @@
 """The fused QKV projection of a layer, norms of its heads, and rotary positions.
 
-    x -> projection [B, T, query | keys of each branch | values of each branch] -> split, rotated
+    x -> projection [B, T, query | keys of each branch | values of each branch | gates]
+      -> split, rotated
 
 On an NVIDIA GPU heads are split, normed and rotated in one Triton launch, as is the gradient
 (`kernels_pallas/triton/split_heads.py`), elsewhere by operators of torch.
@@ -20,6 +21,7 @@ from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
 from nsa_core import rotation
 from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
+from nsa_torch.gates import HeadGate
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import capability_of
 
@@ -38,6 +40,7 @@ class QKV(NamedTuple):
     keys: tuple[Tensor, ...]  # [B, T, Hkv, D]
     values: tuple[Tensor, ...]  # [B, T, Hkv, Dv]
     mean: Tensor | None  # of each key/value head's query heads, [B, T, Hkv, D], if asked for
+    gates: Tensor | None  # logits of each query head's, [B, T, H, 3], if there are any
 
 
 def project(
@@ -50,6 +53,8 @@ def project(
     *,
     norms: Norms | None = None,
     means: bool = False,
+    gate: nn.Module | None = None,
+    raw_keys: int = 0,
 ) -> QKV:
     """Query, keys and values of `x` [B, T, dim]; query and keys are normed and rotated.
 
@@ -59,57 +64,95 @@ def project(
       spec: sizes of the heads, and the rotation.
       norms: as of `split`.
       means: whether the mean of each key/value head's query heads is wanted too.
+      gate: makes the logits of gates, which is one more projection; None: there are none.
+      raw_keys: so many branches, the first, have keys that are not rotated.
     """
-    sizes = Heads(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v, len(keys), int(means))
-    projection = _projection(x, (query, *keys, *values))
-    turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
-    return split(projection, position, sizes, norms=norms, **turns)
-
-
-def _projection(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """What `layers` make of `x` [B, T, dim], concatenated along the last axis."""
+    layers = query, *keys, *values
     # What is exported takes any number of tokens.
     few = torch.compiler.is_exporting() or math.prod(x.shape[:-1]) < FUSED_FROM
-    if few or not _are_plain(layers, x):
-        return torch.cat([each(x) for each in layers], dim=-1)
+    fused = not few and _are_plain(layers, x)
+    beside = None  # the gate, where its product is one with the others
+    if fused and isinstance(gate, HeadGate) and _is_plain(gate, x, HeadGate):
+        beside = gate
+    sizes = Heads(
+        *(spec.n_heads, spec.n_kv_groups, spec.d_k, spec.d_v),
+        branches=len(keys),
+        means=int(means),
+        gates=0 if beside is None else 3,
+        raw_keys=raw_keys,
+    )
+    if fused:
+        projection = _product(x, layers, beside, sizes.row)
+    else:
+        projection = torch.cat([each(x) for each in layers], dim=-1)
+    turns = {"base": spec.rope_base, "scale": spec.rope_scale, "scaling": spec.rope_scaling}
+    found = split(projection, position, sizes, norms=norms, **turns)
+    if gate is None:
+        return found
+    each = spec.n_heads, 3
+    if beside is None or found.gates is None:
+        return found._replace(gates=gate(x).unflatten(-1, each))
+    bias = beside.bias.to(projection.dtype).unflatten(0, each)
+    return found._replace(gates=found.gates + bias)
+
+
+def _product(
+    x: Tensor, layers: Sequence[nn.Linear], gate: nn.Linear | None, row: int
+) -> Tensor:
+    """What `layers` make of `x` [B, T, dim] and what `gate` does without its bias, in one product:
+    `[B, T, row]`, zeros behind.
+    """
     weights, bias = [each.weight for each in layers], None
     if layers[0].bias is not None:
         bias = torch.cat([each.bias for each in layers])
+        bias = F.pad(bias, (0, row - bias.shape[0]))
+    if gate is not None:
+        weights.append(gate.weight)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weights = x.to(dtype), [each.to(dtype) for each in weights]
         bias = None if bias is None else bias.to(dtype)
-    return _FusedLinear.apply(x, bias, *weights)
+    return _FusedLinear.apply(x, bias, row, *weights)
 
 
 class _FusedLinear(torch.autograd.Function):
-    """`x @ cat(weights).T + bias`. For the gradient it saves the weights, not their concatenation,
-    which sharded training could not free between forward and backward.
+    """`x @ cat(weights).T + bias`, `row` columns of it. For the gradient it saves the weights, not
+    their concatenation, which sharded training could not free between forward and backward.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x, bias, *weights):
-        return F.linear(x, torch.cat(weights), bias)
+    def forward(x, bias, row, *weights):
+        return F.linear(x, _stacked(weights, row), bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, _, *weights = inputs
+        x, _, ctx.row, *weights = inputs
         ctx.save_for_backward(x, *weights)
 
     @staticmethod
     def backward(ctx, grad):
         x, *weights = ctx.saved_tensors
-        wanted_x, wanted_bias, *wanted = ctx.needs_input_grad
-        grad_x = grad @ torch.cat(weights) if wanted_x else None
+        wanted_x, wanted_bias, _, *wanted = ctx.needs_input_grad
+        grad_x = grad @ _stacked(weights, ctx.row) if wanted_x else None
         rows, grad = x.flatten(0, -2), grad.flatten(0, -2)
         grad_bias = grad.sum(dim=0) if wanted_bias else None
         sizes = [each.shape[0] for each in weights]
+        rest = ctx.row - sum(sizes)
         if all(wanted):
-            return grad_x, grad_bias, *(grad.T @ rows).split(sizes)
-        parts = zip(wanted, grad.split(sizes, dim=-1), strict=True)
-        return grad_x, grad_bias, *(part.T @ rows if each else None for each, part in parts)
+            *parts, _ = (grad.T @ rows).split([*sizes, rest])
+            return grad_x, grad_bias, None, *parts
+        *parts, _ = grad.split([*sizes, rest], dim=-1)
+        pairs = zip(wanted, parts, strict=True)
+        return grad_x, grad_bias, None, *(x.T @ rows if each else None for each, x in pairs)
+
+
+def _stacked(weights: Sequence[Tensor], row: int) -> Tensor:
+    """Their rows, and zeros up to `row` of them."""
+    missing = row - sum(each.shape[0] for each in weights)
+    zeros = [weights[0].new_zeros(missing, weights[0].shape[1])] if missing else []
+    return torch.cat([*weights, *zeros])
 
 
 def split(
@@ -135,26 +178,29 @@ def split(
     if plain and _by_kernel(projection, sizes):
         cos, sin = (x.expand(*projection.shape[:-1], -1) for x in (cos, sin))
         weights, eps = _weights(norms)
-        found = list(dataclasses.astuple(sizes))
-        query, *each, mean = _split(projection, cos, sin, *weights, eps, found)
+        found = _split(projection, cos, sin, *weights, eps, list(dataclasses.astuple(sizes)))
+        query, *each, mean, gates = found
         keys, values = (tuple(each[i : i + sizes.branches]) for i in (0, 3))
-        return QKV(query, keys, values, mean if sizes.means else None)
+        mean, gates = mean if sizes.means else None, gates if sizes.gates else None
+        return QKV(query, keys, values, mean, gates)
     pairs = sizes.branches * sizes.Hkv
-    query, key, value = projection.split(
-        [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv], -1
-    )
+    columns = [sizes.H * sizes.D, pairs * sizes.D, pairs * sizes.Dv, sizes.H * sizes.gates]
+    query, key, value, gates, _ = projection.split([*columns, sizes.row - sum(columns)], -1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     query, key = query.unflatten(-1, (sizes.H, sizes.D)), key.unflatten(-1, (pairs, sizes.D))
     if norms is not None:
         normed = _normed if plain else nn.Module.__call__
         query, key = normed(norms[0], query), normed(norms[1], key)
-    query, key = (_rotated(x, cos, sin).to(projection.dtype) for x in (query, key))
+    query, raw = _rotated(query, cos, sin), sizes.raw_keys * sizes.Hkv
+    key = torch.cat([key[:, :, :raw], _rotated(key[:, :, raw:], cos, sin)], dim=2)
+    query, key = (x.to(projection.dtype) for x in (query, key))
     value = value.unflatten(-1, (pairs, sizes.Dv))
     keys, values = (
         tuple(each.contiguous() for each in x.split(sizes.Hkv, dim=2)) for x in (key, value)
     )
     mean = query.unflatten(2, (sizes.Hkv, -1)).mean(dim=3) if sizes.means else None
-    return QKV(query, keys, values, mean)
+    gates = gates.unflatten(-1, (sizes.H, sizes.gates)).contiguous() if sizes.gates else None
+    return QKV(query, keys, values, mean, gates)
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
@@ -186,8 +232,8 @@ def _angles(
     scaling: rotation.Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each pair of columns, float32 `[B, T, width / 2]`."""
-    rates = _rates(position, width, base, scaling)
-    angle = (position.to(torch.float32) / scale)[..., None] * rates
+    turns = _rates(position, width, base, scaling)
+    angle = (position.to(torch.float32) / scale)[..., None] * turns
     if scaling is None or scaling.attention_scaling == 1:
         return angle.cos(), angle.sin()
     return angle.cos() * scaling.attention_scaling, angle.sin() * scaling.attention_scaling
@@ -196,19 +242,22 @@ def _angles(
 def _rates(
     position: Tensor, width: int, base: float, scaling: rotation.Scaling | None
 ) -> Tensor:
-    """What each pair turns by a position, float32 `[width / 2]`."""
-
-    def made() -> Tensor:
-        columns = torch.arange(0, width, 2, dtype=torch.float32, device=position.device)
-        rates = base ** -(columns / width)
-        return rates if scaling is None else scaling.scaled(rates, columns / 2, base)
-
+    """`rates` on the device of `position`, shared by calls."""
+    given = width, base, scaling, position.device
     # A scaling is several launches, which calls share; a tensor of another type would be kept by
     # what traces.
     if scaling is None or torch.compiler.is_compiling() or type(position) is not Tensor:
-        return made()
-    key = "rates", width, base, scaling
-    return SHARED.get((*key, position.device), position.device, lambda: [made()])[0]
+        return rates(*given)
+    return SHARED.get(("rates", *given), position.device, lambda: [rates(*given)])[0]
+
+
+def rates(
+    width: int, base: float, scaling: rotation.Scaling | None, device: torch.device
+) -> Tensor:
+    """What each pair of columns turns by from a position to the next, float32 `[width / 2]`."""
+    columns = torch.arange(0, width, 2, dtype=torch.float32, device=device)
+    found = base ** -(columns / width)
+    return found if scaling is None else scaling.scaled(found, columns / 2, base)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -251,7 +300,7 @@ def _kernel_runs(device: int, dtype: torch.dtype) -> bool:
     return capability.copies_why_not(capability_of(device), dtype) is None
 
 
-type _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+type _Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op(
@@ -260,7 +309,7 @@ type _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
     device_types="cuda",
     schema="(Tensor projection, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm, "
     "float eps, SymInt[] sizes) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _split(
     projection: Tensor,
@@ -270,7 +319,7 @@ def _split(
     key_norm: Tensor | None,
     eps: float,
     sizes: list[int],
-) -> _Eight:
+) -> _Nine:
     """Tensors of `Heads(*sizes).split_shapes` out of a projection `[B, T, row]`."""
     from nsa_torch.triton_ops import TRITON_OPS
 
@@ -278,7 +327,7 @@ def _split(
     kernel = split_heads(Heads(*sizes), tokens, dtype_name(projection), eps if norms else None)
     made = TRITON_OPS.run(kernel, projection, *norms, cos, sin)
     shapes = Heads(*sizes).split_shapes(*projection.shape[:-1])
-    return cast(_Eight, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
+    return cast(_Nine, tuple(x.view(y) for x, y in zip(made, shapes, strict=True)))
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:

@@ -5,11 +5,10 @@ The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries chec
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,40 +19,7 @@ from nsa_core.context_layout import Layout
 from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, take_kind
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
-
-
-class GateOutput(nn.Linear):
-    """A linear layer that starts near zero: gates start near equal."""
-
-    def reset_parameters(self) -> None:
-        """Draws the weights anew."""
-        nn.init.xavier_uniform_(self.weight, gain=0.1)
-        nn.init.zeros_(self.bias)
-
-
-class Gate(nn.Module):
-    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
-
-    def __init__(self, spec: LayerSpec, **factory: Any):
-        super().__init__()
-        self.fc1 = nn.Linear(spec.d_k, spec.gate_width, **factory)
-        self.fc2 = GateOutput(spec.gate_width, 3, **factory)
-        self.spec = spec
-
-    def reset_parameters(self) -> None:
-        """Draws the weights anew."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
-
-    @torch.no_grad()
-    def set_constant(self, *logits: float) -> None:
-        """Gates of these logits (compressed, selected, sliding) for every query."""
-        self.fc2.weight.zero_()
-        self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
-
-    def forward(self, pooled_query: Tensor) -> Tensor:
-        logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
-        return logits.softmax(dim=-1) if self.spec.gate == "softmax" else logits.sigmoid()
+from nsa_torch.gates import Gate, HeadGate
 
 
 class MLP(nn.Module):
@@ -105,7 +71,7 @@ class Mark(nn.Module):
 
 
 class NSAAttention(nn.Module):
-    """Causal self-attention by Native Sparse Attention, with keys and values per branch.
+    """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
@@ -118,8 +84,9 @@ class NSAAttention(nn.Module):
       device, dtype: of the parameters; None: torch's defaults.
 
     The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
-    averages of weights keep. `load_state_dict` raises `ValueError` where they differ, and where
-    weights come without them (the seed's) unless both were named here.
+    averages of weights keep, and kv where it is "shared". `load_state_dict` raises `ValueError`
+    where they differ, and where weights come without them (the seed's) unless gate and phi were
+    named here.
     """
 
     def __init__(
@@ -141,7 +108,9 @@ class NSAAttention(nn.Module):
         use_flash: bool = True,
         use_triton_sel: bool = False,
         *,
+        kv: str = "separate",
         gate: str = DEFAULT_GATE,
+        gate_bias: Sequence[float] | None = None,
         phi_hidden: int | None = None,
         rope_base: float = 10000.0,
         rope_scale: float = 1.0,
@@ -171,9 +140,11 @@ class NSAAttention(nn.Module):
             w=w,
             phi=phi,
             phi_hidden=phi_hidden,
+            kv=kv,
             gate=gate,
             gate_hidden=gate_hidden,
             gate_temp=gate_temp,
+            gate_bias=gate_bias,
             rope_base=rope_base,
             rope_scale=rope_scale,
             num_initial=num_initial,
@@ -192,18 +163,18 @@ class NSAAttention(nn.Module):
 
         keys, values = n_kv_groups * d_k, n_kv_groups * d_v
         self.W_Q = linear(dim, n_heads * d_k)
-        self.W_K_cmp, self.W_V_cmp = linear(dim, keys), linear(dim, values)
-        self.W_K_sel, self.W_V_sel = linear(dim, keys), linear(dim, values)
-        self.W_K_win, self.W_V_win = linear(dim, keys), linear(dim, values)
+        for key, value in self._key_values():
+            self.add_module(key, linear(dim, keys))
+            self.add_module(value, linear(dim, values))
         self.out = linear(n_heads * d_v, dim)
         if qk_norm_eps is not None:
             self.q_norm, self.k_norm = (
                 nn.RMSNorm(d_k, eps=qk_norm_eps, **factory) for _ in range(2)
             )
-        self.gate = Gate(spec, **factory)
+        self.gate: nn.Module = (HeadGate if gate == "head" else Gate)(spec, **factory)
         if phi == "mlp":
             self.phi_k_conv, self.phi_v_conv = (Pool(l, d, x, **factory) for x in (d_k, d_v))
-        elif phi == "mlp_pe":
+        elif phi in ("mlp_pe", "mlp_rope"):
             self.phi_k_mlp, self.phi_v_mlp = (
                 MLP(l, x, spec.phi_width(x), **factory) for x in (d_k, d_v)
             )
@@ -230,9 +201,20 @@ class NSAAttention(nn.Module):
             weights = (conv.weight[:, 0].T for conv in (self.phi_k_conv, self.phi_v_conv))
             key, value = map(PoolParams, weights)
             return key, value
-        if self.spec.phi == "mlp_pe":
-            return self.phi_k_mlp.params(), self.phi_v_mlp.params()
+        if self.spec.phi in ("mlp_pe", "mlp_rope"):
+            key, value = self.phi_k_mlp.params(), self.phi_v_mlp.params()
+            if self.spec.phi == "mlp_rope":
+                spec, device = self.spec, key.position.device
+                rates = heads.rates(spec.d_k, spec.rope_base, spec.rope_scaling, device)
+                key = key.turned(rates / spec.rope_scale, spec.rope_factor)
+            return key, value
         return None, None
+
+    def _key_values(self) -> list[tuple[str, str]]:
+        """The projections of keys and values: of the branches in turn, or of all at once."""
+        if not self.spec.separate:
+            return [("W_K", "W_V")]
+        return [(f"W_K_{branch}", f"W_V_{branch}") for branch in ("cmp", "sel", "win")]
 
     def init_cache(
         self,
@@ -260,19 +242,32 @@ class NSAAttention(nn.Module):
             config=spec.config,
             dtype=dtype or floating.dtype,
             device=device or tensors[0].device,
-            separate=True,
+            separate=spec.separate,
         )
 
     def project(self, x: Tensor, position: Tensor):
-        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes."""
+        """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes.
+
+        With `phi="mlp_rope"` the compressed branch's keys are not rotated: `compress` does it.
+        """
         spec = self.spec
-        keys = self.W_K_cmp, self.W_K_sel, self.W_K_win
-        values = self.W_V_cmp, self.W_V_sel, self.W_V_win
-        query, key, value, mean = heads.project(
-            x, self.W_Q, keys, values, position, spec, norms=heads.norms_of(self), means=True
+        names = zip(*self._key_values(), strict=True)
+        keys, values = ([getattr(self, name) for name in each] for each in names)
+        gate = self.gate if spec.gate == "head" else None
+        query, key, value, mean, logits = heads.project(
+            *(x, self.W_Q, keys, values, position, spec),
+            norms=heads.norms_of(self),
+            means=gate is None,
+            gate=gate,
+            raw_keys=int(spec.phi == "mlp_rope"),
         )
-        group = spec.n_heads // spec.n_kv_groups
-        gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
+        if logits is None:
+            group = spec.n_heads // spec.n_kv_groups
+            gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
+        else:
+            gates = (logits if spec.gate_temp == 1 else logits / spec.gate_temp).sigmoid()
+        if not spec.separate:
+            key, value = key * 3, value * 3
         return query, Branches(*key), Branches(*value), gates
 
     def forward(

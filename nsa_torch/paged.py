@@ -213,7 +213,7 @@ def _compress(cache, page_table, tokens, params) -> None:
     compressed = cache.compressed_key, cache.compressed_value
     for pages, raw, one in zip(compressed, cache.raw, params, strict=True):
         windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        _write(pages, into, apply_phi(windows[None], one)[0])
+        _write(pages, into, apply_phi(windows[None], one, window[None, :, 0])[0])
 
 
 def _write(pages: Tensor, at: Places, new: Tensor) -> None:

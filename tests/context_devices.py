@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import nsa_jax
 from nsa_core import context_layout as layouts
-from nsa_core.compress_params import PoolParams
 from nsa_jax import Branches, context
 from tests import context_worker as worker
 from tests.context_worker import CASES, MUTATED, Case, tensors
@@ -59,7 +58,7 @@ def calls(case: Case, x, ids, place):
     compress, select = nsa_jax.compress, nsa_jax.select_blocks
     if place:
         compress, select = context.compress, context.select_blocks
-    params = [PoolParams(x[f"{n}_weight"]) if case.learned else None for n in ("key", "value")]
+    params = worker.phi(case, x["key_weight"], x["value_weight"], jnp.asarray)
     pairs = zip((key.compressed, value.compressed), params, strict=True)
     compressed = tuple(compress(t, p, **options, **place) for t, p in pairs)
     indices = select(x["query"], compressed[0], **options, **place)

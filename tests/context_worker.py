@@ -17,7 +17,15 @@ import nsa_torch
 from bench.harness.scale_problem import Problem
 from bench.harness.scale_ranks import Measured
 from nsa_core import context_layout as layouts
-from nsa_torch import Branches, NSAConfig, PoolParams, context, context_compress, context_ranks
+from nsa_torch import (
+    Branches,
+    NSAConfig,
+    PoolParams,
+    RopeMLPParams,
+    context,
+    context_compress,
+    context_ranks,
+)
 
 RANKS, TIMEOUT_S = 4, 20
 CONFIG = NSAConfig(8, 4, 8, num_selected=4, window=12)
@@ -31,6 +39,7 @@ class Case:
     lengths: tuple[int, ...] | None = None  # of packed sequences
     separate: bool = False  # keys and values of each branch
     learned: bool = False  # parameters of phi
+    rope: bool = False  # of keys: an MLP, the compressed ones rotated
     recompute: bool = False
     given: bool = False  # block indices
     implementation: str | None = None
@@ -39,14 +48,14 @@ class Case:
 
 
 CASES = {
-    "zigzag": Case(96, batch=2, separate=True, given=True, apart=True),
+    "zigzag": Case(96, batch=2, separate=True, given=True, apart=True, learned=True, rope=True),
     "contiguous": Case(96, batch=2, layout="contiguous"),
     "recompute": Case(96, recompute=True, separate=True),
     "learned": Case(96, learned=True, separate=True, apart=True),
-    "odd-length": Case(91, learned=True),  # chunks of 12, padding of 5
-    "odd-chunks": Case(103, learned=True, apart=True),  # chunks of 13, and d = 4
+    "odd-length": Case(91, learned=True, rope=True),  # chunks of 12, padding of 5
+    "odd-chunks": Case(103, learned=True, rope=True, apart=True),  # chunks of 13, and d = 4
     "short-chunks": Case(40, learned=True),  # of 5, where the halo is 7
-    "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True),
+    "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True, rope=True),
     "packed-odd": Case(101, layout="contiguous", lengths=(0, 61, 3, 30), learned=True),
     "reference": Case(52, lengths=(31, 17), implementation="reference"),
     "tiny": Case(6),
@@ -71,6 +80,21 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
     }
 
 
+def phi(case: Case, key_weight, value_weight, as_array=torch.tensor) -> tuple:
+    """Parameters of the compression of keys and of values, in either framework."""
+    if not case.learned:
+        return None, None
+    if not case.rope:
+        return PoolParams(key_weight), PoolParams(value_weight)
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: as_array(rng.normal(size=shape).astype(np.float32) / 8)
+    shapes = (case.config.compress_block * WIDTH, 5), (5,), (5, WIDTH), (WIDTH,)
+    rates = as_array((10.0 ** -np.arange(WIDTH // 2)).astype(np.float32))
+    return RopeMLPParams(key_weight, *(normal(*x) for x in shapes), rates), PoolParams(
+        value_weight
+    )
+
+
 def cu_seqlens(case: Case) -> torch.Tensor | None:
     if case.lengths is None:
         return None
@@ -85,7 +109,7 @@ def run(case: Case, x: dict, mesh: DeviceMesh | None = None) -> dict[str, torch.
     key, value = (
         Branches(*x[name]) if case.separate else x[name][0] for name in ("key", "value")
     )
-    params = [PoolParams(x[f"{name}_weight"]) if case.learned else None for name in NAMES[1:3]]
+    params = phi(case, x["key_weight"], x["value_weight"])
     parts = zip((Branches.each(key), Branches.each(value)), params, strict=True)
     compress = nsa_torch.compress if mesh is None else context.compress
     compressed = tuple(compress(t.compressed, p, **packed, **place) for t, p in parts)
@@ -272,8 +296,8 @@ def by_kv_head() -> dict[str, torch.Tensor]:
 def layer(mesh: DeviceMesh | None = None) -> nsa_torch.NSAAttention:
     torch.manual_seed(0)
     return nsa_torch.NSAAttention(
-        16, HEADS, KV_HEADS, 8, 6, l=8, d=4, l_sel=8, n_sel=4, w=12, phi="mlp_pe",
-        phi_hidden=8, gate="sigmoid", context_mesh=mesh,
+        16, HEADS, KV_HEADS, 8, 6, l=8, d=4, l_sel=8, n_sel=4, w=12, phi="mlp_rope",
+        phi_hidden=8, gate="head", context_mesh=mesh,
     )  # fmt: skip
 
 

@@ -94,11 +94,15 @@ def compress(x, params, config):
                     out[i, head] = sum(window) / block
                 case (weight,):
                     out[i, head] = sum(weight[m] * window[m] for m in range(block))
-                case (position, w1, b1, w2, b2):
+                case (position, w1, b1, w2, b2, *rates):
                     tokens = [window[m] + position[m] for m in range(block)]
                     z = np.concatenate(tokens) @ w1 + b1
                     gelu = z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
                     out[i, head] = gelu @ w2 + b2
+                    for pair, rate in enumerate(rates[0] if rates else ()):
+                        even, odd = out[i, head, 2 * pair], out[i, head, 2 * pair + 1]
+                        spun = (even + 1j * odd) * np.exp(1j * rate * (start + (block - 1) / 2))
+                        out[i, head, 2 * pair : 2 * pair + 2] = spun.real, spun.imag
     return out
 
 

@@ -175,7 +175,15 @@ CASES = {
     ),
     "phi": (
         lambda: nsa_jax.compress(K, 3, config=SMALL),
-        "params must be None, PoolParams or MLPParams, got int",
+        "params must be None, PoolParams, MLPParams or RopeMLPParams, got int",
+    ),
+    "phi rates": (
+        lambda: nsa_jax.compress(
+            K,
+            nsa_jax.RopeMLPParams(*(jnp.zeros(s) for s in ((8, 8), (64, 3), 3, (3, 8), 8, 8))),
+            config=SMALL,
+        ),
+        "params.rates must have shape (4,), got (8,)",
     ),
     "phi weight": (
         lambda: nsa_jax.compress(K, nsa_jax.PoolParams(jnp.zeros((4, 8))), config=SMALL),

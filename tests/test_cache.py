@@ -10,7 +10,7 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import FLOAT32_MAX
-from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from tests.inputs import SMALL, Case, call, problem
 
 CASE = Case(63, 63, H=6, Hkv=2, D=8, Dv=5)
@@ -23,7 +23,10 @@ def phi(kind, rng, width):
     if kind == "pool":
         return PoolParams(jnp.asarray(rng.normal(size=(8, width)), jnp.float32))
     shapes = ((8, width), (8 * width, 12), (12,), (12, width), (width,))
-    return MLPParams(*(jnp.asarray(rng.normal(size=s) * 0.3, jnp.float32) for s in shapes))
+    arrays = [jnp.asarray(rng.normal(size=s) * 0.3, jnp.float32) for s in shapes]
+    if kind == "rope" and width % 2 == 0:
+        return RopeMLPParams(*arrays, jnp.asarray(10.0 ** -np.arange(width // 2), jnp.float32))
+    return MLPParams(*arrays)
 
 
 def decode(p, sizes, step, cache):
@@ -38,7 +41,7 @@ def decode(p, sizes, step, cache):
     return jnp.concatenate(outs, axis=1), cache
 
 
-@pytest.mark.parametrize("kind", ["mean", "pool", "mlp"])
+@pytest.mark.parametrize("kind", ["mean", "pool", "mlp", "rope"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_decode_equals_attention(split, kind, rng):
     p = problem(CASE)

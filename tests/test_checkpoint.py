@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, LayerSpec
+from nsa_core.layer import EXTRA_STATE, GATES, KIND, PHI, SILENT, LayerSpec
 from nsa_interop import weights
 from nsa_jax.nn import Mark
 from nsa_jax.nn import NSAAttention as JaxAttention
@@ -165,11 +165,11 @@ def test_older_state_dicts_load():
 
 def test_a_word_of_a_later_version_is_refused(tmp_path):
     """What a checkpoint says and this version does not know changes the meaning of weights."""
-    state = torch_layer().state_dict() | {"kind.kv_shared._extra_state": torch.zeros(())}
-    with pytest.raises(ValueError, match=r"kv must be 'no such name' .* got 'shared'"):
+    state = torch_layer().state_dict() | {"kind.norm_layer._extra_state": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"norm must be 'no such name' .* got 'layer'"):
         torch_layer().load_state_dict(state)
     safetensors.torch.save_file(state, tmp_path / "later.safetensors")
-    with pytest.raises(ValueError, match=r"kv must be 'no such name' .* got 'shared'"):
+    with pytest.raises(ValueError, match=r"norm must be 'no such name' .* got 'layer'"):
         weights.load(tmp_path / "later.safetensors", jax_layer())
 
 
@@ -256,7 +256,15 @@ def test_a_file_with_the_seeds_weights(make, named, missing, tmp_path):
 
 
 @pytest.mark.parametrize("make", [torch_layer, jax_layer])
-@pytest.mark.parametrize("name, ours, theirs", [("gate", *GATES), ("phi", "mlp", "avg")])
+@pytest.mark.parametrize(
+    "name, ours, theirs",
+    [
+        ("gate", "sigmoid", "softmax"),
+        ("gate", "head", "sigmoid"),
+        ("phi", "mlp", "avg"),
+        ("phi", "mlp_rope", "mlp_pe"),
+    ],
+)
 def test_a_file_without_metadata_says_its_kind(make, name, ours, theirs, tmp_path):
     """What torch users save by themselves: the state_dict, nothing beside it."""
     path = tmp_path / "layer.safetensors"
@@ -292,6 +300,33 @@ def test_another_kind_is_refused_by_nnx(changed, pure):
     nnx.update(jax_layer(), state)
 
 
+@pytest.mark.parametrize("make", [torch_layer, jax_layer])
+def test_a_checkpoint_that_does_not_say_kv_has_separate_ones(make, tmp_path):
+    """As all from before there was a choice; a shared one says so, in either direction."""
+    path = tmp_path / "layer.safetensors"
+    separate, shared = torch_layer(), torch_layer(kv="shared")
+    assert not any("kv" in key for key in separate.state_dict())
+    assert "kind.kv_shared._extra_state" in shared.state_dict()
+    for state, target, message in (
+        (separate, make(kv="shared"), "kv must be 'shared' as in the module, got 'separate'"),
+        (shared, make(), "kv must be 'separate' as in the module, got 'shared'"),
+    ):
+        path.write_bytes(safetensors.torch.save(state.state_dict()))
+        before = values(target)
+        with pytest.raises(ValueError, match=message):
+            weights.load(path, target)
+        assert same(before, values(target))
+        if make is torch_layer:
+            with pytest.raises(ValueError, match=message):
+                target.load_state_dict(state.state_dict())
+        weights.save(path, state)  # with hyper-parameters
+        with pytest.raises(ValueError, match="hyper-parameter kv must be"):
+            weights.load(path, target)
+    weights.load(path, make(kv="shared"))
+    with pytest.raises(ValueError, match="W_K"):  # which is the first that differs
+        nnx.update(jax_layer(), nnx.state(jax_layer(kv="shared")))
+
+
 def test_the_state_of_nnx_is_differentiable_and_compiles_once():
     graph, state = nnx.split(jax_layer())
     marks = nnx.to_flat_state(nnx.filter_state(state, Mark))
@@ -306,4 +341,4 @@ def test_named_and_unnamed_layers_are_equal():
     named = LayerSpec(**SIZES, gate="sigmoid", phi="avg")
     assert named == LayerSpec(**SIZES) and hash(named) == hash(LayerSpec(**SIZES))
     plain = LayerSpec(**SIZES).as_dict()
-    assert {type(plain[name]) for name in KIND} == {str}
+    assert {type(plain[name]) for name in KIND if name not in SILENT} == {str}

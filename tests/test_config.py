@@ -60,6 +60,18 @@ def test_config_validation_of_the_seeds_names():
         (dict(l=32.0), r"compress_block must be an int, got 32\.0"),
         (dict(bias=1), "bias must be True or False, got 1"),
         (dict(l=20), "compress_block must be a multiple"),
+        (dict(gate_bias=(0, 0, 0)), "gate_bias must be None where gate='sigmoid', got"),
+        (
+            dict(gate="head", gate_bias=(0, 0)),
+            r"gate_bias must be three finite numbers, got \(0, 0\)",
+        ),
+        (
+            dict(gate="head", gate_bias=(0, float("nan"), 0)),
+            "gate_bias must be three finite numbers, got",
+        ),
+        (dict(gate="head", gate_hidden=4), "gate_hidden must be None where gate='head', got 4"),
+        (dict(kv="one"), r"kv must be one of \('separate', 'shared'\), got 'one'"),
+        (dict(kv="shared", phi="mlp_rope"), "kv must be 'separate' where phi='mlp_rope'"),
         (dict(gate_hidden=0), "gate_hidden must be an int >= 1, got 0"),
         (dict(phi_hidden=8.0), r"phi_hidden must be an int >= 1, got 8\.0"),
     ],

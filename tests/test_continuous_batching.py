@@ -83,8 +83,13 @@ def alone(model, prompt, tokens=6):
 @served
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"attention": ("nsa", "dense"), "phi": "mlp"}],
-    ids=["nsa", "with a dense layer and learned phi"],
+    [
+        {},
+        {"attention": ("nsa", "dense"), "phi": "mlp"},
+        {"phi": "mlp_rope", "gate": "head"},
+        {"phi": "mlp_pe", "kv": "shared"},
+    ],
+    ids=["nsa", "with a dense layer and learned phi", "rotated after phi", "shared"],
 )
 def test_text_is_that_of_generate(changes):
     """Prompts longer than a step (24 tokens), shorter ones and decode in the same steps."""
@@ -180,6 +185,10 @@ def test_bad_configurations():
         continuous_batching_config(config, cpu_offload_space=1.0)
     whole = continuous_batching_config(config, max_memory_percent=0.65)
     assert whole.max_memory_percent == pytest.approx(0.2)  # of 3 1/4 times as much
+    once = continuous_batching_config(
+        model.__wrapped__(kv="shared").config, max_memory_percent=0.65
+    )
+    assert once.max_memory_percent == pytest.approx(0.52)  # of 1 1/4
 
     class Manager:
         block_size = 256

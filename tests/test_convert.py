@@ -268,7 +268,13 @@ def test_what_is_saved_again_is_the_same(model, tmp_path):
     assert again.config.converted_from["model_type"] == "qwen3"
 
 
-@pytest.mark.parametrize("phi", ["mlp", "mlp_pe"])
+@pytest.mark.parametrize("start", ["values", "gates"])
+def test_gates_of_each_query_head(start, model):
+    made = model("qwen3", start=start, gate="head", gate_temp=0.5)
+    assert parity("qwen3", logits(made, tokens())).ok
+
+
+@pytest.mark.parametrize("phi", ["mlp", "mlp_pe", "mlp_rope"])
 def test_a_learned_phi(phi, model):
     made = model("llama 3.1", phi=phi, gate_temp=0.5)
     assert made.config.phi == phi and parity("llama 3.1", logits(made, tokens())).ok

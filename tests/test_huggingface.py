@@ -62,29 +62,28 @@ SIZES = dict(
     window=7,
     pad_token_id=0,
 )
-# The layers of each model, and its phi.
+# The layers of each model, its phi, its gates and its keys and values.
 KINDS = {
-    "nsa": ("nsa", "mlp"),
-    "dense": ("dense", "avg"),
-    "mixed": (["nsa", "dense"], "mlp_pe"),
-    "pooled": (["nsa", "dense"], "mlp"),
+    "nsa": ("nsa", "mlp", "sigmoid", "separate"),
+    "dense": ("dense", "avg", "sigmoid", "separate"),
+    "mixed": (["nsa", "dense"], "mlp_rope", "head", "separate"),
+    "shared": (["nsa", "dense"], "mlp", "head", "shared"),
+    "pooled": (["nsa", "dense"], "mlp", "sigmoid", "separate"),
 }
 WIDTH = 41
 PADDING = (0, 13, 30, 38)  # of each row of `batch`; 3 tokens are fewer than a block
 
 # Newer transformers calls it activation checkpointing.
 renamed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-by_kind = pytest.mark.parametrize("kind", ["nsa", "dense", "mixed"])
+by_kind = pytest.mark.parametrize("kind", ["nsa", "dense", "mixed", "shared"])
 
 
 @functools.cache
 def model(kind="nsa", **changed):
     """Weights of some size, so that a wrong position or block shows."""
-    attention, phi = KINDS[kind]
+    kinds = dict(zip(("attention", "phi", "gate", "kv"), KINDS[kind], strict=True))
     torch.manual_seed(7)
-    made = NSAForCausalLM(
-        NSAModelConfig(**SIZES | dict(attention=attention, phi=phi) | changed)
-    )
+    made = NSAForCausalLM(NSAModelConfig(**SIZES | kinds | changed))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim == 2:
@@ -213,7 +212,7 @@ def attention_by_hand(config, kind, h, at):
         return (h @ at[f"{name}.weight"].T).reshape(len(h), count, -1)
 
     def fc(x, name):
-        return x @ at[f"gate.{name}.weight"].T + at[f"gate.{name}.bias"]
+        return x @ at[f"{name}.weight"].T + at[f"{name}.bias"]
 
     query = rotated(product("W_Q", heads), base)
     if kind == "dense":
@@ -224,9 +223,13 @@ def attention_by_hand(config, kind, h, at):
         names = "cmp", "sel", "win"
         keys = [rotated(product(f"W_K_{name}", groups), base) for name in names]
         values = [product(f"W_V_{name}", groups) for name in names]
-        pooled = query.reshape(len(h), groups, -1, D).mean(2)
-        gate = 1 / (1 + np.exp(-fc(silu(fc(pooled, "fc1")), "fc2")))
-        gates = gate.repeat(heads // groups, axis=1)
+        if config.gate == "head":
+            logits = fc(h, "gate").reshape(len(h), heads, 3)
+        else:
+            pooled = query.reshape(len(h), groups, -1, D).mean(2)
+            logits = fc(silu(fc(pooled, "gate.fc1")), "gate.fc2")
+            logits = logits.repeat(heads // groups, axis=1)
+        gates = 1 / (1 + np.exp(-logits))
         params = [(at[f"phi_{x}_conv.weight"][:, 0].T,) for x in "kv"]
         out = loops.attention(query, keys, values, gates, rules, params=params).out
     return out.reshape(len(h), -1) @ at["out.weight"].T
@@ -252,10 +255,11 @@ def by_hand(made, ids):
     return norm(x, "model.norm") @ at["lm_head.weight"].T
 
 
+@pytest.mark.parametrize("gate", ["sigmoid", "head"])
 @torch.no_grad()
-def test_the_equations_by_plain_loops():
+def test_the_equations_by_plain_loops(gate):
     """A layer of each kind, a left-padded row. Blocks of the first layer are chosen by score."""
-    made = model("pooled")
+    made = model("pooled", gate=gate)
     ids, mask = left_padded((0, 13))
     want = by_hand(made, ids[1, 13:].numpy())
     got = made(ids, attention_mask=mask).logits[1, 13:].double().numpy()
@@ -595,6 +599,11 @@ def test_the_start_of_the_weights():
         assert gate.fc2.weight.abs().max().item() <= 0.1 * (6 / (4 + 3)) ** 0.5
         assert layer.self_attn.phi_k_mlp.position.std().item() == pytest.approx(0.02, rel=0.5)
         assert bool((each.model.norm.weight == 1).all())
+    for start, bias in ((None, [-2, 2, 2]), ([0, 1, 3], [0, 1, 3])):
+        config = NSAModelConfig(**SIZES, gate="head", gate_bias=start, initializer_range=0.5)
+        gate = NSAForCausalLM(config).model.layers[1].self_attn.gate
+        assert gate.bias.tolist() == bias * 4
+        assert gate.weight.abs().max().item() <= 0.1 * (6 / (32 + 12)) ** 0.5
     flat = NSAForCausalLM(NSAModelConfig(**SIZES, initializer_range=0.5))
     assert flat.model.layers[0].self_attn.out.weight.std().item() == pytest.approx(0.5, rel=0.1)
 
@@ -620,11 +629,16 @@ LAYER = LayerSpec(
 )
 
 
-@pytest.mark.parametrize("attention", ["nsa", "dense"])
+GATED = dataclasses.replace(
+    LAYER, gate="head", gate_hidden=None, gate_bias=(0, 1, 2), kv="shared"
+)
+
+
+@pytest.mark.parametrize("attention, layer", [("nsa", LAYER), ("nsa", GATED), ("dense", LAYER)])
 @torch.no_grad()
-def test_weights_of_a_training_run_and_back(attention, tmp_path):
+def test_weights_of_a_training_run_and_back(attention, layer, tmp_path):
     torch.manual_seed(1)
-    lm = LM(ModelSpec(LAYER, attention, layers=2, hidden=48))
+    lm = LM(ModelSpec(layer, attention, layers=2, hidden=48))
     lm.embedding.normal_()
     ids, want = tokens(2), lm(tokens(2))
     weights.save(tmp_path / "run.safetensors", lm)

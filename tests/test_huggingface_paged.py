@@ -22,7 +22,7 @@ from nsa_torch.huggingface import rows as rows_module
 from tests.test_huggingface import PADDING, WIDTH, alone, difference, left_padded, model, tokens
 
 ROOM = 64
-by_kind = pytest.mark.parametrize("kind", ["nsa", "mixed"])
+by_kind = pytest.mark.parametrize("kind", ["nsa", "mixed", "shared"])
 
 
 def paged(made, batch, capacity=ROOM):
@@ -67,6 +67,23 @@ def test_chunks_and_steps_of_padded_rows(kind):
         assert difference(logits, rows) < FLOAT32_MAX
         assert cache.lengths.tolist() == mask.sum(1).tolist()
         assert cache.get_seq_length() == WIDTH and cache.get_max_length() == ROOM
+
+
+@torch.no_grad()
+def test_shared_keys_and_values_are_kept_once():
+    """And compressed ones each `d` tokens: 1 + 1/d, in place of 3 + 1/d."""
+    sizes = {}
+    for kv in ("separate", "shared"):
+        made = model("pooled", kv=kv)
+        cache = paged(made, 1)
+        made(tokens(1), cache=cache)
+        sizes[kv] = {name: x.numel() for name, x in cache.layers[0].tensors().items()}
+    branches = {name.partition("_")[0] for name in sizes["shared"]}
+    assert branches == {"selected", "compressed"}
+    selected, compressed = (sizes["shared"][f"{x}_key"] for x in ("selected", "compressed"))
+    assert selected == made.config.compress_stride * compressed
+    of_keys = sum(n for name, n in sizes["separate"].items() if name.endswith("key"))
+    assert of_keys == 3 * selected + compressed
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 
 import nsa_jax
+import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from nsa_core.layer import GATES, PHI, LayerSpec
 from nsa_interop import weights
@@ -91,6 +92,10 @@ def test_the_seeds_state_dict_keys():
     keys |= {f"gate.{fc}.{part}" for fc in ("fc1", "fc2") for part in ("weight", "bias")}
     module, _ = modules()
     assert set(module.state_dict()) == keys | set(module.spec.kind_keys())
+    gates = {key for key in keys if key.startswith("gate.")}
+    module, _ = modules(gate="head")
+    own = keys - gates | {"gate.weight", "gate.bias"}
+    assert set(module.state_dict()) == own | set(module.spec.kind_keys())
     module, _ = modules(phi="mlp")
     keys |= {"phi_k_conv.weight", "phi_v_conv.weight"}
     assert set(module.state_dict()) == keys | set(module.spec.kind_keys())
@@ -98,9 +103,13 @@ def test_the_seeds_state_dict_keys():
 
 
 @pytest.mark.parametrize("splits", [[63], [20, 1, 30, 12], [1] * 63], ids=len)
-@pytest.mark.parametrize("phi", ["avg", "mlp_pe"])
-def test_decode_of_the_torch_module(phi, splits):
-    module, _ = modules(phi=phi)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"phi": "mlp_pe"}, {"phi": "mlp_rope"}, {"gate": "head"}, {"kv": "shared"}],
+    ids=lambda x: "-".join(x.values()),
+)
+def test_decode_of_the_torch_module(options, splits):
+    module, _ = modules(**options)
     x = torch.from_numpy(tokens())
     with torch.no_grad():
         whole, _ = module(x)
@@ -151,8 +160,9 @@ def test_decode_of_the_torch_module_with_gradients():
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-4, atol=1e-4, err_msg=name)
 
 
-def test_decode_of_the_jax_module():
-    _, twin = modules(phi="mlp_pe")
+@pytest.mark.parametrize("phi, gate", [("mlp_pe", "sigmoid"), ("mlp_rope", "head")])
+def test_decode_of_the_jax_module(phi, gate):
+    _, twin = modules(phi=phi, gate=gate)
     x = jnp.asarray(tokens())
     whole, _ = nnx.jit(lambda m, x: m(x))(twin, x)
     kv, parts = twin.init_cache(2, 64), []
@@ -165,8 +175,9 @@ def test_decode_of_the_jax_module():
     )
 
 
-def test_packed_batches_of_both_modules(tmp_path):
-    module, twin = modules(phi="mlp_pe")
+@pytest.mark.parametrize("phi", ["mlp_pe", "mlp_rope"])
+def test_packed_batches_of_both_modules(phi, tmp_path):
+    module, twin = modules(phi=phi)
     weights.save(tmp_path / "layer.safetensors", module)
     weights.load(tmp_path / "layer.safetensors", twin)
     lengths = (30, 1, 44)
@@ -207,10 +218,10 @@ def test_phi_mlp_starts_as_the_mean(framework, tmp_path):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("phi", PHI)
-def test_a_layer_made_on_meta_starts_as_any_other(phi, bias):
+@pytest.mark.parametrize("phi, gate", [*((phi, "sigmoid") for phi in PHI), ("avg", "head")])
+def test_a_layer_made_on_meta_starts_as_any_other(phi, gate, bias):
     """By its own `reset_parameters`, and by that of each module, as FSDP and others call it."""
-    options = SIZES | dict(phi=phi, bias=bias, qk_norm_eps=1e-6 if bias else None)
+    options = SIZES | dict(phi=phi, bias=bias, gate=gate, qk_norm_eps=1e-6 if bias else None)
     torch.manual_seed(0)
     start = TorchAttention(**options)
     with torch.device("meta"):
@@ -235,8 +246,8 @@ def test_a_layer_made_on_meta_starts_as_any_other(phi, bias):
 
 def test_where_and_of_what_dtype_a_layer_is_made():
     """All parameters; of the same numbers."""
-    for phi in PHI:
-        options = SIZES | dict(phi=phi, bias=True)
+    for phi, gate in [*((phi, "sigmoid") for phi in PHI), ("mlp_pe", "head")]:
+        options = SIZES | dict(phi=phi, bias=True, gate=gate)
         low = TorchAttention(**options, dtype=torch.bfloat16, device=torch.device("cpu"))
         assert {x.dtype for x in low.parameters()} == {torch.bfloat16}
         there = TorchAttention(**options, dtype=torch.float64, device="meta")
@@ -278,6 +289,81 @@ def test_a_bias_is_added_in_both_modules(tmp_path):
         weights.load(tmp_path / "layer.safetensors", modules(phi="mlp_pe")[0])
 
 
+@pytest.mark.parametrize("phi", ["avg", "mlp_pe"])
+def test_one_key_and_one_value_for_all_branches(phi, tmp_path):
+    """The layer is one whose branches have equal weights; a gradient is the sum of theirs."""
+    module, twin = modules(phi=phi, kv="shared", bias=True)
+    with torch.no_grad():
+        module.W_K.bias.normal_(), module.W_V.bias.normal_()
+    apart, _ = modules(phi=phi, bias=True)
+    state = module.state_dict()
+    names = {
+        f"W_{x}_{branch}.{part}": f"W_{x}.{part}"
+        for x in "KV"
+        for branch in ("cmp", "sel", "win")
+        for part in ("weight", "bias")
+    }
+    own = {
+        k: v for k, v in state.items() if k not in {*names.values(), *module.spec.kind_keys()}
+    }
+    copies = {name: state[source] for name, source in names.items()}
+    kind = {key: torch.zeros(()) for key in apart.spec.kind_keys()}
+    apart.load_state_dict(own | copies | kind)
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x, outputs = tokens(41), []
+    for layer in (module, apart):
+        y, _ = layer(torch.from_numpy(x))
+        y.square().sum().backward()
+        outputs.append(y.detach().numpy())
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-6)
+    grads = nnx.jit(nnx.grad(lambda m: (m(jnp.asarray(x))[0] ** 2).sum()))(twin)
+    for name in ("W_K", "W_V"):
+        sum_ = sum(getattr(apart, f"{name}_{b}").weight.grad for b in ("cmp", "sel", "win"))
+        ours = getattr(module, name).weight.grad
+        torch.testing.assert_close(ours, sum_, rtol=1e-4, atol=1e-4)
+        theirs = np.asarray(grads[name]["kernel"][...]).T
+        np.testing.assert_allclose(theirs, ours.numpy(), rtol=1e-3, atol=1e-3)
+    # A cache keeps them once: 1 + 1/d of a key and a value a token, and the last windows.
+    mine, other = module.init_cache(2, 400), apart.init_cache(2, 400)
+    assert mine.sliding_key is mine.sliding_value is None
+    assert other.sliding_key.shape == mine.selected_key.shape
+    run = nnx.jit(lambda m, x, kv: m(x, kv))
+    kv = twin.init_cache(2, 41)
+    assert kv.sliding_key is None
+    a, kv = run(twin, jnp.asarray(x[:, :30]), kv)
+    b, _ = run(twin, jnp.asarray(x[:, 30:]), kv)
+    got = np.concatenate([a, b], axis=1)
+    np.testing.assert_allclose(got, outputs[0], rtol=0, atol=FLOAT32_MAX)
+
+
+@pytest.mark.parametrize("phi", ["mlp_pe", "mlp_rope"])
+def test_what_a_compressed_key_tells_of_its_place(phi):
+    """Its product with a query follows from their distance, or, of rotated keys, does not."""
+    module, twin = modules(phi=phi, rope_scale=0.3)
+    products = []
+    for begin in (0, 4, 40):
+        x, position = tokens(20, batch=1), np.arange(begin, begin + 20)[None]
+        query, key, *_ = module.project(torch.from_numpy(x), torch.from_numpy(position))
+        before = torch.zeros(1, begin, *key.compressed.shape[2:])  # whole strides
+        raw, params = torch.cat([before, key.compressed], dim=1), module.compress_params()[0]
+        compressed = nsa_torch.compress(raw, params, config=module.spec.config)
+        last = compressed[0, -4:]  # windows that are tokens of x alone
+        products.append(torch.einsum("gd,cgd->gc", query[0, -1, ::3], last).detach().numpy())
+        both = jnp.asarray(raw.detach().numpy())
+        theirs = nsa_jax.compress(both, twin_params(params), config=twin.spec.config)
+        np.testing.assert_allclose(np.asarray(theirs), compressed.detach(), atol=1e-5)
+    scale = np.abs(products[0]).max()
+    moved = [np.abs(x - products[0]).max() / scale for x in products[1:]]
+    assert (max(moved) < 1e-4) if phi == "mlp_rope" else (min(moved) > 1e-2), moved
+
+
+def twin_params(params):
+    """Of torch, for JAX."""
+    kind = getattr(nsa_jax, type(params).__name__)
+    return kind(*(jnp.asarray(x.detach().numpy()) for x in params))
+
+
 @pytest.mark.parametrize("kind", ["pool", "mlp"])
 def test_phi_mlp_learns_keys_and_values_apart(kind):
     """Keys' and values' parameters both get gradients, of their own."""
@@ -315,8 +401,78 @@ def test_rope_depends_on_the_distance_only():
     )
 
 
+def by_hand(x, weight, bias, temp):
+    """Gates of each query head `[B, T, H, 3]`, number by number, in float64."""
+    gates = np.empty((*x.shape[:2], len(bias) // 3, 3))
+    for b, t, head, branch in np.ndindex(gates.shape):
+        row = 3 * head + branch
+        logit = x[b, t].astype(np.float64) @ weight[row].astype(np.float64) + bias[row]
+        gates[b, t, head, branch] = 1 / (1 + np.exp(-logit / temp))
+    return gates
+
+
+@pytest.mark.parametrize("one_product", [False, True])
+def test_gates_of_each_query_head(one_product, monkeypatch, tmp_path):
+    """Both modules' against a loop, which a neighbour's head, another branch or no bias fails."""
+    if one_product:
+        monkeypatch.setattr(heads, "FUSED_FROM", 1)
+    module, twin = modules(gate="head", gate_temp=0.7, gate_bias=(-1, 0, 3))
+    with torch.no_grad():
+        module.gate.weight.normal_()
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x, at = tokens(9), np.arange(9)[None]
+    *_, ours = module.project(torch.from_numpy(x), torch.from_numpy(at))
+    *_, theirs = twin.project(jnp.asarray(x), jnp.asarray(at))
+    weight, bias = module.gate.weight.detach().numpy(), module.gate.bias.detach().numpy()
+    want = by_hand(x, weight, bias, 0.7)
+    for gates in (ours.detach().numpy(), np.asarray(theirs)):
+        np.testing.assert_allclose(gates, want, rtol=0, atol=1e-5)
+    wrong = [
+        np.roll(weight, 3, axis=0),  # another head's
+        np.roll(weight, 1, axis=0),  # another branch's
+        weight.reshape(6, 3, -1).swapaxes(0, 1).reshape(18, -1),  # branch by branch
+    ]
+    for other in wrong:
+        assert np.abs(by_hand(x, other, bias, 0.7) - want).max() > 0.1
+    for temp, shift in ((1.0, 0), (0.7, 1)):
+        assert np.abs(by_hand(x, weight, np.roll(bias, shift), temp) - want).max() > 0.03
+
+
+@pytest.mark.parametrize("start", [None, (0, 2, 2), [-1.0, 0.5, 3.0]])
+def test_where_gates_of_each_query_head_start(start):
+    """Near the sigmoids of three numbers, in both frameworks; which no checkpoint states."""
+    module, twin = modules(gate="head", gate_bias=start)
+    logits = np.tile(start or (-2.0, 2.0, 2.0), 6)
+    np.testing.assert_array_equal(module.gate.bias.detach().numpy(), logits)
+    np.testing.assert_array_equal(np.asarray(twin.gate.bias[...]), logits)
+    for weight in (module.gate.weight.detach().numpy(), np.asarray(twin.gate.kernel[...])):
+        most = 0.1 * (6 / (24 + 18)) ** 0.5
+        assert 0.9 * most < np.abs(weight).max() <= most
+    other, _ = modules(gate="head", gate_bias=(1, 1, 1), seed=5)
+    assert other.hyper_parameters() == module.hyper_parameters()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.gate.bias, module.gate.bias)
+
+
+def test_gradients_of_gates_of_each_query_head(tmp_path):
+    """JAX's are torch's, and none is zero."""
+    module, twin = modules(gate="head")
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    x = tokens(40)
+    module(torch.from_numpy(x))[0].square().sum().backward()
+    grads = nnx.jit(nnx.grad(lambda m: (m(jnp.asarray(x))[0] ** 2).sum()))(twin)
+    for got, want in (
+        (grads["gate"]["kernel"][...].T, module.gate.weight.grad),
+        (grads["gate"]["bias"][...], module.gate.bias.grad),
+    ):
+        np.testing.assert_allclose(np.asarray(got), want.numpy(), rtol=2e-4, atol=1e-4)
+        assert want.abs().min(dim=0).values.max() > 1e-4
+
+
 def test_softmax_gates_add_up_and_sigmoid_gates_do_not():
-    for gate, adds_up in (("softmax", True), ("sigmoid", False)):
+    for gate, adds_up in (("softmax", True), ("sigmoid", False), ("head", False)):
         module, _ = modules(gate=gate)
         x = torch.from_numpy(tokens(9))
         *_, gates = module.project(x, torch.arange(9).expand(2, 9))
@@ -380,6 +536,25 @@ def test_norms_of_heads_and_a_scaled_rotation_in_both_modules(changed, tmp_path)
         weights.load(tmp_path / "layer.safetensors", modules()[0])
     made = TorchAttention(**module.spec.as_dict())
     assert made.spec == module.spec and hash(made.spec) == hash(module.spec)
+
+
+def test_keys_that_compression_rotates_are_scaled_as_others_are(tmp_path):
+    """The MLP's, by the rates and the length of rotated keys."""
+    module, twin = modules(phi="mlp_rope", rope_scaling=YARN, qk_norm_eps=1e-3)
+    weights.save(tmp_path / "layer.safetensors", module)
+    weights.load(tmp_path / "layer.safetensors", twin)
+    spec, at = module.spec, torch.arange(30)[None]
+    key = module.project(torch.from_numpy(tokens(30)), at)[1].compressed.detach()
+    plain = nsa_torch.compress(key, module.phi_k_mlp.params(), config=spec.config).detach()
+    middle = np.arange(plain.shape[1], dtype=np.float32)[None] * spec.d + (spec.l - 1) / 2
+    turns = dict(base=spec.rope_base, scaling=spec.rope_scaling)
+    want = apply_rope(jnp.asarray(plain.numpy()), jnp.asarray(middle), **turns)
+    ours = nsa_torch.compress(key, module.compress_params()[0], config=spec.config)
+    theirs = nsa_jax.compress(
+        jnp.asarray(key.numpy()), twin.compress_params()[0], config=spec.config
+    )
+    for got in (ours.detach().numpy(), np.asarray(theirs)):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
 def test_norms_are_of_each_head_and_before_the_rotation():

@@ -225,7 +225,7 @@ def test_shared_prefix_fork_and_crop(framework):
 
 
 @FRAMEWORKS
-@pytest.mark.parametrize("kind", ["pool", "mlp"])
+@pytest.mark.parametrize("kind", ["pool", "mlp", "rope"])
 def test_learned_compression(framework, kind, rng):
     sizes = Sizes()
     rows, paged = Rows(sizes, [40]), framework(sizes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from nsa_core.compress_params import MLPParams, PoolParams
+from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_jax import reference
@@ -33,6 +33,7 @@ class Case(NamedTuple):
     keys: str = "normal"
 
 
+RATES = np.array([1, 0.1])
 PACKED = (((0, 1), (1, 24), (24, 59)), ((0, 7), (10, 11), (11, 63)))
 CASES = {
     "G=1": Case(SMALL, 61, 61, 2, 2, phi=("pool", "mlp")),
@@ -41,8 +42,9 @@ CASES = {
     "G=16, l'=2l": Case(NSAConfig(12, 4, 24, 3, 1, 1, 30), 21, 115, 16, 1, D=5, Dv=2),
     "paper's sizes": Case(NSAConfig(num_selected=4, window=50), 9, 411, 1, 1),
     "T=1": Case(FINE, 1, 50, 4, 2),
-    "packed": Case(SMALL, 63, 63, 4, 2, phi=("mlp", "pool"), spans=PACKED),
+    "packed": Case(SMALL, 63, 63, 4, 2, phi=("rope", "pool"), spans=PACKED),
     "packed, T<S": Case(SMALL, 40, 63, 2, 1, spans=PACKED),
+    "rope": Case(SMALL, 29, 61, 6, 2, phi=("rope", "mlp")),
     "S<l": Case(SMALL, 7, 7, 2, 1, phi=("mlp", "pool")),
     "w=0, n>N": Case(NSAConfig(4, 2, 8, 9, 1, 2, 0), 30, 30, 2, 1),
     "2 + 3 forced": Case(NSAConfig(4, 2, 8, 6, 2, 3, 7), 40, 95, 2, 1),
@@ -76,7 +78,10 @@ def problem(name):
         if kind == "pool":
             return PoolParams(normal(size=(block, width)))
         shapes = (block, width), (block * width, 6), (6,), (6, width), (width,)
-        return MLPParams(*(normal(size=s) / 2 for s in shapes)) if kind == "mlp" else None
+        if kind is None:
+            return None
+        arrays = [normal(size=s) / 2 for s in shapes]
+        return MLPParams(*arrays) if kind == "mlp" else RopeMLPParams(*arrays, RATES)
 
     ids = None
     if case.spans is not None:
@@ -263,8 +268,8 @@ def test_gradients_equal_finite_differences(which):
 
 @pytest.mark.parametrize(
     "name, which",
-    [("G=3, T<S", 0), ("packed", 1), ("packed, T<S", 0)],
-    ids=["mlp", "pool", "mean"],
+    [("G=3, T<S", 0), ("packed", 0), ("packed", 1), ("packed, T<S", 0)],
+    ids=["mlp", "rope", "pool", "mean"],
 )
 def test_gradients_of_the_compression(name, which):
     case, p = CASES[name], problem(name)

@@ -24,6 +24,8 @@ SIZES = (
     Heads(6, 2, 8, 8, 3, means=1),
     Heads(4, 1, 12, 6, 3, means=1),  # widths that are no power of two, and of values others
     Heads(3, 3, 16, 32, 1),  # dense attention
+    Heads(6, 2, 8, 8, 3, gates=3, raw_keys=1),
+    Heads(4, 1, 12, 6, 3, means=1, gates=2),  # gates that fill their columns
 )
 BASE, SCALE = 100.0, 2.0
 EPS = 1e-3
@@ -49,7 +51,9 @@ def norms_of(sizes, dtype=torch.float32):
 
 
 def expected(product, position, sizes, normed=False):
-    """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean."""
+    """Pairs of columns as complex numbers, in float64: query, keys, values of each branch, mean,
+    gates.
+    """
     rates = BASE ** -(np.arange(sizes.D // 2) * 2 / sizes.D)
     turns = np.exp(1j * position[..., None] / SCALE * rates)[:, :, None]
 
@@ -66,17 +70,23 @@ def expected(product, position, sizes, normed=False):
         if normed and len(found) <= sizes.branches:
             weight = norm_weights(sizes)[min(len(found), 1)]
             part = part / np.sqrt((part**2).mean(axis=-1, keepdims=True) + EPS) * weight
-        found.append(turned(part) if len(found) <= sizes.branches else part)
+        rotated = not found or sizes.raw_keys < len(found) <= sizes.branches
+        found.append(turned(part) if rotated else part)
         at += count * width
-    assert at == product.shape[-1] == sizes.row
-    groups = found[0].reshape(*product.shape[:-1], sizes.Hkv, -1, sizes.D)
-    return [*found, groups.mean(axis=-2)] if sizes.means else found
+    assert product.shape[-1] == sizes.row and 0 <= sizes.row - at - sizes.H * sizes.gates < 8
+    if sizes.means:
+        groups = found[0].reshape(*product.shape[:-1], sizes.Hkv, -1, sizes.D)
+        found.append(groups.mean(axis=-2))
+    if sizes.gates:
+        columns = product[..., at : at + sizes.H * sizes.gates]
+        found.append(columns.reshape(*product.shape[:-1], sizes.H, sizes.gates))
+    return found
 
 
 def listed(apart):
     """The same tensors, of what `split` gives."""
-    query, keys, values, mean = apart
-    return [query, *keys, *values] + ([] if mean is None else [mean])
+    query, keys, values, *rest = apart
+    return [query, *keys, *values, *(x for x in rest if x is not None)]
 
 
 def there(arrays):
@@ -154,6 +164,8 @@ def test_the_way_back_is_the_gradient(sizes, small):
     rows = product.reshape(2 * tokens, sizes.row)
     given = [drawn(*x, seed=i) for i, x in enumerate(sizes.split_shapes(2 * tokens), 1)]
     (joined,) = by_kernel(join_heads, sizes, position, *given)
+    padding = sizes.gate_columns - sizes.H * sizes.gates
+    assert not joined[:, sizes.row - padding :].any()
     parts = there(given)
     apart = expected(product, position, sizes)
     whole = sum(
@@ -222,8 +234,9 @@ def outcome(module, x):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
-def test_one_product_is_the_layers_products(monkeypatch):
-    module, x = layer(), torch.from_numpy(drawn(2, 40, 24))
+@pytest.mark.parametrize("gate, columns", [("sigmoid", 0), ("head", 24)])  # 18, rounded up
+def test_one_product_is_the_layers_products(gate, columns, monkeypatch):
+    module, x = layer(gate=gate), torch.from_numpy(drawn(2, 40, 24))
     products = []
     linear = torch.nn.functional.linear
 
@@ -237,7 +250,8 @@ def test_one_product_is_the_layers_products(monkeypatch):
     products.clear()
     monkeypatch.setattr(heads, "FUSED_FROM", 80)
     one = outcome(module, x)
-    assert (48 + 3 * 2 * (8 + 4), 24) in products and (48, 24) not in products
+    assert (48 + 3 * 2 * (8 + 4) + columns, 24) in products
+    assert {(48, 24), (18, 24)}.isdisjoint(products)
     for a, b in zip(apart, one, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -276,6 +290,7 @@ def checkpointed(module, x):
 
 
 def compiled(module, x):
+    torch.compiler.reset()  # recompilations of other cases count too
     x = x.clone().requires_grad_()
     position = torch.arange(40).expand(2, 40)
     project = torch.compile(module.project, backend="aot_eager", fullgraph=True)
@@ -292,9 +307,10 @@ def compiled(module, x):
     ids=["all", "frozen", "bias", "norms"],
 )
 @pytest.mark.parametrize("run", [plain, under_autocast, checkpointed, compiled])
-def test_gradients_of_one_product(run, change, monkeypatch):
-    """As those of seven products, under what training puts around a layer."""
-    module, x = layer(), torch.from_numpy(drawn(2, 40, 24))
+@pytest.mark.parametrize("gate", ["sigmoid", "head"])
+def test_gradients_of_one_product(gate, run, change, monkeypatch):
+    """As those of all products, under what training puts around a layer."""
+    module, x = layer(gate=gate), torch.from_numpy(drawn(2, 40, 24))
     change(module)
     apart = run(copy.deepcopy(module), x)
     monkeypatch.setattr(heads, "FUSED_FROM", 80)
@@ -316,9 +332,9 @@ def test_gradients_of_one_product(run, change, monkeypatch):
 def noted(made):
     class Noted(heads._FusedLinear):
         @staticmethod
-        def forward(x, *weights):
+        def forward(x, bias, row, *weights):
             made.append(len(weights))
-            return heads_product(x, *weights)
+            return heads_product(x, bias, row, *weights)
 
     heads_product = heads._FusedLinear.forward
     return Noted
@@ -327,12 +343,12 @@ def noted(made):
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
 def test_one_product_keeps_the_weights_themselves():
     """Not a copy, which nobody else could free."""
-    weights = [torch.randn(n, 24, requires_grad=True) for n in (48, 16)]
+    weights = [torch.randn(n, 24, requires_grad=True) for n in (48, 13)]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        heads._FusedLinear.apply(torch.randn(3, 24), None, *weights)
+        heads._FusedLinear.apply(torch.randn(3, 24), None, 64, *weights)
     assert {x.data_ptr() for x in kept} >= {x.data_ptr() for x in weights}
-    assert sum(x.numel() for x in kept) == (3 + 48 + 16) * 24
+    assert sum(x.numel() for x in kept) == (3 + 48 + 13) * 24
 
 
 class Adapter(nn.Linear):
@@ -354,6 +370,10 @@ def hooked(module):
     module.W_V_win.register_forward_hook(lambda layer, args, out: 2 * out)
 
 
+def gate_hooked(module):
+    module.gate.register_forward_hook(lambda layer, args, out: 2 * out)
+
+
 def wrapped(module):
     """As accelerate does it."""
     forward = module.W_K_cmp.forward
@@ -361,9 +381,9 @@ def wrapped(module):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
-@pytest.mark.parametrize("change", [adapted, biased, hooked, wrapped])
+@pytest.mark.parametrize("change", [adapted, biased, hooked, gate_hooked, wrapped])
 def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
-    module, x = layer(), torch.from_numpy(drawn(1, 40, 24))
+    module, x = layer(gate="head"), torch.from_numpy(drawn(1, 40, 24))
     plain = module(x)[0]
     change(module)
     wanted = module(x)[0]

@@ -326,12 +326,20 @@ def test_weights_start_alike_under_both_attentions(tmp_path):
         assert matrix.std().item() == pytest.approx(deviation, rel=0.1)
 
 
-@pytest.mark.parametrize(("attention", "millions"), [("nsa", 124), ("dense", 120)])
-def test_products_and_parameters(attention, millions):
+@pytest.mark.parametrize(
+    ("attention", "gate", "millions"),
+    [("nsa", "sigmoid", 124), ("nsa", "head", 125), ("dense", "sigmoid", 120)],
+)
+def test_products_and_parameters(attention, gate, millions):
     for name in spec.MODELS:
-        model = spec.model(name, attention)
+        model = spec.model(name, attention, gate=gate)
+        shared = dataclasses.replace(model.layer, kv="shared")
+        less = dataclasses.replace(model, layer=shared)
         with torch.device("meta"):
-            module = torch_lm.LM(model)
+            module, fewer = torch_lm.LM(model), torch_lm.LM(less)
+        own = sum(x.numel() for x in module.parameters())
+        own -= sum(x.numel() for x in fewer.parameters())
+        assert model.products() - less.products() == own
         linear = {
             key: x.numel() for key, x in module.named_parameters() if key.endswith("weight")
         }
@@ -455,6 +463,14 @@ def test_the_command_measures_speed(command):
         assert measured or row.reason
 
 
+def test_the_command_measures_kinds_of_gates_in_turn(command):
+    flags = "--throughput --lengths=32 --tokens=64 --row_seconds=0 --attention=nsa".split()
+    flags += ["--framework=torch", f"--corpus_bytes={CORPUS}"]
+    status, output, found = command(*flags, "--gate=sigmoid,head,sigmoid")
+    assert status == 0 and [x.model for x in found] == ["tiny", "tiny-head-gates", "tiny"]
+    assert all(x.status == "ok" for x in found) and "| tiny-head-gates |" in output.out
+
+
 def test_a_speed_that_was_asked_for_and_is_not_there(command):
     """Dense attention by a backend of GPUs; what NSA took is measured."""
     status, _, found = command(
@@ -493,6 +509,8 @@ def raising(error):
         (["--lr=0"], r"lr must be > 0, got 0\.0"),
         (["--warmup=9", "--steps=3"], r"warmup must be in 0\.\.steps=3, got 9"),
         (["--dense=xla", "--framework=torch"], "dense must be in .*'math'.* got 'xla'"),
+        (["--gate=head,sigmoid"], "several --gate are for --throughput"),
+        (["--gate=relu"], "--gate must be of"),
         (["--dense=all"], "--dense=all is for --throughput"),
         (["--resume"], "--resume needs a checkpoint, found none in"),
         (["--corpus_bytes=99"], "corpus_bytes must be over"),

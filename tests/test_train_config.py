@@ -62,7 +62,7 @@ def test_every_flag_of_the_table_is_one():
     # What no flag says is read from the config itself.
     assert set(config_file.KEYS) - config_file.FLAGS.keys() == {
         *(f"model.{name}" for name in config.LAYER + ("layers", "hidden", "vocabulary")),
-        *(f"nsa.{name}" for name in (*config.SIZES.values(), "gate")),
+        *(f"nsa.{name}" for name in (*config.SIZES.values(), "gate_bias", "kv")),
         *(f"train.{name}" for name in ("weight_decay", "beta1", "beta2", "eps")),
         *(f"data.{name}" for name in ("split", "revision", "cache")),
     }

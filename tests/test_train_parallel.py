@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bench.harness.process import ROOT
@@ -21,6 +24,7 @@ from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from bench.lm.share import Share
 from bench.lm.watchdog import HUNG
+from nsa_torch import NSAAttention
 from tests import parallel_worker as worker
 from tests.parallel_worker import Documents, StopAt, run_of, task
 
@@ -287,6 +291,49 @@ def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert (ours[name] - theirs[name]).abs().max() < 1e-4, name
+
+
+def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
+    """Each device has the rows and biases of its own heads; losses are torch's of one process."""
+    todo = task()
+    layer = dataclasses.replace(todo.model.layer, gate="head", gate_bias=(0, 1, 3))
+    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, layer=layer))
+    run, learner = jax_learner(tmp_path, Parallel("fsdp", 4, tensor=2), todo)
+    gate = learner.params["blocks"][1]["attention"]["gate"]
+    parts = {x.device: np.asarray(x.data) for x in gate["bias"].get_value().addressable_shards}
+    heads = layer.n_heads // 2
+    assert all((x == np.tile(layer.gate_bias, heads)).all() for x in parts.values())
+    twin = variants.learner(run_of(tmp_path, Ranks(), Parallel(), todo).variant, todo, tmp_path)
+    batches = [run.batches.train(step) for step in range(4)]
+    ours, theirs = ([x.step(b, i) for i, b in enumerate(batches)] for x in (learner, twin))
+    for got, want in zip(ours, theirs, strict=True):
+        assert apart(got, want) < 10 * TOLERANCE["float32"]
+    layers = [x.health(run.batches.train(0)) for x in (learner, twin)]
+    for got, want in zip(*layers, strict=True):
+        assert dataclasses.asdict(got) == pytest.approx(dataclasses.asdict(want), rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+def test_gates_of_each_query_head_in_shards():
+    """From `meta`, as FSDP starts a layer; the output is that of the same weights, whole."""
+    options = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        layer = NSAAttention(**options, gate="head", gate_bias=(0, 1, 3), device="meta")
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+        assert isinstance(layer.gate.bias, DTensor)
+        assert layer.gate.bias.full_tensor().tolist() == [0, 1, 3] * 6
+        state = {name: x.full_tensor() for name, x in layer.named_parameters()}
+        x = torch.randn(1, 40, 24)
+        sharded, _ = layer(x)
+    finally:
+        dist.destroy_process_group()
+    whole = NSAAttention(**options, gate="head", phi="avg")
+    whole.load_state_dict(state, strict=False)
+    torch.testing.assert_close(whole(x)[0], sharded)
 
 
 def _joined(path: Path, scratch: Path) -> Path:

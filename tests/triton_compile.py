@@ -112,7 +112,7 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     triton_backward.delta_of(ops, added, added, added, added)
     triton_backward.gated_sum(ops, [added] * 3, [gate] * 3)
     heads, tokens = (
-        descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3, means=1),
+        descriptions.Heads(case.H, case.Hkv, case.D, case.Dv, 3, means=1, gates=3, raw_keys=1),
         case.B * case.T,
     )
     angles = [array(tokens, case.D // 2).to(torch.float32)] * 2

@@ -30,15 +30,18 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class NSA:
-    """The fields of `NSAConfig` that a layer has, and its `phi` and `gate`."""
+    """The fields of `NSAConfig` that a layer has, its `phi`, its `gate` and where that starts, and
+    its `kv`."""
 
     compress_block: int | None = None
     compress_stride: int | None = None
     select_block: int | None = None
     num_selected: int | None = None
     window: int | None = None
-    phi: Literal["avg", "mlp", "mlp_pe"] | None = None
-    gate: Literal["sigmoid", "softmax"] | None = None
+    phi: Literal["avg", "mlp", "mlp_pe", "mlp_rope"] | None = None
+    gate: Literal["sigmoid", "softmax", "head"] | None = None
+    gate_bias: list[float] | None = None
+    kv: Literal["separate", "shared"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +178,7 @@ class TrainConfig:
         """`spec` with the sizes that are given here."""
         layer = {name: get(self, f"model.{name}") for name in LAYER}
         layer |= {word: getattr(self.nsa, name) for word, name in SIZES.items()}
-        layer["gate"] = self.nsa.gate
+        layer |= {"gate_bias": self.nsa.gate_bias, "kv": self.nsa.kv}
         sizes = {
             name: get(self, f"model.{name}") for name in ("layers", "hidden", "vocabulary")
         }

@@ -24,6 +24,7 @@ FLAGS = {
     "model.name": "model",
     "model.attention": "attention",
     "nsa.phi": "phi",
+    "nsa.gate": "gate",
     "parallel.strategy": "parallel",
     **{f"parallel.{name}": f"jax_{name}" for name in ("coordinator", "processes", "process")},
 } | {

@@ -1,8 +1,8 @@
 """What gates and selection do, layer by layer: whether every branch is still used.
 
-A head here is a key/value head: its query heads share their gates and their selection. Gates
-that are sigmoids add up to no number in particular, so that entropy and the largest share are
-of gates divided by their sum.
+A head here is one with gates of its own: a query head, or a key/value head whose query heads share
+them. A selection is always theirs together. Gates that are sigmoids add up to no number in
+particular, so that entropy and the largest share are of gates divided by their sum.
 """
 
 import dataclasses

@@ -108,7 +108,7 @@ class Block(nnx.Module):
         return x if self.axis is None else jax.lax.psum(x, self.axis)
 
     def observe(self, x):
-        """Gates `[T, Hkv, 3]` and block indices of the layer for `x` [1, T, dim]."""
+        """Gates `[T, gate_heads, 3]` and block indices of the layer for `x` [1, T, dim]."""
         attention, spec = self.attention, self.attention.spec
         assert isinstance(attention, NSAAttention)
         position = jnp.arange(x.shape[1])[None]
@@ -117,7 +117,7 @@ class Block(nnx.Module):
             key.compressed, attention.compress_params()[0], config=spec.config
         )
         indices = api.select_blocks(query, compressed, config=spec.config, implementation="xla")
-        return gates[0, :, :: spec.n_heads // spec.n_kv_groups], indices[0]
+        return gates[0, :, :: spec.n_heads // spec.gate_heads], indices[0]
 
 
 class LM(nnx.Module):

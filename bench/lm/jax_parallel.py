@@ -37,6 +37,8 @@ def spec_of(path: tuple[str, ...]) -> PartitionSpec:
     *parents, name = path
     if name == "embedding":
         return PartitionSpec(None, FSDP)
+    if parents[-2:] == ["attention", "gate"] and name == "bias":
+        return PartitionSpec(TENSOR)  # that of each device's heads
     if name != "kernel" or "fc1" in parents or "fc2" in parents:
         return PartitionSpec()
     if parents[-1] == "head":

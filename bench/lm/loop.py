@@ -135,7 +135,7 @@ def _run(run: Run, stop: Stop) -> log.Summary:
     run.write(
         log.Header(
             **run.variant.name,
-            model=run.task.model.as_dict(),
+            model=run.task.model.as_dict() | run.task.model.layer.start(),
             parameters=learner.parameters(),
             training=dataclasses.asdict(run.task.training),
             dtype=run.task.dtype,

@@ -56,10 +56,15 @@ class ModelSpec:
         """Multiply-adds of one token in all matrix products but attention's."""
         at = self.layer
         keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v
-        views, gate = (3, at.gate_width * (at.d_k + 3)) if self.attention == "nsa" else (1, 0)
+        views, gates = 1, 0
+        if self.attention == "nsa":
+            inputs = at.gate_width * (at.d_k + 3)
+            if at.gate == "head":
+                inputs = 3 * at.dim
+            views, gates = 3 if at.separate else 1, at.gate_heads * inputs
         heads = at.n_heads * (at.d_k + at.d_v) + views * (keys + values)
         mlp = 3 * at.dim * self.hidden
-        block = at.dim * heads + at.n_kv_groups * gate + mlp
+        block = at.dim * heads + gates + mlp
         return self.layers * block + at.dim * self.vocabulary
 
 
@@ -75,10 +80,12 @@ MODELS = {
 }
 
 
-def model(name: str, attention: Attention, phi: str = "avg") -> ModelSpec:
-    """The model called `name` in `MODELS`; `phi` as in `LayerSpec`."""
+def model(
+    name: str, attention: Attention, phi: str = "avg", gate: str = "sigmoid"
+) -> ModelSpec:
+    """The model called `name` in `MODELS`; `phi` and `gate` as in `LayerSpec`."""
     sizes = MODELS[name]
-    layer = dataclasses.replace(sizes["layer"], phi=phi)
+    layer = dataclasses.replace(sizes["layer"], phi=phi, gate=gate)
     return ModelSpec(layer, attention, sizes["layers"], sizes["hidden"])
 
 
@@ -146,7 +153,8 @@ class Task:
 
     def settings(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the steps after it."""
-        return self.model.as_dict() | dataclasses.asdict(self.training) | {"dtype": self.dtype}
+        model = self.model.as_dict() | self.model.layer.start()
+        return model | dataclasses.asdict(self.training) | {"dtype": self.dtype}
 
     def tokens(self) -> int:
         """Tokens of a step."""

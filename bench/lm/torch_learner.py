@@ -331,6 +331,6 @@ def _observed(attention: NSAAttention, x: Tensor) -> health.Layer:
         key.compressed, attention.compress_params()[0], config=spec.config
     )
     indices = functional.select_blocks(query, compressed, config=spec.config)
-    heads = slice(None, None, spec.n_heads // spec.n_kv_groups)
+    heads = slice(None, None, spec.n_heads // spec.gate_heads)
     host = (each[0].cpu().numpy() for each in (gates[:, :, heads].float(), indices))
     return health.Layer.of(*host)

@@ -70,7 +70,7 @@ class DenseAttention(nn.Module):
         position = torch.arange(x.shape[1], device=x.device).expand(*x.shape[:2])
         if packing is not None:
             position = packing.position
-        query, (key,), (value,), _ = heads.project(
+        query, (key,), (value,), *_ = heads.project(
             x, self.W_Q, [self.W_K], [self.W_V], position, spec
         )
         if packing is not None and x.is_cuda and self.backend == BACKENDS["flash"]:
@@ -118,7 +118,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_attention = RMSNorm(spec.layer.dim, spec.norm_eps)
         if spec.attention == "nsa":
-            options = spec.layer.as_dict()
+            options = spec.layer.as_dict() | spec.layer.start()
             self.attention = NSAAttention(**options, implementation=implementation)
         else:
             self.attention = DenseAttention(spec.layer, implementation or "math")
@@ -173,7 +173,7 @@ def initialize(path: Path, spec: ModelSpec, seed: int) -> None:
         module = LM(spec)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.ndim != 2 or ".gate.fc" in name or ".phi_" in name:
+            if parameter.ndim != 2 or ".attention.gate." in name or ".phi_" in name:
                 continue
             deviation = 1 / math.sqrt(3 * parameter.shape[1])
             if name == "embedding":

@@ -495,9 +495,11 @@ def deltas(out: Array, count: int) -> TritonKernel:
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """What a row of a layer's fused projection holds: query heads of D columns, then the key heads
-    of D of 1 to 3 branches, then the value heads of Dv of as many.
+    of D of 1 to 3 branches, then the value heads of Dv of as many, then `gates` numbers of each
+    query head, and what fills the row up to 16 bytes.
 
     `means`: 1 where the mean of each key/value head's query heads is made beside them, or 0.
+    `raw_keys`: so many branches, the first, have keys that are not rotated.
     """
 
     H: int
@@ -506,20 +508,29 @@ class Heads:
     Dv: int
     branches: int
     means: int = 0
+    gates: int = 0
+    raw_keys: int = 0
 
     @property
     def row(self) -> int:
         """Columns of the projection."""
-        return self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
+        heads = self.H * self.D + self.branches * self.Hkv * (self.D + self.Dv)
+        return heads + self.gate_columns
+
+    @property
+    def gate_columns(self) -> int:
+        """Columns of the gates, with what fills the row."""
+        return cdiv(self.H * self.gates, 8) * 8
 
     def split_shapes(self, *tokens: int) -> list[tuple[int, ...]]:
-        """Shapes of query, three keys, three values and mean; what is absent is empty."""
+        """Shapes of query, three keys, three values, mean, gates; what is absent is empty."""
         absent = [(0,)] * (3 - self.branches)
         keys, values = (
             [(*tokens, self.Hkv, width)] * self.branches + absent for width in (self.D, self.Dv)
         )
         mean = (*tokens, self.Hkv, self.D) if self.means else (0,)
-        return [(*tokens, self.H, self.D), *keys, *values, mean]
+        gates = (*tokens, self.H, self.gates) if self.gates else (0,)
+        return [(*tokens, self.H, self.D), *keys, *values, mean, gates]
 
 
 def split_heads(
@@ -564,7 +575,8 @@ def _heads(
     rows = _rows(heads)
     return TritonKernel(
         f"{HERE}.split_heads:{function}",
-        cdiv(tokens, rows) * (heads.H + (2 * heads.branches + means) * heads.Hkv),
+        cdiv(tokens, rows)
+        * (heads.H + (2 * heads.branches + means) * heads.Hkv + min(heads.gates, 1)),
         (tokens,) if norm_eps is None else (tokens, norm_eps),
         outputs,
         {
@@ -574,8 +586,12 @@ def _heads(
             "D": heads.D,
             "DV": heads.Dv,
             "MEANS": heads.means,
+            "GATES": heads.H * heads.gates,
+            "RAW_KEYS": heads.raw_keys,
+            "ROW": heads.row,
             "COLUMNS": columns,
             "VALUE_COLUMNS": value_columns,
+            "GATE_COLUMNS": power(heads.gate_columns or 1),
             "ROWS": rows,
         },
     )

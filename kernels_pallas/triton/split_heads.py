@@ -14,8 +14,11 @@ or of all key heads:
 
 A program's dw is a partial, of its tokens and its head. The way back reads x again.
 
-A layer's gates look at the mean of a group's query heads. Forward, programs of their own make it
-of what the L2 cache still has; back, a head's gradient gets its share, dmean / G.
+Gates that look at the mean of a group's query heads: forward, programs of their own make it of
+what the L2 cache still has; back, a head's gradient gets its share, dmean / G.
+
+Gates of the layer's input stand behind the values. A program has those of all heads of its tokens;
+back, it fills the row with zeros: a gradient is read to its end.
 """
 
 import triton
@@ -75,6 +78,7 @@ def _split(
     sin,
     token,
     there,
+    turning,
     inside,
     row,
     WIDTH: tl.constexpr,
@@ -82,14 +86,16 @@ def _split(
     TURN: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """A head of tokens, at `inside` of the projection, to rows `row` of `heads`."""
+    """A head of tokens, at `inside` of the projection, to rows `row` of `heads`, turned where
+    `turning`.
+    """
     column = tl.arange(0, COLUMNS)
     mask = there[:, None] & (column < WIDTH)[None, :]
     x = tl.load(projection + inside[:, None] + column[None, :], mask=mask, other=0.0)
     if NORMS:
         x = _normed(x.to(tl.float32), norm, eps, WIDTH, COLUMNS)
     if TURN:
-        x = _turned(x.to(tl.float32), cos, sin, token, there, WIDTH, COLUMNS)
+        x = _turned(x.to(tl.float32), cos, sin, token, turning, WIDTH, COLUMNS)
     store_rows(heads, row, x, there, WIDTH, COLUMNS)
 
 
@@ -106,6 +112,7 @@ def _join(
     sin,
     token,
     there,
+    turning,
     inside,
     row,
     mean_row,
@@ -123,7 +130,7 @@ def _join(
     if GROUP > 0:
         x += load_rows(mean, mean_row, there, WIDTH, COLUMNS).to(tl.float32) / GROUP
     if TURN:
-        x = _turned(x, cos, sin, token, there, WIDTH, COLUMNS)
+        x = _turned(x, cos, sin, token, turning, WIDTH, COLUMNS)
     column = tl.arange(0, COLUMNS)
     mask = there[:, None] & (column < WIDTH)[None, :]
     if NORMS:
@@ -136,6 +143,18 @@ def _join(
         x = (x - head * (tl.sum(x * head, axis=1)[:, None] / WIDTH)) * reciprocal
     at = projection + inside[:, None] + column[None, :]
     tl.store(at, x.to(projection.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join_gates(
+    projection, gates, token, there, inside,
+    WIDTH: tl.constexpr, FILLED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows `[WIDTH]` of `gates`, and zeros up to `FILLED` columns."""
+    x = load_rows(gates, token, there, WIDTH, COLUMNS)
+    column = tl.arange(0, COLUMNS)
+    at = projection + inside[:, None] + column[None, :]
+    tl.store(at, x, mask=there[:, None] & (column < FILLED)[None, :])
 
 
 @triton.jit
@@ -181,6 +200,7 @@ def _walk(
     selected_value,
     sliding_value,
     mean,
+    gates,
     given,
     query_norm,
     key_norm,
@@ -195,21 +215,28 @@ def _walk(
     D: tl.constexpr,
     DV: tl.constexpr,
     MEANS: tl.constexpr,
+    GATES: tl.constexpr,
+    RAW_KEYS: tl.constexpr,
+    ROW: tl.constexpr,
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
+    GATE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BACK: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """The head of this program: a query's, a branch's key's or value's, or forward a mean."""
+    """The head of this program: a query's, a branch's key's or value's, all gates, or forward a
+    mean.
+    """
     PAIRS: tl.constexpr = BRANCHES * HKV  # a branch and a head of it
     GROUP: tl.constexpr = H // HKV
-    ALL: tl.constexpr = H + 2 * PAIRS + (0 if BACK else MEANS * HKV)
+    OWN: tl.constexpr = H + 2 * PAIRS + (1 if GATES > 0 else 0)
+    ALL: tl.constexpr = OWN + (0 if BACK else MEANS * HKV)
     program = tl.program_id(0)
     tile = (program // ALL).to(tl.int64)
     token = tile * ROWS + tl.arange(0, ROWS)
     there = token < count
-    begin = token * (H * D + PAIRS * (D + DV))
+    begin = token * ROW
     head = program % ALL
     partial = partials
     if NORMS and BACK:
@@ -220,26 +247,28 @@ def _walk(
             group = token * HKV + head // GROUP
             _join(
                 projection, query, mean, given, query_norm, eps, partial, cos, sin,
-                token, there, at, row, group, D, COLUMNS, True, MEANS * GROUP, NORMS,
+                token, there, there, at, row, group, D, COLUMNS, True, MEANS * GROUP, NORMS,
             )  # fmt: skip
         else:
             _split(
                 projection, query, query_norm, eps, cos, sin,
-                token, there, at, row, D, COLUMNS, True, NORMS,
+                token, there, there, at, row, D, COLUMNS, True, NORMS,
             )  # fmt: skip
     elif head < H + PAIRS:
         pair = head - H
         key = _of_branch(pair // HKV, compressed_key, selected_key, sliding_key)
         at, row = begin + head * D, token * HKV + pair % HKV
+        # A turn by no angle where nothing is loaded: of a key that stays as it is.
+        turning = there & (pair >= RAW_KEYS * HKV)
         if BACK:
             _join(
                 projection, key, mean, given, key_norm, eps, partial, cos, sin,
-                token, there, at, row, row, D, COLUMNS, True, 0, NORMS,
+                token, there, turning, at, row, row, D, COLUMNS, True, 0, NORMS,
             )  # fmt: skip
         else:
             _split(
                 projection, key, key_norm, eps, cos, sin,
-                token, there, at, row, D, COLUMNS, True, NORMS,
+                token, there, turning, at, row, D, COLUMNS, True, NORMS,
             )  # fmt: skip
     elif head < H + 2 * PAIRS:
         pair = head - H - PAIRS
@@ -248,15 +277,28 @@ def _walk(
         if BACK:
             _join(
                 projection, value, mean, given, key_norm, eps, partial, cos, sin,
-                token, there, at, row, row, DV, VALUE_COLUMNS, False, 0, False,
+                token, there, there, at, row, row, DV, VALUE_COLUMNS, False, 0, False,
             )  # fmt: skip
         else:
             _split(
                 projection, value, key_norm, eps, cos, sin,
-                token, there, at, row, DV, VALUE_COLUMNS, False, False,
+                token, there, there, at, row, DV, VALUE_COLUMNS, False, False,
             )  # fmt: skip
+    elif head < OWN:
+        if GATES > 0:
+            BEFORE: tl.constexpr = H * D + PAIRS * (D + DV)
+            at = begin + BEFORE
+            if BACK:
+                _join_gates(
+                    projection, gates, token, there, at, GATES, ROW - BEFORE, GATE_COLUMNS
+                )
+            else:
+                _split(
+                    projection, gates, key_norm, eps, cos, sin,
+                    token, there, there, at, token, GATES, GATE_COLUMNS, False, False,
+                )  # fmt: skip
     else:
-        group = head - H - 2 * PAIRS
+        group = head - OWN
         at, row = begin + group * (GROUP * D), token * HKV + group
         _mean(
             projection, mean, query_norm, eps, cos, sin,
@@ -268,38 +310,44 @@ def _walk(
 def split_heads(
     projection, cos, sin, count,
     query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean,
+    compressed_value, selected_value, sliding_value, mean, gates,
     H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
-    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr, GATES: tl.constexpr,
+    RAW_KEYS: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GATE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: ceil(count / ROWS) times the heads of a row and, with `MEANS`, the means."""
+    """Programs: ceil(count / ROWS) times the heads of a row, with `GATES` one more and, with
+    `MEANS`, the means.
+    """
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean,
+        compressed_value, selected_value, sliding_value, mean, gates,
         None, None, None, None, cos, sin, count, 0.0,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, False, False,
+        H, HKV, BRANCHES, D, DV, MEANS, GATES, RAW_KEYS, ROW,
+        COLUMNS, VALUE_COLUMNS, GATE_COLUMNS, ROWS, False, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def join_heads(
     query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean,
+    compressed_value, selected_value, sliding_value, mean, gates,
     cos, sin, count, projection,
     H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
-    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr, GATES: tl.constexpr,
+    RAW_KEYS: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GATE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `split_heads`, where `sin` is that of the opposite angle.
 
-    Programs: ceil(count / ROWS) times the heads of a row.
+    Programs: ceil(count / ROWS) times the heads of a row and, with `GATES`, one more.
     """
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean,
+        compressed_value, selected_value, sliding_value, mean, gates,
         None, None, None, None, cos, sin, count, 0.0,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, True, False,
+        H, HKV, BRANCHES, D, DV, MEANS, GATES, RAW_KEYS, ROW,
+        COLUMNS, VALUE_COLUMNS, GATE_COLUMNS, ROWS, True, False,
     )  # fmt: skip
 
 
@@ -307,28 +355,31 @@ def join_heads(
 def split_normed_heads(
     projection, query_norm, key_norm, cos, sin, count, eps,
     query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean,
+    compressed_value, selected_value, sliding_value, mean, gates,
     H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
-    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr, GATES: tl.constexpr,
+    RAW_KEYS: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GATE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """`split_heads` with norms of the weights `[D]`."""
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean,
+        compressed_value, selected_value, sliding_value, mean, gates,
         None, query_norm, key_norm, None, cos, sin, count, eps,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, False, True,
+        H, HKV, BRANCHES, D, DV, MEANS, GATES, RAW_KEYS, ROW,
+        COLUMNS, VALUE_COLUMNS, GATE_COLUMNS, ROWS, False, True,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "eps"])
 def join_normed_heads(
     query, compressed_key, selected_key, sliding_key,
-    compressed_value, selected_value, sliding_value, mean,
+    compressed_value, selected_value, sliding_value, mean, gates,
     given, query_norm, key_norm, cos, sin, count, eps, projection, partials,
     H: tl.constexpr, HKV: tl.constexpr, BRANCHES: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr,
-    COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, MEANS: tl.constexpr, GATES: tl.constexpr,
+    RAW_KEYS: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    GATE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of `split_normed_heads` of the projection `given`, as `join_heads`.
 
@@ -336,7 +387,8 @@ def join_normed_heads(
     """
     _walk(
         projection, query, compressed_key, selected_key, sliding_key,
-        compressed_value, selected_value, sliding_value, mean,
+        compressed_value, selected_value, sliding_value, mean, gates,
         given, query_norm, key_norm, partials, cos, sin, count, eps,
-        H, HKV, BRANCHES, D, DV, MEANS, COLUMNS, VALUE_COLUMNS, ROWS, True, True,
+        H, HKV, BRANCHES, D, DV, MEANS, GATES, RAW_KEYS, ROW,
+        COLUMNS, VALUE_COLUMNS, GATE_COLUMNS, ROWS, True, True,
     )  # fmt: skip

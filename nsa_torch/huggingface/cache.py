@@ -30,6 +30,7 @@ CACHED = (
     "v_head_dim",
     "rope_parameters",
     "qk_norm",
+    "kv",
     "phi",
     "phi_hidden",
     *(field.name for field in dataclasses.fields(NSAConfig)),

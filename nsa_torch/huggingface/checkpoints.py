@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nsa_core.layer import KIND
+from nsa_core.layer import KIND, SILENT
 from nsa_torch.huggingface.configuration import NSAModelConfig
 
 # Where the files are; the rest of from_pretrained's keywords says how to read them.
@@ -24,7 +24,8 @@ def load(cls, from_pretrained: Callable, path, args: tuple, kwargs: dict[str, An
         path, *args, **kwargs, output_loading_info=True, ignore_mismatched_sizes=True
     )
     for name in KIND if stated else ():
-        ours, theirs = getattr(model.config, name), stated.get(name, "no such name")
+        ours = getattr(model.config, name)
+        theirs = stated.get(name, SILENT.get(name, "no such name"))
         if ours != theirs:
             raise ValueError(
                 f"{name} must be {theirs!r} as in the checkpoint {path}, got {ours!r}"

@@ -58,7 +58,8 @@ class NSAModelConfig(PreTrainedConfig):
       qk_norm: whether query and key heads are normed before the rotation, with `rms_norm_eps`.
       attention: "nsa" or "dense", or a list of one of these a layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
-      phi, phi_hidden, gate, gate_hidden, gate_temp: as in `nsa_core.layer.LayerSpec`.
+      phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias: as in
+        `nsa_core.layer.LayerSpec`.
       tie_word_embeddings: whether the head's weight is the embedding.
       use_cache: whether a call outside training makes a cache.
 
@@ -94,9 +95,11 @@ class NSAModelConfig(PreTrainedConfig):
     window: int = NSAConfig.window
     phi: str = "avg"
     phi_hidden: int | None = None
+    kv: str = "separate"
     gate: str = "sigmoid"
     gate_hidden: int | None = None
     gate_temp: float = 1.0
+    gate_bias: list[float] | None = None
     tie_word_embeddings: bool = False
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -212,9 +215,11 @@ class NSAModelConfig(PreTrainedConfig):
             w=self.window,
             phi=self.phi,
             phi_hidden=self.phi_hidden,
+            kv=self.kv,
             gate=self.gate,
             gate_hidden=self.gate_hidden,
             gate_temp=self.gate_temp,
+            gate_bias=self.gate_bias,
             rope_base=rope["rope_theta"],
             rope_scale=rope["factor"] if rope["rope_type"] == "linear" else 1.0,
             num_initial=self.num_initial,

@@ -2,7 +2,8 @@
 
 transformers' `PagedAttentionCache` shares out pages and keeps one key and one value a token and
 layer: those of the selected branch, in place. What NSA keeps besides lies in pages of the same
-numbers, made here: the other branches' keys and values, and the compressed tokens.
+numbers, made here: the compressed tokens and, where branches have their own (`kv="separate"`), the
+other branches' keys and values.
 
     generate_batch -> NSAModel.forward(cache=.., read_index=.., ..) -> ContinuousBatch
         each layer: project -> paged.append -> paged_attention -> out
@@ -55,7 +56,8 @@ def continuous_batching_config(
     if "nsa" in config.layer_attention:
         compressed = 1 / config.compress_stride
         everything = options.get("max_memory_percent") or 0.9
-        options["max_memory_percent"] = everything / (3 + compressed)
+        raw = 3 if config.layer_spec.separate else 1
+        options["max_memory_percent"] = everything / (raw + compressed)
     return ContinuousBatchingConfig(**options)
 
 
@@ -152,7 +154,9 @@ class ContinuousBatch:
             key, value = (
                 x[number].view(shape) for x in (self.cache.key_cache, self.cache.value_cache)
             )
-            found[index] = PagedCache.view(key, value, config=spec.config, separate=True)
+            found[index] = PagedCache.view(
+                key, value, config=spec.config, separate=spec.separate
+            )
         return found[index]
 
 

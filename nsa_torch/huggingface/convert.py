@@ -193,7 +193,7 @@ def added(config: NSAModelConfig, source: set[str], start: str) -> dict[str, Ten
                 part.to_empty(device="cpu")
                 cast(Any, part).reset_parameters()
         logits, (compressed, *_) = STARTS[start]
-        layer.gate.set_constant(*logits)
+        cast(Any, layer.gate).set_constant(*logits)
         if _has_mlp(config) and compressed == 0:  # of values that are zero it would not be
             nn.init.zeros_(layer.phi_v_mlp.w2)
             nn.init.zeros_(layer.phi_v_mlp.b2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nsa_core.layer import EXTRA_STATE
 from nsa_core.types import Branches
 from nsa_torch import geometry, heads
+from nsa_torch.gates import Gate, HeadGate
 from nsa_torch.huggingface import checkpoints
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.compatibility import (
@@ -35,7 +36,7 @@ from nsa_torch.huggingface.continuous import ContinuousBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
-from nsa_torch.module import MLP, Gate, NSAAttention, Pool
+from nsa_torch.module import MLP, NSAAttention, Pool
 
 
 class SelfAttention(NSAAttention):
@@ -92,7 +93,7 @@ class DenseAttention(nn.Module):
           paged: what transformers' continuous batching hands to attention functions.
         """
         spec = self.spec
-        query, (key,), (value,), _ = heads.project(
+        query, (key,), (value,), *_ = heads.project(
             x, self.W_Q, [self.W_K], [self.W_V], position, spec, norms=heads.norms_of(self)
         )
         if layer is not None:
@@ -125,7 +126,8 @@ class NSADecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.index, self.kind = index, config.layer_attention[index]
         if self.kind == "nsa":
-            self.self_attn = SelfAttention(**config.layer_spec.as_dict())
+            spec = config.layer_spec
+            self.self_attn = SelfAttention(**spec.as_dict(), **spec.start())
         else:
             self.self_attn = DenseAttention(config, index)
         self.mlp = SwiGLU(config)
@@ -209,7 +211,7 @@ class NSAPreTrainedModel(PreTrainedModel):
         """The start of `module`'s own weights; transformers calls it, children first."""
         given = self.config.initializer_range
         residual = math.sqrt(2 * self.config.num_hidden_layers)
-        if isinstance(module, Gate | MLP | Pool):
+        if isinstance(module, Gate | HeadGate | MLP | Pool):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
             _draw(module, given)

@@ -168,7 +168,7 @@ class PagedLayer(SharedRowsLayer):
                 config=spec.config,
                 dtype=compute_dtype(x),
                 device=x.device,
-                separate=True,
+                separate=spec.separate,
             )
         at = call.page_table, call.lengths, call.starts, x.shape[1], call.order
         return attend_pages(attention, x, call.position, self.pages, *at)
@@ -243,7 +243,13 @@ def attend_pages(
         return x.flatten(0, 1) if order is None else x.flatten(0, 1)[order]
 
     query, key, value, gates = attention.project(x, position)
-    key, value = (type(each)(*map(by_token, each)) for each in (key, value))
+    # One tensor for all branches stays one.
+    key, value = (
+        Branches(*map(by_token, each))
+        if attention.spec.separate
+        else Branches.each(by_token(each[0]))
+        for each in (key, value)
+    )
     at, params = (page_table, lengths), attention.compress_params()
     append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
     out = paged_attention(

@@ -103,6 +103,7 @@ def _configuration(path: str | Path) -> NSAModelConfig:
         **dataclasses.asdict(spec.config),
         phi=str(spec.phi),
         phi_hidden=spec.phi_hidden,
+        kv=spec.kv,
         gate=str(spec.gate),
         gate_hidden=spec.gate_hidden,
         gate_temp=spec.gate_temp,

@@ -1,0 +1,79 @@
+"""The gates of a layer: three numbers a token and head, by which branches are added up."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nsa_core.layer import LayerSpec
+
+
+class GateOutput(nn.Linear):
+    """A linear layer that starts near zero: gates start near equal."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+        nn.init.zeros_(self.bias)
+
+
+class Gate(nn.Module):
+    """Three gates a key/value group from its mean query: `[B, T, Hkv, D]` to `[..., 3]`."""
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        super().__init__()
+        self.fc1 = nn.Linear(spec.d_k, spec.gate_width, **factory)
+        self.fc2 = GateOutput(spec.gate_width, 3, **factory)
+        self.spec = spec
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    @torch.no_grad()
+    def set_constant(self, *logits: float) -> None:
+        """Gates of these logits (compressed, selected, sliding) for every query."""
+        self.fc2.weight.zero_()
+        self.fc2.bias.copy_(torch.tensor(logits) * self.spec.gate_temp)
+
+    def forward(self, pooled_query: Tensor) -> Tensor:
+        logits = self.fc2(F.silu(self.fc1(pooled_query))) / self.spec.gate_temp
+        return logits.softmax(dim=-1) if self.spec.gate == "softmax" else logits.sigmoid()
+
+
+class HeadGate(nn.Linear):
+    """Logits of three gates a query head from the layer's input: `[B, T, dim]` to `[B, T, 3 H]`.
+
+    Head by head: compressed, selected, sliding.
+    """
+
+    def __init__(self, spec: LayerSpec, **factory: Any):
+        self.start, self.temp = spec.gate_start, spec.gate_temp
+        super().__init__(spec.dim, 3 * spec.n_heads, **factory)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights anew: gates start near what their biases say."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+        heads = self.out_features // 3
+        start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
+        with torch.no_grad():
+            self.bias.copy_(_placed(start.repeat(heads), self.bias))
+
+    @torch.no_grad()
+    def set_constant(self, *logits: float) -> None:
+        """Gates of these logits (compressed, selected, sliding) for every query and head."""
+        self.weight.zero_()
+        self.bias.copy_((torch.tensor(logits) * self.temp).repeat(self.out_features // 3))
+
+
+def _placed(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, which all ranks have, in the shards of `like` where it has any."""
+    mesh = getattr(like, "device_mesh", None)
+    if mesh is None:
+        return x
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(x, mesh, like.placements, src_data_rank=None)
