@@ -55,11 +55,18 @@ class HeadGate(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draws the weights anew: gates start near what their biases say."""
-        nn.init.xavier_uniform_(self.weight, gain=0.1)
-        heads = self.out_features // 3
-        start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
+        self.draw_weight()
         with torch.no_grad():
-            self.bias.copy_(_placed(start.repeat(heads), self.bias))
+            self.bias.copy_(self.start_bias())
+
+    def draw_weight(self) -> None:
+        """Draws the weight alone."""
+        nn.init.xavier_uniform_(self.weight, gain=0.1)
+
+    def start_bias(self) -> Tensor:
+        """The bias of a layer that has not learned, in the shards of this one's."""
+        start = torch.tensor(self.start, dtype=self.bias.dtype, device=self.bias.device)
+        return _placed(start.repeat(self.out_features // 3), self.bias)
 
     @torch.no_grad()
     def set_constant(self, *logits: float) -> None:

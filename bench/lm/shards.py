@@ -59,7 +59,9 @@ def join(path: Path, target: Path) -> None:
     names = {field.name for field in dataclasses.fields(LayerSpec)}
     layer = LayerSpec(**{name: x for name, x in settings.items() if name in names})
     own = {field.name for field in dataclasses.fields(ModelSpec)} - {"layer"}
-    model = torch_lm.LM(ModelSpec(layer, **{name: settings[name] for name in own}))
+    model = torch_lm.LM(
+        ModelSpec(layer, **{name: settings[name] for name in own & settings.keys()})
+    )
     tensors = whole_tensors(path)
     for part in PARTS:
         with torch.no_grad():

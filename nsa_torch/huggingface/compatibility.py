@@ -15,6 +15,7 @@ TRIED = "5.17 to 5.24"
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
     from transformers.generation import GenerationMixin
+    from transformers.initialization import copy_
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import causal_mask_function, create_causal_mask
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,6 +47,7 @@ __all__ = [
     "can_return_tuple",
     "capture_outputs",
     "causal_mask_function",
+    "copy_",
     "create_causal_mask",
     "eager_attention_forward",
     "is_of_capture_outputs",

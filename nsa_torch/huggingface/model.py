@@ -27,6 +27,7 @@ from nsa_torch.huggingface.compatibility import (
     cache_argument,
     can_return_tuple,
     capture_outputs,
+    copy_,
     create_causal_mask,
     eager_attention_forward,
     takes_past_key_values,
@@ -211,7 +212,10 @@ class NSAPreTrainedModel(PreTrainedModel):
         """The start of `module`'s own weights; transformers calls it, children first."""
         given = self.config.initializer_range
         residual = math.sqrt(2 * self.config.num_hidden_layers)
-        if isinstance(module, Gate | HeadGate | MLP | Pool):
+        if isinstance(module, HeadGate):
+            module.draw_weight()
+            copy_(module.bias, module.start_bias())  # not over one that was loaded
+        elif isinstance(module, Gate | MLP | Pool):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
             _draw(module, given)
