@@ -84,7 +84,7 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """
     if not isinstance(cu_seqlens, Tensor) or _is_read(cu_seqlens):
         return cu_seqlens
-    # Dozens of calls of a model take what the first has made.
+    # Dozens of calls of a model take what the first has made; no tensor of the caller's is marked.
     known = not torch.compiler.is_compiling()
     if known and getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens

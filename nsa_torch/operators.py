@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from nsa_core.config import NSAConfig
 from nsa_torch import early_release, replay
-from nsa_torch.first_order import first_order
+from nsa_torch.first_order import MESSAGE, first_order
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -44,7 +44,6 @@ NO_VMAP = (
     "nsa_torch has no vmap, on which jacrev rests: give what is mapped over as part of the "
     "batch, the first axis"
 )
-NO_SECOND = "implementation='reference' alone has second derivatives"
 REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
@@ -267,7 +266,7 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
 
         @staticmethod
         def backward(ctx, *_):
-            raise NotImplementedError(f"{name}: {NO_SECOND}")
+            raise NotImplementedError(MESSAGE)
 
     def dispatched(*inputs):
         return Differentiable.apply(overload, None, None, *inputs)
