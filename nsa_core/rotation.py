@@ -38,7 +38,8 @@ class Llama3:
 
     def scaled(self, rate: Any, pair: Any, base: float) -> Any:
         """The rates `[D / 2]` of pairs, whose numbers are `pair`: arrays of any framework."""
-        turns = rate * (self.original_max_position_embeddings / (2 * math.pi))
+        # A number over an array is its reciprocal times the number in torch, not in NumPy.
+        turns = 1 / (2 * math.pi * (1 / rate)) * self.original_max_position_embeddings
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return _mixed(rate, kept, self.factor)
 
@@ -85,7 +86,7 @@ class Yarn:
         first, last = max(first, 0), min(last, 2 * count - 1)
         if first == last:
             last += 0.001
-        return _mixed(rate, (last - pair) / (last - first), self.factor)
+        return _mixed(rate, 1 - (pair - first) / (last - first), self.factor)
 
     def _pair(self, turns: float, base: float, count: int) -> float:
         """The pair that turns so often in the original length, a fraction."""
@@ -123,9 +124,11 @@ def scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
 
 
 def _mixed(rate: Any, kept: Any, factor: float) -> Any:
-    """`rate` where `kept` >= 1, a `factor`-th of it where `kept` <= 0."""
+    """`rate` where `kept` >= 1, a `factor`-th of it where `kept` <= 0; rounded in the order in
+    which transformers rounds, since dense models learned with these rates.
+    """
     kept = kept.clip(0, 1)
-    return rate * (kept + (1 - kept) / factor)
+    return rate / factor * (1 - kept) + rate * kept
 
 
 def _check(given: Scaling, *names: str) -> None:

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nsa_core import extras, rotation, validate
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
@@ -33,7 +34,7 @@ def apply_rope(
 ):
     """Rotates pairs `(2i, 2i+1)` of each head of `x` [B, T, H, D] by `position` [B, T]."""
     factor = 1.0 if scaling is None else scaling.attention_scaling
-    angle = (position.astype(jnp.float32) / scale)[..., None] * _rates(
+    angle = (position.astype(jnp.float32) / scale)[..., None] * rates(
         x.shape[-1], base, scaling
     )
     cos, sin = jnp.cos(angle)[:, :, None] * factor, jnp.sin(angle)[:, :, None] * factor
@@ -42,11 +43,12 @@ def apply_rope(
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-def _rates(width, base, scaling):
-    """What each pair turns by a position, float32 `[width / 2]`."""
-    columns = jnp.arange(0, width, 2, dtype=jnp.float32)
-    rates = base ** -(columns / width)
-    return rates if scaling is None else scaling.scaled(rates, columns / 2, base)
+def rates(width: int, base: float, scaling: rotation.Scaling | None) -> np.ndarray:
+    """What each pair of columns turns by from a position to the next, float32 `[width / 2]`."""
+    columns = np.arange(0, width, 2, dtype=np.float32)
+    # The power is rounded once, as in `nsa_torch.heads`.
+    found = 1 / (base ** (columns / np.float32(width)).astype(np.float64)).astype(np.float32)
+    return found if scaling is None else scaling.scaled(found, columns / 2, base)
 
 
 class HeadNorm(nnx.Module):
@@ -230,8 +232,8 @@ class NSAAttention(nnx.Module):
         if self.spec.phi in ("mlp_pe", "mlp_rope"):
             key, value = self.phi_k_mlp.params(), self.phi_v_mlp.params()
             if self.spec.phi == "mlp_rope":
-                rates = _rates(self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling)
-                key = key.turned(rates / self.spec.rope_scale, self.spec.rope_factor)
+                turns = rates(self.spec.d_k, self.spec.rope_base, self.spec.rope_scaling)
+                key = key.turned(turns / self.spec.rope_scale, self.spec.rope_factor)
             return key, value
         return None, None
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.judge.parity import assert_parity
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
 from nsa_core import rotation
@@ -401,30 +402,37 @@ def test_the_operator_on_a_gpu(sizes, dtype, normed, rows):
     """Its output and gradient are those of torch's operators, and it is an operator. Of two rows
     with the same positions too.
     """
-    norms = norms_of(sizes, getattr(torch, dtype)) if normed else None
-    leaves = [] if norms is None else [x.to("cuda").weight for x in norms]
+    norms = None
+    if normed:
+        norms = [x.to("cuda") for x in norms_of(sizes, getattr(torch, dtype))]
     product = torch.from_numpy(drawn(2, 701, sizes.row)).to("cuda", getattr(torch, dtype))
     position = torch.arange(701 * rows, device="cuda").view(rows, 701) * 50
     assert heads._by_kernel(product, sizes)
     results = []
-    for by_kernel in (True, False):
-        leaf = product.clone().requires_grad_()
+    # The kernel, the same by torch's operators, and these in float64.
+    for by_kernel, wide in ((True, None), (False, None), (False, torch.float64)):
+        leaf = product.detach().to(wide or product.dtype).requires_grad_()
+        own = norms
+        if norms is not None:
+            own = [copy.deepcopy(x).to(wide or product.dtype) for x in norms]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(heads, "_by_kernel", lambda *_, by_kernel=by_kernel: by_kernel)
-            apart = listed(heads.split(leaf, position, sizes, norms=norms))
-        assert all(x.is_contiguous() and x.dtype == product.dtype for x in apart)
-        assert all(x.data_ptr() % 256 == 0 for x in apart)  # which attention's kernels need
+            apart = listed(heads.split(leaf, position, sizes, norms=own))
+        assert all(x.is_contiguous() and x.dtype == leaf.dtype for x in apart)
+        if by_kernel:  # which attention's kernels need
+            assert all(x.data_ptr() % 256 == 0 for x in apart)
         weights = [
             torch.sin(torch.arange(x.numel(), device="cuda")).view(x.shape) for x in apart
         ]
-        loss = sum((x.float() * w).sum() for x, w in zip(apart, weights, strict=True))
-        grad, *of_weights = torch.autograd.grad(loss, [leaf, *leaves])
-        # Sums over all tokens, in another order.
-        of_weights = [x / x.abs().max() for x in of_weights]
-        results.append([*apart, grad, *of_weights])
-    steps = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=steps, atol=steps)
+        loss = sum(
+            (x.to(wide or torch.float32) * w).sum() for x, w in zip(apart, weights, strict=True)
+        )
+        leaves = [leaf, *([] if own is None else [x.weight for x in own])]
+        found = [*apart, *torch.autograd.grad(loss, leaves)]
+        results.append([x.detach().double().cpu().numpy() for x in there(found)])
+    for name, (found, rough, exact) in enumerate(zip(*results, strict=True)):
+        size = max(np.sqrt(np.mean(exact**2)), 1.0)
+        assert_parity(str(name), found / size, exact / size, rough / size, dtype=dtype)
     tables = (x.expand(2, -1, -1) for x in heads._angles(position, sizes.D, 10000.0, 1.0))
     weights, eps = heads._weights(norms)
     given = product.requires_grad_(), *tables, *weights, eps, list(dataclasses.astuple(sizes))
