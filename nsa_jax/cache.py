@@ -21,6 +21,7 @@ from nsa_core.types import Branches
 from nsa_jax import api
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
+from nsa_jax.numerics import put
 
 # A cache holds its configuration beside its arrays: `jit` knows it, no transform touches it.
 jax.tree_util.register_static(NSAConfig)
@@ -205,5 +206,5 @@ def _emit(buffer, recent, new, start, config, params):
         tokens = apply_phi(cut(raw, begin), params, index * stride)
         complete = index * stride + block <= start[:, None] + num_new
         slot = jnp.where(complete, index, count)
-        buffer = jax.vmap(lambda b, at, t: b.at[at].set(t, mode="drop"))(buffer, slot, tokens)
+        buffer = jax.vmap(put)(buffer, slot, tokens)
     return buffer, raw[:, num_new:]

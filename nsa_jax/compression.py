@@ -11,7 +11,7 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, Rope
 from nsa_core.config import NSAConfig
 from nsa_jax import geometry
 from nsa_jax.eager import any_rank
-from nsa_jax.numerics import precision_of, wide
+from nsa_jax.numerics import precision_of, put, wide
 
 
 def apply_phi(
@@ -116,7 +116,7 @@ def _windows_bwd(block, stride, kept, gradients):
     batch, length = like.shape[:2]
     ends = jnp.where(starts < 0, length, starts)
     begins = jnp.zeros((batch, length), jnp.int32)
-    begins = jax.vmap(lambda row, at: row.at[at].set(1, mode="drop"))(begins, ends)
+    begins = jax.vmap(put, (0, 0, None))(begins, ends, 1)
     newest = jnp.cumsum(begins, axis=1) - 1  # the last window that begins at a token or before
     token = jnp.arange(length, dtype=jnp.int32)
     total = jnp.zeros((batch, length, *gradients.shape[3:]), wide(gradients.dtype))

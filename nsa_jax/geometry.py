@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from nsa_core.config import NSAConfig
+from nsa_jax.numerics import put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def window_starts(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Arra
     slot = jnp.where(window == 1, jnp.cumsum(window, axis=1) - 1, count)
     empty = jnp.full((count,), -1, jnp.int32)
     index = jnp.arange(length, dtype=jnp.int32)
-    return jax.vmap(lambda row: empty.at[row].set(index, mode="drop"))(slot)
+    return jax.vmap(put, (None, 0, None))(empty, slot, index)
 
 
 def without_padding(x, kv_len, segment_ids):

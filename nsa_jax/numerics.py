@@ -18,6 +18,15 @@ def wide(dtype):
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
+def put(x, index, values):
+    """`x` with `values` at `index`, an array or a tuple of them; what is behind the end is dropped.
+
+    XLA for GPUs (as of JAX 0.11) makes a write of one place, whose index it knows as it compiles,
+    an update that moves such an index to the last place. The barrier keeps it from knowing.
+    """
+    return x.at[lax.optimization_barrier(index)].set(values, mode="drop")
+
+
 def grouped(query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"]):
     """`[B, T, Hkv, G, D]`: the query heads by the key/value head that they read."""
     return rearrange(query, "b t (k g) d -> b t k g d", k=key.shape[2])

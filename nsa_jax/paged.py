@@ -19,6 +19,7 @@ from nsa_core.types import Branches
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
+from nsa_jax.numerics import put
 
 
 @jax.tree_util.register_pytree_node_class
@@ -151,4 +152,4 @@ def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count)
 
 def _write(pages, at: Places, new):
     page = jnp.where(at.there, at.page, pages.shape[0])
-    return pages.at[page, at.offset].set(new, mode="drop")
+    return put(pages, (page, at.offset), new)
