@@ -168,11 +168,9 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     return ops.launches
 
 
-def compiled(launch: Launch, capability: int) -> Report:
-    """The report of a kernel for a GPU, e.g. 89."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource, compile
+def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """What Triton compiles, and its options."""
+    from triton.compiler import ASTSource
 
     kernel = launch.kernel
     function = kernel.load()
@@ -190,6 +188,36 @@ def compiled(launch: Launch, capability: int) -> Report:
     }
     source = ASTSource(function, signature, dict(kernel.constants), aligned)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": True}
+    return source, options
+
+
+def running_sums(launch: Launch, capability: int) -> int:
+    """How many products of a kernel, as Triton optimizes it, add to a sum that was there before."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    source, options = _source(launch)
+    target, context, stages = GPUTarget("cuda", capability, 32), ir.context(), {}
+    backend = make_backend(target)
+    options = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, *functions, context)
+    backend.add_stages(stages, options, source.language)
+    text = str(stages["ttir"](module, {}))
+    zeros = re.findall(r"(%\S+) = arith.constant dense<0.0+e\+00> : tensor<.*xf32>", text)
+    return sum(x not in zeros for x in re.findall(r"tt.dot %\S+, %\S+, (%[^ ,]+)", text))
+
+
+def compiled(launch: Launch, capability: int) -> Report:
+    """The report of a kernel for a GPU, e.g. 89."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import compile
+
+    kernel, (source, options) = launch.kernel, _source(launch)
     made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -7,12 +7,26 @@ A program has one tile of keys and a segment of the query rows that see it: an i
 tokens (`of_intervals`), or a part of the list of the tokens that chose the block
 (`of_blocks`). Sums of several segments are float32 partials, which `merge` adds in their
 order. The heads of a group add up by themselves.
+
+The sums of dk and dv have as many terms as there are queries, and grow with them. In float32
+they are compensated: one multiply-add a query row rounds a large sum thousands of times, which
+is up to four times the error of the reference.
 """
 
 import triton
 import triton.language as tl
 
 from kernels_pallas.triton.rows import load_rows, pair_of, row_statistics, store_rows
+
+
+@triton.jit
+def _add_product(a, b, acc, lost, PRECISION: tl.constexpr):
+    """acc + A B, and in float32 what rounding added to it so far (Kahan's sum of the tiles)."""
+    if PRECISION != "ieee":
+        return tl.dot(a, b, acc, input_precision=PRECISION), lost
+    term = tl.dot(a, b, input_precision=PRECISION) - lost
+    larger = acc + term
+    return larger, (larger - acc) - term
 
 
 @triton.jit
@@ -31,6 +45,8 @@ def _step(
     scale,
     dk,
     dv,
+    dk_lost,
+    dv_lost,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -49,13 +65,13 @@ def _step(
     if MASKED:
         probs = tl.where(seen, probs, 0.0)
     gated = probs * gates[None, :]
-    dv = tl.dot(gated.to(do_rows.dtype), do_rows, dv, input_precision=PRECISION)
+    dv, dv_lost = _add_product(gated.to(do_rows.dtype), do_rows, dv, dv_lost, PRECISION)
     dp = tl.dot(values, tl.trans(do_rows), input_precision=PRECISION)
     ds = gated * dp - probs * shift[None, :]
     if MASKED:
         ds = tl.where(seen, ds, 0.0)
-    dk = tl.dot(ds.to(rows.dtype), rows, dk, input_precision=PRECISION)
-    return dk, dv
+    dk, dk_lost = _add_product(ds.to(rows.dtype), rows, dk, dk_lost, PRECISION)
+    return dk, dv, dk_lost, dv_lost
 
 
 @triton.jit
@@ -78,6 +94,8 @@ def _interval_walk(
     scale,
     dk,
     dv,
+    dk_lost,
+    dv_lost,
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -102,7 +120,7 @@ def _interval_walk(
             there &= low < high
             seen = (at[:, None] >= low[None, :]) & (at[:, None] < high[None, :])
         place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        dk, dv = _step(
+        dk, dv, dk_lost, dv_lost = _step(
             keys,
             values,
             query,
@@ -117,6 +135,8 @@ def _interval_walk(
             scale,
             dk,
             dv,
+            dk_lost,
+            dv_lost,
             WIDTH,
             VALUE_WIDTH,
             COLUMNS,
@@ -126,7 +146,7 @@ def _interval_walk(
             LSE_GRAD,
             MASKED,
         )
-    return dk, dv
+    return dk, dv, dk_lost, dv_lost
 
 
 @triton.jit(do_not_specialize=["T", "S", "segments", "scale", "scale_dk"])
@@ -196,10 +216,11 @@ def of_intervals(
     tail = tl.maximum(tail - plain, 0) // ROWS * ROWS + plain
     dk = tl.zeros([KEYS, COLUMNS], tl.float32)
     dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+    dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)
     for part in tl.static_range(3):
         begin = start if part == 0 else (plain if part == 1 else tail)
         end = plain if part == 0 else (tail if part == 1 else last_row)
-        dk, dv = _interval_walk(
+        dk, dv, dk_lost, dv_lost = _interval_walk(
             keys,
             values,
             query,
@@ -218,6 +239,8 @@ def of_intervals(
             scale,
             dk,
             dv,
+            dk_lost,
+            dv_lost,
             head,
             HEADS,
             GROUP,
@@ -263,6 +286,8 @@ def _list_walk(
     scale,
     dk,
     dv,
+    dk_lost,
+    dv_lost,
     head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -296,7 +321,7 @@ def _list_walk(
                     at[:, None] < (begins + BLOCK)[None, :]
                 )
         place = token * (HEADS * GROUP) + head * GROUP + row % GROUP
-        dk, dv = _step(
+        dk, dv, dk_lost, dv_lost = _step(
             keys,
             values,
             query,
@@ -311,6 +336,8 @@ def _list_walk(
             scale,
             dk,
             dv,
+            dk_lost,
+            dv_lost,
             WIDTH,
             VALUE_WIDTH,
             COLUMNS,
@@ -320,7 +347,7 @@ def _list_walk(
             LSE_GRAD,
             MASKED,
         )
-    return dk, dv
+    return dk, dv, dk_lost, dv_lost
 
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "items", "entries", "scale", "scale_dk"])
@@ -408,8 +435,9 @@ def of_blocks(
         tail = tl.maximum(stop - plain, 0) // ROWS * ROWS + plain
         dk = tl.zeros([KEYS, COLUMNS], tl.float32)
         dv = tl.zeros([KEYS, VALUE_COLUMNS], tl.float32)
+        dk_lost, dv_lost = tl.zeros_like(dk), tl.zeros_like(dv)
         for walk in tl.static_range(3):
-            dk, dv = _list_walk(
+            dk, dv, dk_lost, dv_lost = _list_walk(
                 keys,
                 values,
                 query,
@@ -430,6 +458,8 @@ def of_blocks(
                 scale,
                 dk,
                 dv,
+                dk_lost,
+                dv_lost,
                 head,
                 HEADS,
                 GROUP,

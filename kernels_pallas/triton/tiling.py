@@ -195,6 +195,8 @@ def choose(
         most_rows, most_keys = min(rows, FLOAT32), min(keys, FLOAT32)
     width, value_width = power(D), power(Dv)
     wide = capability[0] in WIDE and itemsize == 2
+    # Of its sums a thread has few in float32, whose operands and corrections take registers too.
+    a_thread = 64 if kernel != "dkv" else 128 if itemsize == 2 else 16
     while True:
         if kernel == "dkv":
             held = most_keys * (width + value_width)
@@ -202,7 +204,7 @@ def choose(
             held = most_rows * (value_width if kernel == "forward" else width)
             held += most_rows * value_width if kernel == "dq" else 0
         few = most_rows == LEAST and kernel != "dkv"
-        alone = Tiling(most_rows, most_keys, _warps(held, 128 if kernel == "dkv" else 64), 0)
+        alone = Tiling(most_rows, most_keys, _warps(held, a_thread), 0)
         beside = alone._replace(warps=2 if few else _warps(held, 128))
         together = 3 if few else 2
         choices = [(beside, together)] if wide and beside.warps <= 4 else []
