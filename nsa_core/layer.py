@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nsa_core import rotation, validate
+from nsa_core.cache_contents import Facts
 from nsa_core.config import NSAConfig
 
 PHI = ("avg", "mlp", "mlp_pe", "mlp_rope")
@@ -22,6 +23,8 @@ KIND_MODULE = "kind"
 EXTRA_STATE = "_extra_state"  # torch's name for what a module states beside its tensors
 # Not stated where they have their defaults, as in checkpoints older than these names.
 UNSTATED = ("num_initial", "num_local", "bias", "kv")
+# What the tokens in a cache are made with, besides sizes.
+CACHED = ("phi", "kv", "rope_base", "rope_scale", "rope_scaling", "qk_norm_eps", "bias", "dim")
 # Of the first weights alone: no part of a checkpoint.
 START = ("gate_bias",)
 
@@ -147,6 +150,11 @@ class LayerSpec:
             num_local=self.num_local,
             window=self.w,
         )
+
+    @property
+    def cached(self) -> Facts:
+        """What this layer says of the tokens that it writes to a cache."""
+        return tuple((name, getattr(self, name)) for name in CACHED)
 
     def _check_start(self) -> None:
         """`gate_bias` and `gate_hidden`, each of one kind of gate; the former as a tuple."""

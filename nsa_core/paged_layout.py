@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from nsa_core import validate
 from nsa_core.array_ops import ArrayOps
+from nsa_core.cache_contents import UNSAID, Contents
 from nsa_core.config import NSAConfig
 
 
@@ -29,6 +30,7 @@ class PagedArrays:
       compressed_key, compressed_value: `[P, l'/d, Hkv, D]`, `[P, l'/d, Hkv, Dv]`.
       sliding_key, sliding_value: as the selected ones, or None: the sliding branch reads these.
       raw_key, raw_value: what compressed tokens are made of, or None: the selected ones.
+      contents: what the tokens were made with.
     """
 
     config: NSAConfig
@@ -40,6 +42,7 @@ class PagedArrays:
     sliding_value: Any = None
     raw_key: Any = None
     raw_value: Any = None
+    contents: Contents = dataclasses.field(default=UNSAID, kw_only=True)
 
     @property
     def num_pages(self) -> int:
@@ -69,7 +72,7 @@ class PagedArrays:
         return self.selected_key, self.selected_value
 
 
-ARRAYS = tuple(field.name for field in dataclasses.fields(PagedArrays))[1:]
+ARRAYS = tuple(field.name for field in dataclasses.fields(PagedArrays))[1:-1]
 
 
 def slots_of(config: NSAConfig) -> int:

@@ -8,6 +8,7 @@ import numbers
 import sys
 from typing import Any
 
+from nsa_core.cache_contents import Contents
 from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -303,10 +304,9 @@ def cache_config(cache, config: NSAConfig | None) -> NSAConfig:
     if config is None:
         return cache.config
     configuration(config)
-    for name in ("compress_block", "compress_stride"):
-        ours, theirs = getattr(config, name), getattr(cache.config, name)
-        if ours != theirs:
-            raise ValueError(f"cache must be made with {name}={ours}, got one with {theirs}")
+    names = "compress_block", "compress_stride"
+    ours, theirs = ([(x, getattr(each, x)) for x in names] for each in (config, cache.config))
+    Contents(theirs).with_facts(ours)
     return config
 
 

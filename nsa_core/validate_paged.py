@@ -1,5 +1,7 @@
 """Checks of a paged cache's arguments by shape and dtype alone, for both frameworks."""
 
+import numpy as np
+
 from nsa_core import validate
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays, slots_of
@@ -47,6 +49,19 @@ def table(page_table, lengths) -> None:
     array("lengths", lengths, 1, INDICES)
     shape("lengths", lengths, tuple(page_table.shape[:1]))
     validate.sizes(rows=page_table.shape[0], pages_a_row=page_table.shape[1])
+
+
+def page_numbers(
+    page_table: np.ndarray, lengths: np.ndarray, cache: PagedArrays, read: bool
+) -> None:
+    """The entries of the pages that `lengths` tokens need; `read`: below 0 is no page then too."""
+    columns = np.arange(page_table.shape[1]) * cache.config.select_block
+    outside = (page_table >= cache.num_pages) | (read & (page_table < 0))
+    for row, column in np.argwhere(outside & (columns < lengths[:, None])):
+        raise ValueError(
+            f"page_table[{row}, {column}] must be a page of the cache, 0..{cache.num_pages - 1}, "
+            f"got {page_table[row, column]}"
+        )
 
 
 def rows(name: str, count: int, lengths, cu_seqlens_q) -> None:

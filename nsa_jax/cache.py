@@ -6,7 +6,8 @@ compressed token is made. Nothing grows: a write past the capacity raises `Value
 the length is known, and turns the output to NaN where it is traced.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nsa_core import validate
+from nsa_core.cache_contents import MEANS, UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -23,8 +25,9 @@ from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.numerics import put
 
-# A cache holds its configuration beside its arrays: `jit` knows it, no transform touches it.
+# A cache holds what is no array beside its arrays: `jit` knows it, no transform touches it.
 jax.tree_util.register_static(NSAConfig)
+jax.tree_util.register_static(Contents)
 
 
 class NSACache(NamedTuple):
@@ -40,10 +43,15 @@ class NSACache(NamedTuple):
     recent_value: Float[Array, "B l-1 Hkv Dv"]
     length: Int[Array, " B"]  # tokens seen by each sequence
     config: NSAConfig  # what compressed tokens are made with
+    contents: Contents = UNSAID  # what its tokens were made with
 
     @property
     def capacity(self) -> int:
         return self.selected_key.shape[1]
+
+    def reset(self) -> Self:
+        """The cache without tokens, which knows nothing of what they were made with."""
+        return self._replace(length=jnp.zeros_like(self.length), contents=UNSAID)
 
 
 def init_cache(
@@ -99,6 +107,7 @@ def cached_attention(
     *,
     config: NSAConfig | None = None,
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
+    made_with: Facts = (),
     scale: float | None = None,
     implementation: str | Branches[str | None] | None = None,
 ):
@@ -112,19 +121,25 @@ def cached_attention(
       cache: from `init_cache`; `Branches` of keys need `separate=True` there.
       config: None: the cache's. Another must have its `compress_block` and `compress_stride`.
       compress_params: of the keys and of the values (`nsa_core.compress_params`).
+      made_with: names and values of what else changes the tokens, such as `("rope_base", 1e4)`:
+        a cache refuses the tokens of who says otherwise, as it does other kinds of parameters.
 
     Raises:
-      ValueError: bad shapes, a cache of another config, or more tokens than the capacity.
+      ValueError: bad shapes, a cache of another config or filled with parameters of another
+        kind, or more tokens than the capacity.
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
+    facts = *made_with, *facts_of(compress_params)
+    contents, mixed = known_contents(cache.contents, facts, lambda: cache.length)
     if not isinstance(cache.length, jax.core.Tracer):
         longest = int(np.max(np.asarray(cache.length))) + query.shape[1]  # inside of jit too
         if longest > cache.capacity:
             raise ValueError(f"cache capacity is {cache.capacity} tokens, got {longest}")
-    cache = compiled(update)(cache, key, value, config, compress_params)
+    before = cache._replace(contents=contents)
+    cache = compiled(update)(before, key, value, config, compress_params)
     shared = cache.sliding_key is None
     keys = Branches(
         None, cache.selected_key, cache.selected_key if shared else cache.sliding_key
@@ -145,8 +160,27 @@ def cached_attention(
         scale=scale,
         implementation=implementation,
     )
-    full = (cache.length > cache.capacity)[:, None, None, None]
-    return jnp.where(full, jnp.asarray(jnp.nan, out.dtype), out), cache
+    wrong = (cache.length > cache.capacity) | mixed
+    return jnp.where(wrong[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out), cache
+
+
+def known_contents(contents: Contents, facts: Facts, tokens_before: Callable[[], jax.Array]):
+    """What a cache holds once a writer has said `facts`, and which rows `[B]` that makes wrong.
+
+    Who compresses by means and says no more leaves it open, so that the first step changes no
+    structure: the carry of a `scan` may begin empty. Until another writer comes these are means.
+    """
+    if contents or facts == MEANS.said:
+        return contents and contents.with_facts(facts), False
+    found = contents.with_facts(facts)
+    if set(MEANS.said) <= set(facts):
+        return found, False
+    before = tokens_before()
+    if isinstance(before, jax.core.Tracer):
+        return found, before > 0
+    if np.any(np.asarray(before) > 0):
+        MEANS.with_facts(facts)
+    return found, False
 
 
 def update(cache, key, value, config, compress_params) -> NSACache:
@@ -186,6 +220,7 @@ def update(cache, key, value, config, compress_params) -> NSACache:
         recent_value,
         start + num_new,
         cache.config,
+        cache.contents,
     )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nsa_core import extras, rotation, validate
+from nsa_core.cache_contents import UNSAID, facts_of
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.layer import KIND, LayerSpec
 from nsa_core.types import Branches
@@ -239,7 +240,7 @@ class NSAAttention(nnx.Module):
 
     def init_cache(self, batch: int, capacity: int) -> cache.NSACache:
         """An empty cache for `capacity` tokens of this layer."""
-        return cache.init_cache(
+        made = cache.init_cache(
             batch,
             capacity,
             self.spec.n_kv_groups,
@@ -249,6 +250,8 @@ class NSAAttention(nnx.Module):
             dtype=self.dtype,
             separate=self.spec.separate,
         )
+        facts = *self.spec.cached, *facts_of(self.compress_params())
+        return made._replace(contents=UNSAID.with_facts(facts))
 
     def project(self, x, position):
         """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_jax.attention` takes.
@@ -344,6 +347,7 @@ class NSAAttention(nnx.Module):
                 gates,
                 kv,
                 compress_params=self.compress_params(),
+                made_with=spec.cached,
                 **options,
             )
         return self.out(out.reshape(batch, length, -1)), kv

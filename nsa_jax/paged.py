@@ -10,12 +10,15 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
 from nsa_core.types import Branches
+from nsa_jax.cache import known_contents
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
@@ -52,13 +55,21 @@ class PagedCache(PagedArrays):
         super().__init__(config, **paged_layout.allocate(zeros, *sizes, config, separate))
 
     def tree_flatten(self):
-        return [getattr(self, name) for name in ARRAYS], self.config
+        return [getattr(self, name) for name in ARRAYS], (self.config, self.contents)
 
     @classmethod
-    def tree_unflatten(cls, config, arrays) -> Self:
-        cache = cls.__new__(cls)
-        PagedArrays.__init__(cache, config, *arrays)
+    def tree_unflatten(cls, static, arrays) -> Self:
+        cache, (config, contents) = cls.__new__(cls), static
+        PagedArrays.__init__(cache, config, *arrays, contents=contents)
         return cache
+
+    def reset(self) -> Self:
+        """The cache that knows nothing of what its tokens were made with."""
+        return self.holding(UNSAID)
+
+    def holding(self, contents: Contents) -> Self:
+        """The cache that says this of what its tokens were made with."""
+        return self.tree_unflatten((self.config, contents), self.tree_flatten()[0])
 
     def replace(self, **arrays: jax.Array) -> Self:
         """The cache with other arrays in place of those named.
@@ -68,7 +79,7 @@ class PagedCache(PagedArrays):
         """
         cache = self.__class__.__new__(self.__class__)
         fields = {name: getattr(self, name) for name in ARRAYS} | arrays
-        PagedArrays.__init__(cache, self.config, **fields)
+        PagedArrays.__init__(cache, self.config, **fields, contents=self.contents)
         validate_paged.pages(cache)
         return cache
 
@@ -90,11 +101,13 @@ def append(
     *,
     cu_seqlens_q=None,
     params: tuple[CompressParams, CompressParams] | None = None,
+    made_with: Facts = (),
 ) -> PagedCache:
     """The cache with new tokens in their pages, and the compressed tokens which they finish.
 
-    A token without a page (behind the row's table, or in a page that does not exist) is not
-    written; rows of length 0 write nothing. Two rows must not write to the same page.
+    A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
+    length 0 write nothing. Nor is it by an entry beyond the pool, an error where it is not traced
+    and on a CPU. Two rows must not write to the same page.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
@@ -103,9 +116,11 @@ def append(
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
+      made_with: as in `cached_attention`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit the cache.
+      ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
+        another kind. Where tracing hides that a row had tokens before, what is wrong is NaN.
     """
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
@@ -113,12 +128,39 @@ def append(
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
+    check_page_numbers(cache, page_table, lengths, read=False)
+    facts = *made_with, *facts_of(params)
+
+    def before():
+        if cu_seqlens_q is None:
+            return lengths - count // lengths.shape[0]
+        return lengths - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])
+
+    contents, mixed = known_contents(cache.contents, facts, before)
     return compiled(_append)(
-        cache, key, value, page_table, lengths, cu_seqlens_q, params, count
+        cache.holding(contents),
+        key,
+        value,
+        page_table,
+        lengths,
+        cu_seqlens_q,
+        params,
+        count,
+        mixed,
     )
 
 
-def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count):
+def check_page_numbers(cache: PagedCache, page_table, lengths, *, read: bool) -> None:
+    """Checks the numbers, where the host reads them without waiting."""
+    for x in (page_table, lengths):
+        if isinstance(x, jax.core.Tracer):
+            return
+        if isinstance(x, jax.Array) and any(each.platform != "cpu" for each in x.devices()):
+            return
+    validate_paged.page_numbers(np.asarray(page_table), np.asarray(lengths), cache, read)
+
+
+def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count, mixed):
     config, pool = cache.config, cache.num_pages
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, config.select_block, pool)
@@ -146,6 +188,8 @@ def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count)
         windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
         pages = getattr(cache, f"compressed_{kind}")
         new = apply_phi(windows[None], one, window[None, :, 0])[0]
+        if mixed is not False:
+            new = jnp.where(mixed[row][:, None, None], jnp.asarray(jnp.nan, new.dtype), new)
         made[f"compressed_{kind}"] = _write(pages, into, new)
     return cache.replace(**made)
 

@@ -14,7 +14,7 @@ from nsa_jax import api, jax_problem
 from nsa_jax.dispatch import REGISTRY as ATTENTION
 from nsa_jax.eager import any_rank
 from nsa_jax.jax_ops import JAX_OPS as OPS
-from nsa_jax.paged import PagedCache
+from nsa_jax.paged import PagedCache, check_page_numbers
 
 
 @any_rank
@@ -35,8 +35,8 @@ def paged_attention(
 
     Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
     attend. A row's output depends on its own tokens alone; rows of length 0 and tokens of no row
-    are 0. A table entry of a page that does not exist is read as the nearest that does; a length
-    beyond the table counts as the table's.
+    are 0. A table entry of a page that does not exist is an error where it is not traced and on a
+    CPU, else it is read as the nearest that does; a length beyond the table counts as the table's.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
@@ -76,6 +76,7 @@ def explain(
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
+    check_page_numbers(cache, page_table, lengths, read=True)
     gates = paged_dispatch.joined_gates(OPS, gates)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_core import validate
+from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -36,6 +37,7 @@ class NSACache:
     length: Tensor  # int32 [B], tokens seen by each sequence
     config: NSAConfig  # what compressed tokens are made with
     longest: int = 0  # no sequence is longer; known on the host
+    contents: Contents = UNSAID  # what its tokens were made with
     # [B, R, Hkv, .]: where `crop` has to go back, `recent` and what came since `record`.
     history_key: Tensor | None = None
     history_value: Tensor | None = None
@@ -56,6 +58,13 @@ class NSACache:
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""
         return self.map(Tensor.clone)
+
+    def reset(self) -> None:
+        """Forgets the tokens and what they were made with; the tensors stay where they are."""
+        self.length = torch.zeros_like(self.length)
+        self.longest, self.contents = 0, UNSAID
+        if self.history_key is not None:
+            self.record()
 
     def record(self) -> None:
         """From now on keeps what `crop` needs."""
@@ -116,6 +125,7 @@ def cached_attention(
     *,
     config: NSAConfig | None = None,
     compress_params: tuple[CompressParams, CompressParams] = (None, None),
+    made_with: Facts = (),
     scale: float | None = None,
     new_lengths: Tensor | None = None,
     implementation: str | Branches[str | None] | None = None,
@@ -135,6 +145,7 @@ def cached_attention(
     gates = validate.gates(gates, query)
     config = validate.cache_config(cache, config)
     validate.cached(query, key, value, cache, config, compress_params, scale)
+    contents = cache.contents.with_facts((*made_with, *facts_of(compress_params)))
     checks.devices(query, {"query": query, "cache": cache.selected_key})
     num_new = query.shape[1]
     if cache.longest + num_new > cache.capacity:
@@ -147,6 +158,7 @@ def cached_attention(
         checks.devices(query, {"new_lengths": new_lengths})
     kv_len = cache.length + num_new
     cache = update(cache, key, value, config, compress_params, new_lengths)
+    cache.contents = contents
     width = cache.selected_value.shape[-1]
     memory = {
         field.name: x

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_core import debug, validate
+from nsa_core import debug, validate, validate_paged
 from nsa_torch import replay
 
 
@@ -65,6 +65,13 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
         raise ValueError(
             f"{name} must end with {length}, the number of tokens, at most, got {numbers[-1]}"
         )
+
+
+def page_numbers(page_table, lengths, cache, *, read):
+    """Checks the numbers, where the host reads them."""
+    if _is_read(page_table) and _is_read(lengths):
+        table, tokens = (x.detach().cpu().numpy() for x in (page_table, lengths))
+        validate_paged.page_numbers(table, tokens, cache, read)
 
 
 def _is_read(x: Tensor) -> bool:

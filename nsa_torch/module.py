@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nsa_core import rotation, validate
+from nsa_core.cache_contents import Contents
 from nsa_core.compress_params import CompressParams, MLPParams, PoolParams
 from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
@@ -233,7 +234,7 @@ class NSAAttention(nn.Module):
         spec = self.spec
         tensors = [*self.parameters(), *self.buffers(), torch.empty(0)]
         floating = next(x for x in tensors if x.is_floating_point() and x.itemsize > 1)
-        return cache.init_cache(
+        made = cache.init_cache(
             batch,
             capacity,
             spec.n_kv_groups,
@@ -244,6 +245,8 @@ class NSAAttention(nn.Module):
             device=device or tensors[0].device,
             separate=spec.separate,
         )
+        made.contents = Contents(spec.cached)
+        return made
 
     def project(self, x: Tensor, position: Tensor):
         """`query, key, value, gates` of `x` [B, T, dim]: what `nsa_torch.attention` takes.
@@ -313,6 +316,7 @@ class NSAAttention(nn.Module):
                 kv,
                 config=spec.config,
                 compress_params=self.compress_params(),
+                made_with=spec.cached,
                 new_lengths=new_lengths,
                 implementation=self.implementation,
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels_pallas.triton import capability
 from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.cache_contents import UNSAID, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
@@ -107,6 +108,10 @@ class PagedCache(PagedArrays):
         """The tensors that there are, by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
 
+    def reset(self) -> None:
+        """Forgets what the tokens were made with; the pages stay as they are."""
+        self.contents = UNSAID
+
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages, as where a row forks within one: `[K]` integers each.
 
@@ -125,12 +130,14 @@ def append(
     *,
     cu_seqlens_q: Tensor | None = None,
     params: tuple[CompressParams, CompressParams] | None = None,
+    made_with: Facts = (),
     implementation: str | None = None,
 ) -> None:
     """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
 
-    A token without a page (behind the row's table, or in a page that does not exist) is not
-    written; rows of length 0 write nothing. Two rows must not write to the same page.
+    A token without a page (behind the row's table, or by an entry below 0) is not written; rows of
+    length 0 write nothing. Nor is it by an entry beyond the pool, an error where the host reads it
+    (on a CPU, or where `debug` asks). Two rows must not write to the same page.
 
     Args:
       key, value: `[N, Hkv, D]`, `[N, Hkv, Dv]`, the rows' new tokens one after the other, or
@@ -139,10 +146,12 @@ def append(
       lengths: int32 `[B]`, with the new tokens; 0: a row of padding.
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
+      made_with: as in `cached_attention`.
       implementation: `triton` (one launch) or `torch`; None: the first that can.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit the cache.
+      ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
+        another kind.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
     key, value = Branches.each(key), Branches.each(value)
@@ -151,12 +160,16 @@ def append(
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
+    contents = cache.contents.with_facts((*made_with, *facts_of(params)))
     check_devices(cache, page_table, lengths, cu_seqlens_q, key=key.selected)
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, count, "cu_seqlens_q")
+    checks.page_numbers(page_table, lengths, cache, read=False)
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
-    if _appends_by_kernel(cache, implementation):
+    by_kernel = _appends_by_kernel(cache, implementation)
+    cache.contents = contents
+    if by_kernel:
         from nsa_torch import triton_append
 
         means = params == (None, None)

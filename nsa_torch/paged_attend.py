@@ -36,8 +36,9 @@ def paged_attention(
 
     Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
     attend. A row's output depends on its own tokens alone, bit for bit; rows of length 0 and
-    tokens of no row are 0. A table entry of a page that does not exist is read as the nearest
-    that does; a length beyond the table counts as the table's.
+    tokens of no row are 0. A table entry of a page that does not exist is an error where the host
+    reads it (on a CPU, or where `debug` asks), else it is read as the nearest that does; a length
+    beyond the table counts as the table's.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
@@ -82,6 +83,7 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+    checks.page_numbers(page_table, lengths, cache, read=True)
     gates = paged_dispatch.joined_gates(OPS, gates)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 

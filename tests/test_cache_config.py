@@ -1,6 +1,7 @@
 """A cache holds what one configuration makes: with another it is refused, never read wrongly."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from flax import nnx
 import nsa_jax
 import nsa_jax.paged
 import nsa_torch
+from nsa_core import rotation
+from nsa_core.compress_params import MLPParams, PoolParams
 from nsa_core.layer import LayerSpec
 from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention as TorchAttention
@@ -30,6 +33,7 @@ FRAMEWORKS = pytest.mark.parametrize(
     [(nsa_jax, jnp.asarray), (nsa_torch, torch.tensor)],
     ids=["jax", "torch"],
 )
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 LAYER = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
 MODEL = dict(
     vocab_size=32,
@@ -111,14 +115,205 @@ def test_a_cache_of_another_layer_is_refused(framework):
             layer()(x, layer(**changed).init_cache(1, 20))
 
 
+STORED = [
+    dict(rope_base=5e5),
+    dict(rope_scale=2.0),
+    dict(rope_scaling=YARN),
+    dict(qk_norm_eps=1e-6),
+    dict(bias=True),
+    dict(phi="mlp"),
+    dict(phi="mlp_pe"),
+    dict(phi="mlp_rope"),
+]
+
+
+def layer_of(framework, **changed):
+    if framework == "torch":
+        return TorchAttention(**(LAYER | changed))
+    return JaxAttention(LayerSpec(**(LAYER | changed)), rngs=nnx.Rngs(0))
+
+
 @torch.no_grad()
-def test_pages_of_another_layer_are_refused():
-    layer, config = TorchAttention(**LAYER), TorchAttention(**(LAYER | dict(d=2))).spec.config
-    pages = nsa_torch.PagedCache(2, 2, 8, 6, config=config, dtype=torch.float32, separate=True)
-    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+@pytest.mark.parametrize("made_by", ["layer", "function"])
+@pytest.mark.parametrize("changed", [*STORED, dict(kv="shared")], ids=str)
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_cache_that_another_layer_filled_is_refused(framework, changed, made_by):
+    """Nothing is lost: the one that filled it goes on."""
+    mine, theirs = layer_of(framework), layer_of(framework, **changed)
+    api = nsa_torch if framework == "torch" else nsa_jax
+    x = torch.zeros(1, 9, 24) if framework == "torch" else jnp.zeros((1, 9, 24))
+    cache = mine.init_cache(1, 20)
+    if made_by == "function":
+        cache = api.init_cache(1, 20, 2, 8, 6, config=mine.spec.config, separate=True)
+    _, cache = mine(x, cache)
+    ((name, value),) = changed.items()
+    value = rotation.scaling(value) if name == "rope_scaling" else value
+    message = (
+        f"cache must be made with {name}={value!r}, got one with {getattr(mine.spec, name)!r}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        theirs(x, cache)
+    _, cache = mine(x, cache)
+    assert cache.length.tolist() == [18]
+    again = cache.reset()  # torch's forgets in place
+    _, again = theirs(x, cache if again is None else again)
+    assert again.length.tolist() == [9]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_what_a_cache_does_not_hold_may_differ(framework):
+    """Queries, gates, the window; who rotates by hand says nothing of a rotation."""
+    filler = layer_of(framework)
+    x = torch.zeros(1, 9, 24) if framework == "torch" else jnp.zeros((1, 9, 24))
+    _, cache = filler(x, filler.init_cache(1, 40))
+    for changed in (dict(gate="softmax", gate_temp=2.0), dict(w=12, n_heads=4)):
+        _, cache = layer_of(framework, **changed)(x[:, :1], cache)
+    position = cache.length[:, None]
+    api = nsa_torch if framework == "torch" else nsa_jax
+    _, cache = api.cached_attention(*filler.project(x[:, :1], position), cache)
+    assert cache.length.tolist() == [12]
+
+
+PARAMS = {
+    "avg": lambda array: None,
+    "mlp": lambda array: PoolParams(array(np.ones((8, 8), np.float32))),
+    "mlp_pe": lambda array: MLPParams(
+        *(array(np.ones(x, np.float32)) for x in ((8, 8), (64, 2), (2,), (2, 8), (8,)))
+    ),
+}
+KINDS = [("avg", "mlp"), ("mlp", "avg"), ("mlp_pe", "mlp")]
+
+
+def attends(api, array, traced=False):
+    """A step of some tokens with these compress_params."""
+    jitted = jax.jit(nsa_jax.cached_attention, static_argnames="config")
+
+    def step(cache, *params, tokens=9):
+        new = [array(np.ones((1, tokens, 1, n), np.float32)) for n in (8, 8, 8, 3)]
+        function = jitted if traced else api.cached_attention
+        return function(*new, cache, config=SMALL, compress_params=params)
+
+    return step
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_compress_params_of_another_kind_are_refused(api, array, kinds, side):
+    first, then = ([PARAMS["avg"](array)] * 2 for _ in kinds)
+    first[side], then[side] = (PARAMS[kind](array) for kind in kinds)
+    step = attends(api, array)
+    cache = api.init_cache(1, 40, 1, 8, 8, config=SMALL)
+    _, cache = step(cache, *first)
+    name = f"phi_{'kv'[side]}"
+    message = f"cache must be made with {name}='{kinds[1]}', got one with '{kinds[0]}'"
+    with pytest.raises(ValueError, match=message):
+        step(cache, *then)
+    again, cache = step(cache, *first)
+    assert cache.length.tolist() == [18] and np.isfinite(np.asarray(again)).all()
+    empty = cache.reset()
+    again, _ = step(cache if empty is None else empty, *then)
+    assert np.isfinite(np.asarray(again)).all()
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_compress_params_of_another_kind_under_jit(kinds):
+    """An error as the program is traced; NaN where only the device knows whether there were
+    tokens before, which were averaged.
+    """
+    step = attends(nsa_jax, jnp.asarray, traced=True)
+    first, then = ([PARAMS[kind](jnp.asarray)] * 2 for kind in kinds)
+    cache = nsa_jax.init_cache(1, 40, 1, 8, 8, config=SMALL)
+    out, cache = step(cache, *first)
+    assert np.isfinite(np.asarray(out)).all()
+    if kinds[0] == "avg":
+        assert np.isnan(np.asarray(step(cache, *then)[0])).all()
+        return
+    with pytest.raises(ValueError, match=f"phi_k='{kinds[1]}', got one with '{kinds[0]}'"):
+        step(cache, *then)
+
+
+def test_a_scan_begins_with_an_empty_cache():
+    """Of a layer, and of functions that compress by means: the carry keeps its structure."""
+    token = jnp.ones((5, 1, 1, 24))
+    layer = layer_of("jax", phi="mlp")
+    _, cache = jax.lax.scan(lambda kv, x: layer(x, kv)[::-1], layer.init_cache(1, 9), token)[
+        ::-1
+    ]
+    new = [jnp.ones((1, 1, 1, n)) for n in (8, 8, 8, 3)]
+    plain = lambda cache, _: nsa_jax.cached_attention(*new, cache)[::-1]
+    cache, outs = jax.lax.scan(
+        plain, nsa_jax.init_cache(1, 40, 1, 8, 8, config=SMALL), None, length=12
+    )
+    assert cache.length.tolist() == [12] and np.isfinite(np.asarray(outs)).all()
+
+
+def pages_of(api, array):
+    return api.PagedCache(4, 1, 8, 8, config=SMALL, dtype=array(np.float32(0)).dtype)
+
+
+def appends(api, array, traced=False):
+    jitted = jax.jit(nsa_jax.append)
+
+    def step(cache, *params, end=9):
+        """9 tokens more, `end` in all."""
+        new = [array(np.ones((9, 1, 8), np.float32)) for _ in "kv"]
+        table, lengths = array(np.arange(4, dtype=np.int32)[None]), array(np.int32([end]))
+        function = jitted if traced else api.append
+        found = function(cache, *new, table, lengths, params=params)
+        return cache if found is None else found
+
+    return step
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_pages_with_params_of_another_kind_are_refused(api, array, kinds):
+    step = appends(api, array)
+    first, then = ([PARAMS[kind](array)] * 2 for kind in kinds)
+    cache = step(pages_of(api, array), *first)
+    message = f"cache must be made with phi_k='{kinds[1]}', got one with '{kinds[0]}'"
+    with pytest.raises(ValueError, match=message):
+        step(cache, *then, end=18)
+    cache = step(cache, *first, end=18)
+    empty = cache.reset()
+    step(cache if empty is None else empty, *then)
+
+
+def test_pages_with_params_of_another_kind_under_jit():
+    step = appends(nsa_jax, jnp.asarray, traced=True)
+    first, then = ([PARAMS[kind](jnp.asarray)] * 2 for kind in ("avg", "mlp"))
+    cache = step(pages_of(nsa_jax, jnp.asarray), *first)
+    assert jax.tree.structure(cache) == jax.tree.structure(pages_of(nsa_jax, jnp.asarray))
+    mixed = step(cache, *then, end=18)
+    assert np.isnan(np.asarray(mixed.compressed_key)).any()
+    cache = step(pages_of(nsa_jax, jnp.asarray), *then)
+    with pytest.raises(ValueError, match="phi_k='avg', got one with 'mlp'"):
+        step(cache, *first, end=18)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", [dict(d=2), *STORED], ids=str)
+def test_pages_of_another_layer_are_refused(changed):
+    mine, theirs = TorchAttention(**LAYER), TorchAttention(**(LAYER | changed))
+    pages = nsa_torch.PagedCache(
+        2, 2, 8, 6, config=theirs.spec.config, dtype=torch.float32, separate=True
+    )
+    table = torch.zeros(1, 1, dtype=torch.int32)
     x, position = torch.zeros(1, 1, 24), torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="config must be the cache's"):
-        attend_pages(layer, x, position, pages, table, lengths, None, 1)
+
+    def attend(layer, length):
+        lengths = torch.full((1,), length, dtype=torch.int32)
+        attend_pages(layer, x, position + length - 1, pages, table, lengths, None, 1)
+
+    attend(theirs, 1)
+    with pytest.raises(ValueError, match=r"made with|config must be the cache's"):
+        attend(mine, 2)
+    attend(theirs, 2)
+    pages.reset()
+    if "d" not in changed:
+        attend(mine, 1)
 
 
 @FRAMEWORKS

@@ -249,10 +249,10 @@ def test_learned_compression(framework, kind, rng):
 
 @FRAMEWORKS
 def test_nothing_is_written_without_a_page(framework):
-    """Behind the table, through an entry of no page, of rows of length 0: the pool is as before."""
+    """Behind the table, by an entry below 0, of rows of length 0: the pool is as before."""
     sizes = Sizes()
     rows, paged = Rows(sizes, [64]), framework(sizes)
-    table = np.array([[POOL, 3, -1, 5], [-1, -1, -1, -1]], np.int32)
+    table = np.array([[-1, 3, -1, 5], [POOL, -1, -1, -1]], np.int32)
     cut = functools.partial(rows.cut, begin=[0], end=[64], as_array=paged.array)
     starts, before = np.array([0, 64, 64], np.int32), paged.snapshot()
     paged.append(cut("key"), cut("value"), table, np.array([64, 0], np.int32), starts)
@@ -382,6 +382,30 @@ def test_bad_input_is_named(names, changes, message):
     rest = {name: x for name, x in changes.items() if name not in names}
     with pytest.raises(ValueError, match=message):
         function(*(found[name] for name in names), **rest)
+
+
+@pytest.mark.parametrize("api", [nsa_torch, nsa_jax], ids=["torch", "jax"])
+@pytest.mark.parametrize("entry", [4, 2**31 - 1, -1])
+def test_a_page_that_does_not_exist(api, entry):
+    """Of a row's own tokens; what it does not need may be anything. Below 0 there is none to write
+    to, and none to read.
+    """
+    found = arguments(
+        page_table=torch.tensor([[1, 9, -7], [3, entry, 9]], dtype=torch.int32),
+        lengths=torch.tensor([16, 17], dtype=torch.int32),
+    )
+    if api is nsa_jax:
+        cache = nsa_jax.PagedCache(4, 2, 8, 6, config=SMALL, dtype=jnp.float32)
+        found = {k: cache if k == "cache" else jnp.asarray(x) for k, x in found.items()}
+    given = {names: [found[name] for name in names] for names in (APPEND, ATTEND)}
+    message = rf"page_table\[1, 1\] must be a page of the cache, 0..3, got {entry}"
+    with pytest.raises(ValueError, match=message):
+        api.paged_attention(*given[ATTEND])
+    if entry < 0:
+        api.append(*given[APPEND])
+        return
+    with pytest.raises(ValueError, match=message):
+        api.append(*given[APPEND])
 
 
 def test_more_queries_than_a_table_has_tokens():

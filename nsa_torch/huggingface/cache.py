@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nsa_core.cache_contents import Contents
 from nsa_core.config import NSAConfig
 from nsa_torch import cache as nsa_cache
 from nsa_torch.huggingface.compatibility import Cache, CacheLayerMixin
@@ -30,6 +31,8 @@ CACHED = (
     "v_head_dim",
     "rope_parameters",
     "qk_norm",
+    "rms_norm_eps",
+    "attention_bias",
     "kv",
     "phi",
     "phi_hidden",
@@ -165,6 +168,10 @@ class NSALayer(RowLayer):
     def grow(self, capacity: int) -> None:
         self.state = nsa_cache.grow(self.state, capacity)
 
+    def reset(self) -> None:
+        if self.state is not None:
+            self.state.reset()
+
     def activate_past_recording(self) -> None:
         """From now on keeps what `crop` needs to take tokens back."""
         self.recording = True
@@ -247,12 +254,10 @@ class NSAModelCache(Cache):
 
     def check_model(self, config: NSAModelConfig) -> None:
         """Raises ValueError unless the cache was made for layers as the model's."""
-        for name in CACHED:
-            ours, theirs = getattr(config, name), getattr(self.config, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"the cache must be made for a model with {name}={ours!r}, got {theirs!r}"
-                )
+        ours, theirs = (
+            [(x, getattr(each, x)) for x in CACHED] for each in (config, self.config)
+        )
+        Contents(theirs).with_facts(ours, "for a model ")
 
     def begin(self, x: Tensor, count: Tensor | None) -> None:
         """Before a call's first layer gets `x` [B, T, dim]; `count`: `Rows.count`."""

@@ -181,6 +181,10 @@ class PagedLayer(SharedRowsLayer):
         found = {} if self.pages is None else self.pages.tensors()
         return {k: x.unflatten(0, (self.rows.batch, -1)) for k, x in found.items()}
 
+    def reset(self) -> None:
+        if self.pages is not None:
+            self.pages.reset()
+
     def replace(self, tensors: dict[str, Tensor]) -> None:
         for name, x in tensors.items():
             setattr(self.pages, name, x.flatten(0, 1))
@@ -251,7 +255,8 @@ def attend_pages(
         for each in (key, value)
     )
     at, params = (page_table, lengths), attention.compress_params()
-    append(pages, key, value, *at, cu_seqlens_q=starts, params=params)
+    options = {"params": params, "made_with": attention.spec.cached}
+    append(pages, key, value, *at, cu_seqlens_q=starts, **options)
     out = paged_attention(
         by_token(query),
         by_token(gates),
