@@ -315,6 +315,9 @@ class NSAAttention(nnx.Module):
             segment_ids=segment_ids,
             config=spec.config,
         )
+        if segment_ids is not None:
+            # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
+            x = jnp.where(segment_ids[..., None] >= 0, x, jnp.zeros((), x.dtype))
         query, key, value, gates = self.project(x.astype(self.dtype), where.position)
         options = dict(config=spec.config, implementation=self.implementation)
         if kv is None:

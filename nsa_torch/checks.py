@@ -67,6 +67,11 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
         )
 
 
+def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
+    """Whether tokens of a packed row may be in no sequence, as far as the host knows."""
+    return not _is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
+
+
 def page_numbers(page_table, lengths, cache, *, read):
     """Checks the numbers, where the host reads them."""
     if _is_read(page_table) and _is_read(lengths):

@@ -71,6 +71,14 @@ class Mark(nn.Module):
         """Nothing is read."""
 
 
+def without_padding(x: Tensor, real: Tensor) -> Tensor:
+    """`x` [B, T, dim], 0 where a token is not `real` [B, T].
+
+    The gradient of a weight is a product with `x`, in which 0 times NaN is NaN.
+    """
+    return torch.where(real[..., None], x, 0)
+
+
 class NSAAttention(nn.Module):
     """Causal self-attention by Native Sparse Attention, with keys and values per branch or shared.
 
@@ -181,6 +189,8 @@ class NSAAttention(nn.Module):
             )
         self.add_module(KIND_MODULE, nn.ModuleDict({x: Mark() for x in spec.kind_marks()}))
         self.register_load_state_dict_pre_hook(_check_kind)
+
+    zeroes_padding = True  # before a gradient is recorded
 
     def reset_parameters(self) -> None:
         """Draws all weights anew, such as those of a layer made on `meta`, after `to_empty`."""
@@ -305,8 +315,11 @@ class NSAAttention(nn.Module):
         if kv is not None and self.context_mesh is not None:
             raise ValueError("kv must be None where context_mesh is given, got a cache")
         batch, length, _ = x.shape
+        zeroes_padding = self.zeroes_padding and torch.is_grad_enabled()
         if kv is not None:
             steps = torch.arange(length, device=x.device)
+            if zeroes_padding and new_lengths is not None:
+                x = without_padding(x, steps < new_lengths[:, None])
             query, key, value, gates = self.project(x, kv.length[:, None] + steps)
             out, kv = cache.cached_attention(
                 query,
@@ -324,6 +337,7 @@ class NSAAttention(nn.Module):
         ranks: dict[str, Any] = {}
         if self.context_mesh is None:
             checks.packed(cu_seqlens, x, "x")
+            padded = cu_seqlens is not None and checks.may_be_padded(cu_seqlens, length)
             cu_seqlens = checks.clamped(cu_seqlens, length)
             where = geometry.geometry(
                 batch,
@@ -338,7 +352,9 @@ class NSAAttention(nn.Module):
             ranks = {"context_mesh": self.context_mesh, "context_layout": self.context_layout}
             own = {"cu_seqlens": cu_seqlens, "device": x.device}
             position = context.shard_positions(local_length=length, **own, **ranks)
-            compress = context.compress
+            compress, padded = context.compress, cu_seqlens is not None
+        if zeroes_padding and padded:
+            x = without_padding(x, position >= 0)
         query, key, value, gates = self.project(x, position)
         key_params, value_params = self.compress_params()
         packed: dict[str, Any] = dict(config=spec.config, cu_seqlens=cu_seqlens) | ranks

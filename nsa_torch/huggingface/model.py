@@ -37,13 +37,15 @@ from nsa_torch.huggingface.continuous import ContinuousBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
-from nsa_torch.module import MLP, NSAAttention, Pool
+from nsa_torch.module import MLP, NSAAttention, Pool, without_padding
 
 
 class SelfAttention(NSAAttention):
     """NSA of a decoder layer. Whatever cache it attends through, it is called as a module, so that
     hooks see it.
     """
+
+    zeroes_padding = False  # the model has done it
 
     def forward(
         self,
@@ -302,6 +304,8 @@ class NSAModel(NSAPreTrainedModel):
         if cache is not None:
             cache.check_model(self.config)
             cache.begin(x, where.count)
+        if torch.is_grad_enabled() and (real := where.real(x.shape[1])) is not None:
+            x = without_padding(x, real)
         position, mask = self._dense_inputs(x, where, cache)
         for layer in self.layers:
             x = layer(x, where, position, mask, cache=cache)

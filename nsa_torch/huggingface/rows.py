@@ -27,6 +27,21 @@ class Rows(NamedTuple):
         x = x if self.first is None else _roll(x, -self.first)
         return x if self.empty is None else x.masked_fill(self.empty[:, None, None], 0)
 
+    def real(self, length: int) -> Tensor | None:
+        """bool `[B or 1, T]`: whether a column is a token; None: each is."""
+        if self.cu_seqlens is not None:
+            if not checks.may_be_padded(self.cu_seqlens, length):
+                return None
+            return (
+                torch.arange(length, device=self.cu_seqlens.device)[None] < self.cu_seqlens[-1]
+            )
+        if self.count is None:
+            return None
+        column = torch.arange(length, device=self.count.device).expand(self.count.shape[0], -1)
+        if self.first is not None:
+            column = (column - self.first[:, None]) % length
+        return column < self.count[:, None]
+
 
 def rows(
     batch: int,

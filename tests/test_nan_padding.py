@@ -1,0 +1,191 @@
+"""NaN in the hidden states of padding: in W^T x zero times NaN would be NaN in every weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import nsa_jax
+import nsa_torch
+from nsa_core.compress_params import MLPParams, PoolParams, RopeMLPParams
+from nsa_core.layer import LayerSpec
+from nsa_jax.nn import NSAAttention as JaxAttention
+from nsa_torch import NSAAttention, heads
+from nsa_torch.huggingface import NSAModel, NSAModelConfig
+from tests.inputs import SMALL
+
+SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
+LAYERS = {
+    "mean": {},
+    "pool": dict(phi="mlp"),
+    "mlp": dict(phi="mlp_pe", kv="shared", bias=True),
+    "rotated": dict(phi="mlp_rope", gate="head", qk_norm_eps=1e-6, bias=True),
+}
+LENGTH, REAL = 40, 29
+SEGMENTS = np.repeat([0, 1, -1], [12, REAL - 12, LENGTH - REAL])[None].astype(np.int32)
+BORDERS = torch.tensor([0, 12, REAL])
+
+
+def hidden(number, real=REAL, seed=0):
+    x = np.random.default_rng(seed).standard_normal((1, LENGTH, 16)).astype(np.float32)
+    x[:, real:] = number
+    return x
+
+
+def of_torch(loss, module, x):
+    """Gradients of the parameters and of `x`."""
+    x = torch.from_numpy(x).requires_grad_()
+    return [g.numpy() for g in torch.autograd.grad(loss(x), [*module.parameters(), x])]
+
+
+def check(clean, spoiled):
+    """Gradients by name or in order, those of hidden states last."""
+    for want, got in zip(clean, spoiled, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert all(np.isfinite(x).all() for x in clean) and any(x.any() for x in clean)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_torch(kind, fused, monkeypatch):
+    monkeypatch.setattr(heads, "FUSED_FROM", 1 if fused else heads.FUSED_FROM)
+    layer = NSAAttention(**SIZES | LAYERS[kind])
+
+    def loss(x):
+        return layer(x, cu_seqlens=BORDERS)[0][:, :REAL].square().sum()
+
+    clean, spoiled = (of_torch(loss, layer, hidden(x)) for x in (0, np.nan))
+    check(clean, spoiled)
+    assert not spoiled[-1][:, REAL:].any()
+
+
+@pytest.mark.parametrize("kind", ["mean", "rotated"])
+def test_a_layer_of_torch_with_a_cache(kind):
+    """Behind `new_lengths`, in a prompt and in what follows it."""
+    layer = NSAAttention(**SIZES | LAYERS[kind])
+
+    def loss(x):
+        first, kv = layer(x, layer.init_cache(1, 99), new_lengths=torch.tensor([REAL]))
+        then, _ = layer(x[:, 20:], kv, new_lengths=torch.tensor([REAL - 20]))
+        return first[:, :REAL].square().sum() + then[:, : REAL - 20].square().sum()
+
+    check(*(of_torch(loss, layer, hidden(x)) for x in (0, np.nan)))
+
+
+def masks(layer, x, *cache, **options):
+    """Whether a call of a layer masks its hidden states."""
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        layer(x, *cache, **options)
+    masked = [each for each in profile.function_events if each.name == "aten::where"]
+    return any([*x.shape] in each.input_shapes for each in masked)
+
+
+def test_no_padding_no_launch():
+    """Nothing is masked in whole sequences, in a packed row without padding, without gradients."""
+    layer, x = NSAAttention(**SIZES), torch.from_numpy(hidden(0))
+    assert masks(layer, x, cu_seqlens=BORDERS)
+    assert not masks(layer, x, cu_seqlens=torch.tensor([0, 12, LENGTH]))
+    assert not masks(layer, x) and not masks(layer, x, layer.init_cache(1, LENGTH))
+    with torch.no_grad():
+        assert not masks(layer, x, cu_seqlens=BORDERS)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_of_flax(kind):
+    layer = JaxAttention(LayerSpec(**SIZES | LAYERS[kind]), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    real = SEGMENTS >= 0
+
+    @jax.jit
+    def gradients(state, x):
+        def loss(state, x):
+            y, _ = nnx.merge(graph, state)(x, segment_ids=jnp.asarray(SEGMENTS))
+            return jnp.where(real[..., None], y, 0).sum(where=real[..., None]) ** 2
+
+        return jax.grad(loss, (0, 1))(state, x)
+
+    clean, spoiled = (jax.tree.leaves(gradients(state, hidden(x))) for x in (0, np.nan))
+    check(clean, spoiled)
+    assert not spoiled[-1][:, REAL:].any()
+
+
+MODEL = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    compress_block=8,
+    compress_stride=4,
+    select_block=16,
+    num_selected=3,
+    window=7,
+    attention=["nsa", "dense"],
+)
+MASK = torch.ones(1, LENGTH, dtype=torch.int64)
+MASK[:, REAL:] = 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [dict(attention_mask=MASK), dict(attention_mask=MASK.flip(1)), dict(cu_seq_lens_q=BORDERS)],
+    ids=["right", "left", "packed"],
+)
+@pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
+def test_a_model_of_transformers(rows, use_cache):
+    torch.manual_seed(0)
+    model = NSAModel(NSAModelConfig(**MODEL))
+    mask = rows.get("attention_mask", MASK)
+
+    def loss(x):
+        x = x.flip(1) if mask[0, 0] == 0 else x
+        out = model(inputs_embeds=x, use_cache=use_cache, **rows).last_hidden_state
+        return out[mask > 0].square().sum()
+
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients(number):
+        x = torch.from_numpy(hidden(number)).requires_grad_()
+        given = [p for name, p in model.named_parameters() if name != "embed_tokens.weight"]
+        return [g.numpy() for g in torch.autograd.grad(loss(x), [*given, x])]
+
+    assert "embed_tokens.weight" in names
+    check(gradients(0), gradients(np.nan))
+
+
+PHI = {
+    "pool": lambda rng: PoolParams(rng(8, 8)),
+    "mlp": lambda rng: MLPParams(rng(8, 8), rng(64, 3), rng(3), rng(3, 8), rng(8)),
+    "rotated": lambda rng: RopeMLPParams(
+        rng(8, 8), rng(64, 3), rng(3), rng(3, 8), rng(8), rng(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PHI)
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_parameters_of_compression(framework, kind):
+    """Of packed rows."""
+    rng = np.random.default_rng(0)
+    params = PHI[kind](lambda *shape: rng.standard_normal(shape).astype(np.float32))
+    found = []
+    for number in (0, np.nan):
+        x = np.random.default_rng(1).standard_normal((1, LENGTH, 2, 8)).astype(np.float32)
+        x[:, REAL:] = number
+        if framework == "torch":
+            leaves = [torch.from_numpy(p).requires_grad_() for p in params]
+            given = dict(config=SMALL, cu_seqlens=BORDERS)
+            y = nsa_torch.compress(torch.from_numpy(x), type(params)(*leaves), **given)
+            found.append([g.numpy() for g in torch.autograd.grad(y.square().sum(), leaves)])
+        else:
+
+            def loss(params, x=x):
+                y = nsa_jax.compress(x, params, config=SMALL, segment_ids=jnp.asarray(SEGMENTS))
+                return (y**2).sum()
+
+            found.append(jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
+    check(*found)
