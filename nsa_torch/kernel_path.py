@@ -161,7 +161,14 @@ class KernelPath:
         given, clean, *place = arguments[form.count :]
         inputs = form.inputs(arguments)
         self.before_call(inputs, place, form, gradients=gradients)
-        return inputs, given, self._layout(inputs.query, place, clean)
+        layout = self._layout(inputs.query, place, clean)
+        if (
+            self.masks
+        ):  # what kernels mask are keys and queries; a gate multiplies what they found
+            rows = KernelLayout(inputs.query, *place, clean=clean)
+            gates = zero_padding(torch, rows, *inputs.gates)
+            inputs = inputs._replace(gates=Branches(*gates))
+        return inputs, given, layout
 
     def _shapes(self, form, *arguments, keep=False):
         """Of the results of `_forward`."""

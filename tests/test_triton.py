@@ -212,6 +212,30 @@ def test_triton_sel_edge_cases_of_padding():
     assert all((x[:, sum(lengths) :] == 0).all() for x in clean)
 
 
+@kernel
+@pytest.mark.parametrize("branch", range(3))
+def test_a_gate_that_is_nan(branch):
+    """Its token's output is, of a branch that sees no key as well, and no other; with a gradient
+    and without.
+    """
+    tensors = [draw(1, 24, n, 8, seed=n) for n in (2, 1, 1)]
+    gates = draw(1, 24, 2, 3, seed=4)
+    gates[0, 2, 1, branch] = torch.nan
+
+    def results(name):
+        leaves = [x.clone().requires_grad_() for x in (*tensors, gates)]
+        options = {"config": SMALL, "implementation": name}
+        with torch.no_grad():
+            alone = nsa_torch.attention(*leaves, **options)
+        out = nsa_torch.attention(*leaves, **options)
+        return alone, out, torch.autograd.grad(out.sum(), leaves)[-1]
+
+    got, want = results("triton"), results("sdpa")
+    assert want[0].isnan().any(dim=-1).nonzero().tolist() == [[0, 2, 1]]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.gpu
 def test_chunks_give_the_same_bits():
     """A row's sums depend on no other row of its tile. (NumPy's products do.)"""

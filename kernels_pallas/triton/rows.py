@@ -107,8 +107,6 @@ def store_attention(
     natural = tl.where(empty, NEGATIVE_INFINITY, (most + tl.log2(total)) * LN2)
     if GATED:
         acc *= tl.load(gate + row, mask=mask, other=0.0)[:, None]
-        # A row without keys is 0 whatever its gate.
-        acc = tl.where(empty[:, None], 0.0, acc)
     if ADDED:
         acc += load_rows(added, row, mask, VALUE_WIDTH, VALUE_COLUMNS).to(tl.float32)
     store_rows(out, row, acc, mask, VALUE_WIDTH, VALUE_COLUMNS)
