@@ -13,6 +13,7 @@ A document names a table between two comments, and this command fills what stand
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
+| `kernel_times` | what kernels take in a whole call (`bench.call_kernels`) | `kernels`, `device` |
 | `counters` | hardware counters of the kernels, by `ncu` | |
 | `memory_check` | what `compute-sanitizer` found in layers (`bench.memory_check`) | `device` |
 | `training` | time of a training step of the 124 M model | `device` |
@@ -54,7 +55,7 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
-DOCUMENTS = ("README.md", "docs/*.md")
+DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/kernels/*.md")
 MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )
@@ -193,6 +194,26 @@ def variants(kernel: str, device: str = DEVICE.name) -> str:
         for (name, commit), times in rows.items()
     ]
     return table(["variant", *shapes, "commit"], cells)
+
+
+def kernel_times(kernels: str, device: str = DEVICE.name) -> str:
+    """A row a shape, the newest; `kernels`: columns of the kernel log without spaces, by commas."""
+    lines = lines_of("kernel_log/variants.jsonl", device)
+    columns, rows = kernels.split(","), {}
+    for line in lines:
+        column = line["shape"].replace(" ", "")
+        if line["kernel"] == "call_kernels" and column in columns:
+            found = rows.setdefault(line["variant"], {})
+            found[column] = f"{line['time_ms']:g}"
+            found["commit"] = line["commit"] or MISSING
+    if unknown := [x for x in columns if not any(x in found for found in rows.values())]:
+        raise ValueError(f"the kernel log has no {unknown}")
+    cells = [
+        [shape, *(found.get(name, MISSING) for name in (*columns, "commit"))]
+        for shape, found in rows.items()
+    ]
+    head = [column.replace(":", ": ") for column in columns]
+    return table(["shape", *head, "commit"], cells)
 
 
 def counters() -> str:
@@ -522,6 +543,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "attention": attention,
     "branches": branches,
     "variants": variants,
+    "kernel_times": kernel_times,
     "counters": counters,
     "memory_check": memory_check,
     "training": training,

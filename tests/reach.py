@@ -1,12 +1,12 @@
-"""What a token that is not finite reaches, in one branch, against the table of docs/kernels.md."""
+"""What a token that is not finite reaches in one branch, against docs/kernels/numerics.md."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 
-DOCS = Path(__file__).parents[1] / "docs" / "kernels.md"
-HEADING = "## What NaN and infinity reach"
+DOCS = Path(__file__).parents[1] / "docs" / "kernels" / "numerics.md"
+HEADING = "## How far"
 RESULTS = "out", "lse", "dq", "dk", "dv"
 NUMBERS = np.nan, np.inf, 3e38
 # Of the four products the operand that may be NaN, and what of other tokens it may then reach.

@@ -94,7 +94,7 @@ REACH = Case(70, 70, B=1, D=8, Dv=8)
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_what_nan_reaches(implementation, branch):
-    """Of one token, in both directions, as docs/kernels.md says."""
+    """Of one token, in both directions, as docs/kernels/numerics.md says."""
     p = problem(REACH)
     options = dict(config=SMALL, implementation=implementation)
     compress = lambda x: nsa_jax.compress(x, config=SMALL)

@@ -107,6 +107,7 @@ def test_a_typed_figure_in_a_table_is_seen():
         ("attention mode", "attention mode"),
         ("attention colour=red", "colour"),
         ("variants kernel=none", "no kernel 'none'"),
+        ("kernel_times kernels=scores,none", "none"),
     ],
 )
 def test_markers_that_cannot_be_understood(what, message):

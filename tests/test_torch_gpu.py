@@ -100,7 +100,7 @@ REACH_ON_GPU = Case(300, 300, B=1, H=8, Hkv=2, D=64, Dv=64, config=PAPER, dtype=
 
 @by_branch
 def test_fa2_gpu_what_nan_reaches(branch):
-    """Of one token, in both directions, as docs/kernels.md says."""
+    """Of one token, in both directions, as docs/kernels/numerics.md says."""
     check_reach(REACH_ON_GPU, branch, "fa2", "cuda")
 
 

@@ -217,7 +217,7 @@ def test_nan_in_padding_goes_nowhere():
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.usefixtures("interpreted")
 def test_what_nan_reaches(branch):
-    """Of one token, in both directions, as docs/kernels.md says."""
+    """Of one token, in both directions, as docs/kernels/numerics.md says."""
     check_reach(dataclasses.replace(TOKENS, T=24, S=24), branch, "mosaic", "cpu", NUMBERS[::2])
 
 

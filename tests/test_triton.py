@@ -135,7 +135,7 @@ def test_any_blocks_in_any_order(case, monkeypatch):
 @pytest.mark.parametrize("branch", BRANCH_NAMES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 def test_what_nan_reaches(branch):
-    """Of one token, in both directions, as docs/kernels.md says."""
+    """Of one token, in both directions, as docs/kernels/numerics.md says."""
     case = Case(24, 24, H=2, Hkv=1, B=1, D=8, Dv=8)
     check_reach(case, branch, "triton", DEVICE, NUMBERS[::2] if INTERPRETED else NUMBERS)
 

@@ -20,7 +20,7 @@ Tile: 16 query heads x 16 keys of mma.m16n8k16; a group of fewer heads leaves ro
 would pad the rows to 64 and need a barrier over 4 warps.
 Bandwidth bound where a cache is long: a strip is read once and used by 16 rows, 16 operations a
 byte. Short or alone, bound by latency: three round trips to memory and four exchanges one after
-the other (`docs/kernels.md`).
+the other (`docs/kernels/decode.md`).
 """
 
 import dataclasses

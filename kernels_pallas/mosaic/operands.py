@@ -263,7 +263,8 @@ class Buffers:
         `meanwhile` returns, which runs beside them. The narrower one says how many columns.
 
         Mosaic's own products suit operands that stay where they are: the compiler keeps their
-        descriptors. By `start_product` such kernels take up to 11 % longer (docs/kernels.md).
+        descriptors. By `start_product` such kernels take up to 11 % longer
+        (docs/kernels/gathered.md).
         """
         if self.interpret:
             return *(self.start_product(*pair) for pair in pairs), meanwhile()

@@ -8,9 +8,9 @@ of this one where registers hold both. Tiles: 64 rows x one selection block; sta
 `specs.selected.forward_stages`.
 
 Bound: the latency of a block's steps (wait for the keys, S, softmax), and on random selections
-L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels.md). Floors at
-B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output once 0.64
-ms; the lists are 108 GB on random selections, 13 ms at 8.3 TB/s.
+L2 to shared memory, which reads the blocks of a tile's list once (docs/kernels/selected.md).
+Floors at B=1 H=64 Hkv=4 D=Dv=128 T=65536 n=16 on an H100: 2.2 TFLOP = 2.2 ms; query and output
+once 0.64 ms; the lists are 108 GB on random selections, 13 ms at 8.3 TB/s.
 """
 
 from kernels_pallas.kernel import Kernel

@@ -31,7 +31,7 @@ from kernels_pallas.specs.scores import LANES, STRIPE_WORDS, Scores, winner_slot
 
 NO_SCORE = warp.integer(-1.0)  # in place of a score
 TAKEN = -(2**31)  # in place of a score that was taken, below `NO_SCORE`
-TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels.md)
+TWO_KNOWN = 8  # stripes up to which a lane knows its best two (docs/kernels/scores.md)
 WARP_ROWS = 16  # of a product of 64 rows
 TOGETHER = 4  # tokens whose best a warp takes at a time
 
