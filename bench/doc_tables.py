@@ -10,6 +10,7 @@ A document names a table between two comments, and this command fills what stand
 
 | table | what it shows | options |
 |---|---|---|
+| `summary` | NSA beside dense attention in a few rows: time and quality | `device` |
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
@@ -27,6 +28,8 @@ A document names a table between two comments, and this command fills what stand
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
 | `seed_names` | scripts, commands and tests of the seed system, and what they are here | |
 | `seed_variables` | its environment variables | |
+
+It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
 A cell shows the newest record of its shape; the column `commit` says which commits those are.
 Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understood.
@@ -125,6 +128,43 @@ class Newest:
 
     def get(self, shape, branch, framework, implementation) -> Record | None:
         return self._of.get((shape, branch, framework, implementation))
+
+
+# What the README shows: problems of whole attention, heads, key/value heads, D, rows, tokens.
+SUMMARY = {
+    "a long context: 64k tokens, 64 / 4 heads": (64, 4, 128, 1, 65536),
+    "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 8, 2048),
+    "one query head a key/value head: 16k tokens": (16, 16, 128, 1, 16384),
+}
+PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
+
+
+def summary(device: str = "nvidia-h200") -> str:
+    """NSA beside the faster dense kernel: time of some problems, and loss over seeds."""
+    rows = []
+    for mode, which in PASSES.items():
+        newest = Newest(load(device), mode)
+        for what, (heads, kv_heads, width, batch, tokens) in SUMMARY.items():
+            shape = heads, kv_heads, width, width, batch, tokens, "random"
+            ours = newest.get(shape, "all", "torch", "mosaic")
+            dense = [newest.get(shape, "dense", "torch", name) for name in USUAL]
+            timed = [(x.time_ms, x) for x in (ours, *dense) if x and x.time_ms]
+            if len(timed) < 3 or ours is None:
+                raise ValueError(f"{device} has no times of {what}")
+            (time, _), (best, fastest) = timed[0], min(timed[1:], key=lambda x: x[0])
+            ratio = best / time
+            said = f"{ratio:.1f}x as fast" if ratio > 1 else f"{1 / ratio:.1f}x as slow"
+            cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
+            rows.append([*cells, commits([ours, fastest])])
+    rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
+    for found in _differences():
+        if found.measure == "held-out loss":
+            worse = "worse" if found.mean > 0 else "better"
+            said = f"**{abs(found.mean):.2f} nats {worse}**, standard error {found.error:.2f}"
+            where = f"124 M weights, 1000 steps, {len(found.seeds)} seeds"
+            cells = [found.measure, where, f"{found.nsa:.2f}", f"{found.dense:.2f}", said]
+            rows.append([*cells, MISSING])
+    return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
 # Dense kernels that always have a column; the others of `KERNEL_NAMES` have one where there are
@@ -443,10 +483,16 @@ def serving(device: str) -> str:
     return table(["attention", *cells, "commit"], rows)
 
 
-def crossovers() -> str:
-    """The answers of the first chart of `bench.report`, from all records of the device."""
+def _crossovers() -> tuple[str, list[crossover.Panel]]:
+    """The device, and its part of the first chart of `bench.report`, from all its records."""
     report = sources.read(sorted(DEVICE.glob("*.jsonl")))
-    (each,) = crossover.panels(report.records, report.training_lines).values()
+    (found,) = crossover.panels(report.records, report.training_lines).items()
+    return found
+
+
+def crossovers() -> str:
+    """The answers of that chart."""
+    _, each = _crossovers()
     rows = [
         [
             crossover.QUESTIONS[panel.question],
@@ -532,14 +578,22 @@ def showcase(device: str = DEVICE.name) -> str:
     return table(["S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "commit"], rows)
 
 
-def quality_over_seeds() -> str:
+def _differences() -> list[quality.Difference]:
     """NSA against dense attention; both runs of a seed were on the same device."""
     paths = sorted(DEVICE.parent.glob("*/quality/*.jsonl"), key=lambda path: path.name)
-    found = {str(path): train_log.read(path) for path in paths}
-    return table(quality.HEAD, quality.rows(quality.differences(found)))
+    return quality.differences({str(path): train_log.read(path) for path in paths})
 
 
+def quality_over_seeds() -> str:
+    return table(quality.HEAD, quality.rows(_differences()))
+
+
+# Files that are pictures, made whole.
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
+}
 TABLES: Mapping[str, Callable[..., str]] = {
+    "summary": summary,
     "attention": attention,
     "branches": branches,
     "variants": variants,
@@ -589,10 +643,10 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 def main(argv: Sequence[str]) -> int:
     stale = []
-    for path in documents():
-        text = path.read_text()
-        new = filled(text, path.name)
-        if new != text:
+    made = {path: filled(path.read_text(), path.name) for path in documents()}
+    made |= {ROOT / path: picture() for path, picture in PICTURES.items()}
+    for path, new in made.items():
+        if not path.exists() or new != path.read_text():
             stale.append(path)
             if WRITE.value:
                 path.write_text(new)

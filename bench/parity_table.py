@@ -25,9 +25,9 @@ fails shows that row. `oneshot/` beside them is one whole run of `bench.oneshot`
 summary, report and page.
 
 `kernels/` has what was measured and tried while kernels were written, a page a kernel. Its tables
-of variants are made from `<device>/kernel_log/variants.jsonl` by `python -m bench.doc_tables --write`.
-Most variants were timed on working trees, so they have no commit, and are gone. They say what a
-choice was worth, not what today's kernel takes (`docs/kernels/`).
+of variants are made from `<device>/kernel_log/variants.jsonl` by `bench.doc_tables --write`. Most
+variants were timed on working trees, so they have no commit, and are gone. They say what a choice
+was worth, not what today's kernel takes (`docs/kernels/`).
 
 Older rows were judged by maximum and mean only: they have no rms and no slope, and the status
 says of how many problems no newer row does. The slope is judged of 10^5 elements or more. Parts of

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import pytest
 
@@ -89,6 +90,13 @@ def test_a_broken_link_is_seen():
 def test_tables_are_what_the_records_give(path):
     text = path.read_text()
     assert doc_tables.filled(text, path.name) == text
+
+
+@pytest.mark.parametrize("path", doc_tables.PICTURES)
+def test_pictures_are_what_the_records_give(path):
+    text = (ROOT / path).read_text()
+    assert text == doc_tables.PICTURES[path]()
+    assert xml.etree.ElementTree.fromstring(text).tag.endswith("svg")
 
 
 def test_a_typed_figure_in_a_table_is_seen():

@@ -352,6 +352,48 @@ def svg(panel: Panel, axes: Axes) -> str:
     return f'<svg {box} role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
+# Colours of the page (`page.html`) on paper that is always light.
+PICTURE_STYLE = """
+text { font: 11px system-ui, sans-serif; fill: #1c2127; }
+.title { font-size: 13px; font-weight: 600; }
+.ours { --of: #0b6b4c; } .cudnn { --of: #8a63d2; }
+.flash { --of: #c2410c; } .other { --of: #7c8794; }
+line { stroke: #dedbd3; } .one { stroke: #5d6672; stroke-width: 1.5; } .faster { fill: #e2f2ea; }
+polyline { fill: none; stroke: var(--of); stroke-width: 1.3; }
+polyline.ours { stroke-width: 2.6; }
+circle, .mark { fill: var(--of); stroke: var(--of); } .hollow { fill: #ffffff; stroke-width: 2; }
+line.from { stroke: #0b6b4c; stroke-dasharray: 3 3; stroke-width: 1.5; }
+text.from { fill: #0b6b4c; }
+text.bad { fill: #b3261e; }
+"""
+CAPTION = 26  # above each panel of a picture, and above all of them
+
+
+def picture(device: str, each: Sequence[Panel]) -> str:
+    """The panels that can be drawn as one SVG of its own, two beside each other."""
+    drawn = [panel for panel in each if panel.drawn]
+    lengths = [math.log2(point.tokens) for panel in drawn for point in panel.points]
+    tokens = min(lengths), max(lengths)
+    height, parts = CAPTION + HEIGHT, []
+    names = sorted({name for panel in drawn for name in panel.lines})
+    for place, name in enumerate(names):
+        x = LEFT + place * WIDTH // 2
+        mark = f'class="mark {_class(name)}" x="{x}" y="12" width="16" height="4"'
+        parts += [f"<rect {mark}/>", _text(x + 22, 18, _name(name), anchor="start")]
+    for place, panel in enumerate(drawn):
+        x, y = place % 2 * WIDTH, CAPTION + place // 2 * height
+        title = f"{QUESTIONS[panel.question].capitalize()}: {panel.answer}"
+        parts.append(_text(x + LEFT, y + 18, title, anchor="start", kind="title"))
+        size = f'<svg x="{x}" y="{y + CAPTION}" width="{WIDTH}" height="{HEIGHT}" '
+        parts.append(svg(panel, Axes.of(panel, tokens)).replace("<svg ", size, 1))
+    box = f'viewBox="0 0 {2 * WIDTH} {CAPTION + -(-len(drawn) // 2) * height}"'
+    label = f'role="img" aria-label="{escape(sentence(device, each))}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} {label}><style>{PICTURE_STYLE}</style>'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(parts)}</svg>\n'
+    )
+
+
 def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "") -> str:
     where = f'class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}"'
     return f"<text {where}>{escape(text)}</text>"
