@@ -27,7 +27,7 @@ help:
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
-	@echo "make check       format, lint, types, floors"
+	@echo "make check       format, lint, types, layers"
 	@echo "make format      rewrite the sources in the house format"
 
 $(READY): pyproject.toml
