@@ -82,8 +82,7 @@ LENGTHS = flags.DEFINE_list(
 FORCE = flags.DEFINE_string(
     "branch_force_mode",
     "run",
-    "run: each branch runs alone; env: the same, and the seed system's NSA_FORCE_BRANCH forces "
-    "no gate.",
+    "run: each branch runs alone; env: the same. No variable forces a gate.",
     **_own,
 )
 PAGED = flags.DEFINE_enum(
@@ -304,7 +303,7 @@ def above_whole(cells: Mapping[str, Any]) -> list[str]:
 
 
 def line(cells: dict[str, Any]) -> str:
-    """The seed system's table, one line; a part above the whole has a `*`."""
+    """A row of the table as a line; a part above the whole has a `*`."""
     marks = dict.fromkeys(above_whole(cells), "*")
     times = "  ".join(f"{shown(cells[x], marks.get(x, '')):>9}" for x in TIMES.values())
     decode, total = (cells.get(name) for name in ("reads_actual_decode", "reads_actual"))

@@ -24,10 +24,10 @@ A document names a table between two comments, and this command fills what stand
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
-| `selection` | the seed system's selection matrix: medians and least over its sizes | |
+| `selection` | the selection matrix `s2`: medians and least over its sizes | |
 | `scaling` | one sequence over several GPUs, a row a number of them (`bench.scale`) | |
-| `seed_names` | scripts, commands and tests of the seed system, and what they are here | |
-| `seed_variables` | its environment variables | |
+| `seed_names` | scripts, commands and tests (docs/seed.md), and what they are here | |
+| `seed_variables` | environment variables, and what they are here | |
 
 It writes `docs/crossover.svg` too, the first chart of `bench.report`.
 
@@ -413,7 +413,7 @@ def first_call(device: str) -> str:
 
 
 def selection() -> str:
-    """The seed system's matrix as far as it was measured, the newest of each problem."""
+    """The matrix `s2` as far as it was measured, the newest of each problem."""
     newest: dict[tuple[Any, ...], dict[tuple[int, ...], dict[str, Record]]] = {}
     for record in records.read(DEVICE / "selection.jsonl"):
         about = record.extra

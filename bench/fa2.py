@@ -4,7 +4,7 @@
     python -m bench.fa2 --S_list=1024,8192,32768 --w_list=512 --path=dense
 
 `masked` is one `scaled_dot_product_attention` under the whole boolean mask `[T, S]`, made
-before the clock starts: what the seed system ran. `fa2` is FlashAttention-2 on the same arrays,
+before the clock starts. `fa2` is FlashAttention-2 on the same arrays,
 by one of two calls (`--path`): `varlen`, which is what the library does (`auto`), or `dense`.
 `sdpa` is the library's portable path, which runs where FA-2 does not pay: thresholds compare
 these two. All are compared with the reference before they are timed. Without CUDA FA-2 is not
@@ -162,7 +162,7 @@ def jobs(branch: str, runner, settings, kv_len: int) -> tuple[Job, ...]:
 
 
 def line(base: Record, fast: Record, library: Record) -> str:
-    """The seed system's line, and the portable path."""
+    """Of masked SDPA, FA-2 and the portable path."""
     config, name = base.config, f"S={base.S}"
     if base.branch == "sliding":
         name += f" w={config['window']}"

@@ -3,7 +3,7 @@
     python -m bench.ranges
     python -m bench.ranges --S_list=256,1024,4096
 
-v1 walks over the blocks of one row after the other on the host, as the seed system did first;
+v1 walks over the blocks of one row after the other on the host;
 v2 is `nsa_jax.ranges.to_ranges`, one compiled program. Both must give the same ranges before
 either is timed. The last line is the adaptive rule: the least length from which on v2 was
 faster at every measured length, or never.

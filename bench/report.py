@@ -3,8 +3,8 @@
     python -m bench.report bench/records/*/*.jsonl --out bench/results/report
 
 Writes `report.html` (one file that asks for nothing else, its first chart: from which length NSA
-is faster, `reports.crossover`), `report.md` (the seed system's templates: speed-ups by length,
-thresholds, parity) and the plots as PNG. Rows that failed stay in, with their reason and without
+is faster, `reports.crossover`), `report.md` (environment, parity, speed-ups by length, thresholds)
+and the plots as PNG. Rows that failed stay in, with their reason and without
 a speed-up. Files of `bench.train` become tables of runs.
 """
 
@@ -26,7 +26,7 @@ from .reports.sources import Report, read
 FLAGS = flags.FlagValues()
 OUT = flags.DEFINE_string("out", None, "A folder for the report.", flag_values=FLAGS)
 TITLE = flags.DEFINE_string("title", None, "Of the report.", flag_values=FLAGS)
-# The rows of the seed system's report: a branch, the kernel, and what it is compared with.
+# The rows of speed-ups: a branch, the kernel, and what it is compared with.
 BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
     "FA-2 over masked SDPA, sliding": ("sliding", "fa2", "masked"),
     "FA-2 over masked SDPA, compressed": ("compressed", "fa2", "masked"),
@@ -35,7 +35,7 @@ BESIDE: dict[str, tuple[str, str | None, render.Over]] = {
 
 
 def markdown(report: Report) -> str:
-    """The seed system's report: environment, parity, speed-ups by length, thresholds, rows."""
+    """`report.md`: environment, parity, speed-ups by length, thresholds, rows."""
     parts = [f"# {report.title}"]
     answers = crossover.panels(report.records, report.training_lines)
     if answers:

@@ -1,9 +1,9 @@
-"""The seed system's reports of one run of `bench.oneshot`, filled in.
+"""A test report of one run of `bench.oneshot`: FA-2, thresholds, and PASS or FAIL of each test.
 
     python -m bench.seed_report artifacts/<commit>
 
-Writes `seed_report.md` there: the results of its GPU playbook (section 10: FA-2 over masked
-SDPA, thresholds) and the template of its GPU test plan (PASS or FAIL, benches, files). A test
+Writes `seed_report.md` there: FA-2 over masked SDPA, thresholds, PASS or FAIL, benches, files. Its
+form is that of other reports (docs/seed.md). A test
 that was not run, or that could not be measured here, says so and is no PASS.
 """
 

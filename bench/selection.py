@@ -7,8 +7,8 @@
     python -m bench.selection --preset=s2 --N=1024 --H=8 --D=128 --Dv=128 --streams=1
 
 `N` queries of one sequence each select `L` keys, `L / l_sel` blocks before all of them, in runs
-of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` (the
-seed system's column) is the library's selected attention by what `kernel` names, `ref_ms` the
+of adjacent blocks (`--dist`): few is 1 run, mixed 4, many 8, at random places. `tri_ms` is the
+library's selected attention by what `kernel` names, whatever that is, `ref_ms` the
 portable path, `speedup` the one over the other where `kernel` is a kernel, else nothing, `mae`
 the mean error beside the float64 reference. What is named by `--beside` has columns of its own.
 With `--streams k` all are k calls on k CUDA streams at once. All are checked before they are
@@ -16,7 +16,7 @@ timed. With `--processes p` the rows are made ready by p processes side by side,
 crashes or hangs costs its own row alone.
 
 `--preset` names a matrix in `configs/selection/`, or a path; a flag that is given stands in
-place of what it lists. `s2` is the seed system's matrix, Triton beside packed SDPA and FA-2;
+place of what it lists. `s2` is a matrix of sizes, Triton beside packed SDPA and FA-2;
 its rows also go to `sel_dense.csv` (one run) and `sel_varlen.csv`.
 """
 
@@ -147,7 +147,7 @@ def columns_of(name: str) -> tuple[str, ...]:
 
 
 def line(cells: dict[str, Any], beside: Sequence[str] = ()) -> str:
-    """The seed system's line."""
+    """A row as a line."""
     names = ("N", "H", "D", "Dv", "L", "nspans", "streams")
     sizes = ",".join(f"{name}={cells[name]}" for name in names)
     mae = "n/a" if cells["mae"] is None else f"{cells['mae']:.3g}"
@@ -160,7 +160,7 @@ def line(cells: dict[str, Any], beside: Sequence[str] = ()) -> str:
 
 
 def mode(dist: str) -> str:
-    """The seed system's word for the kind of a row."""
+    """The kind of a row."""
     if DECODE.value:
         return "decode"
     return "dense" if SPANS[dist] == 1 else "varlen"
@@ -256,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
             table.append(cells(*several))
             print(line(table[-1], matrix.beside), flush=True)
     columns = *COLUMNS, *(column for name in matrix.beside for column in columns_of(name))
-    if PRESET.value is not None:  # the seed system's two files
+    if PRESET.value is not None:  # a file each kind
         for kind in ("dense", "varlen"):
             some = [each for each in table if each["mode"] == kind]
             command.write_csv(results.folder / f"sel_{kind}.csv", columns, some)

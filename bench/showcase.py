@@ -1,4 +1,4 @@
-"""The seed system's runbook of the selection by key ranges: lengths x modes, one table.
+"""Training steps by how the selection is read, as blocks or key ranges: lengths x modes.
 
     python -m bench.showcase                                 # on a GPU: S 512, 1024, 2048
     python -m bench.showcase --modes none --config tiny --lengths 64 --set runtime.kernels=sdpa
@@ -196,7 +196,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def report(rows: Sequence[Row], folder: Path) -> str:
-    """The seed system's template, filled in."""
+    """`showcase.md`."""
     speeds = [row.speed for row in rows if row.speed]
     device = speeds[0].device if speeds else "not known"
     versions = speeds[0].versions if speeds else records.environment(COMMIT.value)["versions"]

@@ -69,7 +69,7 @@ def _number(text: str, where: str) -> float:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """The seed system's columns `S total cmp% sel% win% reads(dec) reads(tot)`."""
+    """The columns `S total cmp% sel% win% reads(dec) reads(tot)`."""
     titles = ("S", "total", "cmp%", "sel%", "win%", "reads(dec)", "reads(tot)")
     widths = (8, 9, 6, 6, 6, 14, 18)
     lines = [" ".join(title.rjust(w) for title, w in zip(titles, widths, strict=True))]

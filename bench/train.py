@@ -4,7 +4,7 @@
     python -m bench.train --config 125m --set train.lr=3e-4 # of configs/train/, or a path
     python -m bench.train --dataset 'texts/*.jsonl' --tokenizer tokenizer.json
     python -m bench.train --dataset HuggingFaceFW/fineweb-edu:sample-10BT
-    python -m bench.train --model 125m --steps 300          # the seed system's shape, on a GPU
+    python -m bench.train --model 125m --steps 300          # 124 million weights, on a GPU
     python -m bench.train --model 125m --throughput         # tokens/s, memory and MFU by length
     python -m bench.train --model 125m --throughput --gate sigmoid,head     # beside each other
     python -m bench.train --resume --out bench/results/...  # go on where SIGTERM stopped it
@@ -80,7 +80,7 @@ BATCH = flags.DEFINE_integer(
 BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
     None,
-    "In place of --batch, as the seed system counts: sequences of a micro-batch on one device.",
+    "In place of --batch: sequences of a micro-batch on one device.",
     lower_bound=1,
     **_own,
 )

@@ -7,7 +7,7 @@
 
 A threshold is the smallest recorded length at which the kernel is faster by the margin in all
 rows of that and of every greater length; `never` where there is none. FA-2 is compared with one
-SDPA under the whole mask, as the seed system asks, and the portable path stands beside it; the
+SDPA under the whole mask, and the portable path stands beside it; the
 kernels of the selection are compared with the portable path. A kernel that failed at a length
 does not win there. Only measurements count: no rows, no threshold. Of a folder its files
 `fa2.jsonl` and `selection.jsonl` are read, at any depth.

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Self
 
-# The names of the seed system's module and config files.
+# Short names, which layers and config files use.
 SEED_NAMES = {
     "l": "compress_block",
     "d": "compress_stride",
@@ -66,7 +66,7 @@ class NSAConfig:
 
     @classmethod
     def from_seed(cls, **values: Any) -> Self:
-        """A config from the seed system's names `l, d, l_sel, n_sel, w`."""
+        """A config from the short names `l, d, l_sel, n_sel, w`."""
         unknown = sorted(set(values) - set(SEED_NAMES))
         if unknown:
             raise ValueError(f"unknown name {unknown[0]!r}; known: {sorted(SEED_NAMES)}")

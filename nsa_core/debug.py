@@ -9,8 +9,8 @@ Events, all off at first:
              a whole is slower than without
   `compare`  mean and largest error of each step beside the reference on the same arguments
 
-A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=value ...`, as the
-seed system prints them. A fused path runs its steps one by one while `timing` or `compare` is
+A line is `NSA-LOG <event> key=value ...`, of `compare` `NSA-DBG <branch>_mae=value ...`.
+A fused path runs its steps one by one while `timing` or `compare` is
 on. Under `jax.jit` and other transforms `routing` and `shapes` tell of the trace, once;
 `timing` and `compare` need values and say that they refuse. `torch.compile` shows `routing`
 only. While an event is on, torch also reads `cu_seqlens` that lie on a GPU, and raises as it does

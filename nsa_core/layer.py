@@ -1,4 +1,4 @@
-"""What an NSA attention layer is, in the seed system's words, for both frameworks' modules."""
+"""What an NSA attention layer is, for both frameworks' modules."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ class LayerSpec:
       d_k, d_v: width of a query/key head (even), of a value head.
       l, d, l_sel, n_sel, w: `compress_block`, `compress_stride`, `select_block`,
         `num_selected`, `window` of `NSAConfig`; `num_initial` and `num_local` are its own.
-      phi: "avg": the mean. "mlp": the seed system's word for a learnable depthwise
+      phi: "avg": the mean. "mlp": a learnable depthwise
         convolution that starts as the mean. "mlp_pe": the paper's MLP with an intra-block
         position embedding, of rotated keys: what it makes of a window changes with the window's
         place in the sequence, so that a query cannot tell how far it is. "mlp_rope": the same MLP
@@ -236,7 +236,7 @@ class LayerSpec:
         """That the weights of a checkpoint are of a layer of this kind.
 
         Args:
-          stated: what the checkpoint says of itself; empty: nothing (the seed system's do not),
+          stated: what the checkpoint says of itself; empty: nothing,
             and its weights are taken if the caller named both.
           where: the place in the checkpoint; named in the message.
 
@@ -248,7 +248,7 @@ class LayerSpec:
             raise ValueError(
                 f"{' and '.join(missing)} must be named when the layer is made, to load "
                 f"weights that do not say theirs, got no {where!r} in the checkpoint "
-                f"(the seed system's layers have gate='softmax')"
+                f"(docs/seed.md: layers of older programs have gate='softmax')"
             )
         for name in sorted({*KIND, *stated}) if stated else ():
             ours = str(getattr(self, name)) if name in KIND else "no such name"

@@ -7,8 +7,8 @@ one leaves out only kernels that must have been measured (`MEASURED_ONLY`): not 
 other kernel is for, where they are chosen with a `note`. An implementation
 that is named is not affected.
 
-The thresholds of FA-2 answer the seed system's question: from which length does it beat one
-SDPA under the whole mask? This library has its portable path in FA-2's place, so automatic
+The thresholds of FA-2 answer one question: from which length does it beat one SDPA under the
+whole mask? This library has its portable path in FA-2's place, so automatic
 choice keeps to the length from which FA-2 beats that one (`Device.limit`), which stands beside.
 
     runtime: {fa2_min_len_win: 512, fa2_min_len_cmp: never, sel_min_len: 256}
@@ -36,7 +36,7 @@ STEPS = ("compressed", "scores", "selected", "sliding")
 # which no other kernel of ours is for. A rule of the device's file goes before. A step over a
 # paged cache asks for no threshold: what stands behind gathers all pages.
 MEASURED_ONLY = {"triton": ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0))}
-# Which kernels of which step a threshold keeps back. Triton's has the seed system's name.
+# Which kernels of which step a threshold keeps back.
 DECIDES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fa2_min_len_win": ("sliding", ("fa2",)),
     "fa2_min_len_cmp": ("compressed", ("fa2",)),

@@ -1,4 +1,4 @@
-"""A selection as half-open key ranges, the seed system's view of it, for logs and checks."""
+"""A selection as half-open key ranges, for logs and checks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int

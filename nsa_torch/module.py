@@ -1,7 +1,8 @@
-"""`NSAAttention`: the drop-in for the seed system's module, with the contract's numbers.
+"""`NSAAttention`: an attention layer with projections, rotary positions, compression and gates.
 
-Constructor names, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are the seed's.
-The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries checkpoints across.
+Constructor words, `state_dict` keys and `forward(x, kv, *, prefill) -> (y, kv)` are fixed
+(docs/seed.md). The twin in JAX is `nsa_jax.nn.NSAAttention`; `nsa_interop.weights` carries
+checkpoints across.
 """
 
 import math
@@ -50,7 +51,7 @@ class MLP(nn.Module):
 
 
 class Pool(nn.Conv1d):
-    """The seed's depthwise convolution (its keys in the state_dict); starts as the mean."""
+    """A depthwise convolution that starts as the mean."""
 
     def __init__(self, length: int, stride: int, width: int, **factory: Any):
         options = {"stride": stride, "groups": width, "bias": False}
@@ -85,16 +86,16 @@ class NSAAttention(nn.Module):
     Args:
       dim ... rope_scale, num_initial, num_local, bias, rope_scaling, qk_norm_eps:
         `nsa_core.layer.LayerSpec`, which also says what is refused.
-      rope_impl: "llama", the seed's only one.
-      use_flash: the seed's switch; False keeps FA-2 out: SDPA runs.
-      use_triton_sel: the seed's switch; True names the Triton kernel for the selected branch.
+      rope_impl: "llama", the only one.
+      use_flash: False keeps FA-2 out: SDPA runs.
+      use_triton_sel: True names the Triton kernel for the selected branch.
       implementation: as in `nsa_torch.attention`; not together with the two switches.
       context_mesh, context_layout: as in `nsa_torch.attention`: `x` is then this rank's tokens.
       device, dtype: of the parameters; None: torch's defaults.
 
     The state_dict states gate and phi by the names of its entries (`kind.gate_sigmoid`), which
     averages of weights keep, and kv where it is "shared". `load_state_dict` raises `ValueError`
-    where they differ, and where weights come without them (the seed's) unless gate and phi were
+    where they differ, and where weights come without them, unless gate and phi were
     named here.
     """
 
@@ -379,7 +380,7 @@ class NSAAttention(nn.Module):
 def _check_kind(module, state_dict, prefix, *_) -> None:
     """Before any weight is copied: the checkpoint's gate and phi are the module's.
 
-    A state_dict without them (the seed's) is completed where the caller named both; one
+    A state_dict without them is completed where the caller named both; one
     without any weight of this layer is left to `strict`.
     """
     stated = take_kind(state_dict, prefix)
@@ -389,7 +390,7 @@ def _check_kind(module, state_dict, prefix, *_) -> None:
 
 
 def _seed_switches(implementation, use_flash, use_triton_sel):
-    """The seed's two booleans as implementations."""
+    """The two switches as implementations."""
     if implementation is not None:
         if use_triton_sel or not use_flash:
             raise ValueError(

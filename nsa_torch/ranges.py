@@ -1,7 +1,6 @@
-"""A selection as half-open key ranges, the seed system's view of it, in torch; and how `fa2` may
-be handed ranges instead of blocks.
+"""A selection as half-open key ranges, and how `fa2` may be handed ranges instead of blocks.
 
-Two ways to the same ranges: v1 walks over the rows on the host, as the seed system did first,
+Two ways to the same ranges: v1 walks over the rows on the host,
 v2 is a dozen operators on the device. `nsa_jax.ranges` is v2 in JAX.
 """
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from nsa_core.config import NSAConfig
 
 MODES = ("none", "v1", "v2", "adaptive")
-# The seed system's default of NSA_SEL_RANGES_V2_MIN_S: v2 from this length on, v1 below it.
+# v2 from this length on, v1 below it.
 ADAPTIVE_MIN_LEN = 1024
 
 _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="none")
@@ -25,7 +24,7 @@ _mode: contextvars.ContextVar[str] = contextvars.ContextVar("ranges", default="n
 def using(mode: str) -> Iterator[None]:
     """Within: the selected branch by `fa2` makes ranges of the blocks and reads by those.
 
-    The result is the same; what it costs is what the seed system's modes are compared by.
+    The result is the same; what it costs differs.
 
     Raises:
       ValueError: there is no such mode.

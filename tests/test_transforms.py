@@ -137,9 +137,9 @@ IMPORTS = {
 @pytest.mark.parametrize("pattern", IMPORTS)
 def test_layering(pattern):
     """Who may name what: kernels, DLPack, torch, environment variables."""
-    floors = ("nsa_core", "nsa_jax", "nsa_torch", "interop", "kernels_pallas", "bench")
-    for floor in floors:
-        for path in (ROOT / floor).rglob("*.py"):
+    packages = ("nsa_core", "nsa_jax", "nsa_torch", "interop", "kernels_pallas", "bench")
+    for package in packages:
+        for path in (ROOT / package).rglob("*.py"):
             name = str(path.relative_to(ROOT))
             if any(name.startswith(allowed) for allowed in IMPORTS[pattern]):
                 continue

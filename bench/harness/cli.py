@@ -1,4 +1,4 @@
-"""How every command starts: its flags, the seed system's variables, the debug log, then `main`.
+"""How every command starts: its flags, variables `NSA_*` (`seed_env`), the debug log, then `main`.
 
     cli.run(main)                # a command whose flags are the program's
     cli.run(main, FLAGS)         # its own until it is the main program: others have such names

@@ -20,7 +20,7 @@ from . import cli, cost, exit_status, problems, records
 from .measure import shape_of
 from .records import Record
 
-# The seed system's words for sizes: name, default, what it is.
+# Short words for sizes: name, default, what it is.
 SEED_FLAGS = {
     "heads": (8, "Query heads."),
     "groups": (1, "Key/value heads."),
@@ -122,7 +122,7 @@ def sampling(
 
 
 def config_of(own: flags.FlagValues) -> NSAConfig:
-    """NSA's sizes, from the seed system's names."""
+    """NSA's sizes, from the short names."""
     names = ("l", "d", "l_sel", "n_sel", "w")
     return NSAConfig.from_seed(**{name: getattr(own, name) for name in names})
 

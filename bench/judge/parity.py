@@ -33,7 +33,7 @@ RMS_OF_ORACLE = {
     "float64": 2.0**-47,
 }
 SLOPE, SLOPE_ELEMENTS = 1e-3, 10**5
-# The seed system's absolute limits, kept besides.
+# Absolute limits besides.
 FLOAT32_MAX = 5e-5
 LOW_PRECISION_SELECTION_MEAN = 1e-3
 # A chosen block may score this much less than the one it displaced, relatively.

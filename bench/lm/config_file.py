@@ -1,7 +1,7 @@
 """Training runs in YAML: `bench.train --config NAME_OR_PATH --set key=value`.
 
 A value comes from the flag of the command line, else from `--set`, else from the file, else from
-the command's own default. The seed system's names are understood (`SEED_KEYS`); an unknown key
+the command's own default. Names of docs/seed.md are understood (`SEED_KEYS`); an unknown key
 or a value of another type is an error.
 """
 
@@ -43,7 +43,7 @@ FLAGS = {
     }.items()
     for name in names.split()
 }
-# The seed system's keys: the name here, or why there is none.
+# Keys of docs/seed.md: the name here, or why there is none.
 SEED_KEYS = {
     "model.n_layers": "model.layers",
     "model.vocab_size": "model.vocabulary",
@@ -63,7 +63,7 @@ SEED_IGNORED = {
     "train.eval_every": "held-out text is evaluated at the end",
     "runtime.device": "a GPU where there is one",
     "runtime.gradient_checkpointing": "nothing of a block is computed again",
-    "runtime.compile_cmp_win": "dead in the seed system already: nothing reads it",
+    "runtime.compile_cmp_win": "nothing reads it, and nothing ever did",
     **dict.fromkeys(
         ("runtime.use_flash", "runtime.use_triton_sel", "runtime.fa2_enabled"),
         "name kernels instead: runtime.kernels, runtime.<branch>_kernel",
@@ -96,8 +96,8 @@ def read(
     """The file that `name` names, with `changes` ("train.lr=3e-4") laid over it.
 
     Returns:
-      the config, its values by key as they were given, and a line for each key of the seed
-      system that means nothing here.
+      the config, its values by key as they were given, and a line for each key that
+      means nothing here.
 
     Raises:
       FileNotFoundError: there is no such file.

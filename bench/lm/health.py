@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# A head has collapsed where it attends by one branch only, as the seed system has it.
+# A head has collapsed where it attends by one branch only.
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
 EVEN = math.log(3)  # the entropy of three equal gates
 SMALL = 1e-9

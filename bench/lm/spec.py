@@ -68,7 +68,7 @@ class ModelSpec:
         return self.layers * block + at.dim * self.vocabulary
 
 
-# "125m" has the seed system's 125M shape. Bytes need next to no embedding, so that its MLP is
+# "125m": bytes need next to no embedding, so that its MLP is
 # wider than usual: 124 million parameters with NSA, 120 with dense attention.
 _TINY = LayerSpec(
     dim=64, n_heads=4, n_kv_groups=2, d_k=32, d_v=32, l=16, d=8, l_sel=32, n_sel=6, w=128

@@ -1,7 +1,7 @@
 """What a run leaves behind for those who watch it, beside the lines of `train.jsonl`.
 
-`heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end,
-in the seed system's words; from rank 0 `<run>.csv` and, where asked for, the files
+`heartbeat_rank<r>.jsonl`, a line at every watched step and every ten seconds in which steps end;
+from rank 0 `<run>.csv` and, where asked for, the files
 of tensorboard. A stack of a hung rank is in `stackdump_rank<r>.txt`.
 """
 

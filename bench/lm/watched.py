@@ -14,7 +14,7 @@ from .log import Header, Line, Speed, Step, Watch
 # Of losses of one step on other devices, relative, over the first steps: later ones drift.
 PARITY = {"float32": 1e-5, "bfloat16": 1e-2}
 PARITY_STEPS = 20
-IN_A_ROW = 3  # looks at a head before it counts as collapsed, as the seed system has it
+IN_A_ROW = 3  # looks at a head before it counts as collapsed
 STALL_S = 180.0  # likewise, between two beats
 DROP = 0.2  # of tokens/s, the last tenth of the steps beside all
 LEAST_STEPS = 20  # of a run whose tokens/s are judged
