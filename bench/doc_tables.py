@@ -58,7 +58,7 @@ WRITE = flags.DEFINE_bool("write", False, "Write the tables.", flag_values=FLAGS
 
 ROOT = records.FOLDER.parents[1]
 DEVICE = records.FOLDER / "nvidia-h100-80gb-hbm3"
-DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/kernels/*.md")
+DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/log/*.md")
 MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )

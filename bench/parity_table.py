@@ -24,7 +24,7 @@ uses most of its bound (`bench/judge/parity.py`), over all its problems. A path 
 fails shows that row. `oneshot/` beside them is one whole run of `bench.oneshot` there: its
 summary, report and page.
 
-`kernels/` has what was measured and tried while kernels were written, a page a kernel. Its tables
+`log/` has what was measured and tried while kernels and training were written. Its tables
 of variants are made from `<device>/kernel_log/variants.jsonl` by `bench.doc_tables --write`. Most
 variants were timed on working trees, so they have no commit, and are gone. They say what a choice
 was worth, not what today's kernel takes (`docs/kernels/`).
@@ -37,7 +37,7 @@ does not make. `kernel_log/block_selection.jsonl`: rows that ran out of memory w
 `bench.train --throughput`, of torch's profiler (kernels of a call) and of CUDA events around one
 kernel (`dkv_segments`, `selected_forward`, `selected_dq`), typed. `quality/`: every
 20th step of runs of 1000. `nvidia-h100-80gb-hbm3/train/other_runs/`: of JAX's data parallelism;
-what was tried and not kept, and an older run of one GPU (docs/training_parallel.md).
+what was tried and not kept, and an older run of one GPU (`log/training_parallel.md`).
 
 """
 COLUMNS = (

@@ -7,7 +7,7 @@
 Each shape and input is a `bench.compare` of its own, forward and with backward, eager torch.
 `--at_once` of them compile and are judged side by side, then each is timed with the GPU to
 itself. Parity looks at `--most_rows` queries of each sequence. The targets and what was measured
-of them are in bench/records/kernels/calls.md, "Against the targets".
+of them are in bench/records/log/calls.md, "Against the targets".
 
 All records are in `--out`/compare.jsonl; `--save_records` appends them to
 bench/records/<device>/compare.jsonl too.

@@ -111,7 +111,7 @@ def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCut
     total = heads * spec.query_tiles / samples * sum(tiles_seen(0, end) for end in ends)
 
     def steps(cuts):
-        """Of the SM that is done last, as measured on an H200 (bench/records/kernels/dkv.md)."""
+        """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""
         items, longest = cuts.partials * heads, -(-spec.query_tiles // cuts.segments)
         if items <= SMS:
             return COMPARED * longest + ITEM_STEPS
