@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
-from kernels_pallas.runtime.store import Store
+from kernels_pallas.runtime.store import PARSED, Store, sources
 from nsa_core import config_files, extras
 from nsa_core.config import NSAConfig
 
@@ -24,9 +24,14 @@ PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
-def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
-    """The kernels that a file of `configs/` runs, forward and backward, for any length; `decode`:
-    those over paged caches too.
+def kernels_of(
+    preset: str, decode: bool = False, lengths: Sequence[int] = LENGTHS
+) -> list[Kernel]:
+    """The kernels that a file of `configs/` runs, forward and backward, for any length.
+
+    Args:
+      decode: those over paged caches too.
+      lengths: of sequences; those of the default serve all.
     """
     try:
         from nsa_core.steps import mosaic_decode
@@ -41,8 +46,8 @@ def kernels_of(preset: str, decode: bool = False) -> list[Kernel]:
     if decode:
         found |= dict.fromkeys(mosaic_decode.kernels_of(*heads, *widths, dtype, config))
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
-    calls = [(*call, True) for call in itertools.product(LENGTHS, (False, True))]
-    for length, gradients, shared in [*calls, (LENGTHS[0], True, False)]:
+    calls = [(*call, True) for call in itertools.product(lengths, (False, True))]
+    for length, gradients, shared in [*calls, (lengths[0], True, False)]:
         kernels = kernel_list.kernels_of(
             length=length,
             heads=heads[0],
@@ -85,21 +90,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = Store(presets=None) if options.out is None else Store(options.out, presets=None)
     if options.clear:
         print(f"{store.clear()} kernels removed from {store.folder}")
-    status = _build(store, presets, options.jobs, options.decode) if presets else 0
+    status = _build(store, presets, options) if presets else 0
     if options.list:
         _print(store)
     return status
 
 
-def _build(store: Store, presets: Sequence[str], jobs: int | None, decode: bool) -> int:
+def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     try:
-        kernels = [kernel for name in presets for kernel in kernels_of(name, decode)]
-        built = store.fetch(kernels, jobs, terminal_progress())
+        kernels = [kernel for name in presets for kernel in kernels_of(name, options.decode)]
+        built = store.fetch(kernels, options.jobs, terminal_progress())
     except (ModuleNotFoundError, RuntimeError) as error:
         print(f"{error}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - begin
+    if options.out is not None:  # what reads them there need not parse their sources again
+        sources().save(store.folder / PARSED)
     print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
     return 0
 

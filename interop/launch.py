@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
-from kernels_pallas.runtime import driver, loaded
+from kernels_pallas.runtime import driver, loaded, plugin
 from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.runtime.sequence import LaunchSequence
 
@@ -281,10 +281,10 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
     Returns:
       A function of the stream and of the addresses of inputs and outputs that queues one run.
     """
-    from kernels_pallas.runtime.lowering import lower, plugin_compiler  # imports JAX
+    from kernels_pallas.runtime.lowering import lower  # imports JAX
 
     code = lower(kernel)
-    compiler = plugin_compiler()
+    compiler = plugin.compiler()
     of = f"{kernel.name} on device {index}"
     with driver.loading(index, of) as address:  # where refused, the plugin ends the process
         compiled = compiler(code, len(code))

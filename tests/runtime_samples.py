@@ -40,7 +40,6 @@ def built_of(kernel, image=b"\x7fELF image"):
         spill_store_bytes=0,
         spill_load_bytes=0,
         remarks=(),
-        source_hash="0" * 64,
         versions={"jax": store._jax_version() or ""},
     )
     return Built(cubin, image + width)

@@ -69,7 +69,7 @@ def test_places_known_to_the_compiler(case, length):
     known = jax.jit(lambda *given: function(*given, *constants))(*arguments)
     given = jax.jit(function)(*arguments, *constants)
     for a, b in zip(jax.tree.leaves(known), jax.tree.leaves(given), strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # sums are in another order
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nsa_interop.launch import launch, prepare
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime import loaded, lowering
+from kernels_pallas.runtime import loaded, plugin
 from kernels_pallas.runtime.lowering import lower
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from kernels_pallas.specs.combine import Combine, gated_sum
@@ -161,9 +161,9 @@ def test_another_gpu_is_refused(monkeypatch):
 
 
 def test_the_plugin_is_asked_for(monkeypatch):
-    monkeypatch.setattr(lowering, "PLUGINS", ("jax_plugins.none",))
+    monkeypatch.setattr(plugin, "PLUGINS", ("jax_plugins.none",))
     with pytest.raises(RuntimeError, match=r"plugin is missing: pip install 'jax\[cuda13\]'"):
-        lowering.plugin_compiler.__wrapped__()
+        plugin.compiler.__wrapped__()
 
 
 def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):

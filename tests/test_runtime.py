@@ -65,6 +65,35 @@ def test_a_kernel_that_no_other_process_can_describe(spec, source, message):
         describe(Kernel("copy", spec, "", (), (), source=source))
 
 
+SPEC = {"class": "kernels_pallas.specs.combine:Combine", "fields": {}}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "os:system",
+        "kernels_pallas.runtime.store:Store",
+        "kernels_pallas.specsx:f",
+        "kernels_pallas.specs.tile:dataclasses",
+        "kernels_pallas.specs.tile:Array",
+        "kernels_pallas.specs.tile:Tile.tokens",
+        "kernels_pallas.specs.tile:__import__",
+        "kernels_pallas.specs.tile:ROWS",
+        "kernels_pallas.specs.tile",
+        "kernels_pallas.specs.../x:f",
+    ],
+)
+def test_a_description_names_what_modules_of_specs_define(place, monkeypatch):
+    monkeypatch.setattr("os.system", None)
+    words = r"must name what a module of kernels_pallas\.specs.* defines, got"
+    for description in (
+        {"source": place, "spec": 1},
+        {"source": "kernels_pallas.specs.combine:gated_sum", "spec": SPEC | {"class": place}},
+    ):
+        with pytest.raises(ValueError, match=words):
+            described(description)
+
+
 # Building
 
 
@@ -112,16 +141,16 @@ def test_nothing_is_built_of_nothing():
     ("what", "words"),
     [
         ("shutil.which", "a C compiler is missing, which builds kernels: install gcc"),
-        ("_installed", "JAX's CUDA plugin is missing, .*: pip install 'native-sparse"),
-        ("PTXAS", "ptxas is missing, which builds kernels: pip install"),
+        ("plugin._found", "JAX's CUDA plugin is missing, .*: pip install 'native-sparse"),
+        ("build.PTXAS", "ptxas is missing, which builds kernels: pip install"),
     ],
 )
 def test_what_is_missing_to_build(monkeypatch, what, words):
-    name = f"kernels_pallas.runtime.build.{what}"
-    if what == "PTXAS":
+    name = what if what == "shutil.which" else f"kernels_pallas.runtime.{what}"
+    if what == "build.PTXAS":
         monkeypatch.setattr(building, "TOOLKIT", "nowhere")
         monkeypatch.setenv("PATH", str(Path(shutil.which("cc")).parent))
-    monkeypatch.setattr(name, () if what == "PTXAS" else lambda name: None)
+    monkeypatch.setattr(name, () if what == "build.PTXAS" else lambda name: None)
     with pytest.raises(RuntimeError, match=words):
         next(building.build([ANY_LENGTH]))
 

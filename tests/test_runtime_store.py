@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from kernels_pallas.runtime import build as building
+from kernels_pallas.runtime import plugin
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.store import Store, key_of
@@ -91,7 +92,7 @@ def test_a_key_is_of_the_kernel_its_sources_and_the_architecture(monkeypatch):
     key = key_of(kernel(1))
     assert key == key_of(kernel(1)) and len(key) == 64
     others = {key_of(kernel(2)), key_of(kernel(1, "other"))}
-    monkeypatch.setattr(module, "source_hash", lambda: "other sources")
+    monkeypatch.setattr(module.sources(), "digest", lambda roots: "other sources")
     others.add(key_of(kernel(1)))
     monkeypatch.undo()
     monkeypatch.setattr(Cubin, "ARCHITECTURE", "sm_100a")
@@ -119,6 +120,25 @@ def test_presets_are_looked_at_first_and_never_written(store, builds, tmp_path):
     both.put(kernel(2), built_of(kernel(2)))
     assert [entry.preset for entry in both.list()] == [True, False]
     assert both.clear() == 1 and both.get(kernel(1))
+
+
+def test_presets_count_whichever_jax_made_them(store, builds, tmp_path, caplog):
+    presets = Store(tmp_path / "presets", presets=None)
+    presets.put(kernel(1), built_of(kernel(1)))
+    other_jax(the_file(presets))
+    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
+    assert both.get(kernel(1)).cubin.versions == {"jax": "0.1"}
+    assert warnings(caplog) == []
+
+
+def test_presets_may_be_links_of_a_package_manager(store, builds, tmp_path):
+    elsewhere = Store(tmp_path / "elsewhere", presets=None)
+    elsewhere.put(kernel(1), built_of(kernel(1)))
+    (tmp_path / "presets").mkdir()
+    file = the_file(elsewhere)
+    (tmp_path / "presets" / file.name).symlink_to(file)
+    both = Store(tmp_path / "kernels", presets=tmp_path / "presets")
+    assert both.get(kernel(1)) == built_of(kernel(1)) and len(both.list()) == 1
 
 
 def test_list_and_clear(store):
@@ -156,7 +176,15 @@ def other_jax(path):
     rewrite(path, cubin=data | {"versions": {"jax": "0.1"}})
 
 
+def link(path):
+    """As another user's file that is linked to."""
+    other = path.parent.parent / "planted"
+    path.rename(other)
+    path.symlink_to(other)
+
+
 FAULTS = {
+    "a link": (link, "it is a symbolic link"),
     "a bit of the image": (lambda path: flip(path, -1), "it is damaged"),
     "a bit of the manifest": (lambda path: flip(path, 200), "it is damaged"),
     "a bit of the checksum": (lambda path: flip(path, 10), "it is damaged"),
@@ -188,11 +216,29 @@ def test_a_damaged_file_is_built_anew_with_a_warning(store, builds, name, caplog
     assert rest == [] and list(store.folder.glob("*.tmp")) == []
 
 
-def test_without_jax_its_version_is_not_compared(store, monkeypatch, builds):
+@pytest.mark.parametrize("what", ["jax", "its plugin"])
+def test_where_jax_cannot_build_its_version_is_not_compared(store, monkeypatch, builds, what):
     store.fetch([kernel(1)])
     other_jax(the_file(store))
-    monkeypatch.setattr(module, "_jax_version", lambda: None)
+    if what == "jax":
+        monkeypatch.setattr(module, "_jax_version", lambda: None)
+    monkeypatch.setattr(plugin, "_found", lambda name: False)
     assert store.get(kernel(1)).cubin.versions == {"jax": "0.1"}
+
+
+@pytest.mark.parametrize("name", ["../sample", "/tmp/sample", "a/b", "", "a\n"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(store, builds, name):
+    for use in (store.get, lambda x: store.put(x, built_of(x)), lambda x: store.fetch([x])):
+        with pytest.raises(ValueError, match="a kernel's name must be letters"):
+            use(kernel(1, name))
+    assert not store.folder.exists()
+
+
+def test_links_are_neither_listed_nor_followed(store, builds, tmp_path):
+    store.put(kernel(1), built_of(kernel(1)))
+    link(the_file(store))
+    assert store.list() == [] and store.clear() == 0
+    assert (tmp_path / "planted").exists()
 
 
 def raising(number):
@@ -363,6 +409,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     assert command.main(["--preset=paper,seed", "--jobs=2", out, "--list"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("4 kernels of paper, seed in ") and builds == [5, 1, 4]
+    assert json.loads((tmp_path / "out" / module.PARSED).read_text())
     assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
     assert command.main(["--preset=paper", "--decode", out]) == 0 and asked[-1]
     assert not any(asked[:-1]) and "2 kernels of paper in " in capsys.readouterr().out

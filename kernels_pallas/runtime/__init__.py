@@ -1,7 +1,9 @@
 """Mosaic kernels compiled ahead of time, kept on disk, launched by plans of our own.
 
 description   a kernel in JSON: what another process builds, what a key is made of
+sources       the code that a kernel's machine code follows from, and its hash
 build         kernels to machine code, in child processes (`build_child`, `lowering`: JAX)
+plugin        the compiler in JAX's CUDA plugin
 cubin         what a launch must know of a kernel's machine code
 store         machine code on disk
 driver, plan  the CUDA driver; a kernel bound to shapes, launched with addresses

@@ -10,7 +10,6 @@ import base64
 import concurrent.futures
 import contextlib
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kernels_pallas.kernel import Kernel
+from kernels_pallas.runtime import plugin
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.description import describe
+from kernels_pallas.runtime.description import PLACES, describe
 
 LOG = logging.getLogger("kernels_pallas.runtime")
 RECORDER = Path(__file__).with_name("recorder.c")
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 TOOLKIT = "/usr/local/cuda/bin/ptxas"  # where NVIDIA's installer puts it
 PTXAS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")  # of CUDA 13 and of CUDA 12
 INSTALL = "pip install 'native-sparse-attention[cuda13]', or [compiler] without a GPU"
@@ -126,7 +125,7 @@ def why_not() -> str | None:
     """What this machine lacks to build kernels; None: nothing."""
     if _compiler() is None:
         return "a C compiler is missing, which builds kernels: install gcc"
-    if not any(_installed(name) for name in PLUGINS):
+    if not plugin.installed():
         return f"JAX's CUDA plugin is missing, which builds kernels: {INSTALL}"
     if _ptxas() is None:
         return f"ptxas is missing, which builds kernels: {INSTALL}"
@@ -159,12 +158,6 @@ def environment(folder: Path) -> dict[str, str]:
         rest = variables.get(name)
         variables[name] = f"{first}{os.pathsep}{rest}" if rest else str(first)
     return variables
-
-
-def _installed(name: str) -> bool:
-    with contextlib.suppress(ModuleNotFoundError):  # of what it is in
-        return importlib.util.find_spec(name) is not None
-    return False
 
 
 def _compiler() -> str | None:
@@ -241,7 +234,13 @@ class _Child:
                 with self._log.open("w") as log:
                     self._process = subprocess.Popen(
                         # -P: not the modules of the working directory before this one's.
-                        [sys.executable, "-P", "-m", "kernels_pallas.runtime.build_child"],
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "kernels_pallas.runtime.build_child",
+                            *PLACES,
+                        ],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,

@@ -1,8 +1,9 @@
 """A process that makes machine code of kernels, with the recorder as its CUDA driver.
 
-`build` starts it. It reads a line of JSON for each kernel and writes one for each reply. What a
-launch must know is not asked of Mosaic: the plugin's launcher runs with an address for each
-argument that tells whose it is, and the recorder writes down what it does.
+`build` starts it, and names the places of the kernels that it may be asked for. It reads a line of
+JSON for each kernel and writes one for each reply. What a launch must know is not asked of Mosaic:
+the plugin's launcher runs with an address for each argument that tells whose it is, and the
+recorder writes down what it does.
 """
 
 import base64
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from kernels_pallas.kernel import Array, Kernel
-from kernels_pallas.runtime import cubin, description, driver, lowering
+from kernels_pallas.runtime import cubin, description, lowering, plugin
 
 DRIVER = "libcuda.so.1"
 ARGUMENT = 1 << 32  # distance of the addresses that tell arguments apart
@@ -150,7 +151,7 @@ def build(kernel: Kernel) -> tuple[cubin.Cubin, bytes]:
 
 def compile_kernel(kernel: Kernel) -> Compiled:
     """As `build`, before the launcher ran."""
-    code, compiler = lowering.lower(kernel), lowering.plugin_compiler()
+    code, compiler = lowering.lower(kernel), plugin.compiler()
     recorder().recorder_clear()
     with tempfile.TemporaryFile() as file:
         with _context(), _printing_to(file):
@@ -205,8 +206,8 @@ def launches() -> list[Launched]:
 def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubin:
     sizes = tuple(kernel.sizes) if kernel.any_length else ()
     arguments = [*kernel.inputs, *kernel.outputs]
-    wanted = driver.cluster_attributes(kernel.cluster)
-    if launched.attributes != tuple((x.number, *x.value[:3]) for x in wanted):
+    clusters = ((cubin.CLUSTER, kernel.cluster, 1, 1),) if kernel.cluster > 1 else ()
+    if launched.attributes != clusters:
         expected = f"those of a cluster of {kernel.cluster}"
         raise ValueError(
             f"its launch has attributes {launched.attributes}, expected {expected}"
@@ -248,7 +249,6 @@ def _cubin(kernel: Kernel, compiled: Compiled, launched: Launched) -> cubin.Cubi
         parameters=tuple(parameter(offset, packed) for (offset, _), packed in both),
         arguments=tuple(cubin.Argument(len(x.shape), x.dtype) for x in arguments[len(sizes) :]),
         **_figures(kernel.name, compiled.log),
-        source_hash=description.source_hash(),
         versions=versions(),
     )
 
@@ -374,6 +374,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _main() -> None:
+    description.PLACES[:] = sys.argv[1:]
     # Replies have the way out for themselves; what else is printed goes where errors go.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 MAP_BYTES = 128  # of a CUtensorMap
 POINTER_BYTES = 8
+CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -116,7 +117,6 @@ class Cubin:
       registers: of a thread.
       stack_bytes, spill_store_bytes, spill_load_bytes: of a thread, as ptxas says.
       remarks: of ptxas: warnings and performance losses, such as serialised wgmma.
-      source_hash: of the sources that it was compiled from (`description.source_hash`).
       versions: of jax, jaxlib, the plugin and ptxas.
     """
 
@@ -133,7 +133,6 @@ class Cubin:
     spill_store_bytes: int
     spill_load_bytes: int
     remarks: tuple[str, ...]
-    source_hash: str
     versions: dict[str, str]
 
     ARCHITECTURE: ClassVar[str] = "sm_90a"

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kernels_pallas.runtime.cubin import Cubin
+from kernels_pallas.runtime.cubin import CLUSTER, Cubin
 
 DRIVER = "libcuda.so.1"
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # What a driver says of machine code that a later ptxas made.
 TOO_NEW = (
     "CUDA_ERROR_INVALID_IMAGE",

@@ -1,18 +1,15 @@
-"""Kernels to MLIR, and the compiler of JAX's CUDA plugin that takes it from there. Imports JAX."""
+"""Kernels to MLIR, as the compiler of JAX's CUDA plugin takes it (`plugin`). Imports JAX."""
 
 import contextlib
-import ctypes
 import functools
-import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jaxlib import xla_client
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.runtime.build import PLUGINS
 
 _lock = threading.RLock()  # `no_backend` replaces a function of jax
 
@@ -89,18 +86,3 @@ def _payload(name: str, module: Any) -> bytes:
 def _name(op: Any) -> str:
     call = op.operation.name == "stablehlo.custom_call"
     return op.attributes["call_target_name"].value if call else op.operation.name
-
-
-@functools.cache
-def plugin_compiler() -> Callable[[bytes, int], Any]:
-    """The plugin's compiler: a pointer to the function and its launcher, or NULL."""
-    for name in PLUGINS:
-        with contextlib.suppress(ModuleNotFoundError):
-            path = importlib.import_module(name)._get_library_path()
-            break
-    else:
-        raise RuntimeError("JAX's CUDA plugin is missing: pip install 'jax[cuda13]'")
-    compiler = ctypes.CDLL(str(path)).MosaicGpuCompile
-    compiler.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    compiler.restype = ctypes.POINTER(ctypes.c_void_p)
-    return compiler

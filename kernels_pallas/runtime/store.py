@@ -1,20 +1,24 @@
 """Machine code of kernels on disk, so that each is compiled once on a machine.
 
 A file holds one kernel: a line with the checksum of the rest, a line of JSON (the manifest), the
-image. It is named by a key: the hash of what the kernel is (source and spec), of the sources
-that its machine code was made from, and of the architecture. A file that is damaged, or of other
-versions, counts as missing, so that the worst that a folder can do is cost a compilation.
+image. It is named by a key: the hash of what the kernel is (source and spec), of the code that its
+machine code follows from (`sources`), and of the architecture. A file that is damaged counts as
+missing, so that the worst that a folder can do is cost a compilation. So does one that another
+version of JAX made, where this one can make it anew; what comes with the package was made by
+whichever JAX packed it, and runs beside any or none.
 
 A folder that others may write to, or that belongs to another user, is refused, since what lies
-in it is run. Where the folder cannot be used, kernels stay in memory.
+in it is run; so is a link in it. Where the folder cannot be used, kernels stay in memory.
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import stat
 import tempfile
 import threading
@@ -30,12 +34,14 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime.build import LOG, Built, Progress
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.runtime.description import canonical, describe, source_hash
+from kernels_pallas.runtime.description import canonical, describe, modules
+from kernels_pallas.runtime.sources import Sources
 
-FORMAT = 1
+FORMAT = 2
 PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is absent
 LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
+PARSED = "sources.json"  # beside presets: what `Sources` need not parse again
 LEFT_SECONDS = 3600.0  # after which a file that was not finished is thrown away
 WAIT_SECONDS = 10.0  # after which is said what is waited for
 
@@ -63,15 +69,28 @@ def key_of(kernel: Kernel) -> str:
     """What names a kernel's machine code: 64 hexadecimal digits.
 
     Raises:
-      ValueError: as `description.describe`.
+      ValueError: as `description.describe`, or its name is none for a file.
     """
+    if not re.fullmatch(r"[\w.-]+", kernel.name):
+        raise ValueError(
+            f"a kernel's name must be letters, digits, '_', '.' and '-', got {kernel.name!r}"
+        )
+    described = describe(kernel)
+    body = kernel.body if isinstance(kernel.body, str) else kernel.body.__module__
+    roots = {*modules(described), body.partition(":")[0]} - {""}
     parts = {
         "architecture": Cubin.ARCHITECTURE,
         "format": FORMAT,
-        "kernel": describe(kernel),
-        "sources": source_hash(),
+        "kernel": described,
+        "sources": sources().digest(roots),
     }
     return hashlib.sha256(canonical(parts).encode()).hexdigest()
+
+
+@functools.cache
+def sources() -> Sources:
+    """Those of the package."""
+    return Sources(parsed=PRESETS / PARSED)
 
 
 class Entry(NamedTuple):
@@ -192,8 +211,9 @@ class Store:
         for path in folder.glob(f"*{SUFFIX}"):
             name, _, key = path.stem.rpartition("-")
             with contextlib.suppress(OSError):  # another process removed it
-                status = path.stat()
-                yield Entry(name, key, status.st_size, status.st_mtime, preset)
+                status = path.stat() if preset else path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield Entry(name, key, status.st_size, status.st_mtime, preset)
 
     def _get(self, key: str, name: str, *, again: bool = False) -> Built | None:
         """`again`: why a file does not count was said before."""
@@ -201,7 +221,7 @@ class Store:
             if built := self._memory.get(key):
                 return built
         if self._presets is not None:
-            if built := _read(self._path(self._presets, key, name), key, again):
+            if built := _read(self._path(self._presets, key, name), key, again, preset=True):
                 return built
         if not self.folder.is_dir() or self._refused():
             return None
@@ -295,10 +315,11 @@ class Store:
                 lock.release()
 
 
-def _read(path: Path, key: str, again: bool) -> Built | None:
-    """What `_write` wrote; None where it is missing, damaged or of other versions."""
+def _read(path: Path, key: str, again: bool, preset: bool = False) -> Built | None:
+    """What `_write` wrote; None where it is missing, damaged, a link or to be made anew."""
     try:
-        head, _, rest = path.read_bytes().partition(b"\n")
+        with open(path, "rb", opener=None if preset else _open_no_link) as file:
+            head, _, rest = file.read().partition(b"\n")
         if head != _checksum(rest):
             raise ValueError("it is damaged")
         line, _, image = rest.partition(b"\n")
@@ -307,7 +328,7 @@ def _read(path: Path, key: str, again: bool) -> Built | None:
             raise ValueError(f"it is {manifest['key']} of format {manifest['format']}")
         cubin = Cubin.from_json(manifest["cubin"])
         made, here = cubin.versions.get("jax"), _jax_version()
-        if here is not None and made != here:
+        if not preset and here not in (None, made) and building.why_not() is None:
             raise ValueError(f"it was made by jax {made}, and jax {here} is here")
         return Built(cubin, image)
     except FileNotFoundError:
@@ -316,6 +337,16 @@ def _read(path: Path, key: str, again: bool) -> Built | None:
         if not again:
             LOG.warning("%s does not count, its kernel is built anew: %s", path, error)
         return None
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Package managers link what comes with a package, as its modules; nothing else is linked."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a symbolic link") from error
+        raise
 
 
 def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
