@@ -70,7 +70,7 @@ test-clean:
 
 # Kernels lie in the package while the wheel is made, not in the checkout.
 PRESETS := kernels_pallas/runtime/presets
-WHEEL_MIB := 30
+WHEEL_MIB := 45
 
 wheel: $(READY)
 	rm -rf $(PRESETS) build/lib dist

@@ -27,7 +27,8 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 def kernels_of(
     preset: str, decode: bool = False, lengths: Sequence[int] = LENGTHS
 ) -> list[Kernel]:
-    """The kernels that a file of `configs/` runs, forward and backward, for any length.
+    """The kernels that a file of `configs/` runs, forward and backward, for any length, of rows that
+    are packed and that are not.
 
     Args:
       decode: those over paged caches too.
@@ -45,20 +46,21 @@ def kernels_of(
     found: dict[Kernel, None] = {}
     if decode:
         found |= dict.fromkeys(mosaic_decode.kernels_of(*heads, *widths, dtype, config))
+    calls = [
+        {"length": length, "gradients": gradients, "packed": packed, "compresses": not packed}
+        for length, gradients, packed in itertools.product(lengths, *[(False, True)] * 2)
+    ]
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
-    calls = [(*call, True) for call in itertools.product(lengths, (False, True))]
-    for length, gradients, shared in [*calls, (lengths[0], True, False)]:
+    apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
+    for call in [*calls, apart]:
         kernels = kernel_list.kernels_of(
-            length=length,
             heads=heads[0],
             kv_heads=heads[1],
             key_width=widths[0],
             value_width=widths[1],
             dtype=dtype,
             config=config,
-            gradients=gradients,
-            compresses=True,
-            shared=shared,
+            **{"shared": call["compresses"]} | call,
         )
         found |= dict.fromkeys(x.for_any_length() for x in kernels)
     return list(found)

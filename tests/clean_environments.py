@@ -2,14 +2,20 @@
 
     python tests/clean_environments.py             # all of ENVIRONMENTS
     python tests/clean_environments.py base jax    # these
+    python tests/clean_environments.py --linked --wheel dist/x.whl torch
 
 Everything lies under build/clean. Each environment runs a program, away from the checkout, and
-must not have the packages that its extras do not bring. It runs in a project that has packages
+must not have the packages that its extras do not bring. `--linked` takes no package from an index:
+those of this environment are linked, without the ones that must be absent and what needs them;
+`--wheel` takes one that was built before. It runs in a project that has packages
 called `bench`, `configs`, `interop` and `tests` of its own, before the library on the path and
 behind it. `tests/test_extras.py` runs the same programs in the test suite, where absence is
 simulated.
 """
 
+import argparse
+import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -70,18 +76,25 @@ nsa_interop.weights.load("layer.safetensors", layer)
 """
 # The kernels of a preset come with the wheel, and are found without JAX and without a GPU.
 BUILT = """
+from itertools import product
 from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
 from nsa_core.config import NSAConfig
+from nsa_core.steps import mosaic_decode
+from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.warm_up import Layer, kernels_of
 for preset in ("paper", "seed", "smallgroup"):
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
-    sizes = (model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v"))
-    layer = Layer(*sizes, torch.bfloat16, config, None, gradients=True, packed=False)
-    kernels = {x for n in (700, 5000, 70000) for x in kernels_of(layer, 1, n, n, None)}
-    missing = [x.name for x in kernels if Store("none").get(x.for_any_length()) is None]
-    assert not missing, f"{preset}: the wheel has no {missing}"
+    sizes = [model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")]
+    wanted = {*mosaic_decode.kernels_of(*sizes, "bfloat16", config)}
+    forms = ((False, APART), (False, SHARED), (False, GIVEN), (True, GIVEN))
+    for (packed, form), gradients in product(forms, (False, True)):
+        layer = Layer(*sizes, torch.bfloat16, config, None, gradients, packed, form)
+        for n in (64, 700, 5000, 70000, 500000):
+            wanted |= {x.for_any_length() for x in kernels_of(layer, 1, n, n, None)}
+    missing = [x.name for x in wanted if Store("none").get(x) is None]
+    assert wanted and not missing, f"{preset}: the wheel has no {missing}"
 refused("import nsa_jax; nsa_jax.attention", "jax")
 """
 # What a user's project may have too. Ours are never imported by these names, nor hidden by theirs.
@@ -142,12 +155,45 @@ def wheel() -> Path:
     return built
 
 
-def check(name: str, built: Path) -> None:
+def link(folder: Path, absent: tuple[str, ...]) -> None:
+    """Links the packages of this environment into that in `folder`, with their metadata, without
+    `absent`, what needs them, and this library."""
+    (site,) = folder.glob("lib/python*/site-packages")
+    found = {_plain(x.name): x for x in importlib.metadata.distributions()}
+    needs = {name: {_plain(y) for y in x.requires or ()} for name, x in found.items()}
+    left_out = {"native-sparse-attention"}
+    rest = [name for name in found if name.partition("-")[0] in {_plain(x) for x in absent}]
+    while rest:
+        if (name := rest.pop()) not in left_out:
+            left_out.add(name)
+            rest += [other for other, names in needs.items() if name in names]
+    for name, each in found.items():
+        if name not in left_out and (files := each.files):
+            for top in {x.parts[0] for x in files} - {"..", "__pycache__"}:
+                target = Path(str(each.locate_file(top))).resolve()
+                if target.exists() and not (site / top).exists():
+                    (site / top).symlink_to(target)
+
+
+def _plain(requirement: str) -> str:
+    """The normal form of the name in a requirement that no extra asks for."""
+    name, _, marker = requirement.partition(";")
+    found = re.match(r"[\w.-]+", name)
+    return "" if "extra" in marker or not found else re.sub("[-_.]+", "-", found[0]).lower()
+
+
+def check(name: str, built: Path, linked: bool) -> None:
     """Installs the wheel and the extras of `name` in a new environment, runs its program."""
     environment, folder = ENVIRONMENTS[name], FOLDER / name
-    venv.create(folder, with_pip=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=not linked)
     python = folder / "bin" / "python"
-    _pip(python, "install", f"native-sparse-attention{environment.extras} @ {built.as_uri()}")
+    if linked:
+        link(folder, environment.absent)
+        _pip(sys.executable, "--python", python, "install", "--no-deps", built)
+    else:
+        wanted = f"native-sparse-attention{environment.extras} @ {built.as_uri()}"
+        _pip(python, "install", wanted)
     print(f"{name}: installed {environment.extras or 'without extras'}", flush=True)
     own = project(folder / "project")
     for first in (True, False):
@@ -158,18 +204,23 @@ def check(name: str, built: Path) -> None:
     print(f"{name}: ok", flush=True)
 
 
-def _pip(python: Path, *arguments: str) -> None:
+def _pip(python: Path | str, *arguments: Path | str) -> None:
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     subprocess.run(command, check=True)
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(ENVIRONMENTS)
-    if unknown := sorted(set(names) - set(ENVIRONMENTS)):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("names", nargs="*", default=list(ENVIRONMENTS))
+    parser.add_argument("--linked", action="store_true", help="packages of this environment")
+    parser.add_argument("--wheel", type=Path, help="default: that of this checkout, built here")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - set(ENVIRONMENTS)):
         sys.exit(f"environments must be among {list(ENVIRONMENTS)}, got {unknown}")
-    built = wheel()
-    for name in names:
-        check(name, built)
+    built = options.wheel.resolve(strict=True) if options.wheel else wheel()
+    for name in options.names:
+        check(name, built, options.linked)
 
 
 if __name__ == "__main__":
