@@ -38,9 +38,14 @@ from .lm.ranks import LostError, Ranks
 
 # sysexits.h: 69 "a service is not there", 75 "try again"
 WRONG, DIVERGED, LOST, STOPPED = exit_status.WRONG, 4, 69, 75
+MEMORIZED = "what differs then is what a model keeps of it, too"
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 # sequences, tokens a sequence, steps, highest learning rate
-DEFAULTS = {"tiny": (4, 512, 100, 3e-3), "125m": (8, 2048, 300, 6e-4)}
+DEFAULTS = {
+    "tiny": (4, 512, 100, 3e-3),
+    "52m": (16, 2048, 700, 1e-3),
+    "125m": (8, 2048, 300, 6e-4),
+}
 
 # Not in flags.FLAGS before this is the main program: other commands have the same names.
 FLAGS = flags.FlagValues()
@@ -91,7 +96,8 @@ SEED = flags.DEFINE_integer("seed", 0, "Of weights and data.", lower_bound=0, **
 DATASET = flags.DEFINE_string(
     "dataset",
     data.TEXT,
-    "text: the standard library's source; a path, folder or glob of .jsonl, .parquet, .txt; "
+    "text: the standard library's source; a corpus of bench.lm.corpus; a path, folder or glob of "
+    ".jsonl, .parquet, .txt; "
     "or owner/name[:config] of the Hugging Face Hub.",
     **_own,
 )
@@ -102,8 +108,9 @@ TOKENIZER = flags.DEFINE_string(
 PACK = flags.DEFINE_enum(
     "pack",
     None,
-    ["documents", "none"],
-    "Rows of documents with their borders, or of one stream; default: documents, text: none.",
+    [*data.PACKS],
+    "Rows of documents with their borders; of one stream: none, at random places, or once, each "
+    "once an epoch; default: documents, text: none, a corpus: once.",
     **_own,
 )
 BUFFER = flags.DEFINE_integer(
@@ -134,6 +141,13 @@ CHECKPOINTS = flags.DEFINE_string(
 )
 SAVE_EVERY = flags.DEFINE_integer(
     "save_every", 100, "Steps between checkpoints.", lower_bound=1, **_own
+)
+EVALUATE_EVERY = flags.DEFINE_integer(
+    "evaluate_every",
+    None,
+    "Steps between evaluations of held-out text; default: at the end alone.",
+    lower_bound=1,
+    **_own,
 )
 GRAPH = flags.DEFINE_bool(
     "graph",
@@ -306,6 +320,9 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     batches = _batches(settings, folder, training.batch, training.seq_len)
     tasks = [settings.fitted(task, batches.vocabulary) for task in tasks]
     path = folder / "train.jsonl"
+    epochs = batches.epochs(training.steps)
+    if epochs is not None and epochs > 1 and ranks.rank == 0:
+        print(f"warning: the text is seen {epochs:.1f} times: {MEMORIZED}", file=sys.stderr)
     packed = batches.train(0, slice(0, 1)).segment_ids is not None
     plan = [
         loop.Run(
@@ -318,6 +335,7 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
             COMMIT.value,
             ranks,
             SPREAD.watched(),
+            EVALUATE_EVERY.value,
         )
         for framework in _frameworks()
         for task in tasks

@@ -23,6 +23,7 @@ from bench.lm import (
     curves,
     log,
     loop,
+    measures,
     share,
     spec,
     speed,
@@ -33,6 +34,7 @@ from bench.lm import (
 )
 from bench.lm.data import Batches
 from bench.lm.parallel import Parallel
+from bench.lm.ranks import Ranks
 from nsa_core.layer import LayerSpec
 from nsa_core.types import Branches
 
@@ -242,7 +244,7 @@ def test_a_following_batch_changes_no_number(tmp_path, framework):
         learner = variants.learner(run.variant, todo, tmp_path)
         told = [None] * 3 if ahead is None else batches[ahead : ahead + 3]
         numbers = [learner.step(batches[i], i, told[i]) for i in range(3)]
-        found.append([*numbers, learner.loss(batches[4])])
+        found.append([*numbers, measures.loss(learner, batches[4])])
     assert found[0] == found[1] == found[2]
 
 
@@ -251,7 +253,7 @@ def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
     told = []
 
     class Idle:
-        share, graph = share.Share(2), False
+        share, ranks, graph = share.Share(2), Ranks(), False
 
         def step(self, batch, step, following=None):
             told.append(following is not None)
@@ -260,10 +262,10 @@ def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
         def save(self, folder):
             time.sleep(0.5)
 
-        def loss(self, batch):
-            return 1.0
+        def loss_sums(self, batch, categories, count):
+            return np.ones(count)
 
-        def health(self, batch):
+        def observe(self, batch, row=0):
             return []
 
     class Slow(Batches):
@@ -438,7 +440,7 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     status, output, found = command(*SMALL, "--margin=1", "--warmup=0")
     assert status == 0 and "JAX and torch agree at every step, nsa: yes" in output.out
     kinds = [line.kind for line in found]
-    assert [kinds.count(kind) for kind in log.KINDS] == [4, 12, 4, 4, 0]
+    assert [kinds.count(kind) for kind in log.KINDS] == [4, 4, 12, 4, 4, 0]
     assert {line.run for line in found} == {"jax-nsa", "jax-dense", "torch-nsa", "torch-dense"}
     assert all((tmp_path / "out" / name).stat().st_size for name in ("train.png", "train.md"))
     # All four are done: nothing is left to resume, and a verdict is an exit status.

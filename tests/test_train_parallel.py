@@ -19,7 +19,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bench.harness.process import ROOT
-from bench.lm import checkpoint, curves, log, loop, shards, spec, torch_learner, variants, watch
+from bench.lm import (
+    checkpoint,
+    curves,
+    health,
+    log,
+    loop,
+    measures,
+    shards,
+    spec,
+    torch_learner,
+    variants,
+    watch,
+)
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from bench.lm.share import Share
@@ -121,7 +133,7 @@ def sharded_graphs(rank: int, folder: Path) -> None:
             for step in range(3):
                 batch = learner.share.of(lambda rows, step=step: run.batches.train(step, rows))
                 learner._backward(learner._rows(batch))  # what is there is not added to
-                numbers.append([*learner.step(batch, step), learner.loss(batch)])
+                numbers.append([*learner.step(batch, step), measures.loss(learner, batch)])
             # The embedding too, which a forward pass leaves gathered.
             assert all(isinstance(x, DTensor) for x in learner.master.parameters())
             found.append(numbers)
@@ -195,7 +207,7 @@ def test_gates_are_the_mean_over_ranks(several, one, tmp_path):
     each = []
     for rank in range(4):
         rows = slice(2 * rank, 2 * rank + 1)
-        layers = learner.health(run.batches.train(3, rows))
+        layers = health.layers(learner, run.batches.train(3, rows))
         each.append([dataclasses.asdict(layer) for layer in layers])
     assert len(found.layers) == 2
     for number, layer in enumerate(found.layers):
@@ -281,7 +293,7 @@ def test_shards_of_torch_go_on_over_heads_in_jax(several, one, tmp_path):
     assert apart(found, one["moved"][1][first:]) < TOLERANCE["float32"]
     kernel = learner.params["blocks"][1]["attention"]["W_Q"]["kernel"].get_value()
     assert kernel.addressable_shards[0].data.shape == (8, 16)  # of 16 and 32
-    layers = learner.health(run.batches.train(0))
+    layers = health.layers(learner, run.batches.train(0))
     assert len(layers) == 2 and all(0 < layer.entropy < 1.1 for layer in layers)
     kept = checkpoint.save(tmp_path / "kept", learner, todo.training.steps, run.settings())
     ours, theirs = (
@@ -308,7 +320,7 @@ def test_gates_of_each_query_head_over_heads_in_jax(tmp_path):
     ours, theirs = ([x.step(b, i) for i, b in enumerate(batches)] for x in (learner, twin))
     for got, want in zip(ours, theirs, strict=True):
         assert apart(got, want) < 10 * TOLERANCE["float32"]
-    layers = [x.health(run.batches.train(0)) for x in (learner, twin)]
+    layers = [health.layers(x, run.batches.train(0)) for x in (learner, twin)]
     for got, want in zip(*layers, strict=True):
         assert dataclasses.asdict(got) == pytest.approx(dataclasses.asdict(want), rel=1e-3)
 

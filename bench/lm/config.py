@@ -15,7 +15,7 @@ class Model:
     """Sizes: those of `name`, but for what is given. Without `hidden` the MLP grows with `dim`;
     without `vocabulary` it is that of the data."""
 
-    name: Literal["tiny", "125m"] | None = None
+    name: Literal["tiny", "52m", "125m"] | None = None
     attention: Literal["nsa", "dense", "both"] | None = None
     dim: int | None = None
     layers: int | None = None
@@ -66,6 +66,7 @@ class Train:
     eps: float | None = None
     seed: int | None = None
     save_every: int | None = None
+    evaluate_every: int | None = None
     out: str | None = None
 
 
@@ -78,7 +79,7 @@ class Data:
     split: str | None = None
     revision: str | None = None
     tokenizer: str | None = None
-    pack: Literal["documents", "none"] | None = None
+    pack: Literal["documents", "none", "once"] | None = None
     shuffle_buffer: int | None = None
     corpus_bytes: int | None = None
     cache: str | None = None
@@ -232,7 +233,13 @@ POSITIVE = (
     *(f"nsa.{name}" for name in SIZES.values() if name != "window"),
     *(f"train.{name}" for name in ("steps", "batch", "batch_size", "seq_len")),
     *(f"train.{name}" for name in ("accumulate", "lr", "clip")),
-    *("train.save_every", "train.eps", "data.corpus_bytes", "data.shuffle_buffer"),
+    *(
+        "train.save_every",
+        "train.evaluate_every",
+        "train.eps",
+        "data.corpus_bytes",
+        "data.shuffle_buffer",
+    ),
     *("parallel.devices", "parallel.tensor", "parallel.processes", "watch.heartbeat_s"),
 )
 AT_LEAST_0 = ("nsa.window", "train.weight_decay", "parallel.process", "watch.hang_s")

@@ -32,7 +32,7 @@ FLAGS = {
     for section, names in {
         "train": (
             "framework dtype steps batch batch_size seq_len accumulate lr warmup clip seed "
-            "save_every out"
+            "save_every evaluate_every out"
         ),
         "data": "dataset text_column tokenizer pack shuffle_buffer corpus_bytes",
         "runtime": (
@@ -53,6 +53,7 @@ SEED_KEYS = {
     "train.grad_clip": "train.clip",
     "train.max_grad_norm": "train.clip",
     "train.out_dir": "train.out",
+    "train.eval_every": "train.evaluate_every",
     "runtime.precision": "train.dtype",
 }
 # Two words for one thing: the one that is given later wins, both at once are an error.
@@ -60,7 +61,6 @@ EITHER = {"train.batch": "train.batch_size", "train.batch_size": "train.batch"}
 SEED_IGNORED = {
     "train.lr_schedule": "the rate falls by half a cosine, always",
     "train.log_every": "every step is a line of train.jsonl",
-    "train.eval_every": "held-out text is evaluated at the end",
     "runtime.device": "a GPU where there is one",
     "runtime.gradient_checkpointing": "nothing of a block is computed again",
     "runtime.compile_cmp_win": "nothing reads it, and nothing ever did",

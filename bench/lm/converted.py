@@ -112,7 +112,10 @@ def train(
     model: PreTrainedModel, given: np.ndarray, preset: Preset, lr: float
 ) -> Iterator[int]:
     """Steps of AdamW over the rows, their numbers; the rate rises in 20 and falls to a tenth."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
+    how: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr, fused=model.device.type == "cuda", **how
+    )
     steps = len(given) // preset.batch
     model.train()
     for step in range(steps):

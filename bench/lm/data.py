@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..harness import text
-from . import sources, tokens
-from .packing import Packed
+from . import corpus, sources, tokens
+from .packing import Packed, Stream
 from .tokens import Documents
 
 CORPUS_BYTES = 8 * 2**20
 HELD_OUT_SHARE = 1 / 16
 TEXT = "text"  # the dataset that needs no file and no network
 
-PACKS = ("documents", "none")
+PACKS = ("documents", "none", "once")
 
 
 class Batch(NamedTuple):
@@ -30,7 +30,8 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Rows of documents at hand; the last sixteenth of the tokens is held out.
+    """Rows of documents at hand; the last sixteenth of the tokens is held out, or what the
+    documents say.
 
     A batch follows from the seed and the step alone, so the step is the position in the data.
 
@@ -40,8 +41,9 @@ class Batches:
       size: bytes of the corpus of `bench.harness.text`, where no documents are given.
       documents: what the rows are made of; held-out text begins where a sixteenth is left, be
         it within a document.
-      pack: "none": windows at random places of all tokens in one stream. "documents": every
-        document once an epoch, as `Packed` cuts them, with their borders.
+      pack: "none": windows at random places of all tokens in one stream. "once": every row of
+        the stream once an epoch, held-out rows evenly spread, the same for every seed.
+        "documents": every document once an epoch, as `Packed` cuts them, with their borders.
 
     Attributes:
       shape: rows, and tokens of each.
@@ -70,10 +72,19 @@ class Batches:
             documents = Documents(TEXT, *given)
         else:
             size, name = len(documents.tokens), f"tokens of dataset {documents.name}"
-        held_out = int(size * HELD_OUT_SHARE)
-        if held_out <= length:
+        held_out = None if documents is None else documents.held_out
+        if held_out is None:
+            held_out = int(size * HELD_OUT_SHARE)
             least = int((length + 1) / HELD_OUT_SHARE)
-            raise ValueError(f"{name} must be over {least} for seq_len={length}, got {size}")
+            if held_out <= length:
+                raise ValueError(
+                    f"{name} must be over {least} for seq_len={length}, got {size}"
+                )
+        if min(held_out, size - held_out) <= length:
+            raise ValueError(
+                f"{name} and those held out must each be over seq_len={length}, got "
+                f"{size - held_out} and {held_out}"
+            )
         self.shape, self.seed, self.pack = (batch, length + 1), seed, pack
         self.vocabulary = documents.vocabulary
         self.sha256 = documents.sha256 if pack == "none" else _digest(documents.sha256, pack)
@@ -85,7 +96,13 @@ class Batches:
             self._held_out = Packed(
                 self.held_out, np.insert(later, 0, 0), (seed, 3), length + 1
             )
+        if pack != "none":
             self._epoch, self._packed = 0, self._of_epoch(0)
+
+    def epochs(self, steps: int) -> float | None:
+        """How often `steps` steps see a token on average; None where nobody knows."""
+        rows, width = self.shape
+        return steps * rows * (width - 1) / len(self.training)
 
     def train(self, step: int, rows: slice = slice(None)) -> Batch:
         """The `rows` of the batch of `step`."""
@@ -93,28 +110,46 @@ class Batches:
             return self._windows(self.training, (self.seed, 0, step), rows)
         batch = self.shape[0]
         wanted = np.arange(step * batch, (step + 1) * batch)[rows]
-        parts = []
+        parts: list[Batch] = []
         for epoch in np.unique(wanted // self._packed.count).tolist():
             if epoch != self._epoch:
                 self._epoch, self._packed = epoch, self._of_epoch(epoch)
             within = wanted[wanted // self._packed.count == epoch] % self._packed.count
-            parts.append(self._packed.rows(within))
-        return Batch(*map(np.concatenate, zip(*parts, strict=True)))
+            parts.append(Batch(*self._packed.rows(within)))
+        return joined(parts)
 
     def evaluation(self, count: int, rows: slice = slice(None)) -> list[Batch]:
         """The `rows` of `count` batches of held-out text, always the same."""
         if self.pack == "none":
             seeds = [(self.seed, 1, i) for i in range(count)]
             return [self._windows(self.held_out, seed, rows) for seed in seeds]
+        if self.pack == "once":
+            batch, width = self.shape
+            starts = np.linspace(0, len(self.held_out) - width, count * batch).astype(int)
+            return [self._at(self.held_out, x[rows]) for x in starts.reshape(count, batch)]
         return drawn(self._held_out, self.shape[0], (self.seed, 1), count, rows)
 
     def _windows(self, tokens: np.ndarray, seed: tuple[int, ...], rows: slice) -> Batch:
         batch, width = self.shape
         starts = np.random.default_rng(seed).integers(0, len(tokens) - width + 1, batch)
-        return Batch(tokens[starts[rows, None] + np.arange(width)])
+        return self._at(tokens, starts[rows])
 
-    def _of_epoch(self, epoch: int) -> Packed:
+    def _at(self, tokens: np.ndarray, starts: np.ndarray) -> Batch:
+        return Batch(tokens[starts[:, None] + np.arange(self.shape[1])])
+
+    def _of_epoch(self, epoch: int) -> Packed | Stream:
+        if self.pack == "once":
+            return Stream(self.training, (self.seed, 5, epoch), self.shape[1])
         return Packed(self.training, self._starts, (self.seed, 2, epoch), self.shape[1])
+
+
+def joined(parts: list[Batch]) -> Batch:
+    """The rows of `parts`, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, segments = zip(*parts, strict=True)
+    packed = segments[0] is not None
+    return Batch(np.concatenate(tokens), np.concatenate(segments) if packed else None)
 
 
 def drawn(
@@ -144,20 +179,25 @@ def load(
     """The batches of `dataset`.
 
     Args:
-      dataset: "text": the standard library's source. A path, folder or glob of local files
-        (`sources`). Else `name` or `name:config` of a dataset of the Hugging Face Hub.
+      dataset: "text": the standard library's source. The folder of a corpus that
+        `bench.lm.corpus` built. A path, folder or glob of local files (`sources`). Else `name` or
+        `name:config` of a dataset of the Hugging Face Hub.
       size: bytes of "text".
-      pack: as of `Batches`; None: documents, but for "text".
-      tokenizer: path of a file of the library `tokenizers`; None: bytes.
+      pack: as of `Batches`; None: documents, but none for "text" and once for a corpus.
+      tokenizer: path of a file of the library `tokenizers`; None: bytes. A corpus has its own.
       column: of text, in files that have columns.
       split, revision, buffer, notes: as of `stream.Streamed` and `hub.Hub`.
       cache: folder for the tokens of local files; None: the user's cache.
 
     Raises:
       FileNotFoundError: no file, and no name that the Hub can have; or the Hub has none.
-      ValueError: a file is damaged, empty or too short, or lacks the column.
+      ValueError: a file is damaged, empty or too short, or lacks the column; a tokenizer is not
+        the corpus's.
       ConnectionError: the Hub cannot be reached.
     """
+    if dataset != TEXT and corpus.is_corpus(dataset):
+        found = corpus.read(dataset, tokenizer)
+        return Batches(batch, length, seed, documents=found, pack=pack or "once")
     by = tokens.tokenizer(tokenizer)
     if dataset == TEXT and tokenizer is None:
         return Batches(batch, length, seed, size, pack=pack or "none")

@@ -8,9 +8,11 @@ particular, so that entropy and the largest share are of gates divided by their 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+from .data import Batch
 
 # A head has collapsed where it attends by one branch only.
 COLLAPSED_ENTROPY, COLLAPSED_SHARE = 0.1, 0.95
@@ -58,6 +60,17 @@ class Layer:
             collapsed=float(gone.mean()),
             overlap=overlap(indices),
         )
+
+
+class Observed(Protocol):
+    """A learner."""
+
+    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+
+def layers(learner: Observed, batch: Batch) -> list[Layer]:
+    """Of the first row of `batch`; of dense attention none. Every process calls it."""
+    return [Layer.of(*each) for each in learner.observe(batch)]
 
 
 def overlap(indices: np.ndarray) -> float:

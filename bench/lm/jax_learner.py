@@ -17,7 +17,7 @@ from flax import nnx
 from nsa_interop import weights
 from nsa_jax.nn import NSAAttention
 
-from . import health, jax_parallel, share
+from . import jax_parallel, share
 from .data import Batch
 from .jax_lm import LM
 from .jax_parallel import Layout
@@ -29,7 +29,7 @@ from .spec import DivergedError, Task, Training
 class Rows(NamedTuple):
     """Micro-batches, on the devices."""
 
-    tokens: jax.Array  # [accumulate, B, T + 1]
+    tokens: Any  # [accumulate, B, T + 1]
     total: jax.Array | np.float32  # []: tokens that have a loss, of all rows
     segment_ids: jax.Array | None  # as `tokens`
 
@@ -87,8 +87,8 @@ class Program(NamedTuple):
         return tree if self.layout is None else self.layout.shown(tree)
 
 
-def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
-    """The sum of the losses of some rows, over `total`; on a mesh: of a device's rows."""
+def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
+    """The losses `[B, T]` of some rows, 0 where there is none; on a mesh: of a device's rows."""
     layout, embedding = program.layout, params["embedding"]
     if layout is None:
         params = jax.tree.map(lambda x: x.astype(program.dtype), params)
@@ -112,7 +112,12 @@ def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
     if segment_ids is not None:
         same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, :-1] >= 0)
         losses = jnp.where(same, losses, 0.0)
-    return losses.sum() / total
+    return losses
+
+
+def _part(program: Program, params, total, tokens, segment_ids) -> jax.Array:
+    """The sum of the losses of some rows, over `total`."""
+    return _losses(program, params, tokens, segment_ids).sum() / total
 
 
 def _micro(program: Program, params, total, tokens, segment_ids) -> jax.Array:
@@ -127,7 +132,7 @@ def _added(compute, rows: Rows):
     """The sum of `compute(total, tokens, segment_ids)` over the micro-batches."""
     parts = rows.tokens, rows.segment_ids
     first = jax.tree.map(lambda x: x[0], parts)
-    if rows.tokens.shape[0] == 1:
+    if jax.tree.leaves(parts)[0].shape[0] == 1:
         return compute(rows.total, *first)
 
     def add(before, part):
@@ -138,9 +143,19 @@ def _added(compute, rows: Rows):
     return jax.lax.scan(add, zeros, parts)[0]
 
 
-@functools.partial(jax.jit, static_argnames="program")
-def _loss(program: Program, params, rows: Rows):
-    return program.shown(_added(functools.partial(_micro, program, params), rows))
+@functools.partial(jax.jit, static_argnames=("program", "count"))
+def _sums(program: Program, params, rows: Rows, categories: jax.Array, count: int):
+    """The losses by category, `[count]`; `categories` as `rows.tokens`, one narrower."""
+
+    def part(params, total, given, segment_ids):
+        tokens, which = given
+        losses = _losses(program, params, tokens, segment_ids)
+        sums = [jnp.where(which == i, losses, 0.0).sum() for i in range(count)]
+        return jnp.stack(sums) / total
+
+    compute = part if program.layout is None else program.layout.summed(part, params)
+    given = rows._replace(tokens=(rows.tokens, categories))
+    return program.shown(_added(functools.partial(compute, params), given))
 
 
 @functools.partial(jax.jit, static_argnames="program")
@@ -292,10 +307,17 @@ class Learner:
         found = self.compiled.gradients(self.leaves[: self.weights], rows)
         return Begun(batch, self.compiled, found)
 
-    def loss(self, batch: Batch) -> float:
-        """The mean loss of a batch of which this process has its `share`, in nats a token."""
+    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
+        """Losses in nats of a batch of which this process has its `share`, added up by category
+        over all processes.
+
+        Args:
+          categories: integers `[rows, T]` of the targets; those not below `count` are left out.
+        """
+        rows = self._rows(batch)._replace(total=np.float32(1))
         with self._precision():
-            return float(_loss(self.program, self.params, self._rows(batch)))
+            found = _sums(self.program, self.params, rows, self._placed(categories), count)
+        return np.asarray(found).astype(np.float64)
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -306,16 +328,20 @@ class Learner:
         """Of a step on one device."""
         return None if self.compiled is None else self.compiled.peak_bytes()
 
-    def health(self, batch: Batch) -> list[health.Layer]:
-        """Of gates and selection over the first row of `batch`; of dense attention nothing.
-        Every process calls it."""
+    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row of
+        process 0's `batch`; of dense attention nothing. Every process calls it."""
         if not any(isinstance(x, NSAAttention) for _, x in nnx.iter_graph(self._model())):
             return []
-        tokens = jax_parallel.same(batch.tokens[:1, :-1].astype(np.int32), self.ranks)
+        tokens = batch.tokens[row : row + 1, :-1].astype(np.int32)
         with self._precision():
-            found = _observe(self.program, self.graphdef, self.params, tokens)
-        gates, indices = map(np.asarray, found)
-        return [health.Layer.of(*layer) for layer in zip(gates, indices, strict=True)]
+            found = _observe(
+                self.program,
+                self.graphdef,
+                self.params,
+                jax_parallel.same(tokens, self.ranks),
+            )
+        return list(zip(*map(np.asarray, found), strict=True))
 
     def save(self, folder: Path) -> None:
         """Writes weights and moments, each as `nsa_interop.weights` does."""
@@ -378,19 +404,18 @@ class Learner:
 
     def _rows(self, batch: Batch) -> Rows:
         """The micro-batches, on the devices."""
-        count = self.parallel.accumulate
         total = share.count(batch)
         if batch.segment_ids is None:
             total *= self.ranks.size
         else:
             total = max(1, sum(self.ranks.gather(total)))
+        ids = None if batch.segment_ids is None else self._placed(batch.segment_ids)
+        return Rows(self._placed(batch.tokens), np.float32(total), ids)
 
-        def place(x):
-            x = x.reshape(count, -1, x.shape[1])
-            return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
-
-        ids = None if batch.segment_ids is None else place(batch.segment_ids)
-        return Rows(place(batch.tokens), np.float32(total), ids)
+    def _placed(self, x: np.ndarray) -> jax.Array:
+        """Rows as micro-batches, on the devices."""
+        x = x.reshape(self.parallel.accumulate, -1, x.shape[1])
+        return jnp.asarray(x) if self.layout is None else self.layout.rows(x)
 
     def _culprit(self, loss: float, squares: jax.Array) -> str:
         """What is not finite, or too large to be squared in float32: the first of each kind in

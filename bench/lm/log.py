@@ -47,6 +47,7 @@ class Header(Line):
     dirty: bool | None
     time: str  # UTC
     parallel: dict[str, Any] | None = None  # `parallel.Parallel`; None: one device
+    epochs: float | None = None  # how often the run sees a token; None: not known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,15 @@ class Watch(Line):
     tokens_per_s: float
     mfu: float | None
     layers: list[dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation(Line):
+    """What held-out text says after `steps` steps: mean losses by name (`bench.lm.measures`)."""
+
+    kind: ClassVar[str] = "evaluation"
+    steps: int
+    measures: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,11 +133,13 @@ class Summary(Line):
     steps: int  # done
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
+    # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
+    hits: list[list[float]] | None = None
 
 
-KINDS = {cls.kind: cls for cls in (Header, Step, Speed, Summary, Watch)}
+KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"parallel", "devices", "recall_gain"})
+OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "hits"})
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:

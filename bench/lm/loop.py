@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ..harness import records, timing
-from . import checkpoint, health, log, recall, speed, variants
+from . import checkpoint, health, log, measures, recall, speed, variants
 from . import share as shares
 from .data import Batch, Batches
 from .progress import Progress
@@ -22,6 +22,7 @@ from .spec import DivergedError, Task
 from .watch import Settings, Watch, gathered
 
 EVALUATED_BATCHES = 8
+OBSERVED_ROWS = 8  # rows with a copy whose selection is looked at
 
 
 class Learner(checkpoint.Kept, Protocol):
@@ -32,15 +33,16 @@ class Learner(checkpoint.Kept, Protocol):
     """
 
     share: shares.Share
+    ranks: Ranks
     graph: bool
 
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]: ...
 
-    def loss(self, batch: Batch) -> float: ...
+    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray: ...
 
-    def health(self, batch: Batch) -> list[health.Layer]: ...
+    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
     def parameters(self) -> int: ...
 
@@ -72,10 +74,12 @@ class Run:
       variant, task, batches: what trains what on what.
       path: of the lines.
       folder: of this run's checkpoints.
-      save_every: steps between checkpoints.
+      save_every: steps between checkpoints; None: there is none, at the end neither.
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: what is looked at besides, in files beside `path`.
+      evaluate_every: steps between evaluations of held-out text; None: at the end alone.
+      evaluated: batches of held-out text.
     """
 
     variant: variants.Variant
@@ -83,10 +87,12 @@ class Run:
     batches: Batches
     path: Path
     folder: Path
-    save_every: int = 100
+    save_every: int | None = 100
     commit: str | None = None
     ranks: Ranks = dataclasses.field(default_factory=Ranks)
     watched: Settings = dataclasses.field(default_factory=Settings)
+    evaluate_every: int | None = None
+    evaluated: int = EVALUATED_BATCHES
 
     @property
     def name(self) -> str:
@@ -99,6 +105,12 @@ class Run:
     def checkpoint(self) -> Path | None:
         """The last checkpoint there is."""
         return checkpoint.latest(self.folder)
+
+    def held_out(self) -> measures.HeldOut:
+        """The text that the run is judged by."""
+        model = self.task.model
+        batches = self.batches.evaluation(self.evaluated)
+        return measures.HeldOut(batches, model.layer.w, model.vocabulary)
 
     def settings(self) -> dict:
         """What a checkpoint must agree with."""
@@ -145,6 +157,7 @@ def _run(run: Run, stop: Stop) -> log.Summary:
             device=variants.device(run.variant.framework),
             time=records.utc_now(),
             parallel=_spread(run, learner),
+            epochs=run.batches.epochs(run.task.training.steps),
             **records.environment(run.commit),
         )
     )
@@ -165,19 +178,21 @@ def steps(
     before, but for checkpoints and observations between the two."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
-    following = None
+    following, held_out = None, run.held_out()
     with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
         since = time.perf_counter()
         for step in range(first, training.steps):
             # Signals come to ranks at different steps: all stop where one was asked to.
             if run.ranks.any(stop.asked):
-                reason = f"SIGTERM after {step} steps, saved to {save(step)}"
+                where = "not saved" if run.save_every is None else f"saved to {save(step)}"
+                reason = f"SIGTERM after {step} steps, {where}"
                 return summary(status="stopped", steps=step, reason=reason)
             done = step + 1
             last, observes = done == training.steps, watch.due(done)
-            saves = done % run.save_every == 0 and not last
+            saves = _due(run.save_every, done) and not last
+            evaluates = _due(run.evaluate_every, done) and not last
             # What follows such a step is not begun before: it would run beside what is not timed.
-            pauses = last or observes or saves
+            pauses = last or observes or saves or evaluates
             batch = _batch(run, learner, step) if following is None else following
             following = None if pauses else _batch(run, learner, done)
             try:
@@ -202,16 +217,29 @@ def steps(
             if observes:
                 _observe(run, learner, batch, line, watch)
             progress.stepped(done, loss, time_ms)
+            if evaluates:
+                found = held_out.measured(learner)
+                run.write(log.Evaluation(**run.variant.name, steps=done, measures=found))
             if saves:
                 _save_if_there_is_room(run, save, done)
             if pauses:
                 since = time.perf_counter()
-    save(training.steps)
-    held_out = run.batches.evaluation(EVALUATED_BATCHES)
-    mine = [learner.share.of_whole(batch) for batch in held_out]
-    loss = float(np.mean([learner.loss(batch) for batch in mine]))
-    gain = _recall(run, learner, held_out)
-    return summary(status="ok", steps=training.steps, held_out_loss=loss, recall_gain=gain)
+    if run.save_every is not None:
+        save(training.steps)
+    found = held_out.measured(learner)
+    run.write(log.Evaluation(**run.variant.name, steps=training.steps, measures=found))
+    gain, hits = _copies(run, learner, held_out.batches)
+    return summary(
+        status="ok",
+        steps=training.steps,
+        held_out_loss=found["loss"],
+        recall_gain=gain,
+        hits=hits,
+    )
+
+
+def _due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0
 
 
 def _batch(run: Run, learner: Learner, step: int) -> Batch:
@@ -221,21 +249,31 @@ def _batch(run: Run, learner: Learner, step: int) -> Batch:
     return batch
 
 
-def _recall(run: Run, learner: Learner, held_out: Sequence[Batch]) -> float | None:
-    """What a passage read before gains on held-out text, by `recall`."""
-    training, window = run.task.training, run.task.model.layer.w
-    losses = []
+def _copies(
+    run: Run, learner: Learner, held_out: Sequence[Batch]
+) -> tuple[float | None, list[list[float]] | None]:
+    """What a passage read before gains on held-out text, by `recall`; and by layer how often the
+    selection holds it, beside chance, by `measures.hit`."""
+    training, layer = run.task.training, run.task.model.layer
+    losses, found = [], []
     for i, batch in enumerate(held_out):
-        pair = recall.pair(batch, window, (training.seed, 4, i))
+        seed = training.seed, 4, i
+        pair = recall.pair(batch, layer.w, seed)
         if pair is None:
-            return None
-        losses.append([learner.loss(learner.share.of_whole(each)) for each in pair])
-    return recall.gain(np.array(losses), training.seq_len)
+            return None, None
+        losses.append([measures.loss(learner, learner.share.of_whole(x)) for x in pair])
+        starts = recall.passages(batch, layer.w, seed).tolist()
+        for row, start in enumerate(starts[: max(0, OBSERVED_ROWS - len(found))]):
+            layers = learner.observe(pair[0], row)
+            found.append([measures.hit(x, start, layer.config) for _, x in layers])
+    rows = [x for x in found if x and x[0] is not None]
+    hits = np.mean(rows, axis=0).tolist() if rows else None
+    return recall.gain(np.array(losses), training.seq_len), hits
 
 
 def _observe(run: Run, learner: Learner, batch: Batch, line: log.Step, watch: Watch) -> None:
     """Looks at gates and selection after the step of `line`."""
-    layers = gathered(run.ranks, learner.health(batch))
+    layers = gathered(run.ranks, health.layers(learner, batch))
     devices = run.variant.parallel.devices
     device = variants.device(run.variant.framework)
     found = log.Watch(

@@ -1,6 +1,34 @@
-"""Documents cut into rows: one after the other in a random order, with their borders."""
+"""Tokens cut into rows, each once: one stream, or documents in random order with their borders."""
 
 import numpy as np
+
+
+class Stream:
+    """All tokens once as rows of `width` tokens, in an order drawn from `seed`, without borders.
+
+    A row begins with the token that the row before it ends with, so that a token is predicted
+    once at most; the first begins at a place drawn from `seed` too.
+
+    Args:
+      tokens: integers `[total]`.
+      seed: of both.
+      width: tokens of a row.
+    """
+
+    def __init__(self, tokens: np.ndarray, seed: tuple[int, ...], width: int):
+        self.tokens, self.width = tokens, width
+        random = np.random.default_rng(seed)
+        spare = (len(tokens) - 1) % (width - 1)
+        self.begin, self.count = (
+            int(random.integers(spare + 1)),
+            (len(tokens) - 1) // (width - 1),
+        )
+        self.order = random.permutation(self.count)
+
+    def rows(self, indices: np.ndarray) -> tuple[np.ndarray, None]:
+        """The tokens `[rows, width]` in places `indices` of the order, each below `count`."""
+        first = self.begin + self.order[indices] * (self.width - 1)
+        return self.tokens[first[:, None] + np.arange(self.width)], None
 
 
 class Packed:

@@ -35,14 +35,19 @@ def pair(batch: Batch, window: int, seed: tuple[int, ...]) -> tuple[Batch, Batch
     places = width - 2 * PASSAGE - window
     if segments is not None or rows < 2 or places < 1:
         return None
-    starts = np.random.default_rng(seed).integers(0, places, rows)
-    columns = starts[:, None] + np.arange(PASSAGE)
+    columns = passages(batch, window, seed)[:, None] + np.arange(PASSAGE)
     found = np.take_along_axis(tokens, columns, axis=1)
     others = np.take_along_axis(np.roll(tokens, 1, axis=0), columns, axis=1)
     copies = tokens.copy(), tokens.copy()
     for each, passage in zip(copies, (found, others), strict=True):
         each[:, -PASSAGE:] = passage
     return Batch(copies[0]), Batch(copies[1])
+
+
+def passages(batch: Batch, window: int, seed: tuple[int, ...]) -> np.ndarray:
+    """Where in the rows of `batch` the passages of `pair` begin."""
+    rows, width = batch.tokens.shape
+    return np.random.default_rng(seed).integers(0, width - 2 * PASSAGE - window, rows)
 
 
 def gain(losses: np.ndarray, tokens: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .data import Batch
+from .data import Batch, joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +47,14 @@ class Share:
         """The rows of all micro-batches, one after the other."""
         return joined([fetch(rows) for rows in self.slices()])
 
+    def rows_of(self, whole: np.ndarray) -> np.ndarray:
+        """The same rows of an array that has one a row of the global batch."""
+        return np.concatenate([whole[rows] for rows in self.slices()])
+
     def of_whole(self, batch: Batch) -> Batch:
         """`of` a batch that is at hand as a whole."""
         tokens, ids = batch
         return self.of(lambda rows: Batch(tokens[rows], None if ids is None else ids[rows]))
-
-
-def joined(parts: list[Batch]) -> Batch:
-    """The rows of `parts`, one below the other."""
-    if len(parts) == 1:
-        return parts[0]
-    tokens, segments = zip(*parts, strict=True)
-    packed = segments[0] is not None
-    return Batch(np.concatenate(tokens), np.concatenate(segments) if packed else None)
 
 
 def split(batch: Batch, count: int) -> list[Batch]:

@@ -76,6 +76,7 @@ _TINY = LayerSpec(
 _SEED = LayerSpec(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
 MODELS = {
     "tiny": {"layer": _TINY, "layers": 2, "hidden": 192},
+    "52m": {"layer": _SEED, "layers": 6, "hidden": 2048},  # with 8192 tokens, NSA
     "125m": {"layer": _SEED, "layers": 12, "hidden": 3712},
 }
 

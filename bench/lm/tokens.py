@@ -33,6 +33,7 @@ class Documents:
       starts: int64 `[documents + 1]`: where each begins, and the end.
       vocabulary: tokens there are; all of `tokens` are below it.
       sha256: of the tokens and the borders.
+      held_out: how many of the tokens, the last, are held out; None: who reads them decides.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Documents:
     starts: np.ndarray
     vocabulary: int
     sha256: str
+    held_out: int | None = None
 
 
 class Tokenizer(Protocol):

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from nsa_torch import functional
 from nsa_torch.module import NSAAttention
 
 from ..harness import timing
-from . import health, share
+from . import share
 from .data import Batch
 from .ranks import Ranks
 from .spec import DivergedError, Task
@@ -38,15 +38,20 @@ class Rows(NamedTuple):
     packing: Packing | None
 
 
-def total_loss(network: nn.Module, rows: Rows) -> Tensor:
-    """The sum of the losses of the rows in nats, over `rows.total`."""
+def losses_of(network: nn.Module, rows: Rows, reduction: str = "none") -> Tensor:
+    """The losses of the rows' targets in nats, `[B T]` or reduced; 0 where there is none."""
     tokens, packing = rows.tokens.long(), rows.packing
     target = tokens[:, 1:]
     if packing is not None:
         target = target.where(packing.counted, IGNORED)
     logits = network(tokens[:, :-1], packing).float().flatten(0, 1)
-    losses = F.cross_entropy(logits, target.flatten(), ignore_index=IGNORED, reduction="sum")
-    return losses / rows.total
+    how: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
+    return F.cross_entropy(logits, target.flatten(), **how)
+
+
+def total_loss(network: nn.Module, rows: Rows) -> Tensor:
+    """The sum of the losses of the rows in nats, over `rows.total`."""
+    return losses_of(network, rows, "sum") / rows.total
 
 
 class Learner:
@@ -126,10 +131,19 @@ class Learner:
         return numbers[0], numbers[1]
 
     @torch.no_grad()
-    def loss(self, batch: Batch) -> float:
-        """The mean loss of a batch of which this process has its `share`, in nats a token."""
-        losses = [total_loss(self.model, rows) for rows in self._rows(batch)]
-        return self._numbers(torch.stack(losses).sum())[0]
+    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray:
+        """Losses in nats of a batch of which this process has its `share`, added up by category
+        over all processes.
+
+        Args:
+          categories: integers `[rows, T]` of the targets; those not below `count` are left out.
+        """
+        found = torch.zeros(count + 1, dtype=torch.float64, device=self.place)
+        parts = np.split(categories, self.accumulate)
+        for rows, each in zip(self._rows(batch), parts, strict=True):
+            which = torch.from_numpy(each).to(self.place).long().flatten().clamp(max=count)
+            found.index_add_(0, which, losses_of(self.model, rows).double())
+        return self._summed(found[:count]).cpu().numpy()
 
     def parameters(self) -> int:
         """Numbers in the weights."""
@@ -139,10 +153,10 @@ class Learner:
         """The most that torch's allocator has held; None on the CPU."""
         return torch.cuda.max_memory_allocated() if self.place.type == "cuda" else None
 
-    def health(self, batch: Batch) -> list[health.Layer]:
-        """Of gates and selection over the first row of `batch`; of dense attention nothing.
-        Every process calls it."""
-        found: list[health.Layer] = []
+    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each layer the gates `[T, heads, 3]` and block indices `[T, heads, n]` of a row of
+        `batch`; of dense attention nothing. Every process calls it."""
+        found: list[tuple[np.ndarray, np.ndarray]] = []
         hooks = [
             block.attention.register_forward_pre_hook(
                 lambda module, inputs: found.append(_observed(module, inputs[0]))
@@ -152,7 +166,7 @@ class Learner:
         ]
         if not hooks:
             return []
-        tokens = torch.from_numpy(batch.tokens[:1, :-1]).to(self.place).long()
+        tokens = torch.from_numpy(batch.tokens[row : row + 1, :-1]).to(self.place).long()
         try:
             with torch.no_grad():
                 self.model(tokens)
@@ -221,6 +235,10 @@ class Learner:
         """A loss over this process's rows as that over all, then numbers that all have."""
         return torch.stack(numbers).tolist()
 
+    def _summed(self, numbers: Tensor) -> Tensor:
+        """Of all processes."""
+        return numbers
+
     def _total(self, batch: Batch) -> float:
         """Tokens of the global batch that have a loss, over the processes: what a process's
         sum of losses is divided by, so that the mean over processes is that over tokens."""
@@ -234,7 +252,10 @@ class Learner:
         total = torch.tensor(self._total(batch), device=self.place)
         found = []
         for part in share.split(batch, self.accumulate):
-            tokens = torch.from_numpy(np.ascontiguousarray(part.tokens)).to(self.place)
+            # Not uint16, of which torch knows little.
+            narrow = part.tokens.dtype == np.uint16
+            host = part.tokens.astype(np.int32) if narrow else part.tokens
+            tokens = torch.from_numpy(np.ascontiguousarray(host)).to(self.place)
             found.append(Rows(tokens, total, _packing(part, self.place)))
         return found
 
@@ -323,7 +344,7 @@ def _packing(batch: Batch, place: torch.device) -> Packing | None:
     return Packing(*(torch.from_numpy(each).to(place) for each in arrays))
 
 
-def _observed(attention: NSAAttention, x: Tensor) -> health.Layer:
+def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """For the input `x` [1, T, dim] of a layer."""
     spec, position = attention.spec, torch.arange(x.shape[1], device=x.device)[None]
     query, key, _, gates = attention.project(x, position)
@@ -332,5 +353,4 @@ def _observed(attention: NSAAttention, x: Tensor) -> health.Layer:
     )
     indices = functional.select_blocks(query, compressed, config=spec.config)
     heads = slice(None, None, spec.n_heads // spec.gate_heads)
-    host = (each[0].cpu().numpy() for each in (gates[:, :, heads].float(), indices))
-    return health.Layer.of(*host)
+    return gates[0, :, heads].float().cpu().numpy(), indices[0].cpu().numpy()

@@ -61,6 +61,10 @@ class Replicated(torch_learner.Learner):
         dist.all_reduce(mean)
         return torch.stack([mean / self.ranks.size, *rest]).tolist()
 
+    def _summed(self, numbers: Tensor) -> Tensor:
+        dist.all_reduce(numbers)
+        return numbers
+
     def _own_backward(self, rows: list[torch_learner.Rows]) -> None:
         """Leaves the gradients of this process's rows in `master`."""
         raise NotImplementedError

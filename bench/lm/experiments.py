@@ -1,0 +1,347 @@
+"""Experiments on quality, one command each: NSA's variants and dense attention over seeds.
+
+    python -m bench.lm.experiments rows_of_8k --corpus corpus --seeds 0,1,2 --out runs
+    python -m bench.lm.experiments rows_of_8k --corpus corpus --limit 590 --out runs   # goes on
+    python -m bench.lm.quality runs/rows_of_8k/*.jsonl
+
+Runs of one seed start from the same weights and see the same rows. A run is one file,
+`<out>/<experiment>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
+again makes those that are missing, so that a call may be cut. It has every 20th step of
+`bench.train`'s lines, all else whole. `--jobs 2` runs two at a time on one device, which hides what
+the host does between runs; times of steps are kept of `--jobs 1` alone. Exit status 3: runs were
+left out, since they might not have ended within `--limit` seconds.
+"""
+
+import dataclasses
+import functools
+import math
+import multiprocessing
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+from nsa_core.types import Branches
+
+from ..harness import cli, exit_status
+from . import corpus, data, log, loop, spec, variants, watch
+from .data import Batches
+from .tokens import Documents
+
+FLAGS = flags.FlagValues()
+_own = {"flag_values": FLAGS}
+CORPUS = flags.DEFINE_string("corpus", "corpus", "What bench.lm.corpus built.", **_own)
+SEEDS = flags.DEFINE_list("seeds", None, "Default: those of the experiment.", **_own)
+RUNS = flags.DEFINE_list("runs", None, "Default: all of the experiment.", **_own)
+OUT = flags.DEFINE_string("out", "runs", "Folder of the experiments' runs.", **_own)
+JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1, **_own)
+LIMIT = flags.DEFINE_float("limit", None, "Seconds: no run begins that may end later.", **_own)
+MODEL = flags.DEFINE_enum("model", None, list(spec.MODELS), "Another model.", **_own)
+STEPS = flags.DEFINE_integer("steps", None, "Another number of steps.", lower_bound=1, **_own)
+BATCH = flags.DEFINE_integer("batch", None, "Other rows a step.", lower_bound=2, **_own)
+LENGTH = flags.DEFINE_integer("seq_len", None, "Another length of rows.", lower_bound=1, **_own)
+COMMIT = cli.define_commit(FLAGS)
+
+HELD_OUT_TOKENS = 2**17  # that runs are judged by, about, and at most this share of their own
+HELD_OUT_SHARE = 1 / 64
+EVALUATIONS = 14  # of a run
+KEPT_EVERY = 20  # step lines of a record
+
+# A variant: what is not as in the plain model. Gates of "head" start at (-2, 2, 2).
+HEAD = {"gate": "head"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {"attention": "dense"},
+    "dense_wide": {"attention": "dense", "hidden": 184},  # as many parameters as NSA
+    "dense_slow": {"attention": "dense", "lr": 0.7},
+    "dense_fast": {"attention": "dense", "lr": 1.4},
+    "sigmoid": {"gate": "sigmoid"},
+    "head": HEAD,
+    "head_0": HEAD | {"gate_bias": (0.0, 0.0, 0.0)},
+    "head_022": HEAD | {"gate_bias": (0.0, 2.0, 2.0)},
+    "head_half": HEAD | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},  # as many keys, finer
+    "head_shared": HEAD | {"kv": "shared"},
+    "head_mlp_pe": HEAD | {"phi": "mlp_pe"},
+    "head_mlp_rope": HEAD | {"phi": "mlp_rope"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A question, and the runs that answer it, the first one dense.
+
+    Attributes:
+      text: a folder of `bench.lm.corpus`, or `data.TEXT`; None: what `--corpus` names.
+    """
+
+    question: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    model: str = "52m"
+    batch: int = 16
+    length: int = 2048
+    steps: int = 700
+    lr: float = 1e-3
+    text: str | None = None
+
+
+EXPERIMENTS = {
+    "gates": Experiment(
+        "Which change of the gates counts: the layer's input a head, or where they start?",
+        ("dense", "sigmoid", "head", "head_0", "head_022"),
+        (3, 4, 5),
+    ),
+    "repeats": Experiment(
+        "Does NSA come off worse by its gates, or by a text that repeats?",
+        ("dense", "sigmoid", "head"),
+        (0, 1, 2),
+        model="125m",
+        steps=1000,
+        lr=6e-4,
+        text=data.TEXT,
+    ),
+    "beyond": Experiment(
+        "How far apart are runs once copying has formed?",
+        ("dense", "head", "sigmoid"),
+        (0, 1),
+        batch=4,
+        steps=3500,
+        lr=7e-4,
+    ),
+    "rows_of_8k": Experiment(
+        "Does selection find what counts where 16 of 128 blocks are selected?",
+        ("dense", "head", "sigmoid", "dense_fast", "dense_slow", "head_0", "head_half"),
+        (0, 1, 2),
+        batch=4,
+        length=8192,
+    ),
+    "compression": Experiment(
+        "Does learned compression help?",
+        ("dense", "head", "head_mlp_pe", "head_mlp_rope"),
+        (1, 2),
+    ),
+    "table_2k": Experiment(
+        "Is NSA as good as dense attention at rows of 2k?",
+        ("dense", "head", "dense_wide", "head_shared"),
+        (0, 1, 2, 3, 4),
+        batch=4,
+        steps=3000,
+        lr=7e-4,
+    ),
+    "table_8k": Experiment(
+        "Is NSA as good as dense attention at rows of 8k?",
+        ("dense", "head", "dense_wide", "head_shared"),
+        (0, 1, 2, 3, 4),
+        batch=2,
+        length=8192,
+        steps=1500,
+        lr=7e-4,
+    ),
+    "table_125m": Experiment(
+        "Is a larger NSA model as good as dense attention at rows of 2k?",
+        ("dense", "head", "dense_wide"),
+        (0, 1, 2),
+        model="125m",
+        batch=8,
+        steps=2000,
+        lr=6e-4,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run; `path`: the file that it leaves."""
+
+    experiment: Experiment
+    variant: str
+    seed: int
+    text: str
+    path: Path
+    commit: str | None
+    timed: bool
+    deadline: float  # of `time.monotonic`, the same for all processes
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+
+def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
+    """What the run trains.
+
+    Raises:
+      ValueError: the model and its rows do not go together.
+    """
+    at = job.experiment
+    changes = dict(VARIANTS[job.variant])
+    attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
+    plain = spec.model(at.model, attention)
+    model = dataclasses.replace(
+        plain,
+        layer=dataclasses.replace(
+            plain.layer, **{k: v for k, v in changes.items() if k != "hidden"}
+        ),
+        hidden=plain.hidden + changes.get("hidden", 0),
+        vocabulary=vocabulary,
+    )
+    training = spec.Training(
+        steps=at.steps,
+        batch=at.batch,
+        seq_len=at.length,
+        lr=at.lr * factor,
+        warmup=max(1, at.steps // 10),
+        seed=job.seed,
+    )
+    return spec.Task(job.variant, model, training, dtype)
+
+
+@functools.lru_cache(1)
+def _documents(text: str) -> Documents:
+    return corpus.read(text)
+
+
+def batches(job: Job) -> Batches:
+    """The rows that the runs of a seed see, each once for an epoch."""
+    at = job.experiment
+    given = at.batch, at.length, job.seed
+    if job.text == data.TEXT:
+        return data.load(data.TEXT, *given)
+    return Batches(*given, documents=_documents(job.text), pack="once")
+
+
+def run(job: Job) -> tuple[Job, str, float]:
+    """Trains, and writes the file of the run; how it ended, and in how many seconds."""
+    began = time.monotonic()
+    dtype = "bfloat16" if variants.gpu("torch") else "float32"
+    rows = batches(job)
+    todo = task(job, rows.vocabulary, dtype)
+    if todo.model.attention == "dense":
+        variant = variants.dense("torch", "auto", dtype)
+    else:
+        variant = variants.nsa("torch", Branches(None, None, None), "error", todo)
+    job.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "train.jsonl"
+        summary = loop.run(
+            loop.Run(
+                variant,
+                todo,
+                rows,
+                path,
+                Path(folder),
+                save_every=None,
+                commit=job.commit,
+                watched=watch.Settings(csv=False, every=max(1, job.experiment.steps // 4)),
+                evaluate_every=max(1, math.ceil(job.experiment.steps / EVALUATIONS)),
+                evaluated=_evaluated(todo),
+            ),
+            loop.Stop(),  # not entered: SIGTERM ends the process at once, nothing is lost
+        )
+        lines = [x for x in log.read(path) if kept(x, job.timed)]
+        if summary.status == "ok":
+            # Whole or not at all, since a file that is there is a run that has ended.
+            scratch = job.path.with_suffix(".part")
+            scratch.unlink(missing_ok=True)
+            log.append(scratch, lines)
+            scratch.rename(job.path)
+    variants.free()
+    status = summary.status if summary.status == "ok" else f"{summary.status}: {summary.reason}"
+    return job, status, time.monotonic() - began
+
+
+def _evaluated(todo: spec.Task) -> int:
+    """Held-out batches."""
+    most = HELD_OUT_SHARE * todo.training.steps * todo.tokens()
+    return max(1, int(min(HELD_OUT_TOKENS, most)) // todo.tokens())
+
+
+def kept(line: log.Line, timed: bool) -> bool:
+    """Whether a record has it."""
+    if isinstance(line, log.Step):
+        return line.step % KEPT_EVERY == 0
+    return timed or not isinstance(line, log.Speed)
+
+
+LEFT_OUT = "left out"
+_longest = 0.0  # of this process's runs, in seconds
+
+
+def _within_the_limit(job: Job) -> tuple[Job, str, float]:
+    """`run`, if it may end in time by the longest of those before it."""
+    global _longest
+    if time.monotonic() + 1.1 * _longest > job.deadline:
+        return job, LEFT_OUT, 0.0
+    try:
+        found = run(job)
+    except Exception as error:  # other runs go on
+        return job, f"{type(error).__name__}: {error}", 0.0
+    _longest = max(_longest, found[2])
+    return found
+
+
+def jobs(names: Sequence[str], began: float) -> list[Job]:
+    """The runs of experiments that are not there yet, pair by pair.
+
+    Raises:
+      ValueError: there is no such experiment, variant or seed.
+    """
+    found = []
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise ValueError(f"experiment must be one of {sorted(EXPERIMENTS)}, got {name!r}")
+        changes = {
+            "model": MODEL.value,
+            "steps": STEPS.value,
+            "batch": BATCH.value,
+            "length": LENGTH.value,
+        }
+        given: dict[str, Any] = {k: v for k, v in changes.items() if v is not None}
+        at = dataclasses.replace(EXPERIMENTS[name], **given)
+        wanted = at.runs if RUNS.value is None else RUNS.value
+        if set(wanted) - VARIANTS.keys():
+            raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
+        try:
+            seeds = at.seeds if SEEDS.value is None else [int(x) for x in SEEDS.value]
+        except ValueError:
+            raise ValueError(f"--seeds must be integers, got {SEEDS.value}") from None
+        for seed in seeds:
+            for variant in wanted:
+                path = Path(OUT.value) / name / f"{variant}-{seed}.jsonl"
+                text = at.text or CORPUS.value
+                end = math.inf if LIMIT.value is None else began + LIMIT.value
+                job = Job(at, variant, seed, text, path, COMMIT.value, JOBS.value == 1, end)
+                if text != data.TEXT and not corpus.is_corpus(text):
+                    raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
+                task(job, 256, "float32")
+                if not path.exists():
+                    found.append(job)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) < 2:
+        raise app.UsageError(f"experiments, of {', '.join(EXPERIMENTS)}")
+    todo = jobs(argv[1:], time.monotonic())
+    if not todo:
+        print(f"all runs are in {OUT.value}")
+        return exit_status.OK
+    ends: list[str] = []
+    count = min(JOBS.value, len(todo))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_status.NOT_MEASURED))
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        for job, status, seconds in pool.imap_unordered(_within_the_limit, todo):
+            print(f"{job.name}: {status}, {seconds:.0f} s", flush=True)
+            ends.append(status)
+    if all(x == "ok" for x in ends):
+        return exit_status.OK
+    lost = all(x in ("ok", LEFT_OUT) for x in ends)
+    return exit_status.NOT_MEASURED if lost else exit_status.WRONG
+
+
+if __name__ == "__main__":
+    cli.run(main, FLAGS, arguments=True)

@@ -1,0 +1,139 @@
+"""What is measured of held-out text, target by target, and of copies that selection must find.
+
+Each target (the token that is predicted) is of a kind and of a part of its row:
+
+    new     the last tokens up to it did not stand in the row before
+    near    they did, last within the sliding window
+    far     they did, but only beyond it: what compressed and selected tokens are for
+
+Means over all of them, over the kinds and over the parts come of sums by category, which every
+process adds up of its own rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from nsa_core.config import NSAConfig
+
+from . import share
+from .data import Batch
+from .ranks import Ranks
+from .recall import PASSAGE
+
+KINDS = ("new", "near", "far")
+PARTS = ("first quarter", "second quarter", "second half")
+CATEGORIES = len(KINDS) * len(PARTS)
+# Tokens that make a copy, the target included: three words of a vocabulary, as many bytes.
+ORDER, BYTES_ORDER = 3, 8
+KNOWN = 7  # tokens of a copy that a query has read before its selection is judged
+
+
+class Learner(Protocol):
+    """`jax_learner.Learner`, or `torch_learner.Learner`."""
+
+    ranks: Ranks
+    share: share.Share
+
+    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray: ...
+
+
+def loss(learner: Learner, batch: Batch) -> float:
+    """The mean loss, in nats a token, of a batch of which this process has its `share`."""
+    which = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), np.int32)
+    total = sum(learner.ranks.gather(share.count(batch)))
+    return float(learner.loss_sums(batch, which, 1)[0] / max(1, total))
+
+
+def kinds(batch: Batch, order: int, window: int) -> np.ndarray:
+    """The index in `KINDS` of each target, int8 `[rows, length]`.
+
+    Args:
+      order: tokens, the target the last, that must have stood in the row, or in the target's
+        document where rows are packed.
+      window: a copy whose target stands fewer tokens before is near.
+    """
+    tokens, segments = batch
+    found = np.zeros((len(tokens), tokens.shape[1] - 1), np.int8)
+    for number, (row, of) in enumerate(zip(tokens, found, strict=True)):
+        size, data = row.itemsize, row.tobytes()
+        document = None if segments is None else segments[number]
+        seen: dict[Any, int] = {}
+        for at in range(order - 1, len(row)):
+            gram = data[(at - order + 1) * size : (at + 1) * size]
+            if document is not None:
+                gram = int(document[at]), gram
+            if gram in seen:
+                of[at - 1] = 1 if at - seen[gram] < window else 2
+            seen[gram] = at
+    return found
+
+
+def categories(batch: Batch, window: int, vocabulary: int) -> np.ndarray:
+    """The category of each target, `CATEGORIES` where it has no loss: int32 `[rows, length]`."""
+    order = ORDER if vocabulary > 256 else BYTES_ORDER
+    length = batch.tokens.shape[1] - 1
+    part = np.searchsorted([length // 4, length // 2], np.arange(length), side="right")
+    found = kinds(batch, order, window).astype(np.int32) * len(PARTS) + part.astype(np.int32)
+    which = share.counted(batch)
+    return found if which is None else np.where(which, found, np.int32(CATEGORIES))
+
+
+def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Mean losses, by name, of sums and counts of categories; those of which there are any."""
+    sums, counts = (x.reshape(len(KINDS), len(PARTS)) for x in (sums, counts))
+    named = {"loss": (sums.sum(), counts.sum())}
+    named |= {name: (sums[i].sum(), counts[i].sum()) for i, name in enumerate(KINDS)}
+    named |= {name: (sums[:, i].sum(), counts[:, i].sum()) for i, name in enumerate(PARTS)}
+    return {name: float(total / number) for name, (total, number) in named.items() if number}
+
+
+class HeldOut:
+    """Held-out batches, each with the categories of its targets.
+
+    Args:
+      batches: whole, the same on every process.
+      window, vocabulary: of the model.
+    """
+
+    def __init__(self, batches: Sequence[Batch], window: int, vocabulary: int):
+        self.batches = batches
+        self.categories = [categories(x, window, vocabulary) for x in batches]
+        self.counts = sum(
+            np.bincount(x.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
+            for x in self.categories
+        )
+
+    def measured(self, learner: Learner) -> dict[str, float]:
+        """`of` the model as it is; every process calls it."""
+        found = np.zeros(CATEGORIES)
+        for batch, which in zip(self.batches, self.categories, strict=True):
+            mine = learner.share.of_whole(batch), learner.share.rows_of(which)
+            found += learner.loss_sums(*mine, CATEGORIES)
+        return of(found, np.asarray(self.counts))
+
+
+def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[float, float] | None:
+    """Of a row that ends in a copy: how often a selection holds the block of the token that comes
+    next, and how often one at random would.
+
+    Args:
+      indices: blocks that each query selects, `[T, heads, n]`, -1 in empty slots.
+      start: where in the row of T + 1 tokens the passage stands that its last ones copy.
+
+    Returns:
+      Means over heads and over the queries within the copy for which the block is no forced one;
+      None: there is no such query.
+    """
+    length, block = len(indices), config.select_block
+    query = np.arange(length - PASSAGE + 1 + KNOWN, length - 1)
+    wanted = (start + query - (length - PASSAGE)) // block
+    own = query // block
+    free = (wanted >= config.num_initial) & (wanted <= own - config.num_local)
+    if not free.any():
+        return None
+    found = (indices[query] == wanted[:, None, None]).any(-1)[free].mean()
+    forced = config.num_initial + config.num_local
+    chance = (config.num_selected - forced) / np.maximum(own + 1 - forced, 1)[free]
+    return float(found), float(np.minimum(chance, 1).mean())
