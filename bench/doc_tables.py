@@ -21,7 +21,7 @@ A document names a table between two comments, and this command fills what stand
 | `decode` | a step from pages beside dense attention (`bench.decode`) | `device` |
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
-| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `device` |
+| `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
@@ -157,13 +157,16 @@ def summary(device: str = "nvidia-h200") -> str:
             cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
-    for found in _differences():
-        if found.measure == "held-out loss":
+    for group in _quality_groups():
+        for kind in group.kinds[1:]:
+            found = quality.difference(kind, group.dense, "new")
+            if found is None or found.pairs < 2:
+                continue
             worse = "worse" if found.mean > 0 else "better"
             said = f"**{abs(found.mean):.2f} nats {worse}**, standard error {found.error:.2f}"
-            where = f"124 M weights, 1000 steps, {len(found.seeds)} seeds"
-            cells = [found.measure, where, f"{found.nsa:.2f}", f"{found.dense:.2f}", said]
-            rows.append([*cells, MISSING])
+            where = f"{group.name}, {kind.label}, {found.pairs} seeds"
+            nsa = f"{found.dense + found.mean:.2f}"
+            rows.append(["held-out loss", where, nsa, f"{found.dense:.2f}", said, MISSING])
     return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
@@ -578,14 +581,19 @@ def showcase(device: str = DEVICE.name) -> str:
     return table(["S", "mode", "B", "ms", "p20", "p80", "tokens/s", "peak GiB", "commit"], rows)
 
 
-def _differences() -> list[quality.Difference]:
-    """NSA against dense attention; both runs of a seed were on the same device."""
-    paths = sorted(DEVICE.parent.glob("*/quality/*.jsonl"), key=lambda path: path.name)
-    return quality.differences({str(path): train_log.read(path) for path in paths})
+def _quality_groups() -> list[quality.Group]:
+    """Kinds of attention over seeds; the runs of a seed were on the same device."""
+    paths = sorted(DEVICE.parent.glob("*/quality/**/*.jsonl"), key=lambda path: path.name)
+    return quality.groups({str(path): train_log.read(path) for path in paths})
 
 
-def quality_over_seeds() -> str:
-    return table(quality.HEAD, quality.rows(_differences()))
+def quality_over_seeds(part: str = "kinds") -> str:
+    """NSA against dense attention; `part`: "places" for losses by the place in the row."""
+    head, rows = {
+        "kinds": (quality.HEAD, quality.rows),
+        "places": (quality.PART_HEAD, quality.part_rows),
+    }[part]
+    return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 
 
 # Files that are pictures, made whole.

@@ -1,11 +1,15 @@
-"""Recall of passages, and NSA against dense attention over seeds, from posed rows and runs."""
+"""What is measured of held-out text; NSA against dense attention over seeds, of posed runs."""
+
+import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
-from bench.lm import log, loop, quality, recall
+from bench.lm import log, loop, measures, quality, recall, variants
 from bench.lm.data import Batch
 from bench.lm.recall import PASSAGE
+from nsa_core.config import NSAConfig
 from tests.test_train import run_of, task
 
 WINDOW, WIDTH = 40, 400
@@ -82,15 +86,89 @@ def test_a_run_ends_with_its_recall(tmp_path):
         assert gain is None or abs(gain) < 0.5
 
 
-def lines(attention, seed, held_out, gain, steps=10, status="ok"):
-    name = {"framework": "torch", "attention": attention, "implementation": "x"}
-    training = {"seed": seed, "steps": steps, "batch": 2, "seq_len": 8}
+def slow_kinds(tokens, order, window, segments=None):
+    """By loops over all earlier places."""
+    found = np.zeros((tokens.shape[0], tokens.shape[1] - 1), int)
+    for row, at in itertools.product(range(len(tokens)), range(order - 1, tokens.shape[1])):
+        gram = tokens[row, at - order + 1 : at + 1].tolist()
+        where = [
+            before
+            for before in range(order - 1, at)
+            if tokens[row, before - order + 1 : before + 1].tolist() == gram
+            and (segments is None or segments[row, before] == segments[row, at])
+        ]
+        if where:
+            found[row, at - 1] = 1 if at - where[-1] < window else 2
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
+def test_kinds_of_targets_are_what_loops_say(dtype, packed):
+    tokens = np.random.default_rng(0).integers(0, 4, (3, 90)).astype(dtype)
+    segments = np.repeat(np.arange(3)[None], 30, axis=1).repeat(3, axis=0) if packed else None
+    found = measures.kinds(Batch(tokens, segments), 3, 20)
+    assert (found == slow_kinds(tokens, 3, 20, segments)).all()
+    assert set(np.unique(found)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_measures_are_means_of_the_losses_of_targets(tmp_path, attention):
+    """In torch beside the loss of each target, in JAX beside torch."""
+    todo = task(attention)
+    torch, jax = (
+        variants.learner(run_of(tmp_path, name, todo).variant, todo, tmp_path)
+        for name in ("torch", "jax")
+    )
+    (batch,) = run_of(tmp_path, "torch", todo).batches.evaluation(1)
+    length = batch.tokens.shape[1] - 1
+    each = np.arange(len(batch.tokens) * length).reshape(-1, length).astype(np.int32)
+    losses = torch.loss_sums(batch, each, each.size).reshape(each.shape)
+    assert measures.loss(torch, batch) == pytest.approx(losses.mean(), rel=1e-5)
+    which = measures.categories(batch, 4, 256)
+    kind, part = which // 3, which % 3
+    expected = {"loss": losses.mean()}
+    for names, index in ((measures.KINDS, kind), (measures.PARTS, part)):
+        there = [(x, index == i) for i, x in enumerate(names) if (index == i).any()]
+        expected |= {name: losses[mask].mean() for name, mask in there}
+    assert (part == [[0] * (length // 4) + [1] * (length // 4) + [2] * (length // 2)]).all()
+    for learner in (torch, jax):
+        found = measures.HeldOut([batch, batch], 4, 256).measured(learner)
+        assert found == pytest.approx(expected, rel=1e-5)
+    left_out = np.where(kind == 0, 0, 7).astype(np.int32)
+    (only,) = torch.loss_sums(batch, left_out, 1)
+    assert only == pytest.approx(losses[kind == 0].sum(), rel=1e-5)
+
+
+def test_a_hit_is_the_block_of_the_next_token():
+    """The passage stands at 70: with blocks of 16 the copy goes on from blocks 4 to 8."""
+    config = NSAConfig(
+        compress_block=8, compress_stride=4, select_block=16, num_selected=6, window=40
+    )
+    length, start = 399, 70
+    indices = np.full((length, 2, 6), -1)
+    for query in range(length - PASSAGE, length):
+        source = start + query + 1 - (length + 1 - PASSAGE)
+        indices[query, 0, 3] = source // 16
+        indices[query, 1, 3] = source // 16 + 1
+    hit, chance = measures.hit(indices, start, config)
+    assert hit == 0.5
+    own = np.arange(length - PASSAGE + 1 + measures.KNOWN, length - 1) // 16
+    assert chance == pytest.approx((3 / (own + 1 - 3)).mean())
+    near = length - PASSAGE - 5  # in forced blocks
+    assert measures.hit(indices, near, config) is None
+
+
+def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="torch", **model):
+    name = {"framework": framework, "attention": attention, "implementation": "x"}
+    training = {"seed": seed, "steps": steps, "batch": 2, "seq_len": 2048, "lr": 0.1}
+    measured = [held_out + 1.5, held_out - 0.5, held_out + 1]
     header = log.Header(
         **name,
-        model={"layers": 1},
+        model={"layers": 1, "dim": 8, "vocabulary": 256} | model,
         training=training,
         dtype="float32",
-        parameters=10 + (attention == "nsa"),
+        parameters=10 * 10**6 + (attention == "nsa"),
         input_sha256="0" * 64,
         device="cpu",
         time="now",
@@ -99,12 +177,24 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok"):
         first_step=0,
         flops=1,
         dirty=None,
-        parallel=None,
+        epochs=0.5,
     )
+    found = [
+        log.Evaluation(
+            **name, steps=at, measures=dict(zip(measures.KINDS, values, strict=True))
+        )
+        for at, values in ((5, [3.0, 2.0, 3.0]), (steps, measured))
+    ]
     end = log.Summary(
-        **name, status=status, steps=steps, held_out_loss=held_out, recall_gain=gain
+        **name,
+        status=status,
+        steps=steps,
+        held_out_loss=held_out,
+        recall_gain=gain,
+        training_loss=held_out + 1,
+        hits=None if attention == "dense" else [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]],
     )
-    return [header, end]
+    return [header, *found, end]
 
 
 def pair(seed, nsa, dense, **options):
@@ -119,44 +209,138 @@ RUNS = {
 }
 
 
+def of(found, measure, kind=1):
+    (group,) = quality.groups(found)
+    return quality.difference(group.kinds[kind], group.dense, measure)
+
+
 def test_differences_are_of_pairs():
     """0.1, 0.2, 0.3: mean 0.2, s = 0.1; 1, 1.5, 2: mean 1.5, s = 0.5."""
-    loss, gain = quality.differences(RUNS)
-    assert (loss.measure, gain.measure) == ("held-out loss", "recall")
+    loss, gain = of(RUNS, "end"), of(RUNS, "recall")
     assert loss.mean == pytest.approx(0.2) and loss.error == pytest.approx(0.1 / 3**0.5)
     assert gain.mean == pytest.approx(1.5) and gain.error == pytest.approx(0.5 / 3**0.5)
-    assert loss.t == pytest.approx(0.2 / (0.1 / 3**0.5)) and loss.seeds == (0, 1, 2)
-    assert loss.nsa == pytest.approx(1.3) and loss.dense == pytest.approx(1.1)
-    cells = quality.rows([loss])[0]
-    assert cells[4:] == ["+0.2000", "0.0577", "+3.5", "0, 1, 2"]
+    assert loss.t == pytest.approx(0.2 / (0.1 / 3**0.5)) and loss.pairs == 3
+    assert loss.dense == pytest.approx(1.1)
+    # Of two degrees of freedom a twentieth lies beyond 2.92.
+    assert loss.upper == pytest.approx(0.2 + 2.920 * 0.1 / 3**0.5, rel=1e-3)
+    (group,) = quality.groups(RUNS)
+    dense, nsa = quality.rows(group)
+    cells = dict(zip(quality.HEAD, nsa, strict=True))
+    assert cells["end"] == cells["new"] == "+0.200 ± 0.058 (t +3.5)"
+    assert cells["hit / chance"] == "0.10 0.31 / 0.10" and cells["seeds"] == "0, 1, 2"
+    assert cells["model, row"] == "10M, 2k" and cells["seen"] == "0.50"
+    assert dict(zip(quality.HEAD, dense, strict=True))["end"] == "1.100"
+
+
+def test_the_step_of_copying_lies_between_evaluations():
+    """1 less at step 5 and 2 less at step 10: 1.5 at 7.5."""
+    found = {"a": lines("dense", 0, 1.0, 1.0)}
+    late = [dataclasses.replace(x, measures=x.measures | {"near": 2.0})
+            if isinstance(x, log.Evaluation) else x for x in found["a"]]  # fmt: skip
+    for x, cell in ((found, "8"), ({"a": late}, "-")):
+        (group,) = quality.groups(x)
+        assert dict(zip(quality.HEAD, quality.rows(group)[0], strict=True))["copying"] == cell
 
 
 def test_no_recall_of_short_rows():
     short = {"a": pair(0, (1.1, None), (1, None)), "b": pair(1, (1.2, None), (1, None))}
-    assert [x.measure for x in quality.differences(short)] == ["held-out loss"]
+    assert of(short, "recall") is None and of(short, "end").pairs == 2
+
+
+def test_kinds_are_named_by_what_differs():
+    """Gates of dense attention make no kind; the first dense one is what others are beside."""
+    found = {
+        "a": lines("dense", 0, 1.0, 1.0, gate="head", hidden=8),
+        "b": lines("dense", 0, 0.9, 1.0, gate="sigmoid", hidden=9),
+        "c": lines("nsa", 0, 1.1, 1.0, gate="head", hidden=8),
+        "d": lines("nsa", 0, 1.2, 1.0, gate="sigmoid", hidden=8),
+        "e": lines("dense", 0, 1.0, 1.0, steps=20),
+    }
+    group, longer = quality.groups(found)
+    labels = [kind.label for kind in group.kinds]
+    assert labels == ["dense hidden=8", "dense hidden=9", "nsa gate=head", "nsa gate=sigmoid"]
+    assert quality.difference(group.kinds[3], group.dense, "end").mean == pytest.approx(0.2)
+    assert [kind.label for kind in longer.kinds] == ["dense"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": None, "c": None}, "needs two seeds"),
-        ({"b": pair(0, (1, 1), (1, 1))}, "seed of its own"),
-        ({"b": pair(1, (1, 1), (1, 1), steps=11)}, "alike but for the seed"),
+        ({"b": pair(0, (1, 1), (1, 1))}, "seed of its own of nsa, got 0 again"),
+        ({"b": lines("nsa", 1, 1.0, 1.0, steps=11)}, "must have dense attention's beside them"),
         ({"b": pair(1, (1, 1), (1, 1), status="diverged")}, "a run that ended of torch-nsa"),
-        ({"b": lines("nsa", 1, 1.0, 1.0)}, "a run that ended of torch-dense"),
+        ({"b": lines("nsa", 1, 1.0, 1.0)}, r"dense must have the seeds of nsa .*none of \[1\]"),
+        ({"b": lines("nsa", 1, 1.0, 1.0)[:1]}, "a run that ended of torch-nsa"),
+        ({"b": []}, "must hold a run, got none"),
     ],
 )
 def test_runs_that_are_no_pairs_are_refused(change, message):
-    found = {name: each for name, each in (RUNS | change).items() if each}
     with pytest.raises(ValueError, match=message):
-        quality.differences(found)
+        quality.groups(RUNS | change)
 
 
-def test_the_command_prints_a_table(tmp_path, capsys):
+def five(apart, recall=1.0, spread=0.001):
+    """Pairs whose losses are `apart` on average."""
+    shifts = (-spread, 0, 0, 0, spread)
+    return {
+        str(seed): pair(seed, (1 + apart + shift, recall), (1, 1.0))
+        for seed, shift in enumerate(shifts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("runs", "broken"),
+    [
+        (five(0.0), []),
+        (five(-0.1, 0.975), []),
+        (five(0.0, 0.96), ["recall"]),
+        (five(0.0029), ["end"]),  # the mean is within the bound, the upper bound is not
+        (five(0.0, spread=0.02), ["new", "end"]),
+        (five(0.05), ["new", "end", "far"]),
+    ],
+)
+def test_bounds_decide(runs, broken, tmp_path, capsys):
+    (group,) = quality.groups(runs)
+    told = quality.verdicts(group)
+    assert [x.question.split()[0] for x in told if not x.ok] == broken
+    assert [x.question.split()[0] for x in told][-1] == "selection" and "layer 1" in str(
+        told[-1]
+    )
+    for name, each in runs.items():
+        log.append(tmp_path / name, each)
+    status = quality.main(["", *(str(tmp_path / name) for name in runs)])
+    assert status == bool(broken) and (": NO" in capsys.readouterr().out) == bool(broken)
+
+
+def test_a_selection_that_finds_no_copies():
+    runs = {}
+    for name, each in five(0.0).items():
+        hits = [[0.1, 0.1], [0.1 + 0.01 * (int(name) % 2), 0.1]]
+        runs[name] = [
+            dataclasses.replace(x, hits=hits) if getattr(x, "hits", None) else x for x in each
+        ]
+    (group,) = quality.groups(runs)
+    assert [x.question.split()[0] for x in quality.verdicts(group) if not x.ok] == ["selection"]
+
+
+def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):
     for name, each in RUNS.items():
         log.append(tmp_path / name, each)
-    assert quality.main(["", *(str(tmp_path / name) for name in RUNS)]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert len(table) == 4 and table[2].startswith(
-        "| torch | held-out loss | 1.3000 | 1.1000 |"
+    status = quality.main(["", *(str(tmp_path / name) for name in RUNS)])
+    said = capsys.readouterr()
+    assert (
+        status == quality.exit_status.NOT_MEASURED
+        and "needs 5 seeds, got [0, 1, 2]" in said.err
     )
+    table = said.out.splitlines()
+    assert table[2].startswith("| 10M, 2k | dense | 10.0 | - |")
+    assert table[3].startswith("| 10M, 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |")
+
+
+def test_runs_without_measures_are_not_decided():
+    runs = {
+        k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
+    }
+    (group,) = quality.groups(runs)
+    with pytest.raises(NotImplementedError, match=r"lack \['new', 'far'\]"):
+        quality.verdicts(group)

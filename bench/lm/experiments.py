@@ -12,6 +12,7 @@ the host does between runs; times of steps are kept of `--jobs 1` alone. Exit st
 left out, since they might not have ended within `--limit` seconds.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -331,10 +332,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"all runs are in {OUT.value}")
         return exit_status.OK
     ends: list[str] = []
-    count = min(JOBS.value, len(todo))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_status.NOT_MEASURED))
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        for job, status, seconds in pool.imap_unordered(_within_the_limit, todo):
+    with contextlib.ExitStack() as stack:
+        found = map(_within_the_limit, todo)
+        if JOBS.value > 1:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_status.NOT_MEASURED))
+            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(JOBS.value))
+            found = pool.imap_unordered(_within_the_limit, todo)
+        for job, status, seconds in found:
             print(f"{job.name}: {status}, {seconds:.0f} s", flush=True)
             ends.append(status)
     if all(x == "ok" for x in ends):

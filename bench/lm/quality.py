@@ -1,116 +1,374 @@
-"""NSA against dense attention over several seeds: is one better, and by how much?
+"""NSA against dense attention over several seeds: is it as good, and by how much not?
 
-    for seed in 0 1 2; do python -m bench.train --model 125m --batch 16 --steps 1000 \
-        --framework torch --seed $seed --out runs/$seed; done
-    python -m bench.lm.quality runs/*/train.jsonl
+    python -m bench.lm.experiments table_8k --corpus corpus --out runs
+    python -m bench.lm.quality runs/table_8k/*.jsonl
+    python -m bench.lm.quality runs/*/train.jsonl         # of bench.train, a seed each
 
-Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Of its
-pairs the mean difference NSA - dense is given with its standard error, `s / sqrt(n)`, and how
-many of these it is away from 0 (`t`, of n - 1 degrees of freedom):
+Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Dense
+attention's means are given (of the first dense run, where they differ in more than the seed), and
+of all others the mean difference of the pairs, its standard error `s / sqrt(n)`, and how many of
+these it is away from 0 (t, of n - 1 degrees of freedom). Losses are in nats a token:
 
-    held-out loss   nats a token, less is better
-    recall          nats a token gained where a passage was read before (`bench.lm.recall`)
+    new, near, far   of held-out targets by what stood in the row before (`bench.lm.measures`)
+    end              of all of them, after the last step
+    area             of the training batches, mean over the steps after the warm-up
+    copying          the step at which near targets cost 1.5 less than new ones
+    recall           gained where a passage was read before (`bench.lm.recall`)
+    hit / chance     how often a selection holds the block that a copy goes on from, by layer
+    seen             how often a run sees its text; over 1: what differs is what it keeps, too
+
+Bounds decide, over five pairs at least, as upper bounds of 95 % where no mean is named:
+
+    new and end at most 0.3 % over dense; far, by its mean, at most 1 %; recall, by its mean, at
+    least dense's less 0.03; where chance is under a quarter, the best layer's hit over chance by
+    three standard errors
+
+Exit status 1 where a bound is passed, 3 where there are fewer pairs or a measure is missing.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app
 
-from ..harness import cli
-from . import curves, log, watched
-from .log import Header, Line, Summary
+from ..harness import cli, exit_status
+from . import curves, log
+from .curves import Verdict
+from .log import Evaluation, Header, Line, Speed, Summary
+from .measures import KINDS, PARTS
 
-MEASURES = {"held-out loss": "held_out_loss", "recall": "recall_gain"}
+LEAST_PAIRS = 5
+CONFIDENCE = 0.95
+WORSE, FAR_WORSE, RECALL_LESS = 0.003, 0.01, 0.03
+ERRORS, CHANCE = 3, 0.25
+COPIED = 1.5  # nats that near targets cost less than new ones
+LOSSES = (*KINDS, "end", "area")
+# Of runs that are compared, what may differ: of dense attention, of training.
+OF_DENSE = (
+    *("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "rope_scale", "rope_scaling"),
+    *("layers", "hidden", "vocabulary", "norm_eps"),
+)
+OWN = ("seed", "lr", "warmup")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A run that has ended; `values` of the measures that it has, by name."""
+
+    header: Header
+    values: Mapping[str, float]
+    hits: Sequence[Sequence[float]]  # by layer: hit, chance
+    ms: float | None
+
+    @property
+    def seed(self) -> int:
+        return self.header.training["seed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Runs that are alike but for the seed."""
+
+    label: str
+    runs: Mapping[int, Ended]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Kinds that can be compared, the first dense one first."""
+
+    name: str
+    kinds: Sequence[Kind]
+
+    @property
+    def dense(self) -> Kind:
+        return self.kinds[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of one framework and measure, over `seeds`."""
+    """A kind's measure less dense attention's, over `pairs` seeds; `dense`: its mean there."""
 
-    framework: str
-    measure: str
-    nsa: float
-    dense: float
     mean: float
-    error: float
-    seeds: tuple[int, ...]
+    error: float  # NaN of one pair
+    pairs: int
+    dense: float
 
     @property
     def t(self) -> float:
-        return self.mean / self.error if self.error else float("nan")
+        return self.mean / self.error if self.error else math.nan
+
+    @property
+    def upper(self) -> float:
+        """The one-sided bound."""
+        from scipy import special
+
+        return self.mean + float(special.stdtrit(self.pairs - 1, CONFIDENCE)) * self.error
+
+    def __str__(self) -> str:
+        if math.isnan(self.error):
+            return f"{self.mean:+.3f}"
+        return f"{self.mean:+.3f} ± {self.error:.3f} (t {self.t:+.1f})"
 
 
-def differences(found: Mapping[str, Sequence[Line]]) -> list[Difference]:
+def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
     """Of the runs of files, by name.
 
     Raises:
-      ValueError: a file without both attentions or with a run that did not end; tasks that
-        differ in more than the seed; a seed twice; fewer than two seeds.
+      ValueError: a run did not end; a seed twice of one kind; runs without dense attention's of
+        the same seed that are alike but for attention.
     """
-    pairs: dict[str, dict[int, tuple[Summary, Summary]]] = {}
-    tasks = set()
+    grouped: dict[str, list[tuple[str, Ended]]] = {}
     for name, lines in found.items():
-        headers, ends = curves.last(lines, Header), curves.last(lines, Summary)
-        for framework in dict.fromkeys(header.framework for header in headers.values()):
-            nsa, dense = runs = [f"{framework}-{x}" for x in ("nsa", "dense")]
-            lost = [x for x in runs if x not in headers or _status(ends.get(x)) != "ok"]
-            if lost:
-                raise ValueError(f"{name} must hold a run that ended of {lost[0]}")
-            header = headers[nsa]
-            rest = {k: v for k, v in header.training.items() if k != "seed"}
-            tasks.add(repr(watched.task_of(dataclasses.replace(header, training=rest))))
-            seed = header.training["seed"]
-            if seed in pairs.setdefault(framework, {}):
-                raise ValueError(f"{name} must have a seed of its own, got {seed} again")
-            pairs[framework][seed] = ends[nsa], ends[dense]
-    if len(tasks) > 1:
-        raise ValueError(f"runs must be alike but for the seed, got {' and '.join(tasks)}")
-    return [
-        each
-        for framework, of in pairs.items()
-        for measure, field in MEASURES.items()
-        if (each := _difference(framework, measure, field, of)) is not None
+        headers = curves.last(lines, Header)
+        if not headers:
+            raise ValueError(f"{name} must hold a run, got none")
+        for run, header in headers.items():
+            grouped.setdefault(_alike(header), []).append((name, _ended(name, run, lines)))
+    return [_group(runs) for runs in grouped.values()]
+
+
+def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
+    mine = [line for line in lines if line.run == run]
+    header, end = (curves.last(mine, kind).get(run) for kind in (Header, Summary))
+    if header is None or end is None or end.status != "ok" or end.held_out_loss is None:
+        raise ValueError(f"{name} must hold a run that ended of {run}")
+    evaluations = [line for line in mine if isinstance(line, Evaluation)]
+    values = dict(evaluations[-1].measures) if evaluations else {}
+    values |= {
+        "end": end.held_out_loss,
+        "area": end.training_loss,
+        "recall": end.recall_gain,
+        "copying": _copying(evaluations),
+    }
+    speed = curves.last(mine, Speed).get(run)
+    return Ended(
+        header,
+        {name: value for name, value in values.items() if value is not None},
+        end.hits or (),
+        None if speed is None else speed.time_ms,
+    )
+
+
+def _copying(evaluations: Sequence[Evaluation]) -> float | None:
+    """The step at which near targets cost `COPIED` less than new ones, between evaluations."""
+    gaps = [
+        (x.steps, x.measures["new"] - x.measures["near"])
+        for x in evaluations
+        if {"new", "near"} <= x.measures.keys()
     ]
+    for (before, low), (after, high) in itertools.pairwise(gaps):
+        if low < COPIED <= high:
+            return before + (after - before) * (COPIED - low) / (high - low)
+    return None
 
 
-def _status(summary: Summary | None) -> str | None:
-    return None if summary is None else summary.status
+def _alike(header: Header) -> str:
+    """What runs that are compared have in common."""
+    training = {k: v for k, v in header.training.items() if k not in OWN}
+    model = {name: header.model.get(name) for name in ("dim", "layers", "vocabulary")}
+    return repr((header.framework, header.dtype, header.input_sha256, training, model))
 
 
-def _difference(framework, measure, field, of) -> Difference | None:
-    if len(of) < 2:
-        raise ValueError(f"a standard error needs two seeds, got {sorted(of)} of {framework}")
-    values = np.array([[getattr(x, field) for x in ends] for ends in of.values()], float)
-    if np.isnan(values).any():  # rows that are too short for it
+def _settings(header: Header) -> dict[str, Any]:
+    """What makes the kind of a run."""
+    model = header.model
+    if header.attention == "dense":
+        model = {name: x for name, x in model.items() if name in OF_DENSE}
+    return {**model, "attention": header.attention, "lr": header.training["lr"]}
+
+
+def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
+    settings = [_settings(run.header) for _, run in runs]
+    differ = {
+        attention: _differing([x for x in settings if x["attention"] == attention])
+        for attention in ("dense", "nsa")
+    }
+    kinds: dict[str, dict[int, Ended]] = {}
+    for (name, run), own in zip(runs, settings, strict=True):
+        names = differ[own["attention"]]
+        label = " ".join([own["attention"], *(f"{x}={own.get(x)}" for x in names)])
+        if run.seed in kinds.setdefault(label, {}):
+            raise ValueError(
+                f"{name} must have a seed of its own of {label}, got {run.seed} again"
+            )
+        kinds[label][run.seed] = run
+    about = runs[0][1].header
+    at = about.training
+    rows = f"{at['steps']} steps of {at['batch']} x {at['seq_len']} on {about.framework}"
+    dense = [label for label in kinds if label.startswith("dense")]
+    if not dense:
+        raise ValueError(
+            f"runs of {rows} must have dense attention's beside them, got {[*kinds]}"
+        )
+    for label, of in kinds.items():
+        alone = of.keys() - kinds[dense[0]].keys()
+        if alone:
+            raise ValueError(
+                f"{dense[0]} must have the seeds of {label} in runs of {rows}, got none of "
+                f"{sorted(alone)}"
+            )
+    order = dense + [label for label in kinds if label not in dense]
+    largest = max(run.header.parameters for _, run in runs)
+    length = at["seq_len"]
+    row = f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    name = f"{largest / 1e6:.0f}M, {row}"
+    if about.framework != "torch":
+        name += f", {about.framework}"
+    return Group(name, [Kind(label, dict(sorted(kinds[label].items()))) for label in order])
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(itertools.chain.from_iterable(settings))
+    return [x for x in names if len({repr(each.get(x)) for each in settings}) > 1]
+
+
+def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
+    """None where a run lacks the measure."""
+    pairs = [(run.values, dense.runs[seed].values) for seed, run in kind.runs.items()]
+    if any(measure not in x for pair in pairs for x in pair):
         return None
+    values = np.array([[x[measure] for x in pair] for pair in pairs])
     apart = values[:, 0] - values[:, 1]
-    error = apart.std(ddof=1) / len(apart) ** 0.5
-    nsa, dense, mean, error = map(float, (*values.mean(axis=0), apart.mean(), error))
-    return Difference(framework, measure, nsa, dense, mean, error, tuple(sorted(of)))
+    several = len(apart) > 1
+    error = float(apart.std(ddof=1) / len(apart) ** 0.5) if several else math.nan
+    return Difference(float(apart.mean()), error, len(apart), float(values[:, 1].mean()))
 
 
-HEAD = ("framework", "measure", "NSA", "dense", "NSA - dense", "standard error", "t", "seeds")
+def verdicts(group: Group) -> list[Verdict]:
+    """Whether each kind of NSA keeps the bounds.
+
+    Raises:
+      NotImplementedError: there are too few pairs to say, or a measure is missing.
+    """
+    found = []
+    for kind in group.kinds:
+        if kind.label.startswith("dense"):
+            continue
+        if len(kind.runs) < LEAST_PAIRS:
+            raise NotImplementedError(
+                f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got "
+                f"{[*kind.runs]}"
+            )
+        of = {
+            name: difference(kind, group.dense, name)
+            for name in ("new", "end", "far", "recall")
+        }
+        missing = [name for name, each in of.items() if each is None]
+        if missing:
+            raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack {missing}")
+        new, end, far, recall = (x for x in of.values() if x is not None)
+        about = f"{kind.label}, {group.name}"
+        found += [
+            Verdict(
+                f"{name} as good, {about}", x.upper / x.dense, WORSE, ", upper bound of 95 %"
+            )
+            for name, x in (("new", new), ("end", end))
+        ]
+        found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
+        found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
+        hits = np.array([run.hits for run in kind.runs.values()])
+        if hits.size and hits[..., 1].mean() < CHANCE:
+            over = hits[..., 0] - hits[..., 1]
+            layer = int(over.mean(axis=0).argmax())
+            mean, error = over[:, layer].mean(), over[:, layer].std(ddof=1) / len(over) ** 0.5
+            found.append(
+                Verdict(
+                    f"selection finds copies, {about}",
+                    float(ERRORS * error - mean),
+                    0.0,
+                    f", layer {layer}: {mean:+.3f} ± {error:.3f} over chance",
+                )
+            )
+    return found
 
 
-def rows(found: Sequence[Difference]) -> list[list[str]]:
+HEAD = ("model, row", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
+HEAD = (*HEAD, "hit / chance", "seen", "seeds")
+
+
+def rows(group: Group) -> list[list[str]]:
     """The cells below `HEAD`."""
+    found = []
+    for kind in group.kinds:
+        runs = list(kind.runs.values())
+        header = runs[0].header
+        times = [x.ms for x in runs if x.ms is not None]
+        hits = [np.array(x.hits) for x in runs if len(x.hits)]
+        seen = {x.header.epochs for x in runs}
+        found.append(
+            [
+                *(group.name, kind.label, f"{header.parameters / 1e6:.1f}"),
+                f"{np.mean(times):.1f}" if times else "-",
+                *(_cell(kind, group.dense, name) for name in (*LOSSES, "copying", "recall")),
+                _hits(hits),
+                "-" if None in seen else f"{max(x for x in seen if x is not None):.2f}",
+                ", ".join(map(str, kind.runs)),
+            ]
+        )
+    return found
+
+
+PART_HEAD = ("model, row", "attention", *PARTS)
+
+
+def part_rows(group: Group) -> list[list[str]]:
+    """The cells below `PART_HEAD`: by place in the row."""
     return [
-        [x.framework, x.measure, f"{x.nsa:.4f}", f"{x.dense:.4f}", f"{x.mean:+.4f}"]
-        + [f"{x.error:.4f}", f"{x.t:+.1f}", ", ".join(map(str, x.seeds))]
-        for x in found
+        [group.name, kind.label, *(_cell(kind, group.dense, name) for name in PARTS)]
+        for kind in group.kinds
     ]
+
+
+def _cell(kind: Kind, dense: Kind, measure: str) -> str:
+    found = difference(kind, dense, measure)
+    digits = 0 if measure == "copying" else 3
+    if found is None:
+        return "-"
+    if kind is dense:
+        return f"{found.dense:.{digits}f}"
+    if measure == "copying":
+        error = "" if math.isnan(found.error) else f" ± {found.error:.0f}"
+        return f"{found.mean:+.0f}{error}"
+    return str(found)
+
+
+def _hits(hits: Sequence[np.ndarray]) -> str:
+    if not hits:
+        return "-"
+    mean = np.mean(hits, axis=0)
+    return f"{' '.join(f'{x:.2f}' for x in mean[:, 0])} / {mean[:, 1].mean():.2f}"
+
+
+def table(head: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(x)} |" for x in (head, ["---"] * len(head), *cells))
 
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        raise app.UsageError("files of runs, a seed each")
-    found = differences({path: log.read(Path(path)) for path in argv[1:]})
-    for cells in (HEAD, ["---"] * len(HEAD), *rows(found)):
-        print(f"| {' | '.join(cells)} |")
-    return 0
+        raise app.UsageError("files of runs")
+    found = groups({path: log.read(Path(path)) for path in argv[1:]})
+    print(table(HEAD, itertools.chain.from_iterable(map(rows, found))))
+    print("\n" + table(PART_HEAD, itertools.chain.from_iterable(map(part_rows, found))) + "\n")
+    status = exit_status.OK
+    for group in found:
+        try:
+            told = verdicts(group)
+        except NotImplementedError as error:
+            print(f"not decided: {error}", file=sys.stderr)
+            status = status or exit_status.NOT_MEASURED
+            continue
+        for verdict in told:
+            print(verdict)
+        if not all(verdict.ok for verdict in told):
+            status = exit_status.WRONG
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+"""`bench.lm.corpus` from small made-up wheels: what is taken, what is refused, what is read."""
+
+import hashlib
+import json
+import lzma
+import zipfile
+
+import numpy as np
+import pytest
+import yaml
+
+from bench.lm import corpus, data
+from bench.lm.tokens import Documents
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
+
+
+def text(seed, words=60):
+    random = np.random.default_rng(seed)
+    return "".join(f"{WORDS[i]} = {WORDS[j]}\n" for i, j in random.integers(0, 10, (words, 2)))
+
+
+def wheel(folder, name, files):
+    """Writes a wheel; the line of a list that names it."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        for inner, content in files.items():
+            file.writestr(f"{name}/{inner}", content)
+    return {f"{name}==1.0": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+@pytest.fixture
+def given(tmp_path):
+    """A folder of wheels and their list; `many` and `held` have a file in common."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    files = {f"m{i}.py": text(i) for i in range(12)} | {
+        "notes.txt": text(99),
+        "s.py": "x = 1\n",
+    }
+    train = wheel(folder, "many", files | {"bytes.py": b"\xff" * 400, "same.py": text(50)})
+    train |= wheel(folder, "other", {"a.py": text(30), "again.py": text(3)})
+    held = wheel(folder, "held", {"same.py": text(50), "h.py": text(51)})
+    sizes = dict(file_bytes=[200, 5000], package_bytes=10**5, tokenizer_bytes=10**5)
+    return folder, {"train": train, "held_out": held, "vocabulary": 300} | sizes
+
+
+def command(tmp_path, given, out="corpus", **changes):
+    folder, listed = given
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump(listed | changes))
+    own = corpus.FLAGS
+    own.unparse_flags()
+    own(["corpus", f"--out={tmp_path / out}", f"--wheels={folder}", f"--list={path}"])
+    return corpus.main(["corpus"])
+
+
+def decoded(found, folder):
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    parts = np.split(found.tokens, found.starts[1:-1])
+    assert all(part[0] == 0 for part in parts)
+    return [tokenizer.decode(part[1:].tolist()) for part in parts]
+
+
+def test_every_text_once_and_whole_packages_held_out(given, tmp_path, capsys):
+    assert command(tmp_path, given) == 0
+    found = corpus.read(tmp_path / "corpus")
+    texts = decoded(found, tmp_path / "corpus")
+    border = int(np.searchsorted(found.starts, len(found.tokens) - found.held_out))
+    assert set(texts[border:]) == {text(50), text(51)}  # what both have is held out
+    assert sorted(texts[:border]) == sorted([text(i) for i in (*range(12), 30)])
+    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
+    assert about["documents"] == [13, 2] and about["vocabulary"] == found.vocabulary <= 300
+    assert found.sha256 == about["sha256"]["tokens.xz"] in capsys.readouterr().out
+
+
+def test_the_same_again_by_its_hashes(given, tmp_path):
+    command(tmp_path, given)
+    sums = json.loads((tmp_path / "corpus" / "corpus.json").read_text())["sha256"]
+    pinned = {"tokenizer": sums["tokenizer.json"], "tokens": sums["tokens.xz"]}
+    assert command(tmp_path, given, "again", **pinned) == 0
+    one, two = (tmp_path / x / "tokens.xz" for x in ("corpus", "again"))
+    assert one.read_bytes() == two.read_bytes()
+    for name in pinned:
+        with pytest.raises(
+            ValueError, match=f"{name} must have SHA-256 {'0' * 64} as the list"
+        ):
+            command(tmp_path, given, "third", **pinned | {name: "0" * 64})
+        assert not (tmp_path / "third").exists()
+
+
+def test_no_more_than_a_package_may_give(given, tmp_path):
+    one = len(text(0))
+    assert command(tmp_path, given, package_bytes=3 * one) == 0
+    about = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
+    assert about["documents"][0] <= 5 and about["documents"][1] == 2
+
+
+def test_rows_of_a_corpus_are_seen_once(given, tmp_path):
+    command(tmp_path, given)
+    found = corpus.read(tmp_path / "corpus")
+    batches = data.load(str(tmp_path / "corpus"), 2, 16, seed=3)
+    assert batches.pack == "once" and batches.vocabulary == found.vocabulary
+    assert len(batches.held_out) == found.held_out
+    count = (len(batches.training) - 1) // 16
+    rows = np.concatenate([batches.train(i).tokens for i in range(count // 2)])
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    stream = batches.training.tobytes()
+    assert all(row.tobytes() in stream for row in rows)
+    assert batches.epochs(10) == pytest.approx(10 * 2 * 16 / len(batches.training))
+    one, other = (data.load(str(tmp_path / "corpus"), 2, 16, seed=x) for x in (3, 4))
+    assert (one.train(1).tokens == batches.train(1).tokens).all()
+    assert (one.train(1).tokens != other.train(1).tokens).any()
+    for mine, theirs in zip(one.evaluation(3), other.evaluation(3), strict=True):
+        assert (mine.tokens == theirs.tokens).all()  # the same for every seed
+    packed = data.load(str(tmp_path / "corpus"), 2, 16, seed=3, pack="documents")
+    assert packed.train(0).segment_ids is not None
+
+
+def test_a_second_epoch_has_the_same_rows_in_another_order():
+    tokens = np.arange(100, dtype=np.int32)
+    documents = Documents("x", tokens, np.array([0, 100]), 100, "0", held_out=20)
+    batches = data.Batches(3, 13, 0, documents=documents, pack="once")
+    rows = np.concatenate([batches.train(i).tokens for i in range(4)])  # six rows an epoch
+    assert (np.diff(rows) == 1).all() and rows.max() < 80
+    for epoch in (rows[:6], rows[6:]):
+        predicted = epoch[:, 1:].ravel()
+        assert len(set(predicted.tolist())) == 6 * 13
+    assert (np.sort(rows[:6, 0]) != rows[:6, 0]).any()
+    assert (batches.train(3, slice(1, 2)).tokens == rows[10:11]).all()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda x: (x / "tokens.xz").write_bytes(b"no"), "is not a whole corpus"),
+        (lambda x: (x / "tokens.xz").unlink(), "is not a whole corpus"),
+        (lambda x: (x / "corpus.json").write_text("{}"), "is not a whole corpus"),
+        (
+            lambda x: (x / "tokenizer.json").write_text("{}"),
+            "tokenizer must be that of the corpus",
+        ),
+        (
+            lambda x: (x / "tokens.xz").write_bytes(lzma.compress(b"\x00\x01\x00\x00")),
+            "tokens of corpus .* must have SHA-256",
+        ),
+    ],
+)
+def test_a_corpus_that_is_not_as_it_was_written(given, tmp_path, damage, message):
+    command(tmp_path, given)
+    damage(tmp_path / "corpus")
+    with pytest.raises(ValueError, match=message):
+        data.load(str(tmp_path / "corpus"), 2, 16, 0)
+
+
+def test_a_tokenizer_of_another_corpus(given, tmp_path):
+    command(tmp_path, given)
+    command(tmp_path, given, "other", vocabulary=280)
+    own, other = (str(tmp_path / x / "tokenizer.json") for x in ("corpus", "other"))
+    data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=own)
+    with pytest.raises(
+        ValueError, match=r"tokenizer must be that of the corpus .*, with SHA-256"
+    ):
+        data.load(str(tmp_path / "corpus"), 2, 16, 0, tokenizer=other)
+
+
+def test_a_wheel_of_another_hash(given, tmp_path, monkeypatch):
+    """pip is asked for it, and what pip says is told."""
+    _, listed = given
+    (name,) = listed["held_out"]
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match=rf"pip must bring \['{name}'\]"):
+        command(tmp_path, given, held_out={name: "0" * 64})
+    assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocabulary": 100}, "vocabulary must be over the 256 bytes"),
+        ({"held_out": {}}, "held_out must name wheels"),
+        ({"held_out": {"x": "0" * 64}}, "must be of name==version: SHA-256"),
+        ({"file_bytes": 3}, "file_bytes must be two sizes"),
+        ({"extra": 1}, "must have the keys"),
+        ({"file_bytes": [10**4, 10**5]}, "must each have a document, got 0 and 0"),
+    ],
+)
+def test_lists_that_are_refused(given, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        command(tmp_path, given, **changes)
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_a_folder_that_is_there(given, tmp_path):
+    with pytest.raises(ValueError, match="--out must name a new folder"):
+        command(tmp_path, given, "wheels")
+
+
+def test_the_list_that_comes_with_it():
+    found = corpus.wheels(corpus.LIST)
+    assert len(found.train) >= 20 and len(found.held_out) >= 3
+    assert found.tokens is not None and found.tokenizer is not None
