@@ -160,7 +160,7 @@ def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
 
 
 def _at_hand(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
-    by_sum = {_sha256(path.read_bytes()): path for path in sorted(folder.glob("*.whl"))}
+    by_sum = {sha256(path.read_bytes()): path for path in sorted(folder.glob("*.whl"))}
     return {name: by_sum[sha256] for name, sha256 in names.items() if sha256 in by_sum}
 
 
@@ -175,7 +175,7 @@ def documents(path: Path, given: Wheels) -> Iterator[tuple[str, str]]:
     try:
         with zipfile.ZipFile(path) as wheel:
             infos = [x for x in wheel.infolist() if PurePosixPath(x.filename).suffix == ".py"]
-            for info in sorted(infos, key=lambda x: _sha256(x.filename.encode())):
+            for info in sorted(infos, key=lambda x: sha256(x.filename.encode())):
                 if not least <= info.file_size <= min(most, left):
                     continue
                 try:
@@ -197,10 +197,10 @@ def texts(given: Wheels, folder: Path) -> tuple[list[str], list[str]]:
         kept = []
         for name in names:
             for file, text in documents(found[name], given):
-                digest = _sha256(text.encode())
+                digest = sha256(text.encode())
                 if digest not in seen:
                     seen.add(digest)
-                    kept.append((_sha256(f"{name}/{file}".encode()), text))
+                    kept.append((sha256(f"{name}/{file}".encode()), text))
         parts.append([text for _, text in sorted(kept)])
     held_out, train = parts
     return train, held_out
@@ -246,7 +246,7 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
     heartbeat.say(f"{len(train)} documents, {len(held_out)} held out")
     tokenizer = learned(train, given)
     written = tokenizer.to_str(pretty=True).encode()
-    _same("tokenizer", given.tokenizer, _sha256(written))
+    _same("tokenizer", given.tokenizer, sha256(written))
     begin = np.zeros(1, np.uint16)
     parts: list[list[np.ndarray]] = [[], []]
     for part, group in zip(parts, (train, held_out), strict=True):
@@ -254,7 +254,7 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
             for each in tokenizer.encode_batch(group[start : start + TOGETHER]):
                 part += [begin, np.array(each.ids, np.uint16)]
     tokens = np.concatenate([x for part in parts for x in part]).astype("<u2")
-    _same("tokens", given.tokens, _sha256(tokens.tobytes()))
+    _same("tokens", given.tokens, sha256(tokens.tobytes()))
     about = {
         "schema": SCHEMA,
         "wheels": dataclasses.asdict(given),
@@ -262,7 +262,7 @@ def build(given: Wheels, folder: Path) -> tuple[dict[str, Any], bytes, np.ndarra
         "documents": [len(train), len(held_out)],
         "bytes": [sum(len(x.encode()) for x in group) for group in (train, held_out)],
         "tokens": [sum(map(len, part)) for part in parts],
-        "sha256": {TOKENIZER: _sha256(written), TOKENS: _sha256(tokens.tobytes())},
+        "sha256": {TOKENIZER: sha256(written), TOKENS: sha256(tokens.tobytes())},
         "versions": records.environment()["versions"],
     }
     return about, written, tokens
@@ -320,7 +320,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
     for name, path in ((TOKENIZER, folder / TOKENIZER), (TOKENIZER, tokenizer)):
         if path is None:
             continue
-        got = _sha256(Path(path).read_bytes())
+        got = sha256(Path(path).read_bytes())
         if got != sums[name]:
             raise ValueError(
                 f"tokenizer must be that of the corpus {folder}, with SHA-256 {sums[name]}, got "
@@ -328,7 +328,7 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
             )
     low, high = np.frombuffer(halves, np.uint8).reshape(2, -1).astype(np.uint16)
     tokens = low | high << 8
-    if _sha256(tokens.astype("<u2").tobytes()) != sums[TOKENS]:
+    if sha256(tokens.astype("<u2").tobytes()) != sums[TOKENS]:
         raise ValueError(
             f"tokens of corpus {folder} must have SHA-256 {sums[TOKENS]}, got others; "
             "build it again"
@@ -339,7 +339,8 @@ def read(folder: str | Path, tokenizer: str | None = None) -> Documents:
     )
 
 
-def _sha256(data: bytes) -> str:
+def sha256(data: bytes) -> str:
+    """Of the bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 

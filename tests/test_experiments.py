@@ -1,0 +1,117 @@
+"""`bench.lm.experiments`: runs of a small experiment, what they leave, and going on with them."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from bench.lm import corpus, experiments, log, quality, spec
+
+TINY = experiments.Experiment(
+    "?", ("dense", "sigmoid"), (0, 1), "tiny", batch=2, length=300, steps=3, lr=1e-2
+)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs the command on a small corpus; status and names of runs, in their order."""
+    monkeypatch.setitem(experiments.EXPERIMENTS, "small", TINY)
+    layer = dict(
+        dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
+    )
+    model = {"layer": spec.LayerSpec(**layer), "layers": 1, "hidden": 8}
+    monkeypatch.setitem(spec.MODELS, "tiny", model)
+    tokens = np.random.default_rng(0).integers(0, 260, 6000).astype(np.uint16)
+    tokens[0] = 0
+    about = {
+        "schema": corpus.SCHEMA,
+        "vocabulary": 260,
+        "tokens": [4500, 1500],
+        "sha256": {
+            "tokens.xz": corpus.sha256(tokens.tobytes()),
+            "tokenizer.json": corpus.sha256(b"{}"),
+        },
+    }
+    corpus.write(tmp_path / "corpus", about, b"{}", tokens)
+
+    def run(*words, names=("small",)):
+        own = experiments.FLAGS
+        own.unparse_flags()
+        own(["x", f"--corpus={tmp_path / 'corpus'}", f"--out={tmp_path / 'runs'}", *words])
+        return experiments.main(["experiments", *names])
+
+    return run
+
+
+def test_runs_of_a_seed_are_pairs_and_those_that_are_there_stay(command, tmp_path, capsys):
+    assert command("--seeds=1", "--runs=dense") == 0
+    first = (tmp_path / "runs/small/dense-1.jsonl").read_bytes()
+    assert command("--seeds=1,2", "--commit=c0ffee") == 0
+    said = capsys.readouterr().out.split("\n")
+    assert [x.split(":")[0] for x in said if x.startswith("small")] == [
+        "small/dense-1", "small/sigmoid-1", "small/dense-2", "small/sigmoid-2",
+    ]  # fmt: skip
+    paths = sorted((tmp_path / "runs/small").iterdir())
+    assert len(paths) == 4 and paths[0].read_bytes() == first
+    found = {x.stem: log.read(x) for x in paths}
+    for name, lines in found.items():
+        kinds = [x.kind for x in lines]
+        assert kinds.count("step") == 1 and kinds.count("evaluation") == 3, name
+        (end,) = (x for x in lines if isinstance(x, log.Summary))
+        assert end.status == "ok" and end.recall_gain is not None and end.training_loss
+        assert bool(end.hits) == name.startswith("sigmoid")
+        (header,) = (x for x in lines if isinstance(x, log.Header))
+        assert header.epochs == pytest.approx(3 * 2 * 300 / 4500)
+    (group,) = quality.groups(found)
+    assert [kind.label for kind in group.kinds] == ["dense", "nsa"]
+    assert command("--seeds=1,2") == 0 and "all runs are in" in capsys.readouterr().out
+
+
+def test_a_run_that_may_not_end_in_time_is_left_out(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "_longest", 1000.0)
+    assert command("--limit=500") == 3
+    assert capsys.readouterr().out.count("left out") == 4 and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_breaks_leaves_nothing_and_others_go_on(command, tmp_path, capsys):
+    """Rows of 5000 tokens, where the corpus has 1500 held out."""
+    assert command("--seeds=0", "--seq_len=5000") == 1
+    said = capsys.readouterr().out
+    assert said.count("ValueError: tokens of dataset") == 2
+    assert not list((tmp_path / "runs").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "message"),
+    [
+        ((), ("large",), "experiment must be one of"),
+        (("--runs=fast",), ("small",), "--runs must be of"),
+        (("--seeds=a",), ("small",), "--seeds must be integers"),
+        (("--corpus=nowhere",), ("small",), "--corpus must be what bench.lm.corpus built"),
+    ],
+)
+def test_what_is_refused(command, words, names, message):
+    with pytest.raises(ValueError, match=message):
+        command(*words, names=names)
+
+
+def test_experiments_can_be_run():
+    """Every run has a model, and of a table all but dense attention's are judged against it."""
+    for name, at in experiments.EXPERIMENTS.items():
+        assert at.runs[0] == "dense" and set(at.runs) <= experiments.VARIANTS.keys(), name
+        for variant, seed in itertools.product(at.runs, at.seeds):
+            job = experiments.Job(at, variant, seed, "", experiments.Path("x"), None, True, 0.0)
+            task = experiments.task(job, 8192, "bfloat16")
+            json.dumps(task.settings())
+            assert at.text or at.steps * task.tokens() < 41_754_102  # each row once
+    wide, nsa = (
+        experiments.task(
+            experiments.Job(at, x, 0, "", experiments.Path("x"), None, True, 0.0),
+            8192,
+            "float32",
+        ).model.products()
+        for at in [experiments.EXPERIMENTS["table_2k"]]
+        for x in ("dense_wide", "head")
+    )
+    assert wide == pytest.approx(nsa, rel=1e-3)
