@@ -22,6 +22,7 @@ A document names a table between two comments, and this command fills what stand
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
+| `converted` | how converted models learn on, beside the dense one (`bench.lm.converted`) | `device` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
@@ -159,7 +160,7 @@ def summary(device: str = "nvidia-h200") -> str:
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
     for group in _quality_groups():
         for kind in group.kinds[1:]:
-            found = quality.difference(kind, group.dense, "new")
+            found = quality.difference(kind, group.dense, "end")
             if found is None or found.pairs < 2:
                 continue
             worse = "worse" if found.mean > 0 else "better"
@@ -596,6 +597,27 @@ def quality_over_seeds(part: str = "kinds") -> str:
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 
 
+def converted(device: str = DEVICE.name) -> str:
+    """Held-out loss of each run, less the dense model's at the same step: mean over seeds."""
+    lines = list(lines_of("kernel_log/converted.jsonl", device))
+    at = {(x["run"], x["step"], x["seed"]): x for x in lines}
+    seeds = sorted({x["seed"] for x in lines})
+    rows = []
+    for run, step in dict.fromkeys((x["run"], x["step"]) for x in lines):
+        cells = []
+        for name in ("loss", "within", "beyond"):
+            both = [(at[run, step, s][name], at["dense", step, s][name]) for s in seeds]
+            apart = [a - b for a, b in both]
+            mean, spread = statistics.mean(apart), max(apart) - min(apart)
+            if run == "dense":
+                cells.append(f"{statistics.mean(b for _, b in both):.4f}")
+            else:
+                cells.append(f"{mean:+.4f} (spread {spread:.4f})")
+        if not step % 100:
+            rows.append([run, str(step), *cells])
+    return table(["run", "steps after", "loss", "within", "beyond"], rows)
+
+
 # Files that are pictures, made whole.
 PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
@@ -615,6 +637,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
     "showcase": showcase,
+    "converted": converted,
     "selection": selection,
     "block_selection": block_selection,
     "serving": serving,
