@@ -27,8 +27,8 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 def kernels_of(
     preset: str, decode: bool = False, lengths: Sequence[int] = LENGTHS
 ) -> list[Kernel]:
-    """The kernels that a file of `configs/` runs, forward and backward, for any length, of rows that
-    are packed and that are not.
+    """The kernels that a file of `configs/` runs, forward and backward, for any length, of packed
+    rows and of others.
 
     Args:
       decode: those over paged caches too.

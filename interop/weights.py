@@ -19,7 +19,6 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
 import numpy as np
 import safetensors
 import safetensors.torch
@@ -27,7 +26,8 @@ import torch
 
 from nsa_core.layer import KIND, KIND_MODULE, SILENT, LayerSpec, take_kind
 
-if TYPE_CHECKING:  # a torch module is saved and loaded without Flax
+if TYPE_CHECKING:  # a torch module is saved and loaded without JAX and Flax
+    import jax
     from flax import nnx
 
 METADATA_KEY = "hyper_parameters"
@@ -173,11 +173,11 @@ def _key(steps: tuple[Any, ...]) -> str:
     return ".".join([*parents, "weight" if name == "kernel" else name])
 
 
-def _is_matrix(name: str, steps: tuple[Any, ...], array: np.ndarray | jax.Array) -> bool:
+def _is_matrix(name: str, steps: tuple[Any, ...], array: "np.ndarray | jax.Array") -> bool:
     return steps[-1] == name and array.ndim == 2
 
 
-def _from_nnx(steps: tuple[Any, ...], array: jax.Array) -> torch.Tensor:
+def _from_nnx(steps: tuple[Any, ...], array: "jax.Array") -> torch.Tensor:
     host = np.asarray(array)
     if _is_matrix("kernel", steps, array):
         host = host.T
@@ -188,8 +188,10 @@ def _from_nnx(steps: tuple[Any, ...], array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(bits).view(getattr(torch, host.dtype.name))
 
 
-def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: jax.Array) -> jax.Array:
+def _to_nnx(steps: tuple[Any, ...], tensor: torch.Tensor, old: "jax.Array") -> "jax.Array":
     """The value of the parameter at `steps`, placed as `old` is."""
+    import jax
+
     bits = tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
     host = bits.view(old.dtype)
     if _is_matrix("kernel", steps, old):

@@ -95,6 +95,8 @@ for preset in ("paper", "seed", "smallgroup"):
             wanted |= {x.for_any_length() for x in kernels_of(layer, 1, n, n, None)}
     missing = [x.name for x in wanted if Store("none").get(x) is None]
     assert wanted and not missing, f"{preset}: the wheel has no {missing}"
+"""
+NO_JAX = """
 refused("import nsa_jax; nsa_jax.attention", "jax")
 """
 # What a user's project may have too. Ours are never imported by these names, nor hidden by theirs.
@@ -117,7 +119,9 @@ ENVIRONMENTS = {
     "base": Environment("", ("jax", "torch", "flax", "matplotlib", "rich"), BASE),
     "jax": Environment("[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX),
     "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
-    "torch": Environment("[torch]", ("jax", "flax", "matplotlib", "rich"), TORCH + BUILT),
+    "torch": Environment(
+        "[torch]", ("jax", "flax", "matplotlib", "rich"), TORCH + BUILT + NO_JAX
+    ),
 }
 
 
