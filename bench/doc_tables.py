@@ -22,7 +22,7 @@ A document names a table between two comments, and this command fills what stand
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
-| `converted` | how converted models learn on, beside the dense one (`bench.lm.converted`) | `device` |
+| `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
@@ -379,7 +379,7 @@ def host(device: str, implementation: str = "mosaic") -> str:
 
 
 def first_call(device: str) -> str:
-    """What `bench.first_call` measured last beside what was wanted."""
+    """What `bench.first_call` measured last beside the target."""
     stage = {line["stage"]: line for line in lines_of("kernel_log/first_call.jsonl", device)}
     cold, warm, lengths = (stage[name] for name in ("cold", "warm", "lengths"))
     jax, again = stage["jax"], stage["jax_again"]
@@ -413,7 +413,7 @@ def first_call(device: str) -> str:
         (held, "64 MB", f"{more:.0f} MB", "not measured"),
     ]
     commit = ", ".join(dict.fromkeys(stage[name]["commit"][:7] for name in stage))
-    return table(["", "wanted", f"torch, {commit}", f"JAX, {commit}"], rows)
+    return table(["", "target", f"torch, {commit}", f"JAX, {commit}"], rows)
 
 
 def selection() -> str:
