@@ -236,6 +236,6 @@ def test_what_is_not_refused_compiles(name, backward):
     assert all(lowering.lower(x) for x in any_length(name, backward) if x not in whole)
     if whole:
         assert all(report["shared_bytes"] <= SMEM_BYTES for report in compiled(name, backward))
-        # The most that a walk which is ahead holds in registers.
-        ahead = [x for x in compiled(name, backward) if x["name"] == "selected_forward"]
-        assert backward or (ahead and not any(x["spill_store_bytes"] for x in ahead))
+        # The most that a walk that overlaps P V holds in registers.
+        forward = [x for x in compiled(name, backward) if x["name"] == "selected_forward"]
+        assert backward or (forward and not any(x["spill_store_bytes"] for x in forward))

@@ -247,7 +247,7 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
 
 
 @pytest.mark.parametrize(
-    ("widths", "block", "ahead"),
+    ("widths", "block", "overlap"),
     [
         ((128, 128), 64, True),
         ((256, 256), 64, True),
@@ -256,10 +256,10 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
         ((64, 80), 64, False),  # a second stage of values would take more than one of keys
     ],
 )
-def test_forward_is_ahead_where_registers_hold_it(widths, block, ahead):
-    assert selected.is_ahead(*widths, block) == ahead
+def test_forward_overlaps_pv_where_registers_hold_it(widths, block, overlap):
+    assert selected.overlaps_pv(*widths, block) == overlap
     stages = selected.forward_stages(*widths, block)
-    assert stages == dict(key_stages=2 - ahead, value_stages=1 + ahead)
+    assert stages == dict(key_stages=2 - overlap, value_stages=1 + overlap)
     key, value = widths
     needed = stages["key_stages"] * key + stages["value_stages"] * value
     assert needed <= 2 * key + value  # as `capability.selected_bytes` counts

@@ -20,7 +20,7 @@ from kernels_pallas.mosaic.interval_walk import IntervalWalk
 def build(kernel: Kernel):
     """The body of `specs.interval.forward`."""
     spec = kernel.spec
-    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, ahead=True)
+    walk = IntervalWalk(spec, {"query_tile": spec.D}, spec.Dv, overlap_pv=True)
 
     def body(refs):
         work = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)

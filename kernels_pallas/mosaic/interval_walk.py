@@ -10,7 +10,7 @@ work item is two or three neighbouring tiles of 64 query rows. A warpgroup a til
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
-Of a walk that is `ahead` a block's P V is multiplied beside the work on the next block.
+With `overlap_pv` a block's P V is multiplied beside the work on the next block.
 The copying warpgroup runs ahead by the stages of the ring buffer, into the next work item.
 Of the keys of a work item come first the blocks that some row sees in part, under a mask, then
 those that every row sees in full, without one:
@@ -118,13 +118,13 @@ class IntervalWalk:
       rows: names of scratch for rows of queries, and their widths; the first one may become
         that of the output.
       out_width: of the output.
-      ahead: whether the product of a block's factor runs beside the work on the next block.
+      overlap_pv: whether the product of a block's factor runs beside the work on the next block.
     """
 
     spec: IntervalAttention
     rows: Mapping[str, int]
     out_width: int
-    ahead: bool = False
+    overlap_pv: bool = False
 
     @property
     def buffers(self) -> operands.Buffers:
@@ -264,7 +264,7 @@ class IntervalWalk:
 
             todo = work(tile)
             state = over_blocks(
-                todo, block_at, masked, blocks, masked_first=True, ahead=self.ahead
+                todo, block_at, masked, blocks, masked_first=True, overlap_pv=self.overlap_pv
             )
             result = todo.finish(state)  # [64, width]
 

@@ -21,7 +21,7 @@ from kernels_pallas.mosaic.selected_walk import SelectedWalk
 def build(kernel: Kernel):
     """The body of `specs.selected.forward`."""
     spec = kernel.spec
-    walk = SelectedWalk(spec, {"query_tile": spec.D}, spec.Dv, ahead=spec.ahead)
+    walk = SelectedWalk(spec, {"query_tile": spec.D}, spec.Dv, overlap_pv=spec.overlap_pv)
 
     def body(refs):
         work = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)

@@ -14,7 +14,7 @@ slowest grid axis, so that the keys of one head stay in L2.
 
 A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
 
-Forward is `ahead` (`tile_walk.py`) where `specs.selected.is_ahead`.
+Forward overlaps P V (`tile_walk.py`) where `specs.selected.overlaps_pv`.
 
 Tiles: 64 rows x one selection block. Stages: `key_stages` and `value_stages` of the spec; forward
 has those of `specs.selected.forward_stages` unless it is tuned (`tiles.py`), dq those of
@@ -81,13 +81,13 @@ class SelectedWalk:
       rows: scratch for the tile's rows of each source of `run`, width by name. The first one,
         the query, is reused to stage `added` and the output, so it has the larger width.
       out_width: columns of the output.
-      ahead: whether the product of a block's factor runs beside the work on the next block.
+      overlap_pv: whether the product of a block's factor runs beside the work on the next block.
     """
 
     spec: SelectedAttention
     rows: Mapping[str, int]
     out_width: int
-    ahead: bool = False
+    overlap_pv: bool = False
 
     @property
     def buffers(self) -> operands.Buffers:
@@ -205,7 +205,7 @@ class SelectedWalk:
         state = lax.cond(
             blocks > 0,
             lambda: over_blocks(
-                todo, block_at, border, blocks, masked_first=False, ahead=self.ahead
+                todo, block_at, border, blocks, masked_first=False, overlap_pv=self.overlap_pv
             ),
             lambda: todo.state,
         )

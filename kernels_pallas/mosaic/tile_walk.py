@@ -4,12 +4,12 @@
     selected_walk.py   blocks of a tile's list
     tile_steps.py      what forward and dq do at a block, on either walk
 
-A block's matrix (P forward, dS in dq) is multiplied with its values or keys at once, or, on a walk
-that is `ahead`, beside the work by element on the next block:
+A block's matrix (P forward, dS in dq) is multiplied with its values or keys at once, or, with
+`overlap_pv`, beside the work by element on the next block:
 
-    at once   S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
-    ahead     S(i)   softmax(i)   S(i+1), P(i) V(i)
-                                  softmax(i+1)          S(i+2), P(i+1) V(i+1)   ...
+    at once      S(i)   softmax(i)   P(i) V(i)   S(i+1)   softmax(i+1)   ...
+    overlap_pv   S(i)   softmax(i)   S(i+1), P(i) V(i)
+                                     softmax(i+1)          S(i+2), P(i+1) V(i+1)   ...
 """
 
 import functools
@@ -56,7 +56,7 @@ class TileWork(NamedTuple):
     `value_ready` of a block's stages, and frees both.
 
     `attend(block, before, state)` returns the next state and the matrix of the block's factor;
-    `multiply(factor, state)` adds the product to the state. Of a walk that is ahead the product
+    `multiply(factor, state)` adds the product to the state. With `overlap_pv` the product
     of the factor `before` is `attend`'s, so that it runs beside the work by element; otherwise,
     and for the first block, `before` is None. `finish(state)` is the result, float32
     `[64, width]`.
@@ -75,7 +75,7 @@ def over_blocks(
     blocks: Any,
     *,
     masked_first: bool,
-    ahead: bool,
+    overlap_pv: bool,
 ) -> Any:
     """The last state of `work` on a tile.
 
@@ -84,7 +84,7 @@ def over_blocks(
       border: of the `blocks` blocks, those before this number are masked and the others not, or
         the other way round.
       masked_first: whether it is those before it.
-      ahead: whether the walk is. There must be a block then, and the first one is masked.
+      overlap_pv: whether they are multiplied beside the next block. There must be a block then, and the first one is masked.
     """
 
     def step(under_mask, i, carried):
@@ -106,7 +106,7 @@ def over_blocks(
         carried = lax.fori_loop(first, middle, body_before, carried)
         return lax.fori_loop(middle, blocks, body_after, carried)
 
-    if not ahead:
+    if not overlap_pv:
         return walk(0, step_alone, work.state)
     carried = work.attend(block_at(True, jnp.int32(0)), None, work.state)
     state, matrix = walk(1, step, carried)

@@ -96,9 +96,9 @@ class SelectedAttention(BlockListSizes):
         return Tile(self.group, slab_width(self.D, self.Dv, self.block))
 
     @property
-    def ahead(self) -> bool:
+    def overlap_pv(self) -> bool:
         """Whether forward multiplies P V of a block beside the work on the next one."""
-        return is_ahead(self.D, self.Dv, self.block)
+        return overlaps_pv(self.D, self.Dv, self.block)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class SelectedAttention(BlockListSizes):
         }
 
 
-def is_ahead(key_width: int, value_width: int, block: int) -> bool:
+def overlaps_pv(key_width: int, value_width: int, block: int) -> bool:
     """Whether forward can multiply P V of a block beside the work on the next one: a thread then
     holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers of P of each of two
     blocks, and a CTA a stage more of values and one less of keys.
@@ -129,10 +129,10 @@ def is_ahead(key_width: int, value_width: int, block: int) -> bool:
 
 
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: a walk that is
-    ahead gives keys back early and values late.
+    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: one that
+    overlaps P V gives keys back early and values late.
     """
-    if is_ahead(key_width, value_width, block):
+    if overlaps_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
     return {"key_stages": 2, "value_stages": 1}
 
