@@ -23,7 +23,7 @@ def build(kernel: Kernel):
     walk = IntervalWalk(spec, rows, spec.D)
 
     def body(refs):
-        work = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.tile.tokens)
-        walk.run(refs, [refs.query, refs.do], refs.dq, work)
+        mainloop_of = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.tile.tokens)
+        walk.run(refs, [refs.query, refs.do], refs.dq, mainloop_of)
 
     return walk.build(kernel, body)

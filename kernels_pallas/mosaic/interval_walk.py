@@ -34,7 +34,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
+from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
 from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.tile import ROWS, SMEM_BYTES
 
@@ -177,14 +177,16 @@ class IntervalWalk:
             interpret=spec.interpret,
         )
 
-    def run(self, refs, sources: Iterable, out, work: Callable[[TilePlace], TileWork]) -> None:
+    def run(
+        self, refs, sources: Iterable, out, mainloop_of: Callable[[TilePlace], Mainloop]
+    ) -> None:
         """The body of a kernel.
 
         Args:
           refs: of the kernel.
           sources: arrays `[B, T, H, .]` that are loaded into the scratch of `rows`.
           out: array `[B, T, H, out_width]`.
-          work: what to do with a tile.
+          mainloop_of: what to do with a tile.
         """
         wg, cta = lax.axis_index("wg"), refs.cta.worker
         scheduler = Scheduler.of(self, refs, cta)
@@ -196,7 +198,7 @@ class IntervalWalk:
         def _():
             if not spec.interpret:
                 plgpu.set_max_registers(computing, action="increase")
-            self._compute(refs, scheduler, wg, sources, out, work)
+            self._compute(refs, scheduler, wg, sources, out, mainloop_of)
 
         @pl.when(wg == spec.consumers)
         def _():
@@ -211,7 +213,7 @@ class IntervalWalk:
         heads = pl.ds(work_item.kv_head * tile.group, tile.group)
         return lambda columns: array.at[work_item.b, tokens, heads, columns]
 
-    def _compute(self, refs, scheduler, wg, sources, out, work):
+    def _compute(self, refs, scheduler, wg, sources, out, mainloop_of):
         """The loop of a computing warpgroup over its tiles."""
         spec, buffers = self.spec, self.buffers
         block, width = spec.block, self.out_width
@@ -262,11 +264,16 @@ class IntervalWalk:
                     free_value=lambda: plgpu.barrier_arrive(refs.value_free.at[stage]),
                 )
 
-            todo = work(tile)
+            mainloop = mainloop_of(tile)
             state = over_blocks(
-                todo, block_at, masked, blocks, masked_first=True, overlap_pv=self.overlap_pv
+                mainloop,
+                block_at,
+                masked,
+                blocks,
+                masked_first=True,
+                overlap_pv=self.overlap_pv,
             )
-            result = todo.finish(state)  # [64, width]
+            result = mainloop.finish(state)  # [64, width]
 
             def load_next_rows():
                 @pl.when(turn + 1 < scheduler.turns)

@@ -24,7 +24,7 @@ def build(kernel: Kernel):
     walk = SelectedWalk(spec, {"query_tile": spec.D}, spec.Dv, overlap_pv=spec.overlap_pv)
 
     def body(refs):
-        work = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)
-        walk.run(refs, [refs.query], refs.out, work)
+        mainloop_of = lambda at: tile_steps.forward(spec, walk.buffers, refs, at)
+        walk.run(refs, [refs.query], refs.out, mainloop_of)
 
     return walk.build(kernel, body)

@@ -35,7 +35,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands
 from kernels_pallas.mosaic.operands import MATRIX, PER_ROW, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.tile_walk import Block, TilePlace, TileWork, over_blocks
+from kernels_pallas.mosaic.tile_walk import Block, Mainloop, TilePlace, over_blocks
 from kernels_pallas.specs.selected import COUNTS, LIST_CHUNK, BlockCounts, SelectedAttention
 from kernels_pallas.specs.tile import ROWS
 
@@ -123,14 +123,16 @@ class SelectedWalk:
             interpret=spec.interpret,
         )
 
-    def run(self, refs, sources: Iterable, out, work: Callable[[TilePlace], TileWork]) -> None:
+    def run(
+        self, refs, sources: Iterable, out, mainloop_of: Callable[[TilePlace], Mainloop]
+    ) -> None:
         """The body of a kernel.
 
         Args:
           refs: of the kernel.
           sources: arrays `[B, T, H, .]` that are loaded into the scratch of `rows`.
           out: array `[B, T, H, out_width]`.
-          work: what to do with the tile.
+          mainloop_of: what to do with the tile.
         """
         spec, buffers = self.spec, self.buffers
         b = lax.div(refs.cta.head, jnp.int32(spec.Hkv))
@@ -200,16 +202,21 @@ class SelectedWalk:
             seen = (lambda: visible(place)) if under_mask else (lambda: None)
             return Block(key_stage, value_stage, member, seen, free_key, free_value)
 
-        todo = work(tile)
+        mainloop = mainloop_of(tile)
         border, blocks = walked.uncut, walked.blocks
         state = lax.cond(
             blocks > 0,
             lambda: over_blocks(
-                todo, block_at, border, blocks, masked_first=False, overlap_pv=self.overlap_pv
+                mainloop,
+                block_at,
+                border,
+                blocks,
+                masked_first=False,
+                overlap_pv=self.overlap_pv,
             ),
-            lambda: todo.state,
+            lambda: mainloop.state,
         )
-        result = todo.finish(state)  # [64, width]
+        result = mainloop.finish(state)  # [64, width]
 
         out_tile, width, added = tiles[0], self.out_width, None
         if spec.added:

@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.mosaic import softmax
 from kernels_pallas.mosaic.operands import LOG2E, Buffers, across
 from kernels_pallas.mosaic.row_io import GatheredRows, TileRows
-from kernels_pallas.mosaic.tile_walk import TilePlace, TileWork
+from kernels_pallas.mosaic.tile_walk import Mainloop, TilePlace
 from kernels_pallas.specs.interval import IntervalAttention
 from kernels_pallas.specs.selected import SelectedAttention
 
 type Spec = IntervalAttention | SelectedAttention
 
 
-def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> TileWork:
+def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> Mainloop:
     """What forward does with the tile `at`."""
     tile, c, dtype = spec.tile, spec.scale * LOG2E, jnp.dtype(spec.dtype)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, bool(spec.interpret))
@@ -68,10 +68,10 @@ def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> TileWork:
             inverse *= tile_rows.values(refs.gate, *rows)
         return state.acc * across(inverse, state.acc.shape)
 
-    return TileWork(softmax.initial_state(spec.Dv), attend, multiply, finish)
+    return Mainloop(softmax.initial_state(spec.Dv), attend, multiply, finish)
 
 
-def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> TileWork:
+def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int) -> Mainloop:
     """What dq does with the tile `at`; `stats_tokens`: tokens of a query tile of
     `refs.row_stats` (`specs/bwd_preprocess.py`).
     """
@@ -107,4 +107,4 @@ def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int
     def finish(acc):
         return acc * across(stats.sign * spec.scale, acc.shape)
 
-    return TileWork(softmax.zeros(spec.D), attend, multiply, finish)
+    return Mainloop(softmax.zeros(spec.D), attend, multiply, finish)

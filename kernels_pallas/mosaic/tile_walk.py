@@ -51,7 +51,7 @@ class Factor(NamedTuple):
     matrix: Any  # [64, block], in the type of the operands
 
 
-class TileWork(NamedTuple):
+class Mainloop(NamedTuple):
     """What a kernel does with a tile, once its rows are there. It waits for `key_ready` and
     `value_ready` of a block's stages, and frees both.
 
@@ -69,7 +69,7 @@ class TileWork(NamedTuple):
 
 
 def over_blocks(
-    work: TileWork,
+    mainloop: Mainloop,
     block_at: Callable[[bool, Any], Block],
     border: Any,
     blocks: Any,
@@ -77,7 +77,7 @@ def over_blocks(
     masked_first: bool,
     overlap_pv: bool,
 ) -> Any:
-    """The last state of `work` on a tile.
+    """The last state of `mainloop` on a tile.
 
     Args:
       block_at: gives a block by whether some of its keys are masked, and by its number.
@@ -90,12 +90,12 @@ def over_blocks(
     def step(under_mask, i, carried):
         state, matrix = carried
         before = Factor(block_at(False, i - 1), matrix)
-        return work.attend(block_at(under_mask, i), before, state)
+        return mainloop.attend(block_at(under_mask, i), before, state)
 
     def step_alone(under_mask, i, state):
         block = block_at(under_mask, i)
-        state, matrix = work.attend(block, None, state)
-        return work.multiply(Factor(block, matrix), state)
+        state, matrix = mainloop.attend(block, None, state)
+        return mainloop.multiply(Factor(block, matrix), state)
 
     def walk(first, body, carried):
         middle = jnp.maximum(border, first)
@@ -107,7 +107,7 @@ def over_blocks(
         return lax.fori_loop(middle, blocks, body_after, carried)
 
     if not overlap_pv:
-        return walk(0, step_alone, work.state)
-    carried = work.attend(block_at(True, jnp.int32(0)), None, work.state)
+        return walk(0, step_alone, mainloop.state)
+    carried = mainloop.attend(block_at(True, jnp.int32(0)), None, mainloop.state)
     state, matrix = walk(1, step, carried)
-    return work.multiply(Factor(block_at(False, blocks - 1), matrix), state)
+    return mainloop.multiply(Factor(block_at(False, blocks - 1), matrix), state)
