@@ -258,7 +258,7 @@ class IntervalWalk:
                 return Block(
                     key_stage=stage,
                     value_stage=stage,
-                    member=None,
+                    row_mask=None,
                     visible=lambda: visible(i) if under_mask else None,
                     free_key=lambda: plgpu.barrier_arrive(refs.key_free.at[stage]),
                     free_value=lambda: plgpu.barrier_arrive(refs.value_free.at[stage]),

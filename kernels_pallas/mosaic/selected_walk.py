@@ -189,7 +189,7 @@ class SelectedWalk:
             if spec.words == 2:
                 high = lax.broadcast(refs.members[1, place], (ROWS,))
                 bits = jnp.where(token < 32, bits, high)
-            member = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
+            row_mask = (lax.shift_right_logical(bits, token & 31) & 1) == 1  # [64]
 
             def free_key():
                 plgpu.commit_smem()  # all four warps are done with this stage
@@ -200,7 +200,7 @@ class SelectedWalk:
                 load_value(i + spec.value_stages)
 
             seen = (lambda: visible(place)) if under_mask else (lambda: None)
-            return Block(key_stage, value_stage, member, seen, free_key, free_value)
+            return Block(key_stage, value_stage, row_mask, seen, free_key, free_value)
 
         mainloop = mainloop_of(tile)
         border, blocks = walked.uncut, walked.blocks

@@ -58,7 +58,7 @@ def initial_state(width: int) -> SoftmaxState:
     )
 
 
-def block_softmax(row_max, scores, c: float, visible=None, member=None):
+def block_softmax(row_max, scores, c: float, visible=None, row_mask=None):
     """P `[64, keys]` of a block relative to the new maximum, and that maximum.
 
     Args:
@@ -66,15 +66,15 @@ def block_softmax(row_max, scores, c: float, visible=None, member=None):
       scores: S, `[64, keys]`.
       c: scale * log2(e).
       visible: `[64, keys]`, the keys that each row sees; None: all.
-      member: `[64]`, the rows that have this block at all; None: all.
+      row_mask: `[64]`, the rows that have this block at all; None: all.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
     new_max = jnp.maximum(row_max, scores.max(axis=1) * c)
     base = new_max if visible is None else jnp.maximum(new_max, EMPTY)
-    if member is not None:
-        new_max = jnp.where(member, new_max, row_max)
-        base = jnp.where(member, base, ABSENT)
+    if row_mask is not None:
+        new_max = jnp.where(row_mask, new_max, row_max)
+        base = jnp.where(row_mask, base, ABSENT)
     return jnp.exp2(scores * c - across(base, scores.shape)), new_max
 
 

@@ -39,7 +39,7 @@ def forward(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace) -> Mainloop:
         (scores,) = buffers.finish(scores, running=0 if before is None else 1)
         block.free_key()
         visible = block.visible()
-        p, row_max = softmax.block_softmax(state.row_max, scores, c, visible, block.member)
+        p, row_max = softmax.block_softmax(state.row_max, scores, c, visible, block.row_mask)
         if before is not None:
             acc = finish_multiply(before, acc)
         state = softmax.rescaled(state._replace(acc=acc), row_max, p)
@@ -92,8 +92,8 @@ def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int
         scores, dp = buffers.finish(scores, dp)
         block.free_value()
         of_rows = stats
-        if block.member is not None:
-            of_rows = stats._replace(shift=jnp.where(block.member, stats.shift, jnp.inf))
+        if block.row_mask is not None:
+            of_rows = stats._replace(shift=jnp.where(block.row_mask, stats.shift, jnp.inf))
         ds = softmax.softmax_backward(scores, dp, c, of_rows, block.visible())
         return acc, ds.astype(dtype)
 
