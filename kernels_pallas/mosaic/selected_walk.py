@@ -10,7 +10,7 @@ in forward (64 KiB each and the block list), two in dq (96 KiB). Batch and key/v
 slowest grid axis, so that the keys of one head stay in L2.
 
     block list    |--- every member sees the whole block ---|--- some see a part ---|
-    blocks        0                    ..                 uncut         ..       blocks
+    blocks        0                    ..              full_blocks      ..       blocks
 
 A tile that is gathered passes over the far blocks of its list (`specs/selected.py`).
 
@@ -49,7 +49,7 @@ def list_counts(block_counts, index) -> BlockCounts:
 class Walked(NamedTuple):
     """The blocks that a tile walks over."""
 
-    uncut: Any  # need no mask by key, and come first
+    full_blocks: Any  # need no mask by key, and come first
     blocks: Any
     far_begin: Any  # places in the list from here on are `far` further than in the walk
     far: Any  # how many blocks of the list are passed over; None: none is in any tile
@@ -203,7 +203,7 @@ class SelectedWalk:
             return Block(key_stage, value_stage, row_mask, seen, free_key, free_value)
 
         mainloop = mainloop_of(tile)
-        border, blocks = walked.uncut, walked.blocks
+        border, blocks = walked.full_blocks, walked.blocks
         state = lax.cond(
             blocks > 0,
             lambda: over_blocks(
@@ -253,11 +253,11 @@ class SelectedWalk:
         index = refs.cta.head * refs.sizes.tiles + tile.index
         found = list_counts(counts, index)
         if not gather_limit:
-            return Walked(found.uncut, found.blocks, None, None)
+            return Walked(found.full_blocks, found.blocks, None, None)
         gathered = tile_is_gathered(counts, tile.index, index, gather_limit)
         far = jnp.where(gathered, found.far_end - found.far_begin, 0)
-        far_uncut = jnp.clip(found.uncut - found.far_begin, 0, far)
-        return Walked(found.uncut - far_uncut, found.blocks - far, found.far_begin, far)
+        far_full = jnp.clip(found.full_blocks - found.far_begin, 0, far)
+        return Walked(found.full_blocks - far_full, found.blocks - far, found.far_begin, far)
 
     def _rows_of(self, array, tile: TilePlace):
         """The tile of `[B, T, H, .]`, by columns."""

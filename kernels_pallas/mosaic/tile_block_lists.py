@@ -115,11 +115,11 @@ class MakeList:
                     warp.put(address(starts, entry), start, listed)
                     for word, x in enumerate(member):
                         warp.put(address(members, entry, words, word), x, listed)
-                    uncut = listed & (low + block < first_cut) & warp.same(ended, 0)
+                    full = listed & (low + block < first_cut) & warp.same(ended, 0)
                     before_near = listed & (low + block < near)
                     first = before_near & warp.same(low + block, 0)
                     return [
-                        whole + warp.ones(warp.votes(uncut)),
+                        whole + warp.ones(warp.votes(full)),
                         count + warp.ones(votes),
                         far_begin + warp.ones(warp.votes(first)),
                         far_end + warp.ones(warp.votes(before_near)),

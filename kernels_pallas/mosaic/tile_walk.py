@@ -84,7 +84,8 @@ def over_blocks(
       border: of the `blocks` blocks, those before this number are masked and the others not, or
         the other way round.
       masked_first: whether it is those before it.
-      overlap_pv: whether they are multiplied beside the next block. There must be a block then, and the first one is masked.
+      overlap_pv: whether a factor is multiplied beside the next block. There must be a block
+        then, and the first one is masked.
     """
 
     def step(under_mask, i, carried):

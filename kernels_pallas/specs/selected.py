@@ -33,7 +33,7 @@ MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int
 class BlockCounts(NamedTuple):
     """What is counted of the block list of a tile: a row of `block_counts`."""
 
-    uncut: Any  # blocks of the prefix that needs no mask by key
+    full_blocks: Any  # blocks of the prefix that needs no mask by key
     blocks: Any  # of the whole list
     # Where far blocks begin and end in the list; the first slot of the selection that has a far
     # block of some token, and one past the last. Read only where tiles may be gathered, and
