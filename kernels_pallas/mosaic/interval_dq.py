@@ -3,7 +3,7 @@
 Algorithm: FlashAttention's backward with the queries standing still (`tile_steps.dq`); |g| P is
 computed again from `shift`.
 
-Loop order: query-stationary, persistent, two or three computing warpgroups and a copying one
+Loop order: query-stationary, persistent, two or three consumer warpgroups and a producer
 (`interval_walk.py`). Tiles: 64 rows x 64 keys a warpgroup; 3 stages while D + Dv <= 256, then
 2, then 1 (`specs/interval.py`).
 

@@ -2,7 +2,7 @@
 
 Algorithm: FlashAttention's online softmax, O = softmax(scale Q K^T) V (`tile_steps.forward`).
 
-Loop order: query-stationary, persistent, two or three computing warpgroups and a copying one
+Loop order: query-stationary, persistent, two or three consumer warpgroups and a producer
 (`interval_walk.py`), S of the next block beside P V of this one. Tiles: 64 rows x 128 keys a
 warpgroup, two or three stages; wide heads take 64 keys, and a window has blocks that it fills
 (`specs/interval.py`).

@@ -4,14 +4,14 @@ Query-stationary and persistent: one CTA an SM takes work items, the longest fir
 work item is two or three neighbouring tiles of 64 query rows. A warpgroup a tile computes
 (`spec.consumers`), and one more copies the keys and values that all of them read.
 
-    copying warpgroup      for each work item, for each block:
+    producer warpgroup    for each work item, for each block:
                                wait free[stage], copy to ring[stage]
-    computing warpgroups   for each work item:
+    consumer warpgroups   for each work item:
                                start the loads of the next query as soon as this one is done with
                                for each block:  wait ready[stage], compute, arrive free[stage]
 
 With `overlap_pv` a block's P V is multiplied beside the work on the next block.
-The copying warpgroup runs ahead by the stages of the ring buffer, into the next work item.
+The producer warpgroup runs ahead by the stages of the ring buffer, into the next work item.
 Of the keys of a work item come first the blocks that some row sees in part, under a mask, then
 those that every row sees in full, without one:
 
@@ -42,7 +42,7 @@ NO_KEY = 1 << 30  # beyond every array: copies from there read zeros
 
 
 class WorkItem(NamedTuple):
-    """What the computing warpgroups do at a time, and its bounds: every row sees the keys
+    """What the consumer warpgroups do at a time, and its bounds: every row sees the keys
     from `full_from` to `full_to`, some row those from `begin` to `end`.
     """
 
@@ -144,8 +144,8 @@ class IntervalWalk:
     def build(self, kernel: Kernel, body: Callable) -> Callable:
         """The kernel of `body(refs)`, which calls `run`."""
         spec, buffers, slab = self.spec, self.buffers, self.spec.tile.slab
-        computing, copying = spec.registers
-        operands.check_registers(*[computing] * spec.consumers, copying)
+        consumer, producer = spec.registers
+        operands.check_registers(*[consumer] * spec.consumers, producer)
         rows = dict(self.rows)
         if self.has_out_tile:
             rows["out_tile"] = self.out_width
@@ -192,19 +192,19 @@ class IntervalWalk:
         scheduler = Scheduler.of(self, refs, cta)
 
         spec = self.spec
-        computing, copying = spec.registers
+        consumer, producer = spec.registers
 
         @pl.when(wg < spec.consumers)
         def _():
             if not spec.interpret:
-                plgpu.set_max_registers(computing, action="increase")
-            self._compute(refs, scheduler, wg, sources, out, mainloop_of)
+                plgpu.set_max_registers(consumer, action="increase")
+            self._consume(refs, scheduler, wg, sources, out, mainloop_of)
 
         @pl.when(wg == spec.consumers)
         def _():
             if not spec.interpret:
-                plgpu.set_max_registers(copying, action="decrease")
-            self._copy(refs, scheduler)
+                plgpu.set_max_registers(producer, action="decrease")
+            self._produce(refs, scheduler)
 
     def _rows_of(self, array, work_item: WorkItem, wg):
         """A warpgroup's tile of `[B, T, H, .]`, by columns."""
@@ -213,8 +213,8 @@ class IntervalWalk:
         heads = pl.ds(work_item.kv_head * tile.group, tile.group)
         return lambda columns: array.at[work_item.b, tokens, heads, columns]
 
-    def _compute(self, refs, scheduler, wg, sources, out, mainloop_of):
-        """The loop of a computing warpgroup over its tiles."""
+    def _consume(self, refs, scheduler, wg, sources, out, mainloop_of):
+        """The loop of a consumer warpgroup over its tiles."""
         spec, buffers = self.spec, self.buffers
         block, width = spec.block, self.out_width
         tiles = [(getattr(refs, name), width) for name, width in self.rows.items()]
@@ -303,8 +303,8 @@ class IntervalWalk:
         lax.fori_loop(0, scheduler.turns, take, (jnp.int32(0), first))
         plgpu.wait_smem_to_gmem(0)
 
-    def _copy(self, refs, scheduler):
-        """The loop of the copying warpgroup: keys and values of every block, in turn."""
+    def _produce(self, refs, scheduler):
+        """The loop of the producer warpgroup: keys and values of every block, in turn."""
         spec, buffers = self.spec, self.buffers
         stages, turns = spec.stages, scheduler.turns
         rings = (

@@ -36,7 +36,7 @@ class IntervalAttention(AttentionSizes):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread in a computing warpgroup and in the copying one."""
+        """Of a thread in a consumer warpgroup and in the producer."""
         if self.consumers == 3:
             return 160, 32
         return (240, 24) if self.D + self.Dv > 256 else (232, 40)
