@@ -187,7 +187,7 @@ def handler(run: Callable[[Call], None]) -> Any:
 
     def handle(pointer: int) -> int | None:
         frame = _CallFrame.from_address(pointer)
-        if frame.extension and _told_about(frame.extension):
+        if frame.extension and _answers_metadata_query(frame.extension):
             return None
         try:
             reader = getattr(_thread, "reader", None)
@@ -201,7 +201,7 @@ def handler(run: Callable[[Call], None]) -> Any:
     return _Handler(handle)
 
 
-def _told_about(extension: int) -> bool:
+def _answers_metadata_query(extension: int) -> bool:
     """Whether XLA asks for nothing but what the handler can do: filled in."""
     found = _Extension.from_address(extension)
     if found.type != METADATA:

@@ -204,7 +204,7 @@ class TileRows:
 
     def values(self, array, b, first, head, length, otherwise: float = 0.0):
         """Of each row the array's value, from token `first` and head `head` on; `otherwise` in
-        rows of no head. Rows past the last token have its values.
+        padding rows. Rows past the last token have its values.
         """
         if self.interpret:
             row, heads = jnp.arange(ROWS), array.shape[2]

@@ -53,7 +53,7 @@ class Tiling:
     """How a CTA cuts a problem.
 
     Attributes:
-      heads: query rows of a token: those of its heads, and some of no head.
+      heads: query rows of a token: those of its heads, and padding.
       rows: query rows of a tile.
       score_rows: rows of scores of a tile, one a token; some may be of no token.
       chunk: blocks whose scores are held at a time.
@@ -198,7 +198,7 @@ def _entries_in(words: int) -> int:
 
 
 def tiling_qk(spec: Scores) -> Tiling:
-    """Of `scores_qk.py`: as few rows of no head as leave room for the scores of all tokens, or
+    """Of `scores_qk.py`: as few padding rows as leave room for the scores of all tokens, or
     four rows a token.
     """
     heads = 1 << (spec.group - 1).bit_length()

@@ -52,7 +52,7 @@ class StoredDsQuery(BlockListSizes):
 
     @property
     def query_tile(self) -> Tile:
-        """A token: its heads, and rows of no head."""
+        """A token: its heads, and padding rows."""
         return gathered_tile(self.group, slab_width(self.D, self.Dv))
 
     @property
