@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-# Carriers (`Kernel.for_any_length`). Mosaic compiles every address as a multiple of 256.
-SIZE = "sizes."  # what the names of carriers begin with
-CARRIER_STEP = 256
+# Scalar arguments (`Kernel.for_any_length`). Mosaic compiles every address as a multiple of 256.
+SIZE = "sizes."  # what the names of scalar arguments begin with
+SCALAR_STEP = 256
 NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
 # Lengths whose kernels serve all lengths: each power of two has one of its own for scores, others
 # differ in short and long ones.
@@ -32,7 +32,7 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
 
-CARRIER = Array((64,), "int32")
+SCALAR = Array((64,), "int32")
 DESCRIPTIONS = 4096  # that a function remembers: those of some hundred lengths
 
 # Decorates a function that describes a kernel: the same spec gives the same object.
@@ -98,7 +98,7 @@ class Kernel:
         """
         sizes = dict(sizes or {})
         if getattr(spec, "any_length", False):
-            inputs = {f"{SIZE}{size}": CARRIER for size in sizes} | dict(inputs)
+            inputs = {f"{SIZE}{size}": SCALAR for size in sizes} | dict(inputs)
         arrays = tuple(inputs.values()), tuple(outputs.values())
         names = (*inputs, *outputs)
         return cls(name, spec, body, *arrays, in_place, names, sizes, grid, cluster, source)
@@ -114,7 +114,7 @@ class Kernel:
         return getattr(self.spec, "any_length", False)
 
     @property
-    def carriers(self) -> tuple[str, ...]:
+    def scalars(self) -> tuple[str, ...]:
         """The names of the inputs that carry sizes."""
         return tuple(SIZE + size for size in self.sizes) if self.any_length else ()
 
@@ -122,8 +122,8 @@ class Kernel:
         """The kernel of the same description that serves every length.
 
         Its arrays have nominal lengths (`NOMINAL_LENGTH`), of which no address in the body may
-        depend, and before them stand carriers: an input for each of `sizes`, whose address is
-        the number times `CARRIER_STEP`. Nothing is read there. An address lies among the
+        depend, and before them stand scalar arguments: an input for each of `sizes`, whose
+        address is the number times `SCALAR_STEP`. Nothing is read there. An address lies among the
         parameters of a launch, so a number costs no copy, and a CUDA graph keeps it.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 
 import nsa_torch
 from bench.harness.checked_layer import Watch, symbol
-from kernels_pallas.kernel import CARRIER, SIZE
+from kernels_pallas.kernel import SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded, lowering, sequence
 from nsa_core.config import NSAConfig
@@ -79,11 +79,11 @@ def test_an_axis_of_a_length_is_never_one(name):
     kernels = {*kernels_of(name, 9000, True), *kernels_of(name, 9000, False)}
     for kernel in kernels:
         any_length = kernel.for_any_length()
-        carriers = len(any_length.carriers)
-        assert any_length.names[:carriers] == tuple(SIZE + x for x in kernel.sizes)
-        assert any_length.inputs[:carriers] == (CARRIER,) * len(kernel.sizes)
+        scalars = len(any_length.scalars)
+        assert any_length.names[:scalars] == tuple(SIZE + x for x in kernel.sizes)
+        assert any_length.inputs[:scalars] == (SCALAR,) * len(kernel.sizes)
         actual = *kernel.inputs, *kernel.outputs
-        nominal = *any_length.inputs[carriers:], *any_length.outputs
+        nominal = *any_length.inputs[scalars:], *any_length.outputs
         for array, other in zip(actual, nominal, strict=True):
             assert array.dtype == other.dtype and len(array.shape) == len(other.shape)
             pairs = zip(array.shape, other.shape, strict=True)

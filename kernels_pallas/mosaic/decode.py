@@ -43,7 +43,7 @@ def decode(kernel: Kernel) -> Callable:
     spec: Decode = kernel.spec
     return warp_kernel(
         kernel,
-        DecodeStep(spec, kernel.names[len(kernel.carriers) :]),
+        DecodeStep(spec, kernel.names[len(kernel.scalars) :]),
         shared=[(spec.offsets["end"] // 4,)],
         kv_heads=spec.Hkv,
         interpret=spec.interpret,

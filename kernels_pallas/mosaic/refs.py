@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from kernels_pallas.kernel import CARRIER_STEP, Kernel
+from kernels_pallas.kernel import SCALAR_STEP, Kernel
 from kernels_pallas.mosaic import operands
 
 
@@ -48,7 +48,7 @@ def build_kernel(
 
     def named(*refs):
         by_name = dict(zip(names, refs, strict=True))
-        by_name["sizes"] = sizes_of(kernel, [by_name.pop(x) for x in kernel.carriers])
+        by_name["sizes"] = sizes_of(kernel, [by_name.pop(x) for x in kernel.scalars])
         axes = options.get("grid_names", ())
         by_name["cta"] = SimpleNamespace(**{name: cta_index(kernel, name) for name in axes})
         body(SimpleNamespace(**by_name))
@@ -64,14 +64,14 @@ def build_kernel(
     )
 
 
-def sizes_of(kernel: Kernel, carriers: Sequence[Any]) -> SimpleNamespace:
+def sizes_of(kernel: Kernel, scalars: Sequence[Any]) -> SimpleNamespace:
     """The numbers of `kernel.sizes`, by name."""
-    numbers = map(carried, carriers) if kernel.any_length else kernel.sizes.values()
+    numbers = map(scalar_of, scalars) if kernel.any_length else kernel.sizes.values()
     return SimpleNamespace(**dict(zip(kernel.sizes, numbers, strict=True)))
 
 
-def carried(carrier: Any) -> Any:
-    """The number that a carrier's address is (`Kernel.for_any_length`): an int32 scalar."""
+def scalar_of(argument: Any) -> Any:
+    """The number that a scalar argument's address is (`Kernel.for_any_length`): int32."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -80,11 +80,11 @@ def carried(carrier: Any) -> Any:
     def read(_, ref):
         i64, i32 = (ir.IntegerType.get_signless(bits) for bits in (64, 32))
         address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
-        step = arith.constant(i64, CARRIER_STEP.bit_length() - 1)
+        step = arith.constant(i64, SCALAR_STEP.bit_length() - 1)
         number = arith.trunci(i32, arith.shrui(address, step))
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
-    return read(carrier)
+    return read(argument)
 
 
 def cta_index(kernel: Kernel, axis: str) -> Any:

@@ -72,8 +72,8 @@ def warp_kernel(
         return call
 
     def body(*arrays):
-        carriers, arrays = arrays[: len(kernel.carriers)], arrays[len(kernel.carriers) :]
-        sizes = vars(refs.sizes_of(kernel, carriers))
+        scalars, arrays = arrays[: len(kernel.scalars)], arrays[len(kernel.scalars) :]
+        sizes = vars(refs.sizes_of(kernel, scalars))
         places = [refs.cta_index(kernel, "row")]
         if kv_heads is not None:
             places = [f(places[0], jnp.int32(kv_heads)) for f in (lax.div, lax.rem)]
