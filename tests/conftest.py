@@ -52,11 +52,13 @@ from jax._src.dispatch import runtime_tokens
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from kernels_pallas.mosaic import capability
+from kernels_pallas.mosaic import capability, interpreter
 from nsa_core import policy
 from nsa_jax import eager
+from tests import emulated_warps
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+interpreter.use(emulated_warps)
 
 
 def _call_back(*arrays, result_avals, callback, sharding, ordered):

@@ -16,7 +16,6 @@ from kernels_pallas.mosaic import (
     decode_topn,
 )
 from kernels_pallas.mosaic.capability import interpreted
-from kernels_pallas.mosaic.cluster_emulation import ClusterWarps
 from kernels_pallas.specs.decode import Variant, decode, why_not, with_variant
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
@@ -24,6 +23,7 @@ from nsa_core.steps import mosaic_decode
 from nsa_jax.jax_ops import JAX_OPS
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
+from tests.emulated_clusters import ClusterWarps
 
 EIGHT_WARPS = Variant(4, 8, 4, 128)
 # Borders of the stride, of a compressed token, of a block, of the window and of the n blocks.

@@ -24,6 +24,7 @@ from kernels_pallas.mosaic import (
     capability,
     operands,
     scores_kq,
+    scores_qk,
     softmax,
     tile_steps,
 )
@@ -158,7 +159,7 @@ def in_parts(interpreted, monkeypatch):
     specs, build = [], scores.best_blocks
 
     def few(spec):
-        specs.append(dataclasses.replace(spec, held=0))
+        specs.append(dataclasses.replace(spec, held=scores.KEYS))
         return build(specs[-1])
 
     monkeypatch.setattr(scores, "best_blocks", few)
@@ -169,20 +170,21 @@ def in_parts(interpreted, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(18, 4500, H=1, Hkv=1, B=1, config=FINE, dtype="bfloat16"),
+        Case(18, 4500, H=3, Hkv=1, B=1, config=FINE, dtype="bfloat16"),
         # A tile with tokens of both sequences, the second from block 132 on.
-        Case(40, 2140, H=1, Hkv=1, B=1, config=FINE, dtype="float16", segments=(2105, 35)),
+        Case(40, 2140, H=3, Hkv=1, B=1, config=FINE, dtype="float16", segments=(2105, 35)),
         Case(
             18,
             2200,
-            1,
+            3,
             1,
             B=1,
             config=dataclasses.replace(FINE, num_selected=3),
             dtype="float16",
         ),
+        Case(6, 2200, H=20, Hkv=1, B=1, config=FINE, dtype="float16"),
     ],
-    ids=["", "packed", "forced"],
+    ids=["", "packed", "forced", "a large group"],
 )
 def test_scores_in_parts(case, in_parts):
     check_steps(problem(case), ("scores",))
@@ -196,8 +198,9 @@ def test_scores_in_parts(case, in_parts):
     ],
     ids=["none-forced", "all-forced"],
 )
-def test_scores_of_other_blocks(config, interpreted):
-    case = Case(30, 110, H=2, Hkv=1, B=1, config=config, dtype="bfloat16")
+@pytest.mark.parametrize("group", [2, 20])  # of `scores_qk` and `scores_kq`
+def test_scores_of_other_blocks(config, group, interpreted):
+    case = Case(30, 110, H=group, Hkv=1, B=1, config=config, dtype="bfloat16")
     check_steps(problem(case), ("scores",))
 
 
@@ -222,8 +225,12 @@ TIES = (
     Case(
         30, 100, 2, 1, B=1, dtype="float16", config=dataclasses.replace(SMALL, num_selected=6)
     ),
-    Case(18, 2200, H=1, Hkv=1, B=1, dtype="float16", config=FINE),
+    Case(18, 2200, H=3, Hkv=1, B=1, dtype="float16", config=FINE),
 )
+LARGE_GROUP = dataclasses.replace(TIES[0], H=20)
+# The bodies of scores, what they are checked with, and the axis of a product that keys lie along.
+SCORES = {"qk": (scores_qk, TIES[0], 1), "kq": (scores_kq, LARGE_GROUP, 0)}
+by_scores = pytest.mark.parametrize(("body", "case", "keys"), SCORES.values(), ids=SCORES)
 
 
 def selection_of_equals(case):
@@ -250,8 +257,9 @@ def check_ties(case):
     np.testing.assert_array_equal(np.asarray(indices[0, :, 0]), selection_of_equals(case))
 
 
-def test_ties_go_to_the_lower_block(interpreted):
-    check_ties(TIES[0])
+@pytest.mark.parametrize("case", [TIES[0], LARGE_GROUP], ids=str)
+def test_ties_go_to_the_lower_block(case, interpreted):
+    check_ties(case)
 
 
 def test_ties_between_parts_go_to_the_lower_block(in_parts):
@@ -527,20 +535,30 @@ def test_a_future_key_in_a_block_is_caught(mutant, monkeypatch):
         check_steps(problem(TINY), ("selected_attention",))
 
 
-def test_scores_that_depend_on_their_place_are_caught(mutant, monkeypatch):
+@by_scores
+def test_scores_that_depend_on_their_place_are_caught(body, case, keys, mutant, monkeypatch):
     """Ties then go to the higher block."""
 
     def exp2(x):
-        place = jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
+        place = jax.lax.broadcasted_iota(jnp.float32, x.shape, keys)
         return jnp.exp2(x) * (1 + place * 2.0**-20)
 
-    monkeypatch.setattr(scores_kq, "jnp", patched(jnp, exp2=exp2))
+    monkeypatch.setattr(body, "jnp", patched(jnp, exp2=exp2))
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        check_ties(TIES[0])
+        check_ties(case)
 
 
-@pytest.mark.parametrize("name", ["sliding_attention", "selected_attention"])
-def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "body", "case"),
+    [
+        ("sliding_attention", tile_steps, TINY),
+        ("selected_attention", tile_steps, TINY),
+        # The first wait that is traced is that of steps without a mask.
+        ("select_blocks", scores_qk, dataclasses.replace(TIES[0], S=1200, config=FINE)),
+    ],
+    ids=["sliding", "selected", "scores"],
+)
+def test_a_wait_that_is_missing_is_a_race(name, body, case, mutant, monkeypatch):
     waits = []
 
     def barrier_wait(barrier):
@@ -548,9 +566,10 @@ def test_a_wait_that_is_missing_is_a_race(name, mutant, monkeypatch):
             plgpu.barrier_wait(barrier)
         waits.append(barrier)
 
-    plgpu = tile_steps.plgpu
-    monkeypatch.setattr(tile_steps, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu, p = body.plgpu, problem(case)
+    monkeypatch.setattr(body, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    steps = steps_of(p) | {"select_blocks": (p.query, compressed_of(p)[0])}
     # After the wait that was left out it may stop at the next one: the race is noted by then.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        run(name, *steps_of(problem(TINY))[name], config=SMALL)
+        run(name, *steps[name], **p.where)
     assert any(detector.races_found for detector in mutant)

@@ -1,6 +1,6 @@
 """What one warp does with its score rows (`kernels_pallas/mosaic/warp_topk.py`), on numpy.
 
-Pallas' interpreter cannot run it: `warp_emulation.py` does, against a plain selection.
+By a single warp of `warp_emulation.py`, against a plain selection.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import pytest
 from kernels_pallas.mosaic import warp_topk
 from kernels_pallas.mosaic.warp_topk import WarpTopK
 from kernels_pallas.specs.scores import STRIPE_WORDS, Scores
-from tests import warp_emulation
 from tests.warp_emulation import LANES, Warp, lanes
 
 BASE = 3  # the first block of the tile's sequence
@@ -77,16 +76,15 @@ def selected(spec, scores, own):
     return chosen + [-1] * (spec.n - len(chosen))
 
 
-def check(monkeypatch, change, seed=0):
+def check(change, seed=0):
     spec = dataclasses.replace(SPEC, **change)
     spec = dataclasses.replace(spec, H=2 * spec.H, Hkv=2)
     topk, heads, chunk = WarpTopK(spec), spec.tiling.heads, spec.tiling.chunk
     assert spec.chunks > 1 or not spec.held < spec.candidates
     score_rows = spec.tiling.score_rows
     places = 4 * score_rows * topk.words
-    machine = warp_emulation.machine(
-        monkeypatch, places + 4 * score_rows * topk.winner_slots, warp_topk
-    )
+    machine = Warp(places + 4 * score_rows * topk.winner_slots)
+    topk = dataclasses.replace(topk, warp=machine)
     rng = np.random.default_rng(seed)
     steps = -(-spec.candidates // 64)
     # Few values, so that there are ties; sums of them are exact.
@@ -134,9 +132,9 @@ def test_rows_of_a_token(name, rows):
 
 
 @pytest.mark.parametrize("change", SPECS.values(), ids=SPECS)
-def test_the_best_blocks_of_a_warp(monkeypatch, change):
+def test_the_best_blocks_of_a_warp(change):
     for seed in range(3):
-        check(monkeypatch, change, seed)
+        check(change, seed)
 
 
 # Mutants: wrong instructions or functions that the check must catch.
@@ -146,12 +144,12 @@ def without_a_carry(self, *arguments):
     opened(self, *arguments)
     for number in self._own_rows(arguments[1]):
         start = self._score_row(arguments[0], number) + 4 * STRIPE_WORDS * self.front // 32
-        warp_topk.warp.write(start, 0, only=LANES == 0)
+        self.warp.write(start, 0, only=LANES == 0)
 
 
 def of_three(self):
     """The best of the first three stripes only."""
-    return read_best(dataclasses.replace(self, of=_FirstStripes(self.of.spec)))
+    return read_best(dataclasses.replace(self, of=_FirstStripes(self.of.spec, self.of.warp)))
 
 
 class _FirstStripes(WarpTopK):
@@ -182,7 +180,7 @@ MUTANTS = {
 def test_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises(AssertionError):
-        check(monkeypatch, SPECS["G3-chunks"])
+        check(SPECS["G3-chunks"])
 
 
 @pytest.mark.parametrize("change", ["G3-chunks", "G16-most"])  # two entries known, and one
@@ -190,4 +188,4 @@ def test_a_column_must_be_read_again(monkeypatch, change):
     never = lambda self, entry, most, known: known
     monkeypatch.setattr(warp_topk._Columns, "refilled", never)
     with pytest.raises(AssertionError):
-        check(monkeypatch, SPECS[change])
+        check(SPECS[change])

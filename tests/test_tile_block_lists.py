@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kernels_pallas.mosaic import tile_block_lists as mosaic_lists
-from kernels_pallas.mosaic import warp_emulation
 from kernels_pallas.specs import tile_block_lists
 from kernels_pallas.specs.selected import BlockCounts, SelectedAttention
+from tests import emulated_warps
 from tests.warp_emulation import BITMAP_MUTANTS, Warps, emulated, interpreted
 
 SPEC = SelectedAttention(
@@ -125,7 +125,7 @@ def test_more_blocks_than_bits(monkeypatch):
 
 def test_more_ctas_than_run_at_once(monkeypatch):
     spec, *arrays = draw(8, "packed")
-    monkeypatch.setattr(warp_emulation, "CTAS", 5)
+    monkeypatch.setattr(emulated_warps, "CTAS", 5)
     check(spec, arrays, *by_emulation(spec, arrays))
 
 

@@ -1,7 +1,7 @@
 """List kernels on NumPy, one warp by itself, and what must be caught of both.
 
-`emulated` runs a kernel's program for all its warps. `machine` is for functions that are
-written on the module `warp`: it puts a single warp with words of 32 lanes in its place.
+`emulated` runs a kernel's program for all its warps; `Warp` is a single one, with words of 32
+lanes.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.block_bitmap import BlockBitmap
-from kernels_pallas.mosaic.warp_emulation import GARBAGE, LANES, Warps  # noqa: F401
+from tests.emulated_warps import GARBAGE, LANES, Warps  # noqa: F401
 
 
 def interpreted(spec):
@@ -40,14 +40,6 @@ class Warp(Warps):
 
     def warp(self):
         return lanes(self.number_of_warp)
-
-
-def machine(monkeypatch, bytes_: int, *modules) -> Warp:
-    """A warp with so much shared memory, on which these modules' functions run."""
-    made = Warp(bytes_)
-    for module in modules:
-        monkeypatch.setattr(module, "warp", made)
-    return made
 
 
 # Of the bitmap that lists are made from: class, name, and what is wrong.

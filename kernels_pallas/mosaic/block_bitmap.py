@@ -25,7 +25,7 @@ NOWHERE = 2**31 - 1  # a block after all others
 FETCHES = 4  # entries of the selection that a lane waits for at once
 
 
-type Word = Any  # a 32-bit value a lane, of either machine (`warp.py`, `warp_emulation.py`)
+type Word = Any  # a 32-bit value a lane, of either machine (`warp.py`, `interpreter.py`)
 
 
 class Tokens(NamedTuple):

@@ -3,7 +3,7 @@
 Algorithm: P^T = exp2(scale * log2(e) * K Q^T - lse_log2); the sum over the heads of a group
 runs along a row of registers. While a product runs, the probabilities of the one before it are
 made. The score rows of a tile stay in shared memory, where a warp a token takes out the best
-blocks that are not forced. Pallas' interpreter runs this order for every group.
+blocks that are not forced.
 
 Loop order: query-stationary. For each tile of query rows (a CTA of one warpgroup): for each
 chunk of blocks, if there are several: for each step of 64 blocks: for each of their `ratio`

@@ -18,8 +18,10 @@ probabilities. Bound by issue slots. Floors at B=1 H=64 Hkv=4 D=128 T=65536 on a
 TFLOP = 2.2 ms; 8.8 G exponentials at 16 a clock and SM, 2.4 ms; query once 1.1 GB = 0.33 ms.
 """
 
+import dataclasses
 import functools
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import operands, warp
+from kernels_pallas.mosaic import interpreter, operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.mosaic.scores_common import lse_log2_of_rows, walk_chunk
@@ -47,16 +49,18 @@ FOLDED = plgpu.Layout.TILED(
 
 
 def best_blocks(kernel: Kernel):
-    """The body of `specs.scores.best_blocks` for groups of up to 16 heads, compiled."""
+    """The body of `specs.scores.best_blocks` for groups of up to 16 heads."""
     spec: Scores = kernel.spec
+    interpret = bool(spec.interpret)
     tile, r, heads = spec.tile, spec.ratio, spec.tiling.heads
     chunk, stages = spec.tiling.chunk, spec.tiling.stages
-    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile)
+    buffers = operands.Buffers(jnp.dtype(spec.dtype), tile, interpret)
     topk = WarpTopK(spec)
     warpgroups, tokens = tile.rows // ROWS, ROWS // heads
     step_keys = KEYS * r
     scale_log2 = spec.scale * LOG2E
     unshared = r - spec.cover + 1  # phases that count for their own block alone
+    run = functools.partial(_each_warp, topk)
     sums_shape, sums_layout = (
         ((ROWS // 2, KEYS), FOLDED) if heads == 16 else ((ROWS, KEYS), MATRIX)
     )
@@ -128,7 +132,7 @@ def best_blocks(kernel: Kernel):
             q = i * r + phase
             stage = lax.rem(q, jnp.int32(stages))
             plgpu.barrier_wait(refs.key_full.at[stage])
-            s = _product(queries, refs.key_s[0].at[stage], tile.slab)  # S = Q K^T
+            s = _product(buffers, queries, refs.key_s, stage)  # S = Q K^T
             plgpu.barrier_arrive(refs.key_free.at[stage])
             p = jnp.exp2(s * scale_log2 - across(lse_log2, (ROWS, KEYS)))
             if under_mask:  # a row sees blocks [low, high) of this phase
@@ -140,7 +144,7 @@ def best_blocks(kernel: Kernel):
                     low = lax.div(key_begin + (r - 1 - phase), jnp.int32(r)) - edge
                     seen &= column >= across(low, (ROWS, KEYS))
                 p = jnp.where(seen, p, 0.0)
-            return _fold(p) if heads == 16 else p
+            return _fold(p, interpret) if heads == 16 else p
 
         def step(chunk_begin, under_mask, i, nothing):
             """Scores of 64 blocks: their `r` phases."""
@@ -168,7 +172,7 @@ def best_blocks(kernel: Kernel):
                 carry = shared_phase(unshared, (own, None))
                 own, following = lax.fori_loop(unshared + 1, r, shared_phase, carry)
             place = i * KEYS - chunk_begin
-            _each_warp(topk.add, [refs.scores_s], [wg, place], [own, following])
+            run("add", [refs.scores_s], [], [wg, place], [own, following])
             return nothing
 
         own_block = refs.own_block.at[mine]
@@ -176,14 +180,14 @@ def best_blocks(kernel: Kernel):
         def take(k, carry):
             """Scores of chunk `k`, and the best of them and of the chunks before."""
             step_of_chunk = functools.partial(step, k * chunk)
-            _each_warp(topk.begin_chunk, [refs.scores_s], [wg, k])
+            run("begin_chunk", [refs.scores_s], [], [wg, k])
             carry = walk_chunk(
                 spec, step_of_chunk, carry, k, steps, base, last_begin, first_end
             )
             if spec.free > 0:
                 base_block = refs.base_block.at[mine]
-                arrays = [refs.scores_s, refs.winners_s, own_block, base_block]
-                _each_warp(topk.extract, arrays, [wg, k, base])
+                rows = [refs.scores_s, refs.winners_s]
+                run("extract", rows, [own_block, base_block], [wg, k, base])
             return carry
 
         if topk.several_chunks:
@@ -191,8 +195,23 @@ def best_blocks(kernel: Kernel):
             lax.fori_loop(0, jnp.maximum(chunks, 1), take, jnp.int32(0))
         else:
             take(jnp.int32(0), jnp.int32(0))
-        arrays = [refs.winners_s, own_block, refs.selection]
-        _each_warp(topk.write, arrays, [wg, b, tile_index, g, refs.sizes.T])
+        if interpret:
+            _write(spec, run, refs, own_block, wg, b, first_token, g)
+            key_free = refs.key_free
+
+            def drain(q, _):  # the interpreter wants every completed phase waited for
+                stage = lax.rem(q, jnp.int32(stages))
+                turn = lax.rem(stage, jnp.int32(warpgroups)) == wg
+                pl.when(turn)(lambda: plgpu.barrier_wait(key_free.at[stage]))
+
+            lax.fori_loop(jnp.maximum(products - stages, 0), products, drain, None)
+            return
+        run(
+            "write",
+            [refs.winners_s],
+            [own_block, refs.selection],
+            [wg, b, tile_index, g, refs.sizes.T],
+        )
 
     score_rows = spec.tiling.score_rows
     return build_kernel(
@@ -208,6 +227,7 @@ def best_blocks(kernel: Kernel):
         grid_names=("bg", "tile"),
         num_threads=warpgroups,
         thread_name="wg",
+        interpret=spec.interpret,
     )
 
 
@@ -217,6 +237,13 @@ def _queries(spec: Scores, query, b, g, token, length):
     Rows of no head, and tokens past the end, repeat others: their `lse` is +inf.
     """
     dtype = jnp.dtype(spec.dtype)
+    if spec.interpret:
+        missing = (0, spec.tiling.heads - spec.group), (0, 0)
+        rows = [
+            query[b, jnp.minimum(token + i, length - 1), pl.ds(g * spec.group, spec.group)]
+            for i in range(ROWS // spec.tiling.heads)
+        ]
+        return jnp.concatenate([jnp.pad(x, missing, mode="edge") for x in rows])
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[warp.SCALAR] * 4),
@@ -247,12 +274,15 @@ def _queries(spec: Scores, query, b, g, token, length):
     return read(query, b, g, token, length)
 
 
-def _product(queries, keys, slab: int):
-    """`queries @ keys.T`, float32 `[64, 64]`; `keys` `[slabs, 64, slab]` in shared memory.
+def _product(buffers: operands.Buffers, queries, ring, stage):
+    """`queries @ keys.T`, float32 `[64, 64]`, of the keys of a stage of `ring`.
 
     As `mgpu.wgmma`, but its fence of the left operand makes ptxas copy all of that for each
     product; here it never changes.
     """
+    if buffers.interpret:
+        return buffers.start_product(queries.astype(jnp.float32), (ring, stage))
+    slab, keys = buffers.slab, ring[0].at[stage]  # [slabs, 64, slab]
     transforms = plgpu.TilingTransform((8, slab)), plgpu.SwizzleTransform(2 * slab)
 
     @plgpu.inline_mgpu(
@@ -297,8 +327,10 @@ def _product(queries, keys, slab: int):
     return multiply(queries, keys)
 
 
-def _fold(probs):
+def _fold(probs, interpret: bool):
     """Adds rows 8 apart, which one lane has: `[64, 64]` to `[32, 64]`."""
+    if interpret:
+        return probs.reshape(4, 2, 8, KEYS).sum(1).reshape(ROWS // 2, KEYS)
     result = plgpu.ShapeDtypeStruct((ROWS // 2, KEYS), jnp.float32, layout=FOLDED)
 
     @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=result)
@@ -312,15 +344,90 @@ def _fold(probs):
     return add(probs)
 
 
-def _each_warp(function, refs, numbers, sums=()):
-    """Calls `function` of `WarpTopK` with these arguments, as words."""
+def _each_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
+    """Calls the function `name` of `topk` in every warp, with words for `numbers`.
+
+    Args:
+      rows: of tokens, arrays in shared memory.
+      arrays: in global memory.
+      sums: matrices of the warpgroup, float32.
+    """
+    if topk.spec.interpret:
+        return _each_interpreted_warp(topk, name, rows, arrays, numbers, sums)
     layout = FOLDED if sums and sums[0].shape[0] < ROWS else MATRIX
+    refs = [*rows, *arrays]
     rest = len(refs) + len(numbers)
 
     def call(*arguments):
-        function(*arguments[:rest], *map(_floats, arguments[rest:]))
+        getattr(topk, name)(*arguments[:rest], *map(_floats, arguments[rest:]))
 
     warp.each(call, refs, numbers, sums, layout)
+
+
+def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sums=()):
+    """As `_each_warp`, of which the interpreter sees what the warpgroup reads and writes: its own
+    rows. Arrays that are no refs are shapes of what it only writes, which is returned.
+    """
+    wg, count = numbers[0], ROWS // topk.heads
+    own = pl.ds(wg * count, count)
+    outputs = [x for x in arrays if isinstance(x, jax.ShapeDtypeStruct)]
+
+    def run(rows, arrays, numbers, sums):
+        wg, of_outputs = int(numbers[0]), iter(outputs)
+        first = slice(wg * count, (wg + 1) * count)
+        shared = []
+        for x in rows:
+            whole = np.zeros((topk.spec.tiling.score_rows, x.shape[1]), x.dtype)
+            whole[first] = x
+            shared.append(whole)
+        given = [np.asarray(x) for x in arrays]
+        written = [np.full(x.shape, -1, x.dtype) for x in of_outputs]
+        matrices = [_pairs(np.asarray(x)) for x in sums]
+
+        def program(instructions, *arguments):
+            getattr(dataclasses.replace(topk, warp=instructions), name)(*arguments, *matrices)
+
+        numbers = [np.int32(x) for x in numbers]
+        left = interpreter.machine().warpgroup(program, shared, [*given, *written, *numbers])
+        return [x[first] for x in left], written
+
+    values = [x[own] for x in rows]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+    given = [x[...] for x in arrays if not isinstance(x, jax.ShapeDtypeStruct)]
+    left, written = jax.pure_callback(run, (shapes, outputs), values, given, numbers, sums)
+    for ref, value in zip(rows, left, strict=True):
+        ref[own] = value
+    return written
+
+
+def _write(spec: Scores, run, refs, own_block, wg, b, first_token, g):
+    """`WarpTopK.write` where it is interpreted: the tokens of a warpgroup, one by one."""
+    count, length = ROWS // spec.tiling.heads, refs.sizes.T
+    tokens = spec.tile.tokens
+    # In an array of one tile, of one row and one head.
+    of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
+    zero = jnp.int32(0)
+    numbers = [wg, zero, zero, zero, jnp.int32(tokens)]
+    (found,) = run("write", [refs.winners_s], [own_block, of_tile], numbers)
+    for i in range(count):
+
+        @pl.when(first_token + i < length)
+        def _(i=i):
+            mine = lax.dynamic_index_in_dim(found[0, :, 0], wg * count + i, keepdims=False)
+            refs.selection[b, first_token + i, g] = mine
+
+
+def _pairs(matrix: np.ndarray) -> list:
+    """`_floats` of NumPy's `[64, 64]` or `[32, 64]`: words of four warps, `[4, 32]`."""
+    lane = np.arange(32)
+    of_warp = matrix.reshape(4, -1, KEYS)
+    return [
+        [
+            [of_warp[:, lane // 4 + 8 * half, 8 * j + 2 * (lane % 4) + e] for e in range(2)]
+            for j in range(KEYS // 8)
+        ]
+        for half in range(of_warp.shape[1] // 8)
+    ]
 
 
 def _matrix(registers, layout):

@@ -1,8 +1,8 @@
 """What a warp does by itself: a 32-bit word a lane, and the instructions on words.
 
 For bodies of `plgpu.inline_mgpu`; Pallas has neither shuffles nor votes. Addresses are in
-bytes. `warp_emulation.Warps` has the same functions on NumPy arrays: a program that takes its
-instructions as an argument runs on either (`warp_kernel.py`).
+bytes. A program that takes its instructions as an argument also runs where kernels are interpreted,
+on an object with the same functions (`interpreter.py`).
 """
 
 from collections.abc import Sequence

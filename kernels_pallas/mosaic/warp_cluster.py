@@ -2,7 +2,7 @@
 
 Copies that a lane waits for itself, products of 16 rows, and stores to a neighbour's shared
 memory. The names of `warp.py` are found here too, so that a program takes one object of
-instructions; `cluster_emulation.ClusterWarps` has the same functions on NumPy arrays.
+instructions, also where kernels are interpreted (`interpreter.py`).
 
     copy      cp.async of 16 bytes; a lane reads what it copied, so a warp needs no barrier
     multiply  mma.m16n8k16, sums in float32

@@ -4,8 +4,8 @@
     program(instructions, sizes, *inputs, *outputs, *shared, b, g, group)   rows [B, kv_heads]
 
 `instructions` is the module `warp`, which emits PTX, or in interpret mode an object with the
-same functions on NumPy (`warp_emulation.Warps`): one text of a program, two machines. `sizes`
-has the numbers of `Kernel.sizes`: integers, or words that the kernel learns at its launch.
+same functions (`interpreter.py`): one text of a program, two machines. `sizes` has the numbers
+of `Kernel.sizes`: integers, or words that the kernel learns at its launch.
 Warp `w` of CTA `group` is the `WARPS * group + w`-th of its row.
 """
 
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.mosaic import cluster_emulation, operands, refs, warp, warp_emulation
+from kernels_pallas.mosaic import interpreter, operands, refs, warp
 from kernels_pallas.specs.tile import WARPS
 
 
@@ -42,8 +42,8 @@ def warp_kernel(
       program: as above; lanes that have nothing to do must not write.
       shared: shapes of the int32 arrays in shared memory, for the whole CTA.
       kv_heads: what divides a row's index into the `b` and `g` of the program, if given.
-      interpret: whether to emulate the warps on the host, from NumPy or JAX arrays, in `jit`
-        too; any value that is true.
+      interpret: whether `interpreter.machine` runs the warps on the host, from NumPy or JAX
+        arrays, in `jit` too; any value that is true.
       warps: of a CTA, a multiple of 4.
       instructions: `warp`, or `warp_cluster`, whose `group` is the number in the cluster.
     """
@@ -53,7 +53,7 @@ def warp_kernel(
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs)
     if interpret:
         emulated = functools.partial(
-            warp_emulation.run,
+            interpreter.machine().run,
             program,
             SimpleNamespace(**kernel.sizes),
             outputs=kernel.outputs,
@@ -61,7 +61,7 @@ def warp_kernel(
             warps=warps,
             shared=shared,
             kv_heads=kv_heads,
-            machine=_machine(instructions, cluster),
+            cluster=None if instructions is warp else cluster,
         )
 
         def call(*arrays):
@@ -102,10 +102,3 @@ def warp_kernel(
         scratch_types=[plgpu.SMEM(shape, jnp.int32) for shape in shared],
         compiler_params=operands.PARAMS,
     )
-
-
-def _machine(instructions: ModuleType, cluster: int) -> Callable[..., warp_emulation.Warps]:
-    """What emulates these instructions."""
-    if instructions is warp:
-        return warp_emulation.Warps
-    return functools.partial(cluster_emulation.ClusterWarps, cluster=cluster)

@@ -23,6 +23,7 @@ are not negative, are compared as integers; -1.0 is below all of them.
 """
 
 import dataclasses
+from typing import Any
 
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.operands import ROWS
@@ -43,9 +44,13 @@ class WarpTopK:
     In all functions: `scores` `[score_rows, words]` and `winners` `[score_rows, winner_slots]`
     are in shared memory; `wg` is the number of the warpgroup, whose tokens are its own; `k` is
     that of the chunk.
+
+    Attributes:
+      warp: the module `warp`, or what has the same functions where kernels are interpreted.
     """
 
     spec: Scores
+    warp: Any = warp
 
     @property
     def several_chunks(self) -> bool:
@@ -92,17 +97,21 @@ class WarpTopK:
 
     def _own_rows(self, wg) -> list:
         """Which score rows are this warp's."""
+        warp = self.warp
         first = wg * (ROWS // self.heads) + warp.warp() * self.tokens
         return [first + token for token in range(self.tokens)]
 
     def _score_row(self, scores, number):
+        warp = self.warp
         return warp.shared(scores) + number * (4 * self.words)
 
     def _winners(self, winners, number):
+        warp = self.warp
         return warp.shared(winners) + number * (4 * self.winner_slots)
 
     def begin_chunk(self, scores, wg, k) -> None:
         """Begins a chunk with the carry of the one before; the first has no winners before."""
+        warp = self.warp
         lane, is_first = warp.lane(), warp.same(k, 0)
         warp.sync()
         for number in self._own_rows(wg):
@@ -126,6 +135,7 @@ class WarpTopK:
         of the lane (one, or two 8 rows apart) and 8 columns the pair of neighbours `8 * j +
         2 * (lane % 4)`. A block's score is its `own` and the `following` of the one before.
         """
+        warp = self.warp
         lane = warp.lane()
         sharing = min(self.heads, 8)  # lanes, 4 apart, that have rows of one token
         width = 8 * sharing  # columns that these lanes share out, a pair each
@@ -144,7 +154,7 @@ class WarpTopK:
         carries = [warp.real(warp.read(row)) for row in rows]
         warp.sync()  # nor is the one that writes over it
         for score_row, carry, mine, over in zip(rows, carries, own, following, strict=True):
-            mine, over = (_sums_of_heads(x, lane, sharing) for x in (mine, over))
+            mine, over = (_sums_of_heads(warp, x, lane, sharing) for x in (mine, over))
             for m, ((a, b), (x, y)) in enumerate(zip(mine, over, strict=True)):
                 turned = warp.real(warp.shuffle(warp.bits(y), left))
                 before = warp.where(first, carry, turned)
@@ -161,6 +171,7 @@ class WarpTopK:
         `own_block` and `base_block` `[score_rows]`: as in `specs.scores.best_blocks`; `begin`:
         the first block of the tile.
         """
+        warp = self.warp
         rows, together = self._own_rows(wg), min(self.tokens, TOGETHER)
 
         def some(i, nothing):
@@ -175,6 +186,7 @@ class WarpTopK:
 
     def _extract(self, numbers, scores, winners, own_block, base_block, k, begin) -> None:
         """Of the score rows with these numbers."""
+        warp = self.warp
         spec, lane, front = self.spec, warp.lane(), self.front
         places = [lane + LANES * t for t in range(self.winner_slots // LANES)]
         warp.sync()
@@ -192,7 +204,7 @@ class WarpTopK:
 
         def one(i, state):
             hits = [warp.same(place, i) for place in places]
-            taken = [_take(hits, *now) for now in state]
+            taken = [_take(warp, hits, *now) for now in state]
             return [
                 [column.refilled(entry, most, best), values, entries]
                 for column, (entry, most, best, values, entries) in zip(
@@ -226,6 +238,7 @@ class WarpTopK:
         They are distinct: the place of a block is the number of smaller ones. `selection`:
         `[B, T, Hkv, n]`; `length` is T.
         """
+        warp = self.warp
         spec, lane = self.spec, warp.lane()
         n, free, initial = spec.n, spec.free, spec.num_initial
         warp.sync()
@@ -289,6 +302,7 @@ class _Columns:
 
     def best(self) -> list:
         """Score and stripe of the best entry of a lane's column, and of the second, if known."""
+        warp = self.of.warp
         lane, front = warp.lane(), self.of.front
         best, second = warp.word(NO_SCORE), warp.word(NO_SCORE)
         at, second_at = warp.word(0), warp.word(0)
@@ -307,6 +321,7 @@ class _Columns:
         """`known` once `entry` has been taken at the score `most`: its lane learns the best of
         what is left in its column where it knows nothing more.
         """
+        warp = self.of.warp
         if self.of.stripes <= self.known:
             return known
 
@@ -340,6 +355,7 @@ class _Columns:
 
     def block(self, entry):
         """Which block an entry is."""
+        warp = self.of.warp
         block = entry - self.of.front - self.shift
         if self.of.front:
             slot = warp.smaller(entry, self.of.winner_slots - 1)
@@ -347,7 +363,7 @@ class _Columns:
         return block
 
 
-def _take(hits, known, values, entries):
+def _take(warp, hits, known, values, entries):
     """The next winner of a score row: its entry and score, what the lanes know without it, and
     `values` and `entries` with it, in the lane that `hits`.
     """
@@ -364,7 +380,7 @@ def _take(hits, known, values, entries):
     return entry, most, known, values, entries
 
 
-def _sums_of_heads(pairs, lane, sharing: int):
+def _sums_of_heads(warp, pairs, lane, sharing: int):
     """Pairs summed over `sharing` lanes, 4 apart; each keeps those of one in `sharing`."""
     distance = 4
     while distance < 4 * sharing:

@@ -20,8 +20,7 @@ A product takes the same phase of 64 blocks, so the sum over phases is an additi
 | S = Q K^T               | `scores_qk.py` | groups of up to 16 heads: the rows of a token    |
 |                         |                | are one warp's, which takes the best of their    |
 |                         |                | scores by itself (`warp_topk.py`)                |
-| S^T = K Q^T (swap A, B) | `scores_kq.py` | larger groups, and Pallas' interpreter, which    |
-|                         |                | lacks the instructions of a warp                 |
+| S^T = K Q^T (swap A, B) | `scores_kq.py` | larger groups                                    |
 """
 
 import dataclasses
@@ -126,7 +125,7 @@ class Scores:
     @property
     def swap_ab(self) -> bool:
         """Whether the product is K Q^T."""
-        return self.group > MAX_GROUP_QK or bool(self.interpret)
+        return self.group > MAX_GROUP_QK
 
     @functools.cached_property
     def tiling(self) -> Tiling:

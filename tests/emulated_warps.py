@@ -1,7 +1,8 @@
 """Warp programs on NumPy: the instructions of `warp.py` for all warps of a grid at once.
 
 A word is an array `[warps, 32]`, a value a lane. Pallas' interpreter has neither shuffles nor
-votes, so in interpret mode `warp_kernel.py` runs the list programs here.
+votes, so where kernels are interpreted their warps run here (`kernels_pallas.mosaic.interpreter`,
+`conftest.py`).
 
     shared memory   `memory` `[CTAs, words]`; the address of an array is its offset in bytes
     global memory   flat arrays of 32-bit words; an address is `(array, index)`
@@ -13,6 +14,7 @@ and whether the GPU's instructions do what `warp.py` says (the tests marked `gpu
 with the sign here.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -237,7 +239,7 @@ def run(
     warps: int,
     shared: Sequence[tuple[int, ...]] = (),
     kv_heads: int | None = None,
-    machine: Callable[..., Warps] = Warps,
+    cluster: int | None = None,
 ) -> tuple[np.ndarray, ...]:
     """What a program writes that runs as `warp_kernel.warp_kernel` says.
 
@@ -250,8 +252,13 @@ def run(
       warps: of a CTA.
       shared: shapes of int32 arrays in shared memory.
       kv_heads: as `warp_kernel.warp_kernel`.
-      machine: what has the instructions, made as `Warps` is.
+      cluster: CTAs of a cluster, for the instructions of `warp_cluster.py`; None: of `warp.py`.
     """
+    machine: Callable[..., Warps] = Warps
+    if cluster is not None:
+        from tests.emulated_clusters import ClusterWarps
+
+        machine = functools.partial(ClusterWarps, cluster=cluster)
     arrays = [np.ascontiguousarray(x) for x in inputs]
     found = tuple(np.full(x.shape, GARBAGE, x.dtype) for x in outputs)
     room = [4 * math.prod(shape) for shape in shared]
@@ -264,3 +271,19 @@ def run(
         with np.errstate(all="ignore"):  # lanes whose results nobody wants
             program(some, sizes, *arrays, *found, *offsets, *map(some.word, [*places, group]))
     return found
+
+
+def warpgroup(
+    program: Callable[..., None], shared: Sequence[np.ndarray], arguments: Sequence[Any]
+) -> list[np.ndarray]:
+    """As `interpreter.Machine.warpgroup`."""
+    sizes = [x.nbytes for x in shared]
+    machine = Warps(1, 4, sum(sizes))
+    if shared:
+        machine.memory[0] = np.concatenate([x.reshape(-1).view(np.int32) for x in shared])
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    words = [machine.word(x) if np.ndim(x) == 0 else x for x in arguments]
+    with np.errstate(all="ignore"):
+        program(machine, *offsets, *words)
+    parts = np.split(machine.memory[0], [x // 4 for x in offsets[1:]])
+    return [part.view(x.dtype).reshape(x.shape) for part, x in zip(parts, shared, strict=True)]

@@ -12,7 +12,7 @@ wait for shows all the same:
 
 import numpy as np
 
-from kernels_pallas.mosaic.warp_emulation import LANES, Warps, ml_dtype
+from tests.emulated_warps import LANES, Warps, ml_dtype
 
 BARRIERS = 8  # of a CTA at most
 PLACE = 40  # bits of an address for the byte in its array
