@@ -1,12 +1,17 @@
 """The scripts in examples/ run as a new user would run them."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+
+from nsa_torch.huggingface import NSAForCausalLM
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--layers 1 --requests 2 --prompt_tokens 70 --new_tokens 2 --hidden 32 --heads 2"
@@ -32,6 +37,38 @@ def test_serve_prints_a_row_a_measure(tmp_path):
     for line in lines:
         assert (line["commit"], line["device"], line["layers"]) == ("c0ffee", "cpu", 1)
         assert {row[:16].strip() for row in rows} <= line.keys()
+
+
+def losses(told):
+    """What follows the word in what was printed."""
+    return [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", told)]
+
+
+def test_train_learns_and_saves_what_loads(tmp_path, capsys):
+    main = runpy.run_path(str(ROOT / "examples/train.py"))["main"]
+    sizes = (
+        "--layers 1 --hidden 32 --heads 2 --kv_heads 1 --document_tokens 128 --row_tokens 384"
+    )
+    texts = "--texts", str(ROOT / "bench/lm/s*.py")
+    assert main([*sizes.split(), "--steps", "6", "--out", str(tmp_path / "model"), *texts]) == 0
+    first, *_ = found = losses(capsys.readouterr().out)
+    (held_out,) = found[-1:]
+    assert first == pytest.approx(np.log(256), abs=0.4) and held_out < first - 0.5
+    made = NSAForCausalLM.from_pretrained(tmp_path / "model")
+    assert made.config.hidden_size == 32
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", str(tmp_path / "none"), "--texts", str(tmp_path / "*.txt")])
+    assert ended.value.code == 2 and "16 documents that fit a row" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_train_jax_learns(capsys):
+    main = runpy.run_path(str(ROOT / "examples/train_jax.py"))["main"]
+    sizes = "--layers 1 --dim 32 --heads 2 --tokens 128 --batch 2 --steps 10"
+    with jax.numpy_dtype_promotion("standard"):  # optax is not strict
+        assert main(sizes.split()) == 0
+    found = losses(capsys.readouterr().out)
+    assert len(found) == 5 and found[0] < 6.5 and found[-1] < found[0] - 0.5
 
 
 @pytest.mark.parametrize(

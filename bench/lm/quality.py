@@ -136,7 +136,7 @@ def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
 
 def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
     mine = [line for line in lines if line.run == run]
-    header, end = (curves.last(mine, kind).get(run) for kind in (Header, Summary))
+    header, end = curves.last(mine, Header).get(run), curves.last(mine, Summary).get(run)
     if header is None or end is None or end.status != "ok" or end.held_out_loss is None:
         raise ValueError(f"{name} must hold a run that ended of {run}")
     evaluations = [line for line in mine if isinstance(line, Evaluation)]
