@@ -5,5 +5,6 @@
 records it, `curves` judges and draws it. Several devices: `parallel` is the layout, `share` a
 process's rows, `ranks` what processes say to each other, `torch_parallel` and `jax_parallel` the
 engines, `spread` the flags. `watch`, `watchdog`, `health` and `progress` look on, `watched` judges
-what they saw.
+what they saw. How good models are: `corpus` is the text, `measures` and `recall` what is measured,
+`experiments` the runs, `quality` the verdicts.
 """

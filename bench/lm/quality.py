@@ -299,7 +299,8 @@ def rows(group: Group) -> list[list[str]]:
     for kind in group.kinds:
         runs = list(kind.runs.values())
         header = runs[0].header
-        times = [x.ms for x in runs if x.ms is not None]
+        alike = len({x.header.device for x in runs}) == 1  # times of two devices have no mean
+        times = [x.ms for x in runs if x.ms is not None and alike]
         hits = [np.array(x.hits) for x in runs if len(x.hits)]
         seen = {x.header.epochs for x in runs}
         found.append(
