@@ -162,6 +162,7 @@ def test_a_hit_is_the_block_of_the_next_token():
 def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="torch", **model):
     name = {"framework": framework, "attention": attention, "implementation": "x"}
     training = {"seed": seed, "steps": steps, "batch": 2, "seq_len": 2048, "lr": 0.1}
+    training |= {"warmup": 1}
     measured = [held_out + 1.5, held_out - 0.5, held_out + 1]
     header = log.Header(
         **name,
@@ -191,10 +192,14 @@ def lines(attention, seed, held_out, gain, steps=10, status="ok", framework="tor
         steps=steps,
         held_out_loss=held_out,
         recall_gain=gain,
-        training_loss=held_out + 1,
         hits=None if attention == "dense" else [[0.1, 0.1], [0.3 + 0.01 * seed, 0.1]],
     )
-    return [header, *found, end]
+    about = {"grad_norm": 1.0, "lr": 0.1, "time_ms": 1.0, "tokens_per_s": 1.0}
+    trained = [
+        log.Step(**name, step=step, loss=loss, **about)
+        for step, loss in ((0, 9.0), (1, held_out + 2), (2, held_out))
+    ]
+    return [header, *trained, *found, end]
 
 
 def pair(seed, nsa, dense, **options):
@@ -229,7 +234,8 @@ def test_differences_are_of_pairs():
     assert cells["end"] == cells["new"] == "+0.200 ± 0.058 (t +3.5)"
     assert cells["hit / chance"] == "0.10 0.31 / 0.10" and cells["seeds"] == "0, 1, 2"
     assert cells["model, row"] == "10M, 2k" and cells["seen"] == "0.50"
-    assert dict(zip(quality.HEAD, dense, strict=True))["end"] == "1.100"
+    cells = dict(zip(quality.HEAD, dense, strict=True))
+    assert (cells["end"], cells["area"]) == ("1.100", "2.100")  # without the warm-up's step
 
 
 def test_the_step_of_copying_lies_between_evaluations():

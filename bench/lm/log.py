@@ -133,14 +133,13 @@ class Summary(Line):
     steps: int  # done
     held_out_loss: float | None = None
     recall_gain: float | None = None  # `bench.lm.recall`; None: rows are too short for it
-    training_loss: float | None = None  # mean over the steps after the warm-up
     # By layer: how often the selection holds a copy's source, and chance (`measures.hit`).
     hits: list[list[float]] | None = None
 
 
 KINDS = {cls.kind: cls for cls in (Evaluation, Header, Step, Speed, Summary, Watch)}
 # Fields that lines of this schema may lack: they were written before the field was there.
-OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "training_loss", "hits"})
+OPTIONAL = frozenset({"parallel", "epochs", "devices", "recall_gain", "hits"})
 
 
 def append(path: str | Path, lines: Iterable[Line]) -> None:

@@ -178,7 +178,7 @@ def steps(
     before, but for checkpoints and observations between the two."""
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
-    following, held_out, learned = None, run.held_out(), []
+    following, held_out = None, run.held_out()
     with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
         since = time.perf_counter()
         for step in range(first, training.steps):
@@ -203,8 +203,6 @@ def steps(
             now = time.perf_counter()
             time_ms, since = (now - since) * 1e3, now
             times_ms.append(time_ms)
-            if step >= training.warmup:
-                learned.append(loss)
             line = log.Step(
                 **run.variant.name,
                 step=step,
@@ -235,7 +233,6 @@ def steps(
         status="ok",
         steps=training.steps,
         held_out_loss=found["loss"],
-        training_loss=float(np.mean(learned)) if learned and first <= training.warmup else None,
         recall_gain=gain,
         hits=hits,
     )

@@ -40,7 +40,7 @@ from absl import app
 from ..harness import cli, exit_status
 from . import curves, log
 from .curves import Verdict
-from .log import Evaluation, Header, Line, Speed, Summary
+from .log import Evaluation, Header, Line, Speed, Step, Summary
 from .measures import KINDS, PARTS
 
 LEAST_PAIRS = 5
@@ -143,7 +143,7 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
     values = dict(evaluations[-1].measures) if evaluations else {}
     values |= {
         "end": end.held_out_loss,
-        "area": end.training_loss,
+        "area": _area(header, mine),
         "recall": end.recall_gain,
         "copying": _copying(evaluations),
     }
@@ -154,6 +154,13 @@ def _ended(name: str, run: str, lines: Sequence[Line]) -> Ended:
         end.hits or (),
         None if speed is None else speed.time_ms,
     )
+
+
+def _area(header: Header, lines: Sequence[Line]) -> float | None:
+    """The mean of the training losses after the warm-up, of the steps that the lines have."""
+    steps = {line.step: line.loss for line in lines if isinstance(line, Step)}
+    found = [loss for step, loss in steps.items() if step >= header.training.get("warmup", 0)]
+    return float(np.mean(found)) if found else None
 
 
 def _copying(evaluations: Sequence[Evaluation]) -> float | None:
