@@ -80,7 +80,8 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
     @torch.no_grad()
     def decode():
-        paged.append(cache, *(x[:1] for x in new), table, lengths + 1, implementation="torch")
+        key, value = (x[:1] for x in new)
+        paged.append(cache, key, value, table, lengths + 1, implementation="torch")
         query, gates = tensors[0][0, :1], tensors[3][0, :1]
         nsa_torch.paged_attention(
             query, gates, cache, table, lengths + 1, implementation="mosaic"

@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
@@ -46,7 +47,7 @@ def kernels_of(
     found: dict[Kernel, None] = {}
     if decode:
         found |= dict.fromkeys(mosaic_decode.kernels_of(*heads, *widths, dtype, config))
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"length": length, "gradients": gradients, "packed": packed, "compresses": not packed}
         for length, gradients, packed in itertools.product(lengths, *[(False, True)] * 2)
     ]

@@ -10,6 +10,7 @@ pages of a row, of which shared memory keeps the numbers, the scores and the log
 """
 
 import dataclasses
+import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
@@ -291,6 +292,7 @@ def decode(spec: Decode) -> Kernel:
     )
 
 
+@functools.lru_cache(1024)
 def with_variant(spec: Decode) -> Decode:
     """`spec` with the variant for its batch and its page table.
 
