@@ -44,6 +44,9 @@ CASES = {
     ),
     "all forced": ([1000], {"n": 3, "gate_dtype": "float16"}),
     "cluster of 16": ([5000], {"variant": Variant(16, 8, 4, 128)}),
+    # Slices of the output, strips and stages that do not come out even.
+    "cluster of 3": ([2125, 0, 4097], {"variant": Variant(3, 8, 4, 128), "pages": 100}),
+    "3 stages, narrow": ([1300, 40], {"Dv": 64, "variant": Variant(3, 4, 3, 128), "pages": 60}),
 }
 
 
@@ -261,7 +264,7 @@ def test_the_mutants_case_is_right(zero_query):
         ({"n": 33}, "num_selected of 1 to 32, got 33"),
         ({"block": 96}, "select_block / compress_stride of 1, 2, 4, 8 or 16, got 6"),
         ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
-        ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 4, 8 or 16, got 1"),
+        ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 3, 4, 8 or 16, got 1"),
         ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
         ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
         ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
@@ -281,7 +284,9 @@ def test_what_the_kernel_cannot_do(change, words):
         ({"B": 8, "Hkv": 4, "H": 64}, Variant(4, 4, 2, 128)),
         ({"B": 32, "Hkv": 4, "H": 64}, Variant(2, 4, 2, 128)),
         ({"B": 7, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
-        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(8, 4, 2, 1024)),
+        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 512}, Variant(3, 8, 4, 512)),
+        ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(3, 8, 3, 1024)),
+        ({"B": 1, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(16, 4, 2, 1024)),
         ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 2, 512)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
         ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),

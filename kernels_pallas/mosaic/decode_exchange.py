@@ -31,7 +31,8 @@ def expected_bytes(lane: Lane, work: Work) -> list[Any]:
     spec = lane.spec
     stats = spec.cluster_warps * STAT_BYTES
     scores = work.strips * (8 * STRIP // spec.per_page)
-    return [stats, scores + stats, stats, 4 * HEADS * spec.Dv]
+    floats = lane.m.smaller(spec.slice, HEADS * spec.Dv - lane.rank * spec.slice)
+    return [stats, scores + stats, stats, floats * (4 * spec.variant.cluster)]
 
 
 # Softmax of a warp's strips.
@@ -240,7 +241,7 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
                 offset = 4 * (8 * width * r + 64 * part)
                 m.write_words(places[i], flat[4 * i : 4 * i + 4], offset)
     m.sync_cta()
-    slice_ = floats // cluster
+    slice_ = spec.slice
     threads = warps * LANES
     for first in range(0, floats, 4 * threads):
         at = lane.thread * 4 + first
@@ -255,7 +256,8 @@ def sum_up(lane: Lane, acc: list[Words]) -> Iterator[tuple[Words, Any, Any]]:
     m.wait_for_bytes(lane.barrier(OUTPUT))
     for first in range(0, slice_, 4 * threads):
         at = lane.thread * 4 + first
-        mine, at = at < slice_, m.smaller(at, slice_ - 4)
+        mine = (at < slice_) & (at < floats - lane.rank * slice_)
+        at = m.smaller(at, slice_ - 4)
         total = [m.word(0.0)] * 4
         for rank in range(cluster):
             part = m.read_words(lane.place("partial_out") + at * 4, 4, 4 * slice_ * rank)

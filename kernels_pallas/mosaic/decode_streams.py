@@ -61,7 +61,7 @@ class Queue:
 
     def _stage(self, turn: Any) -> Any:
         spec = self.lane.spec
-        return self.ring + (turn & (spec.variant.stages - 1)) * spec.stage_bytes
+        return self.ring + turn % spec.variant.stages * spec.stage_bytes
 
     def take(self, turn: Any) -> Any:
         """The stage of a turn, whose strip has arrived."""

@@ -34,7 +34,7 @@ class Variant:
     Attributes:
       cluster: CTAs.
       warps: of a CTA.
-      stages: of a warp's ring, a power of two.
+      stages: of a warp's ring.
       capacity: pages of a row at most.
     """
 
@@ -52,17 +52,22 @@ VARIANTS = (
     Variant(2, 4, 2, 128),
     Variant(4, 8, 2, 128),  # where D is so wide that half an SM is not enough
     Variant(8, 4, 2, 512),
+    Variant(3, 8, 4, 512),
     Variant(4, 4, 2, 512),
     Variant(2, 8, 2, 512),
     Variant(4, 8, 2, 512),
+    Variant(16, 4, 2, 1024),
+    Variant(8, 8, 4, 1024),
     Variant(8, 4, 2, 1024),
+    Variant(3, 8, 3, 1024),
     Variant(4, 8, 4, 1024),
     Variant(4, 8, 2, 1024),
     Variant(8, 8, 2, 2560),
 )
-# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster: measured for 4,
-# derived for 2 and 8 from parts of the chip of 14 to 18 SMs.
-CLUSTERS = {2: 66, 4: 30, 8: 14}
+# Clusters that an H100 runs at once with an SM for each CTA, by CTAs of a cluster, as
+# `cuOccupancyMaxActiveClusters` has it; of 4, 8 and 16 one less, since chips differ in which SMs
+# they lack.
+CLUSTERS = {2: 66, 3: 39, 4: 30, 8: 14, 16: 6}
 HALF_SM = SMEM_BYTES // 2 - 1024  # of shared memory, where two CTAs share an SM
 
 
@@ -166,6 +171,13 @@ class Decode:
         return self.variant.stages * self.stage_bytes
 
     @property
+    def slice(self) -> int:
+        """Floats of the output `[16, Dv]` that a CTA adds up, in fours; the last one has fewer
+        where they do not come out even.
+        """
+        return 4 * cdiv(HEADS * self.Dv // 4, self.variant.cluster)
+
+    @property
     def found_slots(self) -> int:
         """Of the best blocks that a warp finds."""
         return 16 if self.free <= 16 else LANES
@@ -180,7 +192,7 @@ class Decode:
         """
         capacity, warps = self.variant.capacity, self.variant.warps
         stats = self.cluster_warps * STAT_BYTES
-        partial_out = 4 * HEADS * self.Dv
+        partial_out = 4 * self.variant.cluster * self.slice
         scored = cdiv(capacity * self.per_page, STRIP) * STRIP // self.per_page
         sizes = {
             "ring": warps * self.ring_bytes,
@@ -216,9 +228,9 @@ def why_not(spec: Decode) -> str | None:
         "num_selected": (spec.n, range(1, LANES + 1), f"1 to {LANES}"),
         "select_block / compress_stride": (spec.per_page, (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16"),
         "select_block": (spec.block, (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
-        "cluster": (spec.variant.cluster, (2, 4, 8, 16), "2, 4, 8 or 16"),
+        "cluster": (spec.variant.cluster, (2, 3, 4, 8, 16), "2, 3, 4, 8 or 16"),
         "warps": (spec.variant.warps, (4, 8), "4 or 8"),
-        "stages": (spec.variant.stages, (2, 4, 8), "2, 4 or 8"),
+        "stages": (spec.variant.stages, (2, 3, 4, 8), "2, 3, 4 or 8"),
         "dtype": (spec.dtype, ("bfloat16", "float16"), "bfloat16 or float16"),
         "gates": (spec.gate_dtype, GATE_DTYPES, ", ".join(GATE_DTYPES)),
     }
