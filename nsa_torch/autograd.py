@@ -1,7 +1,9 @@
-"""The functions of `nsa_jax` on torch tensors (implementation `jax`), with their gradients."""
+"""The functions of `nsa_jax` on torch tensors (implementation `jax`): operators `nsa::jax_*` with
+their gradients: one jitted call forward, one backward, which computes the forward pass again.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,73 +13,76 @@ from torch import Tensor
 import nsa_jax
 from nsa_core.types import Branches
 from nsa_interop import dlpack
-from nsa_torch.first_order import first_order
+from nsa_torch import call_forms, operators
+
+type Static = tuple[tuple[str, Any], ...]
 
 
-def jax_function(name: str, arrays: Mapping[str, Any], static: Mapping[str, Any]):
-    """`nsa_jax.<name>` on torch tensors: one jitted call forward, one backward.
+class _Branch(NamedTuple):
+    """`nsa_jax.<name>` of arrays, whose names are `words`."""
 
-    `arrays` are tensors, None, or `Branches` and pairs of them; `static` must be hashable. A
-    gradient flows through the first output only, and none through integers.
-    """
-    leaves, tree = jax.tree.flatten(dict(arrays))
-    leaves = [x.to(torch.int32) if x.dtype == torch.int64 else x for x in leaves]
-    call = _JaxCall(name, tree, tuple(static.items()))
-    return _JaxFunction.apply(call, *leaves)
-
-
-class _JaxCall(NamedTuple):
     name: str
-    tree: Any
-    static: tuple
+    words: tuple[str, ...]
+    static: Static
 
-    def __call__(self, *leaves):
-        function = getattr(nsa_jax, self.name)
-        return function(**jax.tree.unflatten(self.tree, leaves), **dict(self.static))
+    def __call__(self, *arrays):
+        by_name = dict(zip(self.words, arrays, strict=True))
+        return getattr(nsa_jax, self.name)(**by_name, **dict(self.static))
 
-    def pull_back(self, grad, *leaves):
-        """Gradients of the floating leaves, the forward pass computed again."""
-        moving = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
 
-        def of_floats(*floats):
-            supply = iter(floats)
-            pairs = zip(moving, leaves, strict=True)
-            out = self(*(next(supply) if moves else x for moves, x in pairs))
-            return out if isinstance(out, jax.Array) else out[0]
+class _Whole(NamedTuple):
+    """`nsa_jax.attention` of the arrays of a form, `block_indices` and `segment_ids`."""
 
-        floats = [x for moves, x in zip(moving, leaves, strict=True) if moves]
-        return jax.vjp(of_floats, *floats)[1](grad)
+    form: call_forms.Form
+    static: Static
+
+    def __call__(self, *arrays):
+        *given, block_indices, segment_ids = arrays
+        query, key, value, gates = self.form.inputs(given)
+        compressed = None
+        if not self.form.compresses:
+            compressed = key.compressed, value.compressed
+            key, value = (x._replace(compressed=x.selected) for x in (key, value))
+        options = {"block_indices": block_indices, "segment_ids": segment_ids}
+        options |= {"compressed": compressed, **dict(self.static)}
+        return nsa_jax.attention(query, key, value, gates, **options)
+
+
+def _pull_back(function: Callable[..., Any], grad, *arrays):
+    """Gradients of what is floating in `arrays`, from that of the first output."""
+    moving = [
+        x is not None and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in arrays
+    ]
+
+    def of_floats(*floats):
+        supply = iter(floats)
+        pairs = zip(moving, arrays, strict=True)
+        out = function(*(next(supply) if moves else x for moves, x in pairs))
+        return out if isinstance(out, jax.Array) else out[0]
+
+    floats = [x for moves, x in zip(moving, arrays, strict=True) if moves]
+    return jax.vjp(of_floats, *floats)[1](grad)
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(call: _JaxCall, backward: bool):
-    return jax.jit(call.pull_back if backward else call.__call__)
+def _jitted(function: _Branch | _Whole, backward: bool):
+    return jax.jit(functools.partial(_pull_back, function) if backward else function.__call__)
 
 
-class _JaxFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call, *leaves):
-        ctx.call = call
-        ctx.save_for_backward(*leaves)
-        outputs = _run(call, False, leaves)
-        ctx.mark_non_differentiable(*outputs[1:])
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad, *_):
-        leaves = ctx.saved_tensors
-        supply = iter(_run(ctx.call, True, (grad, *leaves)))
-        return None, *(next(supply) if x.is_floating_point() else None for x in leaves)
+def _run(function: _Branch | _Whole, tensors: Sequence[Tensor | None], grad: Tensor | None):
+    """What `function` returns; where `grad` is given, the gradients of what is floating."""
+    given = tensors if grad is None else [grad, *tensors]
+    dense = (None if x is None else _dense(x) for x in given)
+    return dlpack.call_jax(_jitted(function, grad is not None), *dense)
 
 
-def _run(call, backward, tensors):
-    # DLPack shares dense row-major memory only; a copy is small beside the call.
-    dense = (x.detach().contiguous() for x in tensors)
-    return dlpack.call_jax(_jitted(call, backward), *dense)
+def _dense(x: Tensor) -> Tensor:
+    """As DLPack shares it: row-major, not in 64 bits; a copy is small beside the call."""
+    x = x.to(torch.int32) if x.dtype == torch.int64 else x
+    return x.detach().contiguous()
 
 
-def segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
+def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
     """int32 `[1, S]`: the sequence of each token, -1 for padding."""
     if cu_seqlens is None:
         return None
@@ -87,22 +92,84 @@ def segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
     return torch.where(token < bounds[-1], sequence, -1).to(torch.int32)[None]
 
 
-def _branch(name: str, arrays: dict, config, kv_len, cu_seqlens, scale):
-    query = arrays["query"]
-    static = {"config": config, "scale": scale}
-    arrays["segment_ids"] = segment_ids(cu_seqlens, kv_len, query.device)
-    if cu_seqlens is None:
-        (static if isinstance(kv_len, int) else arrays)["kv_len"] = kv_len
-    return jax_function(name, arrays, static)
+def _define_branch(name: str, tensors: str) -> Callable[..., Any]:
+    """Registers `nsa::jax_<name>`; returns the function that `dispatch.py` names."""
+    words = tuple(each.removeprefix("Tensor ") for each in tensors.split(", "))
+    count, operator, selects = len(words), f"jax_{name}", name == "select_blocks"
+
+    def run(arguments, grad=None):
+        tensors, place = arguments[:count], operators.lengths(*arguments[count:])
+        kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
+        extra = {"segment_ids": _segment_ids(cu_seqlens, kv_len, tensors[0].device)}
+        if cu_seqlens is None:
+            (place if isinstance(kv_len, int) else extra)["kv_len"] = kv_len
+        function = _Branch(name, (*words, *extra), tuple(place.items()))
+        return _run(function, [*tensors, *extra.values()], grad)
+
+    if selects:
+        select = lambda *given: run(given)[0]
+        operators.define(operator, tensors, "Tensor", select, operators.index_shapes)
+    else:
+        forward, backward = lambda *given: run(given), lambda grad, *given: [*run(given, grad)]
+        results = "(Tensor out, Tensor lse)"
+        operators.define(operator, tensors, results, forward, operators.branch_shapes)
+        operators.differentiate(operator, tensors, 3, "", backward, 2)
+
+    def branch(*given, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        if selects:
+            return operators.call(operator, *(x.detach() for x in given), *place)
+        out, lse = operators.call(operator, *given, *place)
+        return out, lse.detach()
+
+    return branch
+
+
+compressed_attention = _define_branch(
+    "compressed_attention", "Tensor query, Tensor compressed_key, Tensor compressed_value"
+)
+select_blocks = _define_branch("select_blocks", operators.SCORING)
+selected_attention = _define_branch("selected_attention", operators.CHOSEN)
+sliding_attention = _define_branch("sliding_attention", operators.THREE)
+
+
+def _define_whole(form: call_forms.Form) -> None:
+    """Registers all steps in one call, `nsa::jax_<form>`."""
+
+    def run(arguments, grad=None):
+        *tensors, block_indices = arguments[: form.count + 1]
+        place = operators.lengths(*arguments[form.count + 2 :])
+        kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
+        segment_ids = _segment_ids(cu_seqlens, kv_len, tensors[0].device)
+        function = _Whole(form, tuple(place.items()))
+        return _run(function, [*tensors, block_indices, segment_ids], grad)
+
+    def shapes(*arguments):
+        query, _, value, _ = form.inputs(arguments)
+        out = query.new_empty(*query.shape[:3], value.selected.shape[-1])
+        return out, query.new_empty(0)
+
+    def forward(*arguments):
+        (out,) = run(arguments)
+        return out, out.new_empty(0)
+
+    backward = lambda grad, *arguments: [*run(arguments, grad)]
+    name, schema = f"jax_{form.name}", form.schema
+    operators.define(name, schema, "(Tensor out, Tensor nothing)", forward, shapes)
+    operators.differentiate(name, schema, form.count, "", backward, 1)
+
+
+for _form in (call_forms.GIVEN, call_forms.APART, call_forms.SHARED):
+    _define_whole(_form)
 
 
 def attention(
-    query,
+    query: Tensor,
     key: Branches,
     value: Branches,
-    gates: Branches,
-    compressed,
-    block_indices,
+    gates: Branches[Tensor],
+    compressed: tuple[Tensor, Tensor] | None,
+    block_indices: Tensor | None,
     *,
     config,
     kv_len,
@@ -110,62 +177,11 @@ def attention(
     scale=None,
     clean=False,
     recompute=False,
-):
-    """All steps in one call; `compressed` None: compressed there."""
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "gates": gates,
-        "compressed": compressed,
-        "block_indices": block_indices,
-        "segment_ids": segment_ids(cu_seqlens, kv_len, query.device),
-    }
-    return jax_function("attention", arrays, {"config": config, "scale": scale})
-
-
-def compressed_attention(
-    query,
-    compressed_key,
-    compressed_value,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    with_lse=True,
-):
-    arrays = {
-        "query": query,
-        "compressed_key": compressed_key,
-        "compressed_value": compressed_value,
-    }
-    return _branch("compressed_attention", arrays, config, kv_len, cu_seqlens, scale)
-
-
-def select_blocks(query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None):
-    arrays = {"query": query.detach(), "compressed_key": compressed_key.detach()}
-    return _branch("select_blocks", arrays, config, kv_len, cu_seqlens, scale)
-
-
-def selected_attention(
-    query,
-    key,
-    value,
-    block_indices,
-    *,
-    config,
-    kv_len,
-    cu_seqlens=None,
-    scale=None,
-    with_lse=True,
-):
-    arrays = {"query": query, "key": key, "value": value, "block_indices": block_indices}
-    return _branch("selected_attention", arrays, config, kv_len, cu_seqlens, scale)
-
-
-def sliding_attention(
-    query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
-):
-    arrays = {"query": query, "key": key, "value": value}
-    return _branch("sliding_attention", arrays, config, kv_len, cu_seqlens, scale)
+) -> Tensor:
+    """All steps in one call; `compressed` None: compressed there. The backward pass always computes
+    the forward pass again.
+    """
+    place = operators.arguments(config, kv_len, cu_seqlens, scale)
+    form, tokens = call_forms.form_of(key, value, compressed)
+    given = query, *tokens, *gates, block_indices, clean
+    return operators.call(f"jax_{form.name}", *given, *place)[0]

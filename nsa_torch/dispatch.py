@@ -47,7 +47,7 @@ def jax_why_not(problem: Problem) -> str | None:
 
     if problem.dtype == "float64" and not jax.config.jax_enable_x64:
         return "JAX computes in float64 only with jax_enable_x64"
-    if problem.platform == "cpu":
+    if problem.platform in ("cpu", "meta"):
         return None
     if problem.platform != "cuda":
         return f"JAX shares cpu and cuda tensors, got {problem.platform}"

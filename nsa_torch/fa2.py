@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from nsa_torch import first_order, ranges
 from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
 from nsa_torch.geometry import geometry_of
-from nsa_torch.operators import CHOSEN
+from nsa_torch.operators import CHOSEN, refuse_transforms
 from nsa_torch.packing import (
     gather,
     pack_selected,
@@ -42,9 +42,14 @@ from nsa_torch.shared import SHARED
 MOST_SEQUENCES = 65535
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def library() -> str:
     """Which FA-2 runs here, with its version."""
+    return _library()
+
+
+@functools.cache
+def _library() -> str:
     try:  # a package flash_attn may also be flash-attn-4's, without these functions
         return f"flash_attn {importlib.metadata.version('flash_attn')}"
     except importlib.metadata.PackageNotFoundError:
@@ -123,6 +128,7 @@ def compressed_attention(
     with_lse=True,
 ):
     """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`."""
+    refuse_transforms(query, compressed_key, compressed_value)
     batch, length, heads, _ = query.shape
     count, stride = compressed_key.shape[1], config.compress_stride
     if count == 0:
@@ -157,6 +163,7 @@ def sliding_attention(
     query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
 ):
     """The last `window` keys of the sequence, the query's own included."""
+    refuse_transforms(query, key, value)
     batch, length, heads, _ = query.shape
     if config.window == 0:
         return nothing_seen(query, key, value)
@@ -304,23 +311,29 @@ class _Permute(torch.autograd.Function):
     """Rows in another order: `x[source]`, 0 where `source` is -1; `back` is the inverse."""
 
     @staticmethod
-    def forward(ctx, x, source, back):
-        ctx.save_for_backward(source, back)
+    def forward(x, source, back):
         return gather(x[None], source)
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, source, back = inputs
+        ctx.save_for_backward(back, source)
+
+    @staticmethod
     def backward(ctx, grad):
-        _, back = ctx.saved_tensors
-        return gather(grad[None], back), None, None
+        return _Permute.apply(grad, *ctx.saved_tensors), None, None
 
 
 class _Repeat(torch.autograd.Function):
     """`x.flatten(0, 1)[rows]`, 0 for no row; the gradient sums repetitions in float32."""
 
     @staticmethod
-    def forward(ctx, x, rows):
-        ctx.save_for_backward(x, rows)
+    def forward(x, rows):
         return gather(x, rows)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad):

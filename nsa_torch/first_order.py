@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 MESSAGE = (
-    "implementation='reference' alone has second derivatives, without a context_mesh; autograd "
-    "records a backward pass of another one, for create_graph=True (Hessians, gradient penalties)"
+    "implementation='reference' alone has second derivatives (create_graph=True, for Hessians and "
+    "gradient penalties), without a context_mesh and, in layers on a GPU, without qk_norm_eps"
 )
 
 
@@ -36,7 +36,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def once(x: Tensor) -> Tensor:
     """`x`, through which there is no second derivative: for what others' kernels return."""
-    return _Once.apply(x)
+    transformed = not torch.compiler.is_compiling() and under_transforms()
+    return (_OnceTransformed if transformed else _Once).apply(x)
 
 
 class _Once(torch.autograd.Function):
@@ -48,3 +49,43 @@ class _Once(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         return grad
+
+
+class _OnceTransformed(torch.autograd.Function):
+    """The same under torch.func, which records every backward pass."""
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Refused.apply(grad, *ctx.saved_tensors)
+
+
+def refuse(ctx: Any, *grads: Tensor) -> None:
+    """The backward pass of what has none."""
+    raise NotImplementedError(MESSAGE)
+
+
+class Refused(torch.autograd.Function):
+    """A gradient that came of `inputs`, and has none itself."""
+
+    @staticmethod
+    def forward(grad, *inputs):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(refuse)
+
+
+def under_transforms() -> bool:
+    """Whether torch.func transforms what runs."""
+    return torch._C._functorch.maybe_current_level() is not None

@@ -21,6 +21,7 @@ from kernels_pallas.triton.descriptions import Heads, join_heads, split_heads
 from nsa_core import rotation
 from nsa_core.layer import LayerSpec
 from nsa_core.validate import dtype_name
+from nsa_torch import first_order
 from nsa_torch.gates import HeadGate
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import capability_of
@@ -410,6 +411,8 @@ def _second_gradients(ctx, grad):
     split = _split(grad, *ctx.saved_tensors, None, None, 0.0, ctx.sizes)
     return list(split), None, None, None
 
+
+_join_normed.register_autograd(first_order.refuse)
 
 # Without norms each is linear, and the other's gradient.
 _split.register_autograd(_gradients, setup_context=_keep)

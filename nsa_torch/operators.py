@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
 from nsa_core.config import NSAConfig
 from nsa_torch import early_release, replay
-from nsa_torch.first_order import MESSAGE, first_order
+from nsa_torch.first_order import first_order, refuse, under_transforms
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -56,7 +57,7 @@ def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
     """
     if torch.compiler.is_compiling():
         return getattr(torch.ops.nsa, name)(*arguments)
-    if torch._C._functorch.maybe_current_level() is not None:
+    if under_transforms():
         return _transform(name, arguments)
     if replay.recording() and not requires_grad(*_tensors(arguments)):
         return _functions[name](*arguments)  # its steps are noted, not the operator
@@ -70,10 +71,24 @@ def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
 
 def _transform(name: str, arguments: Sequence[Any]) -> Any:
     """Under transforms of torch.func."""
-    for each in retrieve_all_functorch_interpreters():
-        if each.key() in REFUSED:
-            raise NotImplementedError(REFUSED[each.key()])
+    refuse_transforms(*_tensors(arguments))
     return _transformed.get(name, getattr(torch.ops.nsa, name))(*arguments)
+
+
+def refuse_transforms(*tensors: Tensor) -> None:
+    """Raises NotImplementedError under transforms of torch.func that nothing here has, and where
+    one of `tensors` is a dual number.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if under_transforms():
+        for each in retrieve_all_functorch_interpreters():
+            if each.key() in REFUSED:
+                raise NotImplementedError(REFUSED[each.key()])
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise NotImplementedError(NO_JVP)
 
 
 def _direct(name: str, arguments: Sequence[Any]) -> bool:
@@ -264,9 +279,7 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
         def setup_context(ctx, inputs, output):
             pass
 
-        @staticmethod
-        def backward(ctx, *_):
-            raise NotImplementedError(MESSAGE)
+        backward = staticmethod(refuse)
 
     def dispatched(*inputs):
         return Differentiable.apply(overload, None, None, *inputs)

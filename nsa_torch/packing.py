@@ -297,6 +297,12 @@ def gather(x: Tensor, rows: Tensor) -> Tensor:
             "x must have 4 axes and rows 1, on one device, got shapes "
             f"{list(x.shape)} on {x.device} and {list(rows.shape)} on {rows.device}"
         )
+    if torch.compiler.is_compiling():
+        return torch.ops.nsa.gather_rows(x, rows)
+    return _gather(x, rows)
+
+
+def _gather(x: Tensor, rows: Tensor) -> Tensor:
     if x.is_cuda:
         return gather_by_kernel(x, rows)
     count = x.shape[:2].numel()
@@ -320,6 +326,15 @@ def gather_by_kernel(x: Tensor, rows: Tensor) -> Tensor:
     options |= {"HEADS": heads, "WIDTH": width}
     run(pack.gather_rows, grid, x, packed, rows, *sizes, *x.stride(), **options)
     return packed
+
+
+torch.library.define("nsa::gather_rows", "(Tensor x, Tensor rows) -> Tensor")
+torch.library.impl("nsa::gather_rows", "CompositeExplicitAutograd", _gather)
+
+
+@torch.library.register_fake("nsa::gather_rows")
+def _(x, rows):
+    return x.new_empty(rows.numel(), *x.shape[2:])
 
 
 def _kernels():

@@ -89,15 +89,17 @@ class Unwritten(torch.autograd.Function):
     """The identity, whose gradient is NaN from row `end` on."""
 
     @staticmethod
-    def forward(ctx, x, end):
-        ctx.end = int(end)
+    def forward(x, end):
         return x.clone()
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.end = int(inputs[1])
+
+    @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone()
-        grad[ctx.end :] = float("nan")
-        return grad, None
+        there = torch.arange(grad.shape[0])[:, None, None] < ctx.end
+        return torch.where(there, grad, float("nan")), None
 
 
 @contextlib.contextmanager
