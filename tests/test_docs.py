@@ -56,6 +56,17 @@ def test_every_document_with_examples_is_run():
     assert {name(path) for path in EXAMPLES} >= {"README.md", "docs/quickstart.md"}
 
 
+# A page that needs more says too much, or is two.
+MOST_LINES = {"README.md": 120, "WORKSPACE.md": 90} | {
+    name(path): 150 for path in ROOT.glob("docs/kernels/*.md")
+}
+
+
+@pytest.mark.parametrize("path", MOST_LINES)
+def test_pages_stay_short(path):
+    assert len((ROOT / path).read_text().splitlines()) <= MOST_LINES[path]
+
+
 def anchors(text):
     """Of the headings, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", text, re.M)
@@ -78,6 +89,19 @@ def broken(path, text):
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_links_lead_somewhere(path):
     assert not broken(path, path.read_text())
+
+
+COMMANDS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in [*sorted(ROOT.glob("bench/*.py")), *sorted(ROOT.glob("bench/lm/*.py"))]
+    if '\nif __name__ == "__main__":\n    cli.run(' in path.read_text()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_in_a_document(command):
+    name = re.compile(rf"-m (nsa_)?{re.escape(command)}\b")
+    assert any(name.search(path.read_text()) for path in doc_tables.documents())
 
 
 def test_a_broken_link_is_seen():
