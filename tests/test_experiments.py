@@ -1,12 +1,25 @@
 """`bench.lm.experiments`: runs of a small experiment, what they leave, and going on with them."""
 
+import dataclasses
 import itertools
 import json
 
 import numpy as np
 import pytest
+import torch
 
-from bench.lm import corpus, experiments, log, quality, spec
+from bench.lm import (
+    checkpoint,
+    corpus,
+    experiments,
+    log,
+    measures,
+    quality,
+    spec,
+    torch_lm,
+    variants,
+)
+from tests.test_train import run_of, task
 
 TINY = experiments.Experiment(
     "?", ("dense", "sigmoid"), (0, 1), "tiny", batch=2, length=300, steps=3, lr=1e-2
@@ -115,3 +128,54 @@ def test_experiments_can_be_run():
         for x in ("dense_wide", "head")
     )
     assert wide == pytest.approx(nsa, rel=1e-3)
+
+
+def test_convolved_keys_are_what_loops_say():
+    linear = torch.nn.Linear(4, 6, bias=False)
+    made = torch_lm.ConvolvedKeys(linear, 3)
+    x = torch.randn(2, 7, 4)
+    key, found = x @ made.weight.T, made(x)
+    for token in range(7):
+        taps = sum(
+            made.taps[:, 2 - back] * key[:, token - back] for back in range(3) if token >= back
+        )
+        want = key[:, token] + torch.nn.functional.silu(taps)
+        torch.testing.assert_close(found[:, token], want)
+
+
+@pytest.mark.parametrize("changes", [{"dense_first": 1}, {"key_taps": 3}], ids=str)
+def test_variants_of_the_model(changes, tmp_path):
+    """Products are what is counted, a step moves all weights, and what they cannot is refused."""
+    todo = task("nsa")
+    model = dataclasses.replace(todo.model, **changes)
+    todo = dataclasses.replace(todo, model=model)
+    run = run_of(tmp_path, "torch", todo)
+    learner = variants.learner(run.variant, todo, tmp_path)
+    matrices = [x for x in learner.master.parameters() if x.ndim > 1]
+    assert model.products() == sum(x.numel() for x in matrices) - model.vocabulary * 16
+    before = {name: x.detach().clone() for name, x in learner.master.named_parameters()}
+    first = learner.step(run.batches.train(0), 0)[0]
+    after = dict(learner.master.named_parameters())
+    assert all((before[name] != after[name]).any() for name in before)
+    assert [learner.step(run.batches.train(i), i)[0] for i in (1, 2, 3)][-1] < first
+    assert len(learner.observe(run.batches.train(0))) == 2 - model.dense_first
+    path = checkpoint.save(tmp_path / "kept", learner, 4, run.settings())
+    again = variants.learner(run.variant, todo, tmp_path)
+    assert checkpoint.load(path, again, run.settings()) == 4
+    batch = run.batches.train(5)
+    assert measures.loss(learner, batch) == measures.loss(again, batch)
+    with pytest.raises(NotImplementedError, match="must be 0 in JAX"):
+        variants.learner(run_of(tmp_path, "jax", todo).variant, todo, tmp_path)
+    if model.key_taps:
+        packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
+        with pytest.raises(NotImplementedError, match="key_taps must be 0 for packed rows"):
+            measures.loss(learner, packed)
+
+
+def test_variants_of_a_model_that_are_refused():
+    with pytest.raises(ValueError, match="dense_first must be below the layers"):
+        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "nsa", 2, 8, dense_first=2)
+    with pytest.raises(ValueError, match="dense_first must be below the layers"):
+        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, dense_first=1)
+    with pytest.raises(ValueError, match="key_taps must be >= 0"):
+        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, key_taps=-1)

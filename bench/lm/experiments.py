@@ -68,7 +68,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head_shared": HEAD | {"kv": "shared"},
     "head_mlp_pe": HEAD | {"phi": "mlp_pe"},
     "head_mlp_rope": HEAD | {"phi": "mlp_rope"},
+    "head_first_dense": HEAD | {"dense_first": 1},
+    "dense_taps": {"attention": "dense", "key_taps": 3},
+    "head_taps": HEAD | {"key_taps": 3},
 }
+OF_MODEL = ("dense_first", "key_taps")  # all else is of the layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,10 @@ EXPERIMENTS = {
     ),
     "rows_of_8k": Experiment(
         "Does selection find what counts where 16 of 128 blocks are selected?",
-        ("dense", "head", "sigmoid", "dense_fast", "dense_slow", "head_0", "head_half"),
+        (
+            *("dense", "head", "sigmoid", "dense_fast", "dense_slow"),
+            *("head_0", "head_half", "dense_taps", "head_taps", "head_first_dense"),
+        ),
         (0, 1, 2),
         batch=4,
         length=8192,
@@ -124,6 +131,11 @@ EXPERIMENTS = {
         "Does learned compression help?",
         ("dense", "head", "head_mlp_pe", "head_mlp_rope"),
         (1, 2),
+    ),
+    "copying": Experiment(
+        "Do convolved keys make copying form early, in dense attention too?",
+        ("dense", "head", "dense_taps", "head_taps"),
+        (0, 1, 2),
     ),
     "table_2k": Experiment(
         "Is NSA as good as dense attention at rows of 2k?",
@@ -182,14 +194,10 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
     changes = dict(VARIANTS[job.variant])
     attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
     plain = spec.model(at.model, attention)
-    model = dataclasses.replace(
-        plain,
-        layer=dataclasses.replace(
-            plain.layer, **{k: v for k, v in changes.items() if k != "hidden"}
-        ),
-        hidden=plain.hidden + changes.get("hidden", 0),
-        vocabulary=vocabulary,
-    )
+    hidden = plain.hidden + changes.pop("hidden", 0)
+    own = {name: changes.pop(name) for name in OF_MODEL if name in changes}
+    layer = dataclasses.replace(plain.layer, **changes)
+    model = dataclasses.replace(plain, layer=layer, hidden=hidden, vocabulary=vocabulary, **own)
     training = spec.Training(
         steps=at.steps,
         batch=at.batch,

@@ -124,6 +124,11 @@ class LM(nnx.Module):
     """Logits `[B, T, vocabulary]` in `dtype` of integer tokens `[B, T]` (`ModelSpec`)."""
 
     def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
+        if spec.dense_first or spec.key_taps:
+            raise NotImplementedError(
+                "dense_first and key_taps must be 0 in JAX, got "
+                f"{spec.dense_first} and {spec.key_taps}"
+            )
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))

@@ -52,7 +52,7 @@ LOSSES = (*KINDS, "end", "area")
 # Of runs that are compared, what may differ: of dense attention, of training.
 OF_DENSE = (
     *("dim", "n_heads", "n_kv_groups", "d_k", "d_v", "rope_base", "rope_scale", "rope_scaling"),
-    *("layers", "hidden", "vocabulary", "norm_eps"),
+    *("layers", "hidden", "vocabulary", "norm_eps", "key_taps"),
 )
 OWN = ("seed", "lr", "warmup")
 

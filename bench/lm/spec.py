@@ -25,6 +25,10 @@ class ModelSpec:
       hidden: width of the MLP.
       vocabulary: tokens there are.
       norm_eps: of the norms.
+      dense_first: blocks, the first ones, that attend densely in a model with NSA; torch only.
+      key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
+        depthwise convolution of so many taps, in NSA and in dense attention; 0: they stay; torch
+        only, and for rows of one sequence.
     """
 
     layer: LayerSpec
@@ -33,8 +37,17 @@ class ModelSpec:
     hidden: int
     vocabulary: int = 256
     norm_eps: float = 1e-6
+    dense_first: int = 0
+    key_taps: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
+            raise ValueError(
+                "dense_first must be below the layers of a model with NSA, and 0 in others, got "
+                f"{self.dense_first}"
+            )
+        if self.key_taps < 0:
+            raise ValueError(f"key_taps must be >= 0, got {self.key_taps}")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
@@ -44,29 +57,33 @@ class ModelSpec:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Every value by a name of its own, for a checkpoint's metadata; `norm_eps` where it is not
-        the default, which a checkpoint without it has.
+        """Every value by a name of its own, for a checkpoint's metadata; of `UNSTATED` those that
+        are not the default, which a checkpoint without them has.
         """
         own = dataclasses.asdict(self)
-        if self.norm_eps == ModelSpec.norm_eps:
-            del own["norm_eps"]
+        for name in UNSTATED:
+            if own[name] == getattr(ModelSpec, name):
+                del own[name]
         return self.layer.as_dict() | {k: v for k, v in own.items() if k != "layer"}
 
     def products(self) -> int:
         """Multiply-adds of one token in all matrix products but attention's."""
         at = self.layer
-        keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v
-        views, gates = 1, 0
-        if self.attention == "nsa":
-            inputs = at.gate_width * (at.d_k + 3)
-            if at.gate == "head":
-                inputs = 3 * at.dim
-            views, gates = 3 if at.separate else 1, at.gate_heads * inputs
-        heads = at.n_heads * (at.d_k + at.d_v) + views * (keys + values)
-        mlp = 3 * at.dim * self.hidden
-        block = at.dim * heads + gates + mlp
-        return self.layers * block + at.dim * self.vocabulary
+        inputs = 3 * at.dim if at.gate == "head" else at.gate_width * (at.d_k + 3)
 
+        def block(views: int, gates: int) -> int:
+            keys, values = at.n_kv_groups * at.d_k, at.n_kv_groups * at.d_v
+            heads = at.n_heads * (at.d_k + at.d_v) + views * (keys + values)
+            taps = views * keys * self.key_taps
+            return at.dim * heads + taps + gates + 3 * at.dim * self.hidden
+
+        nsa = block(3 if at.separate else 1, at.gate_heads * inputs)
+        dense = self.layers if self.attention == "dense" else self.dense_first
+        blocks = dense * block(1, 0) + (self.layers - dense) * nsa
+        return blocks + at.dim * self.vocabulary
+
+
+UNSTATED = ("norm_eps", "dense_first", "key_taps")
 
 # "125m": bytes need next to no embedding, so that its MLP is
 # wider than usual: 124 million parameters with NSA, 120 with dense attention.
@@ -172,8 +189,12 @@ class Task:
         at, length = self.model.layer, self.training.seq_len
         heads = at.n_heads, at.n_kv_groups, at.d_k, at.d_v
         shape = cost.Shape(self.training.batch, length, length, *heads, itemsize=2)
-        branch = "all" if self.model.attention == "nsa" else "dense"
-        attention = self.model.layers * cost.cost(branch, shape, at.config).flops
+        model = self.model
+        dense = model.layers if model.attention == "dense" else model.dense_first
+        counts = {"dense": dense, "all": model.layers - dense}
+        attention = sum(
+            n * cost.cost(x, shape, at.config).flops for x, n in counts.items() if n
+        )
         return 3 * (2 * self.tokens() * self.model.products() + attention)
 
     def mfu(self, time_ms: float, device: str) -> float | None:

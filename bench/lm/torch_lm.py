@@ -54,12 +54,29 @@ def _linear(size_in: int, size_out: int) -> nn.Linear:
     return nn.Linear(size_in, size_out, bias=False)
 
 
-class DenseAttention(nn.Module):
-    """Causal attention to all keys by `scaled_dot_product_attention`, backend of `BACKENDS`."""
+class ConvolvedKeys(nn.Linear):
+    """`k + silu(c)` of keys `k` [B, T, width] and their causal depthwise convolution `c`."""
 
-    def __init__(self, spec: LayerSpec, backend: str):
+    def __init__(self, linear: nn.Linear, taps: int):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.taps = nn.Parameter(torch.empty(linear.out_features, taps))
+        nn.init.kaiming_uniform_(self.taps, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = super().forward(x)
+        width, taps = self.taps.shape
+        padded = F.pad(key.transpose(1, 2), (taps - 1, 0))
+        return key + F.silu(F.conv1d(padded, self.taps[:, None], groups=width)).transpose(1, 2)
+
+
+class DenseAttention(nn.Module):
+    """Causal attention to all keys by `scaled_dot_product_attention`, backend of `BACKENDS`; None:
+    the first one that can."""
+
+    def __init__(self, spec: LayerSpec, backend: str | None):
         super().__init__()
-        self.spec, self.backend = spec, BACKENDS[backend]
+        self.spec = spec
+        self.backends = list(BACKENDS.values()) if backend is None else [BACKENDS[backend]]
         self.W_Q = _linear(spec.dim, spec.n_heads * spec.d_k)
         self.W_K = _linear(spec.dim, spec.n_kv_groups * spec.d_k)
         self.W_V = _linear(spec.dim, spec.n_kv_groups * spec.d_v)
@@ -73,14 +90,14 @@ class DenseAttention(nn.Module):
         query, (key,), (value,), *_ = heads.project(
             x, self.W_Q, [self.W_K], [self.W_V], position, spec
         )
-        if packing is not None and x.is_cuda and self.backend == BACKENDS["flash"]:
+        if packing is not None and x.is_cuda and self.backends == [BACKENDS["flash"]]:
             return self.out(self._varlen(query, key, value, packing)), None
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         how: dict[str, Any] = {"is_causal": packing is None}
         if packing is not None:
             same = packing.segment[:, None, :, None] == packing.segment[:, None, None]
             how["attn_mask"] = same.tril()
-        with sdpa_kernel([self.backend]):
+        with sdpa_kernel(self.backends):
             out = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)
         return self.out(out.transpose(1, 2).flatten(2)), None
 
@@ -114,14 +131,21 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, spec: ModelSpec, implementation):
+    def __init__(self, spec: ModelSpec, implementation, number: int = 0):
         super().__init__()
         self.norm_attention = RMSNorm(spec.layer.dim, spec.norm_eps)
-        if spec.attention == "nsa":
+        if spec.attention == "dense":
+            self.attention = DenseAttention(spec.layer, implementation or "math")
+        elif number < spec.dense_first:
+            self.attention = DenseAttention(spec.layer, None)
+        else:
             options = spec.layer.as_dict() | spec.layer.start()
             self.attention = NSAAttention(**options, implementation=implementation)
-        else:
-            self.attention = DenseAttention(spec.layer, implementation or "math")
+        self.one_sequence = spec.key_taps > 0
+        for name, each in list(self.attention.named_children()):
+            if spec.key_taps and name.startswith("W_K"):
+                assert isinstance(each, nn.Linear)
+                setattr(self.attention, name, ConvolvedKeys(each, spec.key_taps))
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden)
 
@@ -132,6 +156,8 @@ class Block(nn.Module):
     def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
         if packing is None:
             return self.attention(x)[0]
+        if self.one_sequence:
+            raise NotImplementedError("key_taps must be 0 for packed rows")
         if isinstance(self.attention, DenseAttention):
             return self.attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
@@ -145,7 +171,7 @@ class LM(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = nn.Parameter(torch.zeros(spec.vocabulary, spec.layer.dim))
-        self.blocks = nn.ModuleList(Block(spec, implementation) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(spec, implementation, i) for i in range(spec.layers))
         self.norm = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.head = _linear(spec.layer.dim, spec.vocabulary)
 
