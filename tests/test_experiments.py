@@ -21,15 +21,15 @@ from bench.lm import (
 )
 from tests.test_train import run_of, task
 
-TINY = experiments.Experiment(
-    "?", ("dense", "sigmoid"), (0, 1), "tiny", batch=2, length=300, steps=3, lr=1e-2
-)
+TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
+SMALL = experiments.Experiment("?", "tiny", ("dense", "sigmoid"), (0, 1))
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs the command on a small corpus; status and names of runs, in their order."""
-    monkeypatch.setitem(experiments.EXPERIMENTS, "small", TINY)
+    monkeypatch.setitem(experiments.SETTINGS, "tiny", TINY)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "small", SMALL)
     layer = dict(
         dim=16, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
     )
@@ -59,13 +59,13 @@ def command(tmp_path, monkeypatch):
 
 def test_runs_of_a_seed_are_pairs_and_those_that_are_there_stay(command, tmp_path, capsys):
     assert command("--seeds=1", "--runs=dense") == 0
-    first = (tmp_path / "runs/small/dense-1.jsonl").read_bytes()
+    first = (tmp_path / "runs/tiny/dense-1.jsonl").read_bytes()
     assert command("--seeds=1,2", "--commit=c0ffee") == 0
     said = capsys.readouterr().out.split("\n")
-    assert [x.split(":")[0] for x in said if x.startswith("small")] == [
-        "small/dense-1", "small/sigmoid-1", "small/dense-2", "small/sigmoid-2",
+    assert [x.split(":")[0] for x in said if x.startswith("tiny")] == [
+        "tiny/dense-1", "tiny/sigmoid-1", "tiny/dense-2", "tiny/sigmoid-2",
     ]  # fmt: skip
-    paths = sorted((tmp_path / "runs/small").iterdir())
+    paths = sorted((tmp_path / "runs/tiny").iterdir())
     assert len(paths) == 4 and paths[0].read_bytes() == first
     found = {x.stem: log.read(x) for x in paths}
     for name, lines in found.items():
@@ -75,7 +75,7 @@ def test_runs_of_a_seed_are_pairs_and_those_that_are_there_stay(command, tmp_pat
         assert end.status == "ok" and end.recall_gain is not None
         assert bool(end.hits) == name.startswith("sigmoid")
         (header,) = (x for x in lines if isinstance(x, log.Header))
-        assert header.epochs == pytest.approx(3 * 2 * 300 / 4500)
+        assert header.epochs == pytest.approx(3 * 300 / 4500)
     (group,) = quality.groups(found)
     assert [kind.label for kind in group.kinds] == ["dense", "nsa"]
     assert command("--seeds=1,2") == 0 and "all runs are in" in capsys.readouterr().out
@@ -109,23 +109,25 @@ def test_what_is_refused(command, words, names, message):
         command(*words, names=names)
 
 
+def job(setting, variant, seed=0):
+    path = experiments.Path("x")
+    return experiments.Job(
+        experiments.SETTINGS[setting], variant, seed, "", path, None, True, 0.0
+    )
+
+
 def test_experiments_can_be_run():
-    """Every run has a model, and of a table all but dense attention's are judged against it."""
+    """Every run has a model, and sees each row once."""
     for name, at in experiments.EXPERIMENTS.items():
         assert at.runs[0] == "dense" and set(at.runs) <= experiments.VARIANTS.keys(), name
+        setting = experiments.SETTINGS[at.setting]
         for variant, seed in itertools.product(at.runs, at.seeds):
-            job = experiments.Job(at, variant, seed, "", experiments.Path("x"), None, True, 0.0)
-            task = experiments.task(job, 8192, "bfloat16")
-            json.dumps(task.settings())
-            assert at.text or at.steps * task.tokens() < 41_754_102  # each row once
+            todo = experiments.task(job(at.setting, variant, seed), 8192, "bfloat16")
+            json.dumps(todo.settings())
+            assert setting.text or setting.steps * todo.tokens() < 41_754_102
     wide, nsa = (
-        experiments.task(
-            experiments.Job(at, x, 0, "", experiments.Path("x"), None, True, 0.0),
-            8192,
-            "float32",
-        ).model.products()
-        for at in [experiments.EXPERIMENTS["table_2k"]]
-        for x in ("dense_wide", "head")
+        experiments.task(job("52m_2k", variant), 8192, "float32").model.products()
+        for variant in ("dense_wide", "head")
     )
     assert wide == pytest.approx(nsa, rel=1e-3)
 

@@ -133,7 +133,7 @@ def test_measures_are_means_of_the_losses_of_targets(tmp_path, attention):
         expected |= {name: losses[mask].mean() for name, mask in there}
     assert (part == [[0] * (length // 4) + [1] * (length // 4) + [2] * (length // 2)]).all()
     for learner in (torch, jax):
-        found = measures.HeldOut([batch, batch], 4, 256).measured(learner)
+        found = measures.HeldOut.of([batch, batch], 4, 256).measured(learner)
         assert found == pytest.approx(expected, rel=1e-5)
     left_out = np.where(kind == 0, 0, 7).astype(np.int32)
     (only,) = torch.loss_sums(batch, left_out, 1)
@@ -233,7 +233,7 @@ def test_differences_are_of_pairs():
     cells = dict(zip(quality.HEAD, nsa, strict=True))
     assert cells["end"] == cells["new"] == "+0.200 ± 0.058 (t +3.5)"
     assert cells["hit / chance"] == "0.10 0.31 / 0.10" and cells["seeds"] == "0, 1, 2"
-    assert cells["model, row"] == "10M, 2k" and cells["seen"] == "0.50"
+    assert cells["model, steps x rows"] == "10M, 10 x 2 x 2k" and cells["seen"] == "0.50"
     cells = dict(zip(quality.HEAD, dense, strict=True))
     assert (cells["end"], cells["area"]) == ("1.100", "2.100")  # without the warm-up's step
 
@@ -339,8 +339,10 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
         and "needs 5 seeds, got [0, 1, 2]" in said.err
     )
     table = said.out.splitlines()
-    assert table[2].startswith("| 10M, 2k | dense | 10.0 | - |")
-    assert table[3].startswith("| 10M, 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |")
+    assert table[2].startswith("| 10M, 10 x 2 x 2k | dense | 10.0 | - |")
+    assert table[3].startswith(
+        "| 10M, 10 x 2 x 2k | nsa | 10.0 | - | +0.200 ± 0.058 (t +3.5) |"
+    )
 
 
 def test_runs_without_measures_are_not_decided():

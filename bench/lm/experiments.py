@@ -1,11 +1,11 @@
 """Experiments on quality, one command each: NSA's variants and dense attention over seeds.
 
-    python -m bench.lm.experiments rows_of_8k --corpus corpus --seeds 0,1,2 --out runs
-    python -m bench.lm.experiments rows_of_8k --corpus corpus --limit 590 --out runs   # goes on
-    python -m bench.lm.quality runs/rows_of_8k/*.jsonl
+    python -m bench.lm.experiments table_8k --corpus corpus --seeds 0,1 --out runs
+    python -m bench.lm.experiments table_8k --corpus corpus --limit 590 --out runs    # goes on
+    python -m bench.lm.quality runs/52m_8k/*.jsonl
 
 Runs of one seed start from the same weights and see the same rows. A run is one file,
-`<out>/<experiment>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
+`<out>/<setting>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
 again makes those that are missing, so that a call may be cut. It has every 20th step of
 `bench.train`'s lines, all else whole. `--jobs 2` runs two at a time on one device, which hides what
 the host does between runs; times of steps are kept of `--jobs 1` alone. Exit status 3: runs were
@@ -15,6 +15,7 @@ left out, since they might not have ended within `--limit` seconds.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import multiprocessing
 import signal
@@ -44,11 +45,11 @@ JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1, **_own)
 LIMIT = flags.DEFINE_float("limit", None, "Seconds: no run begins that may end later.", **_own)
 MODEL = flags.DEFINE_enum("model", None, list(spec.MODELS), "Another model.", **_own)
 STEPS = flags.DEFINE_integer("steps", None, "Another number of steps.", lower_bound=1, **_own)
-BATCH = flags.DEFINE_integer("batch", None, "Other rows a step.", lower_bound=2, **_own)
+BATCH = flags.DEFINE_integer("batch", None, "Other rows a step.", lower_bound=1, **_own)
 LENGTH = flags.DEFINE_integer("seq_len", None, "Another length of rows.", lower_bound=1, **_own)
 COMMIT = cli.define_commit(FLAGS)
 
-HELD_OUT_TOKENS = 2**17  # that runs are judged by, about, and at most this share of their own
+HELD_OUT_TOKENS = 2**18  # that runs are judged by, about, and at most this share of their own
 HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
 KEPT_EVERY = 20  # step lines of a record
@@ -76,92 +77,100 @@ OF_MODEL = ("dense_first", "key_taps")  # all else is of the layer
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment:
-    """A question, and the runs that answer it, the first one dense.
+class Setting:
+    """What runs that are compared have in common. So many steps of so few rows, since a model
+    learns to copy after so many steps, rather than after so many tokens.
 
     Attributes:
       text: a folder of `bench.lm.corpus`, or `data.TEXT`; None: what `--corpus` names.
     """
 
-    question: str
-    runs: tuple[str, ...]
-    seeds: tuple[int, ...]
-    model: str = "52m"
-    batch: int = 16
-    length: int = 2048
-    steps: int = 700
-    lr: float = 1e-3
+    model: str
+    batch: int
+    length: int
+    steps: int
+    lr: float
     text: str | None = None
 
 
+SETTINGS = {
+    "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
+    "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
+    "125m_2k": Setting("125m", 4, 2048, 4000, 6e-4),
+    "125m_bytes": Setting("125m", 16, 2048, 1000, 6e-4, data.TEXT),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A question, and the runs that answer it, the first one dense. Experiments of one setting
+    have runs in common.
+    """
+
+    question: str
+    setting: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+
 EXPERIMENTS = {
-    "gates": Experiment(
-        "Which change of the gates counts: the layer's input a head, or where they start?",
-        ("dense", "sigmoid", "head", "head_0", "head_022"),
-        (3, 4, 5),
-    ),
-    "repeats": Experiment(
-        "Does NSA come off worse by its gates, or by a text that repeats?",
-        ("dense", "sigmoid", "head"),
-        (0, 1, 2),
-        model="125m",
-        steps=1000,
-        lr=6e-4,
-        text=data.TEXT,
-    ),
-    "beyond": Experiment(
-        "How far apart are runs once copying has formed?",
-        ("dense", "head", "sigmoid"),
-        (0, 1),
-        batch=4,
-        steps=3500,
-        lr=7e-4,
-    ),
-    "rows_of_8k": Experiment(
-        "Does selection find what counts where 16 of 128 blocks are selected?",
-        (
-            *("dense", "head", "sigmoid", "dense_fast", "dense_slow"),
-            *("head_0", "head_half", "dense_taps", "head_taps", "head_first_dense"),
-        ),
-        (0, 1, 2),
-        batch=4,
-        length=8192,
-    ),
-    "compression": Experiment(
-        "Does learned compression help?",
-        ("dense", "head", "head_mlp_pe", "head_mlp_rope"),
-        (1, 2),
-    ),
-    "copying": Experiment(
-        "Do convolved keys make copying form early, in dense attention too?",
-        ("dense", "head", "dense_taps", "head_taps"),
-        (0, 1, 2),
-    ),
     "table_2k": Experiment(
         "Is NSA as good as dense attention at rows of 2k?",
+        "52m_2k",
         ("dense", "head", "dense_wide", "head_shared"),
         (0, 1, 2, 3, 4),
-        batch=4,
-        steps=3000,
-        lr=7e-4,
     ),
     "table_8k": Experiment(
         "Is NSA as good as dense attention at rows of 8k?",
+        "52m_8k",
         ("dense", "head", "dense_wide", "head_shared"),
         (0, 1, 2, 3, 4),
-        batch=2,
-        length=8192,
-        steps=1500,
-        lr=7e-4,
     ),
     "table_125m": Experiment(
-        "Is a larger NSA model as good as dense attention at rows of 2k?",
+        "Is a larger model with NSA as good as with dense attention?",
+        "125m_2k",
         ("dense", "head", "dense_wide"),
         (0, 1, 2),
-        model="125m",
-        batch=8,
-        steps=2000,
-        lr=6e-4,
+    ),
+    "gates": Experiment(
+        "Which change of the gates counts: the layer's input a head, or where they start?",
+        "52m_2k",
+        ("dense", "sigmoid", "head", "head_0", "head_022"),
+        (0, 1, 2),
+    ),
+    "repeats": Experiment(
+        "Does NSA come off worse by its gates, or by a text that repeats?",
+        "125m_bytes",
+        ("dense", "sigmoid", "head"),
+        (0, 1, 2),
+    ),
+    "rates": Experiment(
+        "Is another learning rate better for dense attention at rows of 8k?",
+        "52m_8k",
+        ("dense", "dense_slow", "dense_fast"),
+        (0, 1, 2),
+    ),
+    "selection": Experiment(
+        "What makes selection find what counts at rows of 8k: gates, blocks, convolved keys, a "
+        "dense first layer?",
+        "52m_8k",
+        (
+            *("dense", "head", "sigmoid", "head_0", "head_half"),
+            *("dense_taps", "head_taps", "head_first_dense"),
+        ),
+        (0, 1, 2),
+    ),
+    "compression": Experiment(
+        "Does learned compression help?",
+        "52m_2k",
+        ("dense", "head", "head_mlp_pe", "head_mlp_rope"),
+        (0, 1, 2),
+    ),
+    "copying": Experiment(
+        "Do convolved keys make copying form early, in dense attention too?",
+        "52m_2k",
+        ("dense", "head", "dense_taps", "head_taps"),
+        (0, 1, 2),
     ),
 }
 
@@ -170,7 +179,7 @@ EXPERIMENTS = {
 class Job:
     """One run; `path`: the file that it leaves."""
 
-    experiment: Experiment
+    setting: Setting
     variant: str
     seed: int
     text: str
@@ -190,7 +199,7 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
     Raises:
       ValueError: the model and its rows do not go together.
     """
-    at = job.experiment
+    at = job.setting
     changes = dict(VARIANTS[job.variant])
     attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
     plain = spec.model(at.model, attention)
@@ -216,7 +225,7 @@ def _documents(text: str) -> Documents:
 
 def batches(job: Job) -> Batches:
     """The rows that the runs of a seed see, each once for an epoch."""
-    at = job.experiment
+    at = job.setting
     given = at.batch, at.length, job.seed
     if job.text == data.TEXT:
         return data.load(data.TEXT, *given)
@@ -245,8 +254,8 @@ def run(job: Job) -> tuple[Job, str, float]:
                 Path(folder),
                 save_every=None,
                 commit=job.commit,
-                watched=watch.Settings(csv=False, every=max(1, job.experiment.steps // 4)),
-                evaluate_every=max(1, math.ceil(job.experiment.steps / EVALUATIONS)),
+                watched=watch.Settings(csv=False, every=max(1, job.setting.steps // 4)),
+                evaluate_every=max(1, math.ceil(job.setting.steps / EVALUATIONS)),
                 evaluated=_evaluated(todo),
             ),
             loop.Stop(),  # not entered: SIGTERM ends the process at once, nothing is lost
@@ -264,9 +273,9 @@ def run(job: Job) -> tuple[Job, str, float]:
 
 
 def _evaluated(todo: spec.Task) -> int:
-    """Held-out batches."""
+    """Held-out batches, two at least: a passage is read before in one row, and not in another."""
     most = HELD_OUT_SHARE * todo.training.steps * todo.tokens()
-    return max(1, int(min(HELD_OUT_TOKENS, most)) // todo.tokens())
+    return max(2, int(min(HELD_OUT_TOKENS, most)) // todo.tokens())
 
 
 def kept(line: log.Line, timed: bool) -> bool:
@@ -294,23 +303,24 @@ def _within_the_limit(job: Job) -> tuple[Job, str, float]:
 
 
 def jobs(names: Sequence[str], began: float) -> list[Job]:
-    """The runs of experiments that are not there yet, pair by pair.
+    """The runs of experiments that are not there yet, seed by seed.
 
     Raises:
       ValueError: there is no such experiment, variant or seed.
     """
-    found = []
+    changes = {
+        "model": MODEL.value,
+        "steps": STEPS.value,
+        "batch": BATCH.value,
+        "length": LENGTH.value,
+    }
+    given: dict[str, Any] = {k: v for k, v in changes.items() if v is not None}
+    found: dict[Path, Job] = {}  # experiments may have runs in common
     for name in names:
         if name not in EXPERIMENTS:
             raise ValueError(f"experiment must be one of {sorted(EXPERIMENTS)}, got {name!r}")
-        changes = {
-            "model": MODEL.value,
-            "steps": STEPS.value,
-            "batch": BATCH.value,
-            "length": LENGTH.value,
-        }
-        given: dict[str, Any] = {k: v for k, v in changes.items() if v is not None}
-        at = dataclasses.replace(EXPERIMENTS[name], **given)
+        at = EXPERIMENTS[name]
+        setting = dataclasses.replace(SETTINGS[at.setting], **given)
         wanted = at.runs if RUNS.value is None else RUNS.value
         if set(wanted) - VARIANTS.keys():
             raise ValueError(f"--runs must be of {sorted(VARIANTS)}, got {wanted}")
@@ -318,18 +328,16 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
             seeds = at.seeds if SEEDS.value is None else [int(x) for x in SEEDS.value]
         except ValueError:
             raise ValueError(f"--seeds must be integers, got {SEEDS.value}") from None
-        for seed in seeds:
-            for variant in wanted:
-                path = Path(OUT.value) / name / f"{variant}-{seed}.jsonl"
-                text = at.text or CORPUS.value
-                end = math.inf if LIMIT.value is None else began + LIMIT.value
-                job = Job(at, variant, seed, text, path, COMMIT.value, JOBS.value == 1, end)
-                if text != data.TEXT and not corpus.is_corpus(text):
-                    raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
-                task(job, 256, "float32")
-                if not path.exists():
-                    found.append(job)
-    return found
+        text = setting.text or CORPUS.value
+        if text != data.TEXT and not corpus.is_corpus(text):
+            raise ValueError(f"--corpus must be what bench.lm.corpus built, got {text}")
+        end = math.inf if LIMIT.value is None else began + LIMIT.value
+        for seed, variant in itertools.product(seeds, wanted):
+            path = Path(OUT.value) / at.setting / f"{variant}-{seed}.jsonl"
+            job = Job(setting, variant, seed, text, path, COMMIT.value, JOBS.value == 1, end)
+            task(job, 256, "float32")
+            found[path] = job
+    return [job for path, job in found.items() if not path.exists()]
 
 
 def main(argv: Sequence[str]) -> int:

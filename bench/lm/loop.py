@@ -15,13 +15,14 @@ import numpy as np
 from ..harness import records, timing
 from . import checkpoint, health, log, measures, recall, speed, variants
 from . import share as shares
-from .data import Batch, Batches
+from .data import Batch, Batches, joined
 from .progress import Progress
 from .ranks import Ranks
 from .spec import DivergedError, Task
 from .watch import Settings, Watch, gathered
 
 EVALUATED_BATCHES = 8
+ON_THE_WAY = 4  # every so many held-out batches
 OBSERVED_ROWS = 8  # rows with a copy whose selection is looked at
 
 
@@ -78,7 +79,8 @@ class Run:
       commit: as in `records.environment`.
       ranks: the processes of the run; the first of them writes.
       watched: what is looked at besides, in files beside `path`.
-      evaluate_every: steps between evaluations of held-out text; None: at the end alone.
+      evaluate_every: steps between evaluations of held-out text, of every fourth batch; None: at
+        the end alone.
       evaluated: batches of held-out text.
     """
 
@@ -110,7 +112,7 @@ class Run:
         """The text that the run is judged by."""
         model = self.task.model
         batches = self.batches.evaluation(self.evaluated)
-        return measures.HeldOut(batches, model.layer.w, model.vocabulary)
+        return measures.HeldOut.of(batches, model.layer.w, model.vocabulary)
 
     def settings(self) -> dict:
         """What a checkpoint must agree with."""
@@ -179,6 +181,7 @@ def steps(
     training, save = run.task.training, functools.partial(_save, run, learner)
     summary = functools.partial(log.Summary, **run.variant.name)
     following, held_out = None, run.held_out()
+    some = held_out.every(ON_THE_WAY)
     with Progress(run.name, first, training.steps, silent=run.ranks.rank > 0) as progress:
         since = time.perf_counter()
         for step in range(first, training.steps):
@@ -218,7 +221,7 @@ def steps(
                 _observe(run, learner, batch, line, watch)
             progress.stepped(done, loss, time_ms)
             if evaluates:
-                found = held_out.measured(learner)
+                found = some.measured(learner)
                 run.write(log.Evaluation(**run.variant.name, steps=done, measures=found))
             if saves:
                 _save_if_there_is_room(run, save, done)
@@ -255,19 +258,22 @@ def _copies(
     """What a passage read before gains on held-out text, by `recall`; and by layer how often the
     selection holds it, beside chance, by `measures.hit`."""
     training, layer = run.task.training, run.task.model.layer
-    losses, found = [], []
-    for i, batch in enumerate(held_out):
-        seed = training.seed, 4, i
-        pair = recall.pair(batch, layer.w, seed)
-        if pair is None:
-            return None, None
-        losses.append([measures.loss(learner, learner.share.of_whole(x)) for x in pair])
-        starts = recall.passages(batch, layer.w, seed).tolist()
-        for row, start in enumerate(starts[: max(0, OBSERVED_ROWS - len(found))]):
-            layers = learner.observe(pair[0], row)
-            found.append([measures.hit(x, start, layer.config) for _, x in layers])
-    rows = [x for x in found if x and x[0] is not None]
-    hits = np.mean(rows, axis=0).tolist() if rows else None
+    seed, whole = (training.seed, 4), joined(list(held_out))
+    pair = recall.pair(whole, layer.w, seed)
+    if pair is None:
+        return None, None
+    parts = zip(*(shares.split(x, len(held_out)) for x in pair), strict=True)
+    losses = [
+        [measures.loss(learner, learner.share.of_whole(x)) for x in copies] for copies in parts
+    ]
+    starts = recall.passages(whole, layer.w, seed).tolist()
+    rows = np.linspace(0, len(starts) - 1, min(OBSERVED_ROWS, len(starts))).astype(int).tolist()
+    found = [
+        [measures.hit(x, starts[row], layer.config) for _, x in learner.observe(pair[0], row)]
+        for row in rows
+    ]
+    there = [x for x in found if x and x[0] is not None]
+    hits = np.mean(there, axis=0).tolist() if there else None
     return recall.gain(np.array(losses), training.seq_len), hits
 
 

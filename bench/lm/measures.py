@@ -10,6 +10,7 @@ Means over all of them, over the kinds and over the parts come of sums by catego
 process adds up of its own rows.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -89,29 +90,30 @@ def of(sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     return {name: float(total / number) for name, (total, number) in named.items() if number}
 
 
+@dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Held-out batches, each with the categories of its targets.
+    """Held-out batches, whole, the same on every process, with the categories of their targets."""
 
-    Args:
-      batches: whole, the same on every process.
-      window, vocabulary: of the model.
-    """
+    batches: Sequence[Batch]
+    categories: Sequence[np.ndarray]
 
-    def __init__(self, batches: Sequence[Batch], window: int, vocabulary: int):
-        self.batches = batches
-        self.categories = [categories(x, window, vocabulary) for x in batches]
-        self.counts = sum(
-            np.bincount(x.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
-            for x in self.categories
-        )
+    @classmethod
+    def of(cls, batches: Sequence[Batch], window: int, vocabulary: int) -> "HeldOut":
+        """`window` and `vocabulary` are the model's."""
+        return cls(batches, [categories(x, window, vocabulary) for x in batches])
+
+    def every(self, count: int) -> "HeldOut":
+        """One in `count` of the batches, the first of them."""
+        return HeldOut(self.batches[::count], self.categories[::count])
 
     def measured(self, learner: Learner) -> dict[str, float]:
         """`of` the model as it is; every process calls it."""
-        found = np.zeros(CATEGORIES)
+        found, counts = np.zeros((2, CATEGORIES))
         for batch, which in zip(self.batches, self.categories, strict=True):
             mine = learner.share.of_whole(batch), learner.share.rows_of(which)
             found += learner.loss_sums(*mine, CATEGORIES)
-        return of(found, np.asarray(self.counts))
+            counts += np.bincount(which.ravel(), minlength=CATEGORIES + 1)[:CATEGORIES]
+        return of(found, counts)
 
 
 def hit(indices: np.ndarray, start: int, config: NSAConfig) -> tuple[float, float] | None:

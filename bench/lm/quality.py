@@ -1,7 +1,7 @@
 """NSA against dense attention over several seeds: is it as good, and by how much not?
 
     python -m bench.lm.experiments table_8k --corpus corpus --out runs
-    python -m bench.lm.quality runs/table_8k/*.jsonl
+    python -m bench.lm.quality runs/52m_8k/*.jsonl
     python -m bench.lm.quality runs/*/train.jsonl         # of bench.train, a seed each
 
 Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Dense
@@ -225,7 +225,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     largest = max(run.header.parameters for _, run in runs)
     length = at["seq_len"]
     row = f"{length // 1024}k" if length % 1024 == 0 else str(length)
-    name = f"{largest / 1e6:.0f}M, {row}"
+    name = f"{largest / 1e6:.0f}M, {at['steps']} x {at['batch']} x {row}"
     if about.framework != "torch":
         name += f", {about.framework}"
     return Group(name, [Kind(label, dict(sorted(kinds[label].items()))) for label in order])
@@ -296,7 +296,7 @@ def verdicts(group: Group) -> list[Verdict]:
     return found
 
 
-HEAD = ("model, row", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
+HEAD = ("model, steps x rows", "attention", "M-parameters", "ms", *LOSSES, "copying", "recall")
 HEAD = (*HEAD, "hit / chance", "seen", "seeds")
 
 
@@ -323,7 +323,7 @@ def rows(group: Group) -> list[list[str]]:
     return found
 
 
-PART_HEAD = ("model, row", "attention", *PARTS)
+PART_HEAD = ("model, steps x rows", "attention", *PARTS)
 
 
 def part_rows(group: Group) -> list[list[str]]:
