@@ -181,3 +181,12 @@ def test_variants_of_a_model_that_are_refused():
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, dense_first=1)
     with pytest.raises(ValueError, match="key_taps must be >= 0"):
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, key_taps=-1)
+
+
+@pytest.mark.gpu
+def test_runs_on_a_gpu(command, tmp_path):
+    """By 16-bit tokens, in bfloat16, steps as CUDA graphs."""
+    assert command("--seeds=1") == 0
+    (group,) = quality.groups({x.stem: log.read(x) for x in (tmp_path / "runs/tiny").iterdir()})
+    assert [kind.label for kind in group.kinds] == ["dense", "nsa"]
+    assert {x.header.dtype for kind in group.kinds for x in kind.runs.values()} == {"bfloat16"}
