@@ -148,8 +148,8 @@ def fetched(names: Mapping[str, str], folder: Path) -> dict[str, Path]:
                 text=True,
             )
         if done.returncode:
-            said = [x for x in (done.stderr + done.stdout).splitlines() if x.strip()]
-            raise ValueError(f"pip must bring {sorted(missing)}: {' '.join(said)[-600:]}")
+            said = " ".join(done.stderr.split())[-400:]
+            raise ValueError(f"pip must bring {sorted(missing)}: .. {said}")
         found = _at_hand(names, folder)
     lost = sorted(names.keys() - found.keys())
     if lost:
