@@ -468,3 +468,20 @@ def test_two_gpus_by_torchrun(tmp_path, kind):
     assert one.keys() == two.keys() and len(one) == 2
     for run in one:
         assert apart(two[run], one[run]) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(
+    "layout", [Parallel("fsdp", 4, tensor=2), Parallel("ddp", 2, accumulate=2)], ids=str
+)
+def test_sums_of_losses_over_devices_in_jax(tmp_path, layout):
+    """By category, of rows of documents; those of torch in one process."""
+    todo = task()
+    run, learner = jax_learner(tmp_path, layout, todo, kind=Documents)
+    twin = variants.learner(run_of(tmp_path, Ranks(), Parallel(), todo).variant, todo, tmp_path)
+    batch = run.batches.train(0)
+    length = batch.tokens.shape[1] - 1
+    which = np.random.default_rng(0).integers(0, 4, (len(batch.tokens), length), np.int32)
+    ours, theirs = (x.loss_sums(batch, which, 3) for x in (learner, twin))
+    assert apart(ours, theirs) < TOLERANCE["float32"] and ours.shape == (3,)
+    losses = [measures.loss(x, batch) for x in (learner, twin)]
+    assert apart(losses[:1], losses[1:]) < TOLERANCE["float32"]
