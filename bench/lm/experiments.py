@@ -49,7 +49,8 @@ BATCH = flags.DEFINE_integer("batch", None, "Other rows a step.", lower_bound=1,
 LENGTH = flags.DEFINE_integer("seq_len", None, "Another length of rows.", lower_bound=1, **_own)
 COMMIT = cli.define_commit(FLAGS)
 
-HELD_OUT_TOKENS = 2**18  # that runs are judged by, about, and at most this share of their own
+# What runs are judged by, about; at most this share of what they learn from.
+HELD_OUT_TOKENS, HELD_OUT_ROWS = 2**17, 32
 HELD_OUT_SHARE = 1 / 64
 EVALUATIONS = 14  # of a run
 KEPT_EVERY = 20  # step lines of a record
@@ -274,8 +275,9 @@ def run(job: Job) -> tuple[Job, str, float]:
 
 def _evaluated(todo: spec.Task) -> int:
     """Held-out batches, two at least: a passage is read before in one row, and not in another."""
+    wanted = max(HELD_OUT_TOKENS, HELD_OUT_ROWS * todo.training.seq_len)
     most = HELD_OUT_SHARE * todo.training.steps * todo.tokens()
-    return max(2, int(min(HELD_OUT_TOKENS, most)) // todo.tokens())
+    return max(2, int(min(wanted, most)) // todo.tokens())
 
 
 def kept(line: log.Line, timed: bool) -> bool:

@@ -7,7 +7,7 @@
 Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Dense
 attention's means are given (of the first dense run, where they differ in more than the seed), and
 of all others the mean difference of the pairs, its standard error `s / sqrt(n)`, and how many of
-these it is away from 0 (t, of n - 1 degrees of freedom). Losses are in nats a token:
+these it is away from 0 (t, of n - 1 degrees of freedom; from three seeds on). Losses are in nats a token:
 
     new, near, far   of held-out targets by what stood in the row before (`bench.lm.measures`)
     end              of all of them, after the last step
@@ -114,7 +114,10 @@ class Difference:
     def __str__(self) -> str:
         if math.isnan(self.error):
             return f"{self.mean:+.3f}"
-        return f"{self.mean:+.3f} ± {self.error:.3f} (t {self.t:+.1f})"
+        t = (
+            f" (t {self.t:+.1f})" if self.pairs > 2 else ""
+        )  # of one degree of freedom it says nothing
+        return f"{self.mean:+.3f} ± {self.error:.3f}{t}"
 
 
 def groups(found: Mapping[str, Sequence[Line]]) -> list[Group]:
