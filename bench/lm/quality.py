@@ -7,7 +7,8 @@
 Runs of a seed start from the same weights and see the same batches, so a seed is a pair. Dense
 attention's means are given (of the first dense run, where they differ in more than the seed), and
 of all others the mean difference of the pairs, its standard error `s / sqrt(n)`, and how many of
-these it is away from 0 (t, of n - 1 degrees of freedom; from three seeds on). Losses are in nats a token:
+these it is away from 0 (t, of n - 1 degrees of freedom; from three seeds on). Losses are in nats
+a token:
 
     new, near, far   of held-out targets by what stood in the row before (`bench.lm.measures`)
     end              of all of them, after the last step
