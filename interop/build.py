@@ -54,6 +54,7 @@ def kernels_of(
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
     apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
     for call in [*calls, apart]:
+        given: dict[str, Any] = {"shared": call["compresses"]} | call
         kernels = kernel_list.kernels_of(
             heads=heads[0],
             kv_heads=heads[1],
@@ -61,7 +62,7 @@ def kernels_of(
             value_width=widths[1],
             dtype=dtype,
             config=config,
-            **{"shared": call["compresses"]} | call,
+            **given,
         )
         found |= dict.fromkeys(x.for_any_length() for x in kernels)
     return list(found)

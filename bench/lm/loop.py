@@ -273,7 +273,7 @@ def _copies(
         for row in rows
     ]
     there = [x for x in found if x and x[0] is not None]
-    hits = np.mean(there, axis=0).tolist() if there else None
+    hits = np.mean(np.array(there, float), axis=0).tolist() if there else None
     return recall.gain(np.array(losses), training.seq_len), hits
 
 
