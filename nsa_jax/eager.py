@@ -4,6 +4,7 @@ of the same shapes. Operation by operation each operation would be compiled.
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 from kernels_pallas.mosaic.capability import interpret
 from nsa_core import policy
 from nsa_core.dispatch import Plan
+from nsa_core.types import Branches
 
 _ARRAY = object()  # stands where an array is given
 
@@ -23,10 +25,24 @@ def any_rank[**P, R](function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **options: P.kwargs) -> R:
+        _refuse_tensors(function, args, options)
         with jax.numpy_rank_promotion("allow"):
             return function(*args, **options)
 
     return called
+
+
+def _refuse_tensors(function, args, options) -> None:
+    """That no array is torch's, by itself or as one of `Branches`."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    for given in (*args, *options.values()):
+        for x in given if isinstance(given, Branches) else [given]:
+            if isinstance(x, torch.Tensor):
+                raise ValueError(
+                    f"arrays must be of JAX or NumPy, got a torch.Tensor of shape "
+                    f"{tuple(x.shape)} in {function.__name__}"
+                )
 
 
 @functools.lru_cache(1024)

@@ -141,6 +141,7 @@ def cached_attention(
         of the `T` tokens are the sequence's own. The rest is padding, whose output means
         nothing; it needs room in the cache, and the tokens after it take its place. None: `T`.
     """
+    checks.tensors(query=query, key=key, value=value, gates=gates)
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
     config = validate.cache_config(cache, config)

@@ -1,13 +1,26 @@
 """Checks of public arguments: those of `nsa_core.validate`, and torch's devices and packing."""
 
 import itertools
+import numbers
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_core import debug, validate, validate_paged
+from nsa_core.types import Branches
 from nsa_torch import replay
+
+
+def tensors(**given):
+    """That no array is another framework's, by itself or as one of `Branches`."""
+    for name, x in given.items():
+        branches = isinstance(x, Branches)
+        for suffix, each in x._asdict().items() if branches else [("", x)]:
+            if hasattr(each, "dtype") and not isinstance(each, Tensor):
+                where = f"{name}.{suffix}" if branches else name
+                kind = f"{type(each).__module__.partition('.')[0]}.{type(each).__name__}"
+                raise ValueError(f"{where} must be a torch tensor, got a {kind}")
 
 
 def tokens(
@@ -22,6 +35,7 @@ def tokens(
     length=None,
 ):
     """`length`: tokens of the whole sequence, where these are a rank's."""
+    tensors(**{"query": query, key_name: key, value_name: value})
     validate.attention(query, key, value, config, None, scale, key_name, value_name)
     devices(query, {"query": query})
     devices(query, {key_name: key, value_name: value})
@@ -110,6 +124,8 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 def length(kv_len, query, cu_seqlens, capacity):
     if cu_seqlens is not None and kv_len is not None:
         raise ValueError("kv_len must be None where cu_seqlens are given, got both")
+    if not isinstance(kv_len, numbers.Integral):
+        tensors(kv_len=kv_len)
     validate.length(kv_len, query, None, capacity)
     if isinstance(kv_len, Tensor):
         devices(query, {"kv_len": kv_len})
@@ -117,6 +133,7 @@ def length(kv_len, query, cu_seqlens, capacity):
 
 
 def scoring(query, compressed_key, config, kv_len, cu_seqlens, scale):
+    tensors(query=query, compressed_key=compressed_key)
     validate.scoring(query, compressed_key, config, kv_len, None, scale)
     devices(query, {"query": query})
     packed(cu_seqlens, query, "query")
@@ -126,9 +143,10 @@ def scoring(query, compressed_key, config, kv_len, cu_seqlens, scale):
 
 
 def compressed(query, compressed_key, compressed_value, config, kv_len):
+    given = {"compressed_key": compressed_key, "compressed_value": compressed_value}
+    tensors(**given)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
-    tensors = {"compressed_key": compressed_key, "compressed_value": compressed_value}
-    devices(query, tensors)
+    devices(query, given)
 
 
 def indices(block_indices, query, key, config):

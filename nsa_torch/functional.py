@@ -98,6 +98,7 @@ def attention(
         if call is not None and (decided := alike.DECIDED.get(call.value)) is not None:
             return _again(call, decided, *tensors, **options)
     key, value = Branches.each(key), Branches.each(value)
+    checks.tensors(query=query, gates=gates)
     gates = validate.gates(gates, query)
     options |= {
         "compressed": compressed,
@@ -270,6 +271,7 @@ def compress(
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
     """
+    checks.tensors(x=x)
     validate.array("x", x, 4)
     validate.phi(params, x, config)
     checks.packed(cu_seqlens, x, "x")

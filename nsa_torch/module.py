@@ -306,6 +306,7 @@ class NSAAttention(nn.Module):
           new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
         """
         spec = self.spec
+        checks.tensors(x=x)
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
         if kv is None and not prefill:
             raise ValueError("kv must be a cache from init_cache where prefill=False, got None")

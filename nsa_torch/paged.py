@@ -154,6 +154,7 @@ def append(
         another kind.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
+    checks.tensors(key=key, value=value, page_table=page_table, lengths=lengths)
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)

@@ -78,6 +78,7 @@ def explain(
 
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
+    checks.tensors(query=query, gates=gates, page_table=page_table, lengths=lengths)
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_devices(cache, page_table, lengths, cu_seqlens_q, query=query)

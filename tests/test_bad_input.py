@@ -282,3 +282,23 @@ def test_good_input_passes():
     """The defaults above are good: each case fails for its own reason."""
     assert jax.eval_shape(attention).shape == (2, 20, 4, 6)
     assert jax.eval_shape(select).shape == (2, 20, 2, 4)
+
+
+def test_arrays_of_the_other_framework():
+    """Where dtypes have the same name, it is not the dtype that is wrong."""
+    theirs = [torch.from_numpy(np.array(x)) for x in (Q, K, V, GATES)]
+    cache = nsa_torch.init_cache(2, 30, 2, 8, 6, config=SMALL)
+    for i, name in enumerate(("query", "key", "value", "gates")):
+        given = list(theirs)
+        given[i] = np.asarray((Q, K, V, GATES)[i])
+        for call in (
+            lambda *x: nsa_torch.attention(*x, config=SMALL),
+            lambda *x: nsa_torch.cached_attention(*x, cache),
+        ):
+            message = f"{name} must be a torch tensor, got a numpy.ndarray"
+            with pytest.raises(ValueError, match=message):
+                call(*given)
+        given = [Q, K, V, GATES]
+        given[i] = theirs[i]
+        with pytest.raises(ValueError, match=r"of JAX or NumPy, got a torch.Tensor of shape"):
+            nsa_jax.attention(*given, config=SMALL)

@@ -36,7 +36,10 @@ ZERO = torch.zeros
 BAD_INPUT = {
     "rank": (bad(query=ZERO(20, 4, 8)), "query must have 4 axes"),
     "numpy": (bad(gates=ZERO(1, 20, 4, 3).numpy()), "gates.* must be a torch tensor"),
-    "numpy query": (bad(query=ZERO(1, 20, 4, 8).numpy()), "must.* dtype of query"),
+    "a numpy query": (
+        bad(query=ZERO(1, 20, 4, 8).numpy()),
+        "query must be a torch tensor, got a numpy.ndarray",
+    ),
     "dtype": (bad(key=ZERO(1, 20, 2, 8).half()), "key.*dtype of query, float32, got float16"),
     "integers": (bad(query=ZERO(1, 20, 4, 8, dtype=torch.int32)), "query must have dtype"),
     "heads": (
