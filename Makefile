@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
 # The CUDA 13 build of JAX where a GPU answers, its compiler for the tests where none does;
 # EXTRAS=cuda12 for a CUDA 12 torch.
 EXTRAS ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda13 || echo compiler)
+# Pinned versions; CONSTRAINTS= for the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -16,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all test-gpu test-clean durations wheel check format clean
+.PHONY: help setup compare oneshot test test-all test-gpu test-clean test-versions durations wheel sdist check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
@@ -25,17 +27,20 @@ help:
 	@echo "make test-all    all tests, 25 minutes on two cores"
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch"
+	@echo "make test-versions  what other versions can break: oldest and newest; VERSIONS=pre-release"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
+	@echo "make sdist       dist/*.tar.gz, of which a wheel without kernels is built anywhere"
 	@echo "make check       format, lint, types, layers"
 	@echo "make format      rewrite the sources in the house format"
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "Python 3.12 or newer is needed (set PYTHON=...)"; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(RUN) -m pip install --quiet --disable-pip-version-check \
-		--config-settings editable_mode=compat --editable ".[test,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+		$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --config-settings editable_mode=compat \
+		--editable ".[test,dev$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	touch $(READY)
 
 comma := ,
@@ -68,6 +73,10 @@ test-gpu: $(READY)
 test-clean:
 	$(PYTHON) tests/clean_environments.py $(CLEAN)
 
+# VERSIONS names environments of tests/versions.py, none: oldest and newest.
+test-versions: $(READY)
+	$(RUN) tests/versions.py $(VERSIONS)
+
 # Kernels lie in the package while the wheel is made, not in the checkout.
 PRESETS := kernels_pallas/runtime/presets
 WHEEL_MIB := 45
@@ -79,6 +88,10 @@ wheel: $(READY)
 		$(RUN) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@du -k dist/*.whl | awk '{ printf "%s: %.1f MiB\n", $$2, $$1 / 1024; \
 		if ($$1 > $(WHEEL_MIB) * 1024) { print "must be at most $(WHEEL_MIB) MiB"; exit 1 } }'
+
+# No GPU, no compiler and no kernels: what `make wheel` is made of.
+sdist: $(READY)
+	$(RUN) -m build --quiet --sdist --outdir dist .
 
 check: $(READY)
 	$(RUN) -m ruff format --check .

@@ -12,7 +12,6 @@ where a process built or wrote something, or imported JAX. A Hopper GPU is neede
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -32,10 +31,13 @@ at = {"flag_values": FLAGS}
 PRESETS = flags.DEFINE_list("presets", ["paper", "seed", "smallgroup"], "Of configs/.", **at)
 LENGTH = flags.DEFINE_integer("length", 4096, "Tokens.", lower_bound=64, **at)
 OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-PROCESS = flags.DEFINE_bool("process", False, "Be the process that calls one preset.", **at)
+CACHES = flags.DEFINE_string(
+    "caches", None, "Be the process that calls one preset; the folder of its caches.", **at
+)
 COMMIT = cli.define_commit(FLAGS)
 STAGES = "cold", "warm"
-CACHES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
+# Each cache of what a process may compile, in a folder of its own.
+VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
 
 def first_calls(preset: str, length: int) -> dict[str, float]:
@@ -125,11 +127,10 @@ def faults(caches: Path) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    if PROCESS.value:
+    if CACHES.value:
         (preset,) = PRESETS.value
         found = first_calls(preset, LENGTH.value)
-        bad = faults(Path(os.environ[CACHES[0]]).parent)
-        print(json.dumps(found | {"faults": bad}), flush=True)
+        print(json.dumps(found | {"faults": faults(Path(CACHES.value))}), flush=True)
         return exit_status.OK
     import torch
 
@@ -157,13 +158,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _row(preset: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder, name.lower())) for name in CACHES}
-        words = ["-m", process.module("bench.installed"), "--process", f"--presets={preset}"]
+        caches = {name: str(Path(folder, name.lower())) for name in VARIABLES}
+        module, flags = process.module("bench.installed"), [f"--length={LENGTH.value}"]
+        flags += [f"--presets={preset}", f"--caches={folder}"]
         done = subprocess.run(
-            [sys.executable, *words, f"--length={LENGTH.value}"],
+            [sys.executable, "-m", module, *flags],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | caches,
+            env=process.environment(caches),
         )
         if done.returncode:
             raise app.UsageError(f"the process of {preset} ended with {done.returncode}")

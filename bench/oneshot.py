@@ -116,6 +116,8 @@ class Run:
     def not_asked(self, step: Step) -> str | None:
         if ONLY.value and step.name not in ONLY.value:
             return "not among --only"
+        if step.command.startswith("bench.suite") and process.ROOT != process.CHECKOUT:
+            return "tests come with a checkout, not with a wheel"
         return "--skip" if step.name in SKIP.value else None
 
     def run(self) -> int:

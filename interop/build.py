@@ -20,9 +20,21 @@ from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import PARSED, Store, sources
 from nsa_core import config_files, extras
 from nsa_core.config import NSAConfig
+from nsa_core.dispatch import layer_note
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def layer_of(preset: str) -> dict[str, Any]:
+    """The layer of a file of `configs/`, as a store notes it."""
+    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
+    model, config = settings["model"], NSAConfig(**settings["nsa"])
+    return layer_note(
+        *(model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")),
+        DTYPES[settings["runtime"]["precision"]],
+        config,
+    )
 
 
 def kernels_of(
@@ -40,30 +52,22 @@ def kernels_of(
         from nsa_jax import kernel_list
     except ModuleNotFoundError as error:
         raise extras.missing("jax", error) from error
-    settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
-    model, config = settings["model"], NSAConfig(**settings["nsa"])
-    heads = model["n_heads"], model["n_kv_groups"]
-    widths, dtype = (model["d_k"], model["d_v"]), DTYPES[settings["runtime"]["precision"]]
+    layer = layer_of(preset)
+    config = NSAConfig(**layer["config"])
+    sizes = [layer[x] for x in ("heads", "kv_heads", "key_width", "value_width", "dtype")]
     found: dict[Kernel, None] = {}
     if decode:
-        found |= dict.fromkeys(mosaic_decode.kernels_of(*heads, *widths, dtype, config))
+        found |= dict.fromkeys(mosaic_decode.kernels_of(*sizes, config))
     calls: list[dict[str, Any]] = [
         {"length": length, "gradients": gradients, "packed": packed, "compresses": not packed}
         for length, gradients, packed in itertools.product(lengths, *[(False, True)] * 2)
     ]
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
     apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
+    layer["config"] = config
     for call in [*calls, apart]:
-        given: dict[str, Any] = {"shared": call["compresses"]} | call
-        kernels = kernel_list.kernels_of(
-            heads=heads[0],
-            kv_heads=heads[1],
-            key_width=widths[0],
-            value_width=widths[1],
-            dtype=dtype,
-            config=config,
-            **given,
-        )
+        given: dict[str, Any] = {**layer, "shared": call["compresses"], **call}
+        kernels = kernel_list.kernels_of(**given)
         found |= dict.fromkeys(x.for_any_length() for x in kernels)
     return list(found)
 
@@ -111,6 +115,7 @@ def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) ->
     seconds = time.perf_counter() - begin
     if options.out is not None:  # what reads them there need not parse their sources again
         sources().save(store.folder / PARSED)
+    store.add_layers([layer_of(name) for name in presets])
     print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
     return 0
 

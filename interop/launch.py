@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels_pallas.kernel import DESCRIPTIONS, Array, Kernel
-from kernels_pallas.runtime import driver, loaded, plugin
+from kernels_pallas.runtime import build, driver, loaded, plugin
 from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.runtime.sequence import LaunchSequence
 
@@ -35,8 +35,6 @@ CAPABILITY = (9, 0)
 # a view that starts inside its storage can break it.
 ALIGNMENT = 256
 
-# (function, stream, addresses); releases the GIL, since a full queue makes the driver wait.
-_Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 _launchers: dict[tuple[Kernel, int], Callable[[int, Sequence[int]], None]] = {}
 LAUNCHERS = DESCRIPTIONS  # kept at most; code that was loaded stays
@@ -281,7 +279,13 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
     Returns:
       A function of the stream and of the addresses of inputs and outputs that queues one run.
     """
-    from kernels_pallas.runtime.lowering import lower  # imports JAX
+    try:
+        from kernels_pallas.runtime.lowering import lower  # imports JAX
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"{kernel.name} is none of the kernels on disk, and this machine cannot build it: "
+            f"{build.why_not()}; a layer's scale is part of its kernels"
+        ) from error
 
     code = lower(kernel)
     compiler = plugin.compiler()
@@ -293,8 +297,8 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
                 f"JAX's CUDA plugin could not compile {kernel.name}: its reasons, if it gave "
                 "any, are on stderr; MOSAIC_GPU_DUMP_PTXAS=1 adds those of ptxas"
             )
-        function, start = ctypes.c_void_p(compiled[0]), _Start(compiled[1])
-        driver.load_now(function, of)
+        start = plugin.launcher(compiled, index)
+        driver.load_now(ctypes.c_void_p(compiled[0]), of)
 
     context = ctypes.c_void_p(address)
     pointers = ctypes.c_void_p * (len(kernel.inputs) + len(kernel.outputs))
@@ -308,7 +312,7 @@ def _compile(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]
         if error := push(context):
             raise RuntimeError(f"{of}: cuCtxPushCurrent failed with {driver.words(error)}")
         try:
-            start(function, stream, pointers(*addresses))
+            start(stream, pointers(*addresses))
         finally:
             pop(popped)
 

@@ -14,7 +14,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import kernels_pallas
 from nsa_core import policy
@@ -50,6 +50,20 @@ class Problem(NamedTuple):
     device: str | None = None  # the GPU, as its driver calls it
     requires_grad: bool = False  # whether a backward pass may follow
     cached: bool = False  # whether the keys are a cache, whose lengths the device knows
+
+
+def layer_note(
+    heads: int, kv_heads: int, key_width: int, value_width: int, dtype: str, config: NSAConfig
+) -> dict[str, Any]:
+    """What kernels depend on besides lengths, as `kernels_pallas.runtime.store` notes it."""
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "key_width": key_width,
+        "value_width": value_width,
+        "dtype": dtype,
+        "config": dataclasses.asdict(config),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

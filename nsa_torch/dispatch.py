@@ -19,7 +19,7 @@ from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch import WHOLE, Implementation, Problem, Registry
+from nsa_core.dispatch import WHOLE, Implementation, Problem, Registry, layer_note
 from nsa_core.types import Branches
 from nsa_torch import fa2, operators
 from nsa_torch.debug import TORCH
@@ -64,13 +64,21 @@ def jax_has_cuda() -> bool:
     return any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin")))
 
 
+@functools.lru_cache(4096)
+def on_disk(*layer) -> bool:
+    """Whether the kernels of a layer are; arguments of `layer_note`."""
+    return loaded.store().serves(layer_note(*layer))
+
+
 def mosaic_why_not(problem: Problem) -> str | None:
     """Why the Mosaic kernels cannot run the problem, or cannot read the tensors in place."""
     reason = kernels_pallas.why_not("mosaic", problem)
     if reason is not None:
         return reason
-    if problem.platform == "cuda" and not jax_has_cuda() and not loaded.any_on_disk():
-        return COMPILER
+    if problem.platform == "cuda" and not jax_has_cuda():
+        sizes = problem.H, problem.Hkv, problem.D, problem.Dv
+        if not on_disk(*sizes, problem.dtype, problem.config):
+            return COMPILER
     return problem.strided and f"needs {problem.strided}"
 
 

@@ -81,6 +81,7 @@ from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
 from nsa_core.config import NSAConfig
 from nsa_core.steps import mosaic_decode
+from nsa_torch import dispatch
 from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.warm_up import Layer, kernels_of
 for preset in ("paper", "seed", "smallgroup"):
@@ -95,6 +96,8 @@ for preset in ("paper", "seed", "smallgroup"):
             wanted |= {x.for_any_length() for x in kernels_of(layer, 1, n, n, None)}
     missing = [x.name for x in wanted if Store("none").get(x) is None]
     assert wanted and not missing, f"{preset}: the wheel has no {missing}"
+    assert dispatch.on_disk(*sizes, "bfloat16", config), f"{preset} is not noted in the wheel"
+    assert not dispatch.on_disk(2, *sizes[1:], "bfloat16", config)
 """
 NO_JAX = """
 refused("import nsa_jax; nsa_jax.attention", "jax")

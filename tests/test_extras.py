@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from bench.harness.process import ROOT
 from tests.clean_environments import ENVIRONMENTS, NO_JAX, TORCH, beside, program, project
@@ -15,6 +16,7 @@ from tests.clean_environments import ENVIRONMENTS, NO_JAX, TORCH, beside, progra
 FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, SETUPTOOLS = FILE["project"], FILE["tool"]["setuptools"]
 EXTRAS = PROJECT["optional-dependencies"]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 # Nothing of the library comes from elsewhere.
 HOME = """
 for name, module in sorted(sys.modules.items()):
@@ -77,6 +79,21 @@ def test_a_missing_package_names_its_extra(statement, hidden, extra):
     assert hidden in {Requirement(line).name for line in EXTRAS[extra]}
 
 
+@pytest.mark.parametrize("script", PROJECT["scripts"])
+def test_a_console_script_names_the_extra_that_it_needs(script):
+    module, function = PROJECT["scripts"][script].split(":")
+    done = run(
+        f"import sys; from {module} import {function}; {function}()", ("rich", "matplotlib")
+    )
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and "pip install 'native-sparse-attention[bench]'" in line
+    shown = (
+        f"import sys; sys.argv[1:] = ['--help']; from {module} import {function}; {function}()"
+    )
+    done = run(shown, ())
+    assert (done.returncode == 0 and "--preset" in done.stdout) or "--plan" in done.stdout
+
+
 def test_a_package_has_one_bound():
     """What tests install may be narrower."""
     bounds = {}
@@ -87,7 +104,23 @@ def test_a_package_has_one_bound():
     assert {name: found for name, found in bounds.items() if len(found) > 1} == {}
     for requirement in map(Requirement, EXTRAS["test"]):
         for bound in bounds.get(requirement.name, ()):
-            assert set(requirement.specifier) >= set(Requirement(f"x{bound}").specifier)
+            for each in Requirement(f"x{bound}").specifier:
+                narrower = [
+                    x for x in requirement.specifier if x.operator == each.operator == "<"
+                ]
+                assert each in set(requirement.specifier) or any(
+                    Version(x.version) <= Version(each.version) for x in narrower
+                ), f"test takes {requirement}, others {bound}"
+
+
+def test_what_is_pinned_is_within_the_bounds():
+    lines = [line for line in CONSTRAINTS.splitlines() if not line.startswith("#")]
+    pinned = dict(line.split("==") for line in lines)
+    asked = itertools.chain(PROJECT["dependencies"], *EXTRAS.values())
+    for requirement in map(Requirement, asked):
+        if version := pinned.get(requirement.name):
+            assert version in requirement.specifier, f"{requirement} is pinned to {version}"
+    assert {"jax", "torch", "transformers"} <= pinned.keys()
 
 
 def folders() -> set[Path]:

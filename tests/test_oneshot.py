@@ -25,6 +25,15 @@ FAIL = {"name": "bad", "command": f"{FAKE} fail", "timeout_s": 30}
 HANG = {"name": "hang", "command": f"{FAKE} hang {{root}}/pid", "timeout_s": 2}
 
 
+def test_an_installed_library_has_no_tests_to_run(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.harness.process, "ROOT", tmp_path)
+    monkeypatch.setattr(oneshot, "process", bench.harness.process)
+    tests = {"name": "tests", "command": "bench.suite -- tests", "timeout_s": 30}
+    code, summary = run(tests)
+    assert code == 0 and [x["status"] for x in summary["steps"]] == ["skipped"]
+    assert summary["steps"][0]["reason"] == "tests come with a checkout, not with a wheel"
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """The command with a plan of these steps: exit status, summary."""

@@ -141,6 +141,31 @@ def test_presets_may_be_links_of_a_package_manager(store, builds, tmp_path):
     assert both.get(kernel(1)) == built_of(kernel(1)) and len(both.list()) == 1
 
 
+LAYER = {"heads": 64, "dtype": "bfloat16", "config": {"window": 512}}
+
+
+def test_layers_that_kernels_are_there_of(store, builds, tmp_path):
+    presets = Store(tmp_path / "presets", presets=None)
+    both = Store(store.folder, presets=presets.folder)
+    assert not both.serves(LAYER) and both.layers() == []
+    presets.put(kernel(1), built_of(kernel(1)))
+    assert not both.serves(LAYER)  # of a package all are noted
+    presets.add_layers([LAYER])
+    other = LAYER | {"heads": 32}
+    assert both.serves(LAYER) and not both.serves(other) and both.layers() == [LAYER]
+    store.put(kernel(2), built_of(kernel(2)))
+    assert both.serves(other)  # it may: of what was built here nothing is noted
+    store.add_layers([LAYER, LAYER | {"heads": 1}])
+    assert both.serves(LAYER | {"heads": 1}) and not both.serves(other)
+    store.folder.chmod(0o777)
+    assert not both.serves(LAYER | {"heads": 1})
+    store.folder.chmod(0o700)
+    (store.folder / module.LAYERS).write_text("{")
+    assert both.serves(other) and both.layers() == [LAYER]
+    store.clear()
+    assert not both.serves(other)
+
+
 def test_list_and_clear(store):
     assert store.list() == [] and store.clear() == 0
     for i in range(3):
@@ -410,6 +435,7 @@ def test_the_command_builds_lists_and_clears(tmp_path, builds, monkeypatch, caps
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("4 kernels of paper, seed in ") and builds == [5, 1, 4]
     assert json.loads((tmp_path / "out" / module.PARSED).read_text())
+    assert Store(tmp_path / "out").layers() == list(map(command.layer_of, ("paper", "seed")))
     assert [line.split()[0] for line in lines] == ["sample"] * 3 + ["3"]
     assert command.main(["--preset=paper", "--decode", out]) == 0 and asked[-1]
     assert not any(asked[:-1]) and "2 kernels of paper in " in capsys.readouterr().out

@@ -15,7 +15,6 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from bench.harness.checked_layer import Watch
 from kernels_pallas.mosaic import capability
-from kernels_pallas.runtime import loaded
 from nsa_core.steps import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
 from nsa_interop import dlpack
 from nsa_torch import (
@@ -483,7 +482,7 @@ def test_torch_needs_the_compiler_of_jax_or_kernels_on_disk(monkeypatch):
     missing = "needs the compiler in JAX's CUDA plugin"
     for compiler, on_disk, reason in ((1, 0, "None"), (0, 0, missing), (0, 1, "None")):
         monkeypatch.setattr(dispatch, "jax_has_cuda", lambda there=compiler: there)
-        monkeypatch.setattr(loaded, "any_on_disk", lambda there=on_disk: there)
+        monkeypatch.setattr(dispatch, "on_disk", lambda *layer, there=on_disk: there)
         assert (dispatch.mosaic_why_not(problem) or "None").startswith(reason)
 
 

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).parents[2]  # commands run here, where the sources are
+CHECKOUT = Path(__file__).parents[2]
+# Commands run here: where the sources are, or, where the library is installed, where one is.
+ROOT = CHECKOUT if (CHECKOUT / "pyproject.toml").exists() else Path.cwd()
 SHOWN_LINES = 15
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 

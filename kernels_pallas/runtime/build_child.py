@@ -84,11 +84,10 @@ class Compiled(NamedTuple):
     """What the plugin's compiler gave, and what it told the driver.
 
     `layout`: offset and bytes of each parameter. `log`: what it printed, with ptxas' figures.
-    `start`: the launcher, a function of the function, the stream and the addresses.
+    `start`: the launcher, a function of the stream and of an array of addresses.
     """
 
-    function: int
-    start: Callable[..., None]
+    start: Callable[[int, Any], None]
     image: bytes
     entry: str
     attributes: tuple[cubin.Attribute, ...]
@@ -168,9 +167,9 @@ def compile_kernel(kernel: Kernel) -> Compiled:
         for x in calls
         if x["call"] == "cuFuncSetAttribute"
     )
-    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     layout = tuple(_layout(image, entry))
-    return Compiled(compiled[0], start(compiled[1]), image, entry, attributes, layout, log)
+    start = plugin.launcher(compiled, 0)
+    return Compiled(start, image, entry, attributes, layout, log)
 
 
 def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> Launched:
@@ -179,7 +178,7 @@ def launch(compiled: Compiled, addresses: Sequence[int], stream: int = 0) -> Lau
     recorder().recorder_clear()
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     with _context():
-        compiled.start(compiled.function, stream, pointers)
+        compiled.start(stream, pointers)
     (found,) = launches()
     return found
 

@@ -77,12 +77,6 @@ def load(
             _loaded[kernel, device] = built.cubin, driver.load(built.cubin, built.image, device)
 
 
-@functools.cache
-def any_on_disk() -> bool:
-    """Whether kernels are there, of whatever configuration."""
-    return bool(store().list())
-
-
 @functools.lru_cache(DESCRIPTIONS)
 def on_disk(kernel: Kernel) -> bool:
     """Whether a kernel, for any length, is there."""

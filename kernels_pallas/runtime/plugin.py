@@ -4,11 +4,15 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
+
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+DEVICE_SINCE = Version("0.12.0.dev0")  # launchers take the kernel and the device too
 
 
 def installed() -> bool:
@@ -18,7 +22,7 @@ def installed() -> bool:
 
 @functools.cache
 def compiler() -> Callable[[bytes, int], Any]:
-    """The plugin's compiler: a pointer to the function and its launcher, or NULL.
+    """The plugin's compiler: a pointer to the function and its launcher (`launcher`), or NULL.
 
     Raises:
       RuntimeError: no plugin is installed.
@@ -33,6 +37,22 @@ def compiler() -> Callable[[bytes, int], Any]:
     found.argtypes = [ctypes.c_char_p, ctypes.c_int]
     found.restype = ctypes.POINTER(ctypes.c_void_p)
     return found
+
+
+def launcher(compiled: Any, device: int) -> Callable[[int, Any], None]:
+    """A function of the stream and of an array of addresses that queues one run.
+
+    Args:
+      compiled: what `compiler` gave; its first entry is the function in the current context.
+      device: the GPU of that context.
+    """
+    function, address = compiled[0], compiled[1]
+    pointer = ctypes.c_void_p
+    if Version(importlib.metadata.version("jaxlib")) < DEVICE_SINCE:
+        start = ctypes.CFUNCTYPE(None, *[pointer] * 3)(address)
+        return lambda stream, addresses: start(function, stream, addresses)
+    start, kernel = ctypes.CFUNCTYPE(None, *[pointer] * 4, ctypes.c_int)(address), compiled[2]
+    return lambda stream, addresses: start(kernel, function, stream, addresses, device)
 
 
 def _found(name: str) -> bool:

@@ -42,6 +42,7 @@ PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is a
 LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
 PARSED = "sources.json"  # beside presets: what `Sources` need not parse again
+LAYERS = "layers.json"  # beside kernels: the layers that all kernels are there of
 LEFT_SECONDS = 3600.0  # after which a file that was not finished is thrown away
 WAIT_SECONDS = 10.0  # after which is said what is waited for
 
@@ -182,6 +183,26 @@ class Store:
             raise RuntimeError(f"{more if len(errors) > 1 else ''}{first}") from first
         return [built for key in keys if (built := found[key])]
 
+    def layers(self) -> "list[dict[str, Any]]":
+        """The layers that `add_layers` was told of, presets first."""
+        found = [_layers(x) for x in (self._presets, self.folder) if x is not None]
+        return [layer for layers in found for layer in layers]
+
+    def add_layers(self, layers: "Sequence[dict[str, Any]]") -> None:
+        """Notes that all kernels of these layers are there: descriptions that JSON holds."""
+        known = _layers(self.folder)
+        known += [layer for layer in layers if layer not in known]
+        _write_whole(self.folder / LAYERS, json.dumps(known, indent=1).encode())
+
+    def serves(self, layer: dict[str, Any]) -> bool:
+        """Whether kernels of a layer are there; of a folder where no layer was noted that is not
+        known, and they may be."""
+        there = self.folder.is_dir() and not self._refused()
+        notes = [self._presets, *[self.folder] * there]
+        if any(layer in _layers(x) for x in notes if x is not None):
+            return True
+        return there and not _layers(self.folder) and any(self._files(self.folder, False))
+
     def list(self) -> "list[Entry]":
         """The files, presets first, then those used last."""
         found = [*self._files(self._presets, True), *self._files(self.folder, False)]
@@ -192,6 +213,8 @@ class Store:
         count = 0
         with self._lock:
             self._memory.clear()
+            with contextlib.suppress(OSError):
+                (self.folder / LAYERS).unlink()
             for entry in self._files(self.folder, False):
                 with contextlib.suppress(OSError):
                     self._path(self.folder, entry.key, entry.name).unlink()
@@ -350,7 +373,6 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
-    """Writes a file that is there as a whole or not at all."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "key": key,
@@ -358,10 +380,24 @@ def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
         "cubin": built.cubin.to_json(),
     }
     rest = canonical(manifest).encode() + b"\n" + built.image
+    _write_whole(path, _checksum(rest) + b"\n" + rest)
+
+
+def _layers(folder: Path) -> list[dict[str, Any]]:
+    """Those noted in a folder; none where the note is missing or damaged."""
+    try:
+        found = json.loads((folder / LAYERS).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes a file that is there as a whole or not at all."""
     number, name = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(_checksum(rest) + b"\n" + rest)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

@@ -1,0 +1,24 @@
+"""The console scripts: commands of the extra `bench`, which say so where it is missing."""
+
+import runpy
+import sys
+
+
+def compare() -> None:
+    """`nsa-compare`: `python -m nsa_bench.compare`."""
+    _run("nsa_bench.compare")
+
+
+def oneshot() -> None:
+    """`nsa-oneshot`: `python -m nsa_bench.oneshot`."""
+    _run("nsa_bench.oneshot")
+
+
+def _run(module: str) -> None:
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        if "pip install 'native-sparse-attention[" not in str(error):
+            raise
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None

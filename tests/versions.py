@@ -1,0 +1,208 @@
+"""The tests that other versions of Python, torch, JAX and transformers can break, each set in an
+environment of its own.
+
+    python tests/versions.py                 # oldest and newest
+    python tests/versions.py newest --keep   # with what is installed there already
+    python tests/versions.py --table         # what the runs of before found, as a table
+
+    oldest        Python 3.12, and of each package the lowest version that pyproject.toml allows
+    newest        the newest Python of 3.12 and 3.13 that is here, and the newest versions allowed
+    pre-release   the same, above the ceilings and with what is not released yet (`pip --pre`)
+
+An environment lies under build/versions, beside its result: a line of JSON. The exit status is 1
+where a test failed; of `pre-release` it is told, and counts no more than that.
+"""
+
+import argparse
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "versions"
+NAMES = "oldest", "newest", "pre-release"
+EXTRAS = "test", "compiler", "hf"  # of a package that two name the bound of the last one counts
+PYTHONS = {"oldest": ("3.12",), "newest": ("3.13", "3.12"), "pre-release": ("3.13", "3.12")}
+# What a version can break: undocumented names, lowering and machine code, each layer of both
+# frameworks once, what transformers asks for, what kernels are keyed by.
+TESTS = (
+    "test_canaries",
+    "test_sources",
+    "test_runtime",
+    "test_runtime_store",
+    "test_launch",
+    "test_ffi",
+    "test_decode_compiled",
+    "test_scores_qk",
+    "test_jax_program",
+    "test_nn",
+    "test_transforms",
+    "test_torch",
+    "test_torch_rules",
+    "test_second_derivatives",
+    "test_cache",
+    "test_weights",
+    "test_huggingface",
+    "test_huggingface_compatibility",
+    "test_huggingface_paged",
+    "test_block_selection",
+    "test_continuous_batching",
+    "test_convert",
+)
+SHOWN = "torch", "triton", "jax", "jaxlib", "jax-triton", "flax", "transformers", "numpy"
+
+
+def requirements(name: str) -> list[str]:
+    """What pip installs for an environment."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [project["optional-dependencies"][extra] for extra in EXTRAS]
+    lines = {Requirement(x).name: x for x in itertools.chain(project["dependencies"], *extras)}
+    if name == "oldest":
+        return [lowest(Requirement(line)) for line in lines.values()]
+    if name == "pre-release":  # above every ceiling
+        return [without_ceiling(Requirement(line)) for line in lines.values()]
+    return list(lines.values())
+
+
+def without_ceiling(requirement: Requirement) -> str:
+    bounds = [x for x in requirement.specifier if x.operator != "<"]
+    requirement.specifier = SpecifierSet(",".join(map(str, bounds)))
+    return str(requirement)
+
+
+def lowest(requirement: Requirement) -> str:
+    """The same at its lower bound; parts of CUDA stay at what they allow together."""
+    bounds = [x.version for x in requirement.specifier if x.operator == ">="]
+    if requirement.name.startswith("nvidia-") or not bounds:
+        return str(requirement)
+    marker = f"; {requirement.marker}" if requirement.marker else ""
+    return f"{requirement.name}=={bounds[0]}{marker}"
+
+
+def python_of(name: str) -> str:
+    """
+    Raises:
+      SystemExit: there is none.
+    """
+    for version in PYTHONS[name]:
+        if found := shutil.which(f"python{version}"):
+            done = subprocess.run([found, "-c", ""], capture_output=True)
+            if done.returncode == 0:
+                return found
+    sys.exit(f"{name} needs Python {' or '.join(PYTHONS[name])} on PATH")
+
+
+def install(name: str) -> Path:
+    """A new environment; its Python."""
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python_of(name), "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--upgrade", "pip"], check=True)
+    before = ["--pre", "--upgrade"] if name == "pre-release" else ["--only-binary", ":all:"]
+    subprocess.run([*pip, *before, *requirements(name), "setuptools"], check=True)
+    return python
+
+
+def run(name: str, keep: bool) -> dict[str, Any]:
+    """Installs, tests, and writes what was found."""
+    begin = time.monotonic()
+    python = FOLDER / name / "bin" / "python"
+    if not keep or not python.exists():
+        python = install(name)
+    installed = time.monotonic()
+    report = FOLDER / f"{name}.xml"
+    tests = [f"tests/{x}.py" for x in TESTS]
+    options = ["-m", "not slow and not gpu", "-n", "2", "--dist", "loadfile"]
+    command = [python, "-m", "pytest", "-q", *options, f"--junit-xml={report}", *tests]
+    status = subprocess.run(command, cwd=ROOT).returncode
+    found = {
+        "name": name,
+        "status": status,
+        "install_minutes": round((installed - begin) / 60, 1),
+        "test_minutes": round((time.monotonic() - installed) / 60, 1),
+        "versions": versions(python),
+        **outcomes(report),
+    }
+    (FOLDER / f"{name}.json").write_text(json.dumps(found) + "\n")
+    return found
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Of Python and of the packages that matter."""
+    program = (
+        "import json, platform, importlib.metadata as m\n"
+        "there = {x.name.lower().replace('_', '-'): x.version for x in m.distributions()}\n"
+        f"found = {{x: there[x] for x in {SHOWN} if x in there}}\n"
+        "print(json.dumps({'Python': platform.python_version()} | found))"
+    )
+    done = subprocess.run([python, "-c", program], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """How many passed, which failed, and why the others were skipped."""
+    passed, failed, skipped = 0, [], {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif (skip := case.find("skipped")) is not None:
+            reason = skip.get("message") or ""
+            skipped[reason] = skipped.get(reason, 0) + 1
+        else:
+            passed += 1
+    return {"passed": passed, "failed": failed, "skipped": skipped}
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown, a column an environment."""
+    names = list(dict.fromkeys(x for each in found for x in each["versions"]))
+    rows = [["", *(each["name"] for each in found)], ["---"] * (len(found) + 1)]
+    rows += [[x, *(each["versions"].get(x, "") for each in found)] for x in names]
+    rows += [
+        ["passed", *(str(each["passed"]) for each in found)],
+        ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
+        [
+            "skipped",
+            *(
+                "; ".join(f"{n}: {why}" for why, n in each["skipped"].items()) or "none"
+                for each in found
+            ),
+        ],
+        ["minutes", *(f"{each['test_minutes']}" for each in found)],
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("names", nargs="*", default=["oldest", "newest"])
+    parser.add_argument("--keep", action="store_true", help="what is installed stays")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - set(NAMES)):
+        parser.error(f"environments must be among {', '.join(NAMES)}, got {', '.join(unknown)}")
+    if options.table:
+        files = [FOLDER / f"{name}.json" for name in NAMES]
+        found = [json.loads(path.read_text()) for path in files if path.exists()]
+    else:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        found = [run(name, options.keep) for name in options.names]
+    print(table(found))
+    return int(any(each["status"] for each in found if each["name"] != "pre-release"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
