@@ -14,7 +14,7 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity
-from kernels_pallas.mosaic import dkv as dkv_body
+from kernels_pallas.mosaic import dkv_gathered, dkv_interval, dkv_step
 from kernels_pallas.specs import block_query_lists, dkv, work_items
 from kernels_pallas.specs.work_items import WorkItem
 from nsa_core.config import NSAConfig
@@ -383,9 +383,9 @@ def test_a_mask_off_by_one_is_caught(mutant, monkeypatch):
         found = plgpu.broadcasted_iota(dtype, shape, dimension, **options)
         return found + int(dimension == 0)
 
-    plgpu = dkv_body.plgpu
+    plgpu = dkv_step.plgpu
     wrong = patched(plgpu, broadcasted_iota=broadcasted_iota)
-    monkeypatch.setattr(dkv_body, "plgpu", wrong)
+    monkeypatch.setattr(dkv_step, "plgpu", wrong)
     caught("sliding_attention", "key")
 
 
@@ -421,11 +421,13 @@ def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
     caught("selected_attention", "key")
 
 
-# The first wait is for keys; that of a warpgroup which leaves a step out reads nothing.
+# The first wait of intervals is that of a warpgroup which leaves a step out: it reads nothing.
 @pytest.mark.parametrize(
-    ("name", "missing"), [("selected_attention", 2), ("sliding_attention", 3)]
+    ("name", "body", "missing"),
+    [("selected_attention", dkv_gathered, 1), ("sliding_attention", dkv_interval, 2)],
+    ids=["selected", "sliding"],
 )
-def test_a_wait_that_is_missing_is_a_race(name, missing, mutant, monkeypatch):
+def test_a_wait_that_is_missing_is_a_race(name, body, missing, mutant, monkeypatch):
     """Queries are read before they have come."""
     waits = []
 
@@ -434,8 +436,8 @@ def test_a_wait_that_is_missing_is_a_race(name, missing, mutant, monkeypatch):
         if len(waits) != missing:
             plgpu.barrier_wait(barrier)
 
-    plgpu = dkv_body.plgpu
-    monkeypatch.setattr(dkv_body, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
+    plgpu = body.plgpu
+    monkeypatch.setattr(body, "plgpu", patched(plgpu, barrier_wait=barrier_wait))
     with contextlib.suppress(AssertionError, jax.errors.JaxRuntimeError):
         check_step(problem(TINY), name)
     assert any(detector.races_found for detector in mutant)

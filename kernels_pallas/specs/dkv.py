@@ -218,7 +218,7 @@ def partials(spec: Dkv) -> Kernel:
     return Kernel.named(
         "dkv_partials",
         spec,
-        "kernels_pallas.mosaic.dkv:partials",
+        f"kernels_pallas.mosaic.dkv_{'gathered' if spec.gathered else 'interval'}:partials",
         inputs,
         outputs,
         sizes=sizes,
@@ -239,7 +239,7 @@ def merge(spec: Dkv) -> Kernel:
     return Kernel.named(
         "dkv_merge",
         spec,
-        "kernels_pallas.mosaic.dkv:merge",
+        "kernels_pallas.mosaic.dkv_merge:merge",
         spec.partials | {"first": by_tile, "count": by_tile},
         {name: spec.keys(width) for name, width in spec.widths.items()},
         sizes={"key_tiles": spec.key_tiles},
