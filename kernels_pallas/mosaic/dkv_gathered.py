@@ -170,7 +170,7 @@ def partials(kernel: Kernel):
         def walk(keys, sums):
             bounds = tile.bounds(WorkItem._fields.index("begin"))
             first, last = jnp.int32(0), tile.steps
-            unmasked_first, unmasked_last = tile.unmasked(*bounds[1:3], first, last)
+            unmasked_first, unmasked_last = tile.unmasked(bounds[1], bounds[2], first, last)
             masked, unmasked = (functools.partial(step, keys, x) for x in (True, False))
             sums = lax.fori_loop(first, unmasked_first, masked, sums)
             sums = lax.fori_loop(unmasked_first, unmasked_last, unmasked, sums)
