@@ -31,9 +31,12 @@ def layer_of(preset: str) -> dict[str, Any]:
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     return layer_note(
-        *(model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")),
-        DTYPES[settings["runtime"]["precision"]],
-        config,
+        heads=model["n_heads"],
+        kv_heads=model["n_kv_groups"],
+        key_width=model["d_k"],
+        value_width=model["d_v"],
+        dtype=DTYPES[settings["runtime"]["precision"]],
+        config=config,
     )
 
 
@@ -53,18 +56,16 @@ def kernels_of(
     except ModuleNotFoundError as error:
         raise extras.missing("jax", error) from error
     layer = layer_of(preset)
-    config = NSAConfig(**layer["config"])
-    sizes = [layer[x] for x in ("heads", "kv_heads", "key_width", "value_width", "dtype")]
+    layer["config"] = NSAConfig(**layer["config"])
     found: dict[Kernel, None] = {}
     if decode:
-        found |= dict.fromkeys(mosaic_decode.kernels_of(*sizes, config))
+        found |= dict.fromkeys(mosaic_decode.kernels_of(**layer))
     calls: list[dict[str, Any]] = [
         {"length": length, "gradients": gradients, "packed": packed, "compresses": not packed}
         for length, gradients, packed in itertools.product(lengths, *[(False, True)] * 2)
     ]
     # Whether the branches share their tokens matters to one kernel, of gradients of any length.
     apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
-    layer["config"] = config
     for call in [*calls, apart]:
         given: dict[str, Any] = {**layer, "shared": call["compresses"], **call}
         kernels = kernel_list.kernels_of(**given)

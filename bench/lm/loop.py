@@ -26,24 +26,18 @@ ON_THE_WAY = 4  # every so many held-out batches
 OBSERVED_ROWS = 8  # rows with a copy whose selection is looked at
 
 
-class Learner(checkpoint.Kept, Protocol):
+class Learner(checkpoint.Kept, measures.Learner, health.Observed, Protocol):
     """`jax_learner.Learner`, or `torch_learner.Learner` and those of `torch_parallel`.
 
     `share` says which rows of a global batch it takes, `graph` whether torch captures a step;
     every rank of a run calls it alike.
     """
 
-    share: shares.Share
-    ranks: Ranks
     graph: bool
 
     def step(
         self, batch: Batch, step: int, following: Batch | None = None
     ) -> tuple[float, float]: ...
-
-    def loss_sums(self, batch: Batch, categories: np.ndarray, count: int) -> np.ndarray: ...
-
-    def observe(self, batch: Batch, row: int = 0) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
     def parameters(self) -> int: ...
 
@@ -272,7 +266,8 @@ def _copies(
         [measures.hit(x, starts[row], layer.config) for _, x in learner.observe(pair[0], row)]
         for row in rows
     ]
-    there = [x for x in found if x and x[0] is not None]
+    there = [[x for x in layers if x is not None] for layers in found]
+    there = [layers for layers in there if layers]  # a row has a hit in every layer, or in none
     hits = np.mean(np.array(there, float), axis=0).tolist() if there else None
     return recall.gain(np.array(losses), training.seq_len), hits
 
