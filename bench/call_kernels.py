@@ -116,7 +116,7 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     config, length = NSAConfig(), key.shape[1]
     gates = Branches(*(x.contiguous() for x in gates.unbind(-1)))
     inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
-    layout = KernelLayout(query, *operators.arguments(config, length, None, None))
+    layout = KernelLayout(ops, query, *operators.arguments(config, length, None, None))
     steps = mosaic_attention.STEPS
     inputs = fused.with_means(steps, ops, inputs, config)
     rest = *layout.rest, layout.num_blocks(inputs.key.compressed)

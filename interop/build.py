@@ -18,9 +18,11 @@ from typing import Any
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
 from kernels_pallas.runtime.store import PARSED, Store, sources
-from nsa_core import config_files, extras
+from nsa_core import config_files
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import layer_note
+from nsa_core.plan import kernels
+from nsa_core.steps import mosaic_decode
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
@@ -50,11 +52,6 @@ def kernels_of(
       decode: those over paged caches too.
       lengths: of sequences; those of the default serve all.
     """
-    try:
-        from nsa_core.steps import mosaic_decode
-        from nsa_jax import kernel_list
-    except ModuleNotFoundError as error:
-        raise extras.missing("jax", error) from error
     layer = layer_of(preset)
     layer["config"] = NSAConfig(**layer["config"])
     found: dict[Kernel, None] = {}
@@ -68,8 +65,7 @@ def kernels_of(
     apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
     for call in [*calls, apart]:
         given: dict[str, Any] = {**layer, "shared": call["compresses"], **call}
-        kernels = kernel_list.kernels_of(**given)
-        found |= dict.fromkeys(x.for_any_length() for x in kernels)
+        found |= dict.fromkeys(x.for_any_length() for x in kernels.kernels_of(**given))
     return list(found)
 
 

@@ -2,16 +2,58 @@
 
 The steps (`fused`, `mosaic_forward`, `triton_forward`, ..) are written once. They take an
 `ArrayOps`: `nsa_jax.jax_ops.JaxOps` and `nsa_torch.torch_ops.TorchOps` run Mosaic kernels, the
-`triton_ops` of each framework Triton's. Neither framework is imported here.
+`triton_ops` of each framework Triton's. `nsa_core.plan` has one that notes what is asked. Neither
+framework is imported here.
+
+A step computes with arrays by `run` and `derive` alone; of an array it asks `shape`, `dtype` and
+`reshape`. What it does between kernels is a derived step (`derived`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from kernels_pallas.kernel import Kernel
+from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.triton.kernel import TritonKernel
 
 type Slices = tuple[slice, ...]  # of the first axes, without steps
+
+
+type Shapes = Callable[..., Sequence[Array]]
+
+
+def derived(shapes: Shapes) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a derived step: a function `f(ops, *arrays, **static)` that returns a list of
+    arrays, follows from nothing but its arguments and writes to none. It may use all that
+    `ArrayOps` has, `xp` too.
+
+    Args:
+      shapes: what the function returns, of its arguments without `ops`, of which it asks shapes
+        and dtypes alone.
+    """
+
+    def decorate(function):
+        function.shapes = shapes
+        return function
+
+    return decorate
+
+
+def int32(*shape: int) -> Array:
+    """An array of integers, in `shapes` of a derived step."""
+    return Array(shape, "int32")
+
+
+def like(x: Any, *shape: int) -> Array:
+    """One of the dtype of `x`, and of its shape where none is given."""
+    return Array(shape or tuple(x.shape), x.dtype)
+
+
+class Places(NamedTuple):
+    """The arrays of a `QueryLayout`."""
+
+    position: Any
+    key_start: Any
+    compressed_start: Any
 
 
 class Positions(Protocol):
@@ -78,13 +120,11 @@ class ArrayOps(Protocol):
         """The compute capability of that GPU, asked for where tiles follow from it."""
         ...
 
-    def cached(
-        self, layout: QueryLayout, name: Hashable, make: Callable[[], Iterable[Any]]
+    def derive(
+        self, function: Callable[..., Sequence[Any]], *arrays: Any, **static: Hashable
     ) -> Sequence[Any]:
-        """The arrays `make()`, which follow from `layout` and `name` alone: calls alike may
-        share them.
-        """
-        ...
+        """What the derived step `function` gives."""
+        return function(self, *arrays, **static)
 
     def release(self, arrays: Iterable[Any]) -> None:
         """Says that these arrays, which share memory with nothing else, are read no more."""
@@ -126,6 +166,22 @@ class ArrayOps(Protocol):
         """`x` with `part` at `index`, perhaps in the memory of `x`."""
         ...
 
+    def zeros(self, like: Any, shape: tuple[int, ...]) -> Any:
+        """New zeros in the dtype and on the device of `like`."""
+        ...
+
+    def copied(self, x: Any, dtype: Any) -> Any:
+        """A new array with the numbers of `x` in a dtype of `xp`."""
+        return self.cast(x, dtype)
+
+    def part(self, x: Any, index: Slices) -> Any:
+        """`x[index]`, perhaps in the memory of `x`."""
+        return x[index]
+
+    def side_by_side(self, arrays: Sequence[Any]) -> Any:
+        """Arrays one after the other along the first axis."""
+        return arrays[0] if len(arrays) == 1 else self.xp.concatenate(arrays)
+
     def to_int32(self, x: Any) -> Any:
         """`x`, or an int32 copy."""
         return self.cast(x, self.xp.int32)
@@ -133,6 +189,20 @@ class ArrayOps(Protocol):
     def to_float32(self, x: Any) -> Any:
         """`x`, or a float32 copy."""
         return self.cast(x, self.xp.float32)
+
+    def all_float32(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """`to_float32` of several arrays of one shape."""
+        return [self.to_float32(x) for x in arrays]
+
+    def float32_rows(self, arrays: Sequence[Any], length: int) -> Any:
+        """Rows of `length` float32: each of some arrays of one shape, or along the first axis of
+        one, in a row, and anything behind it.
+        """
+        raise NotImplementedError
+
+    def unbound_float32(self, x: Any) -> Sequence[Any]:
+        """float32 copies of the parts along the last axis."""
+        return [self.to_float32(x[..., i]) for i in range(x.shape[-1])]
 
     def extend(self, x: Any, axis: int, length: int, fill: float | None = None) -> Any:
         """`x` continued along `axis` to `length` by `fill`, or by its last entry for None."""
@@ -151,7 +221,19 @@ def zero_padding(xp: Any, layout: Positions, *arrays: Any) -> list[Any]:
 
     Zero times NaN is NaN, and kernels that mask by block or by key tile read such rows whole.
     """
-    if not layout.padded:
-        return [*arrays]
-    there = layout.position >= 0
+    return _zeroed(xp, layout.position, arrays) if layout.padded else [*arrays]
+
+
+def padding_zeroed(ops: ArrayOps, layout: Positions, *arrays: Any) -> Sequence[Any]:
+    """`zero_padding` in a step."""
+    return ops.derive(_padding_zeroed, layout.position, *arrays) if layout.padded else arrays
+
+
+@derived(lambda position, *arrays: [like(x) for x in arrays])
+def _padding_zeroed(ops, position, *arrays):
+    return _zeroed(ops.xp, position, arrays)
+
+
+def _zeroed(xp, position, arrays):
+    there = position >= 0
     return [xp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, 0) for x in arrays]

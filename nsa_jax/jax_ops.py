@@ -38,9 +38,6 @@ class JaxOps(ArrayOps):
             raise NotImplementedError("JAX's first device must be an NVIDIA GPU")
         return found
 
-    def cached(self, layout, name, make):
-        return make()
-
     def release(self, arrays):
         """XLA sees it by itself."""
 
@@ -70,6 +67,9 @@ class JaxOps(ArrayOps):
     def pad_end(self, x, axis, count, value):
         widths = [(0, count if i == axis else 0) for i in range(x.ndim)]
         return jnp.pad(x, widths, constant_values=value)
+
+    def zeros(self, like, shape):
+        return jnp.zeros_like(like, shape=shape)
 
     def write(self, x, index, part):
         # `x.at[index].set` would be a scatter.

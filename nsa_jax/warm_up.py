@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.mosaic.capability import HOPPER
 from nsa_core.config import NSAConfig
-from nsa_jax import ffi, jax_problem, kernel_list
+from nsa_core.plan import kernels
+from nsa_jax import ffi, jax_problem
 
 
 def prepare(
@@ -53,7 +54,7 @@ def prepare(
     for length in lengths:
         for each in {False, gradients}:
             wanted |= dict.fromkeys(
-                kernel_list.kernels_of(
+                kernels.kernels_of(
                     length=length,
                     heads=heads,
                     kv_heads=kv_heads,

@@ -1,50 +1,51 @@
-"""What a public call decides, once for all calls like it: checks, choice, list of launches.
+"""What a public call decides, once for all calls like it: checks, choice, plans.
 
-All of it follows from the key of the call: the signature of its tensors (`nsa_torch.replay`),
-which of them want a gradient, its other arguments, and what is in force about choices. A call
+All of it follows from the key of the call: of its tensors what kernels and the choice between them
+ask, which of them want a gradient, its other arguments, and what is in force about choices. A call
 that anything else has a say in, a mode or a transform, has no key and decides anew.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
-from nsa_torch import replay
-from nsa_torch.dispatch import Chosen
-from nsa_torch.replay import TENSORS, Alike, LruCache, Pair
+from nsa_torch.plain import TENSORS, plain
+from nsa_torch.plans import Known, LruCache, is_stepwise
 
-KERNELS = ("mosaic", "triton")  # implementations whose steps follow from signatures
+KERNELS = ("mosaic", "triton")  # implementations whose steps are planned
+DEVICE_TYPES = ("cuda",)  # where calls alike are known
 NAMES = frozenset({type(None), str, Branches})
 NUMBERS = frozenset({type(None), int, float})
 
 
 class Decided(NamedTuple):
-    """Of calls alike."""
+    """Of calls alike.
 
-    chosen: Chosen
-    replayed: Alike | Pair  # the second where a gradient is wanted
+    Attributes:
+      whole: what runs all steps at once.
+      compresses: whether that makes the compressed tokens too.
+      joins: whether it takes gates as one tensor too.
+    """
+
+    whole: Callable[..., Tensor]
+    compresses: bool
+    joins: bool
+    known: Known
 
 
 DECIDED: LruCache[Decided] = LruCache()
 
 
-class Key(NamedTuple):
-    """Of a call; `gradient`: whether autograd records it."""
-
-    value: Hashable
-    tensors: list[Tensor]
-    gradient: bool
-
-
 def key_of(
     given: Iterable[Any], config: Any, scale: Any, recompute: Any, implementation: Any
-) -> Key | None:
+) -> Hashable | None:
     """The key of a call, or None.
 
     Args:
@@ -54,37 +55,30 @@ def key_of(
         return None
     if type(scale) not in NUMBERS or type(implementation) not in NAMES or debug.on:
         return None
-    flat: list[Any] = []
-    tensors: list[Tensor] = []
+    if is_stepwise() or not plain(()):
+        return None
+    recorded, device = torch.is_grad_enabled(), None
+    key: list[Any] = [config, scale, recompute, implementation, policy.in_force()]
+    key.append(capability.interpret.get() is not False)
     for x in given:
         kind = type(x)
         if kind in TENSORS:
-            flat.append(x)
-            tensors.append(x)
-        elif x is None:
-            flat.append(None)
+            each = (x,)
         elif kind is tuple or kind is Branches:
-            flat += (kind, len(x), *x)
-            tensors += x
+            each = x
+            # Where all branches have the same tokens, an operator takes them once.
+            key += (len(x), kind is Branches and x[0] is x[1] is x[2])
+        elif x is None:
+            key.append(None)
+            continue
         else:
             return None
-    if not tensors or any(type(x) not in TENSORS for x in tensors):
-        return None
-    if tensors[0].device.type not in replay.DEVICE_TYPES:
-        return None
-    if replay.recording() or not replay.plain(()):
-        return None
-    wanted = [x.requires_grad for x in tensors] if torch.is_grad_enabled() else []
-    gradient = True in wanted
-    value = (
-        replay.signature(flat),
-        # Of the storage too, since choice asks for it.
-        *[x.storage_offset() % launch.ALIGNMENT for x in tensors],
-        *(wanted if gradient else ()),
-        config,
-        scale,
-        recompute,
-        implementation,
-        policy.in_force(),
-    )
-    return Key(value, tensors, gradient)
+        for x in each:
+            if type(x) not in TENSORS:
+                return None
+            if device is None and (device := x.device).type not in DEVICE_TYPES:
+                return None
+            start = x.storage_offset() * x.itemsize % launch.ALIGNMENT
+            key += (x.shape, x.dtype, x.get_device(), x.is_contiguous(), start)
+            key.append(recorded and x.requires_grad)
+    return tuple(key) if device is not None else None

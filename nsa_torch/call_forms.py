@@ -6,6 +6,7 @@ a call.
     SHARED   query, tokens that all branches look at
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,6 +50,14 @@ class Form(NamedTuple):
         """What is kept of the compression."""
         return ("compressed_key_means", "compressed_value_means") if self.compresses else ()
 
+    def tokens(self, key, value, compressed) -> Sequence[Tensor]:
+        """Keys and values of a call as `schema` lists them."""
+        if self.shared:
+            return key[0], value[0]
+        if compressed is None:
+            return *key, *value
+        return compressed[0], *key[1:], compressed[1], *value[1:]
+
     def inputs(self, arguments) -> Inputs:
         """Those that `schema` lists, by branch."""
         query, *rest = arguments[: self.count]
@@ -68,13 +77,12 @@ APART = Form("attention_compressing", compresses=True)
 SHARED = Form("attention_compressing_shared", compresses=True, shared=True)
 
 
-def form_of(key, value, compressed):
-    """The `Form` of a call, and its keys and values."""
+def form_of(key, value, compressed) -> Form:
+    """The form of a call."""
     if compressed is not None:
-        return GIVEN, (compressed[0], *key[1:], compressed[1], *value[1:])
-    if key[0] is key[1] is key[2] and value[0] is value[1] is value[2]:
-        return SHARED, (key[0], value[0])
-    return APART, (*key, *value)
+        return GIVEN
+    shared = key[0] is key[1] is key[2] and value[0] is value[1] is value[2]
+    return SHARED if shared else APART
 
 
 def mean_shapes(key, value, place):

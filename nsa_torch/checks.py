@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_core import debug, validate, validate_paged
 from nsa_core.types import Branches
-from nsa_torch import replay
+from nsa_torch.plain import TENSORS
 
 
 def tensors(**given):
@@ -97,7 +97,7 @@ def _is_read(x: Tensor) -> bool:
     """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on):
         return False
-    if type(x) not in replay.TENSORS or torch._C._len_torch_dispatch_stack() or x.is_meta:
+    if type(x) not in TENSORS or torch._C._len_torch_dispatch_stack() or x.is_meta:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._C._get_tracing_state():
         return False

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from nsa_core.types import Branches
-from nsa_torch import replay
 from nsa_torch.chunks import chunks, wide
+from nsa_torch.plain import plain
 
 
 def combine(outputs: Branches[Tensor], gates: Branches[Tensor]) -> Tensor:
     """`sum_c gate[c] * out[c]` (Eq. 5), accumulated in float32; gates `[B, T, H]`."""
-    if not replay.plain((*outputs, *gates)):
+    if not plain((*outputs, *gates)):
         return _weighted_sum(outputs, gates).to(outputs[0].dtype)
     return _Combine.apply(*outputs, *gates)
 

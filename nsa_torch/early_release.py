@@ -16,9 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Of a tensor. A release ends a row of launches, which costs the host one more.
-LEAST_BYTES = 64 * 2**20
-
 _local = threading.local()
 # torch has no public names for these.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -47,9 +44,8 @@ def allowed(yes: bool) -> Iterator[None]:
 
 
 def worth_it(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are large and have their memory for themselves."""
-    large = [x for x in tensors if x.nbytes >= LEAST_BYTES]
-    return [x for x in large if x.untyped_storage().nbytes() == x.nbytes]
+    """Those that have their memory for themselves."""
+    return [x for x in tensors if x.untyped_storage().nbytes() == x.nbytes]
 
 
 def release(tensors: Sequence[Tensor]) -> None:

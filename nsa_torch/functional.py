@@ -38,12 +38,14 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Plan
 from nsa_core.types import Branches
-from nsa_torch import alike, checks, replay
+from nsa_torch import alike, checks
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
 from nsa_torch.geometry import geometry_of
+from nsa_torch.operators import requires_grad
+from nsa_torch.plans import Known
 
 type Names = str | Branches[str | None] | None
 
@@ -95,8 +97,8 @@ def attention(
     if context_mesh is None and not torch.compiler.is_compiling():
         tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
         call = alike.key_of(tensors, **options, implementation=implementation)
-        if call is not None and (decided := alike.DECIDED.get(call.value)) is not None:
-            return _again(call, decided, *tensors, **options)
+        if call is not None and (decided := alike.DECIDED.get(call)) is not None:
+            return _again(decided, *tensors, **options)
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)
     gates = validate.gates(gates, query)
@@ -121,37 +123,34 @@ def attention(
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
     out = _run(query, key, value, gates, chosen=chosen, **options)
     if call is not None and chosen.attention in alike.KERNELS:
-        replayed = replay.Pair() if call.gradient else replay.Alike(seen=True)
-        alike.DECIDED.keep(call.value, alike.Decided(chosen, replayed))
+        whole = chosen.load("attention")
+        joins = not requires_grad(query, *key, *value, *gates, *(compressed or ()))
+        decided = alike.Decided(whole, chosen.compresses, joins, Known())
+        alike.DECIDED.keep(call, decided)
     return out
 
 
-def _again(
-    call, decided, query, key, value, gates, compressed, block_indices, cu_seqlens, **options
-):
-    """A call like one that was `decided`."""
-
-    def run():
-        each = Branches(*gates.unbind(-1)) if isinstance(gates, Tensor) else gates
-        return [
-            _run(
-                query,
-                Branches.each(key),
-                Branches.each(value),
-                each,
-                compressed=compressed,
-                block_indices=block_indices,
-                cu_seqlens=cu_seqlens,
-                chosen=decided.chosen,
-                pair=decided.replayed if call.gradient else None,
-                **options,
-            )
-        ]
-
-    if call.gradient:
-        return run()[0]
+def _again(decided, query, key, value, gates, compressed, block_indices, cu_seqlens, **options):
+    """A call like one that was decided: all steps on kernels."""
+    key, value = Branches.each(key), Branches.each(value)
+    if isinstance(gates, Tensor) and not decided.joins:
+        gates = gates.unbind(-1)
     with as_given(query):
-        return decided.replayed(call.tensors, run)[0]
+        if compressed is None and not decided.compresses:
+            packed = {"config": options["config"], "cu_seqlens": cu_seqlens}
+            compressed = [compress_windows(x.compressed, **packed) for x in (key, value)]
+        return decided.whole(
+            query,
+            key,
+            value,
+            gates,
+            compressed,
+            block_indices,
+            kv_len=key.selected.shape[1],
+            cu_seqlens=cu_seqlens,
+            known=decided.known,
+            **options,
+        )
 
 
 def after_checks(
@@ -192,9 +191,8 @@ def _run(
     scale,
     recompute,
     chosen,
-    pair=None,
 ):
-    """`attention` as `chosen`; `pair`: of calls like this one, on kernels."""
+    """`attention` as `chosen`."""
     packed = {"config": config, "cu_seqlens": cu_seqlens}
     with as_given(query):
         fused = chosen.attention is not None and not debug.stepwise(TORCH, query)
@@ -203,7 +201,7 @@ def _run(
             compressed = phi(key.compressed, **packed), phi(value.compressed, **packed)
         lengths = packed | {"kv_len": key.selected.shape[1], "scale": scale}
         tensors = query, key, value, gates, compressed, block_indices
-        return attend(*tensors, chosen, lengths, recompute=recompute, pair=pair)
+        return attend(*tensors, chosen, lengths, recompute=recompute)
 
 
 def attend(
@@ -217,7 +215,6 @@ def attend(
     lengths,
     clean=False,
     recompute=False,
-    pair=None,
 ):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
 
@@ -229,8 +226,8 @@ def attend(
     with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
-            whole, known = chosen.load("attention"), {"pair": pair} if pair else {}
-            return whole(*tensors, **lengths, clean=clean, recompute=recompute, **known)
+            whole = chosen.load("attention")
+            return whole(*tensors, **lengths, clean=clean, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
         tensors = query, key, value, gates, compressed, block_indices, chosen, lengths

@@ -62,7 +62,7 @@ def geometry(
     config: NSAConfig,
     kv_len: int | Tensor,
     cu_seqlens: Tensor | None,
-    device: torch.device,
+    device: torch.device | None,
 ) -> Geometry:
     """The last `num_queries` of `kv_len` tokens, of a packed row of its first `kv_len`."""
     index = torch.arange(num_queries, device=device).expand(batch, num_queries)

@@ -1,18 +1,15 @@
-"""`nsa_core.array_ops.QueryLayout` of torch tensors, int32, for operators on kernels.
+"""`nsa_core.array_ops.QueryLayout` in derived steps of torch, int32, for operators on kernels."""
 
-Where sizes alone decide it, it is made once for all calls alike (`nsa_torch.shared`).
-"""
-
+import contextlib
 import functools
 
 import torch
-from torch import Tensor
 
+from nsa_core.array_ops import ArrayOps, Places, derived, int32, like
 from nsa_core.steps import key_bounds
 from nsa_core.types import Branches
-from nsa_torch import operators, replay
+from nsa_torch import operators
 from nsa_torch.geometry import geometry
-from nsa_torch.shared import SHARED
 
 
 class KernelLayout:
@@ -24,10 +21,22 @@ class KernelLayout:
       clean: whether rows of padding, and keys and values that no query sees, are finite.
     """
 
-    def __init__(self, query, kv_len, lengths, cu_seqlens, config, scale, *, clean=False):
-        self.config, self.scale, self.clean = operators.config_of(*config), scale, clean
+    def __init__(
+        self,
+        ops: ArrayOps,
+        query,
+        kv_len,
+        lengths,
+        cu_seqlens,
+        config,
+        scale,
+        *,
+        clean=False,
+    ):
+        self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
-        self.shape, self.device = tuple(query.shape[:2]), query.device
+        self.shape, self.clean = tuple(query.shape[:2]), clean
+        self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
 
@@ -40,29 +49,12 @@ class KernelLayout:
         """The last arguments of every step: layout, config, scale."""
         return self, self.config, self.scale
 
-    def cached(self, name, make) -> list[Tensor]:
-        """What `make()` gives, shared by calls of the same sizes."""
-        if not self.fixed or self.device.type == "meta":  # without memory: `warm_up`
-            return list(make())
-        key = self.shape, self.kv_len, self.config, self.device, name
-        get = lambda: SHARED.get(key, self.device, make)
-        recording = replay.recording()
-        return recording.constants(get) if recording else get()
-
     @functools.cached_property
-    def _arrays(self):
-        return self.cached(("layout",), self._make)
-
-    def _make(self):
-        layout = geometry(
-            *self.shape,
-            config=self.config,
-            kv_len=self.kv_len if self.lengths is None else self.lengths,
-            cu_seqlens=self.cu_seqlens,
-            device=self.device,
-        )
-        start = layout.compressed_start if self.packed else layout.key_start
-        return [x.to(torch.int32) for x in (layout.position, layout.key_start, start)]
+    def _arrays(self) -> Places:
+        given = [x for x in (self.lengths, self.cu_seqlens) if x is not None]
+        sizes = {"shape": self.shape, "kv_len": self.kv_len, "packed": self.packed}
+        with torch.device(self.device) if self.device else contextlib.nullcontext():
+            return Places(*self.ops.derive(_places, *given, **sizes, config=self.config))
 
     position = property(lambda self: self._arrays[0])
     key_start = property(lambda self: self._arrays[1])
@@ -71,7 +63,7 @@ class KernelLayout:
     # A probability of zero times a value that is NaN is NaN, so values behind the last key
     # that a query may see are zeroed; of keys only the logits are masked, forward.
 
-    def seen(self, x: Branches[Tensor]) -> Branches[Tensor]:
+    def seen(self, x: Branches) -> Branches:
         """Keys or values of the branches with zeros where no query may look."""
         if self.clean:
             return x
@@ -80,20 +72,24 @@ class KernelLayout:
         sliding = selected if shared else self.seen_tokens(x.sliding)
         return Branches(self.seen_compressed(x.compressed), selected, sliding)
 
-    def seen_tokens(self, x: Tensor) -> Tensor:
+    def seen_tokens(self, x):
         """`x` `[B, S, Hkv, .]` with zeros behind the tokens that there are."""
-        if self.cu_seqlens is not None:
-            return _cut(x, self.cu_seqlens[-1:])
-        return _cut(x, self.kv_len if self.lengths is None else self.lengths)
+        if self.packed:
+            return self.ops.derive(_packed_tokens, x, self.cu_seqlens)[0]
+        if self.lengths is not None:
+            return self.ops.derive(_first_tokens, x, self.lengths)[0]
+        if self.kv_len >= x.shape[1]:
+            return x
+        return self.ops.derive(_first_tokens, x, end=self.kv_len)[0]
 
-    def seen_compressed(self, x: Tensor) -> Tensor:
+    def seen_compressed(self, x):
         """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
         if self.fixed:
             return x
-        _, last = key_bounds.visible_compressed(self, self.config)
-        return _cut(x, last[:, -1])
+        bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
+        return self.ops.derive(_compressed_tokens, x, bounds[1])[0]
 
-    def num_blocks(self, compressed_key: Tensor) -> int:
+    def num_blocks(self, compressed_key) -> int:
         """The most selection blocks that a sequence can have."""
         longest = self.kv_len
         if self.lengths is not None:
@@ -102,11 +98,38 @@ class KernelLayout:
         return self.config.num_blocks(longest)
 
 
+@derived(lambda *given, shape, **static: [int32(*shape)] * 3)
+def _places(ops, *given, shape, kv_len, packed, config):
+    """`given`: `lengths` or `cu_seqlens`, or nothing for `kv_len` keys."""
+    number = given[0] if given else None
+    layout = geometry(
+        *shape,
+        config=config,
+        kv_len=kv_len if packed or number is None else number,
+        cu_seqlens=number if packed else None,
+        device=None if number is None else number.device,
+    )
+    start = layout.compressed_start if packed else layout.key_start
+    return [ops.to_int32(x) for x in (layout.position, layout.key_start, start)]
+
+
+@derived(lambda x, cu_seqlens: [like(x)])
+def _packed_tokens(ops, x, cu_seqlens):
+    return [_cut(x, cu_seqlens[-1:])]
+
+
+@derived(lambda x, *lengths, end=None: [like(x)])
+def _first_tokens(ops, x, *lengths, end=None):
+    return [_cut(x, lengths[0] if lengths else end)]
+
+
+@derived(lambda x, last: [like(x)])
+def _compressed_tokens(ops, x, last):
+    return [_cut(x, last[:, -1])]
+
+
 def _cut(x, end):
     """`x` `[B, S, ...]` with zeros from `end` on: an int, or a tensor `[]`, `[1]`, `[B]`."""
-    length = x.shape[1]
-    if isinstance(end, int) and end >= length:
-        return x
-    there = torch.arange(length, device=x.device)
+    there = torch.arange(x.shape[1], device=x.device)
     there = there < (end if isinstance(end, int) else end.reshape(-1, 1))
     return torch.where(there[..., None, None], x, 0)

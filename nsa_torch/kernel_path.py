@@ -9,21 +9,22 @@ backward pass, and the selection. It cannot be differentiated once more (`first_
 """
 
 import functools
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nsa_core.array_ops import ArrayOps, zero_padding
+from nsa_core.array_ops import derived, like, padding_zeroed
 from nsa_core.config import NSAConfig
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import Branches
 from nsa_torch import operators
-from nsa_torch.call_forms import APART, GIVEN, SHARED, form_of, mean_shapes
+from nsa_torch.call_forms import APART, GIVEN, SHARED, Form, form_of, mean_shapes
 from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.replay import Pair, Replayed
+from nsa_torch.plans import Known, Planned
 
 BRANCHES = (
     ("compressed", operators.THREE, KernelLayout.seen_compressed),
@@ -38,11 +39,9 @@ class KernelPath:
     Args:
       prefix: of the operators' names.
       steps: on its kernels.
-      ops: what they run with.
       masks: whether the kernels read nothing that no query may see, so that it need not be
         finite; else such keys, values and rows of padding are zeroed in copies.
-      before_call: called before all steps run, with the inputs, `operators.PLACE`'s values, the
-        `Form`, and whether gradients will be wanted.
+      before: of the plans of all steps, as in `Planned`.
       list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
         slots of a selection and `select_block`.
     """
@@ -51,80 +50,85 @@ class KernelPath:
         self,
         prefix: str,
         steps: Steps,
-        ops: ArrayOps,
         *,
         masks: bool,
-        before_call: Callable[..., None] = lambda *arguments, gradients: None,
+        before: Callable[..., None] = lambda planned, plan, arguments, device: None,
         list_shapes: Callable[..., list[tuple[int, ...]]] = lambda *arguments: [],
     ):
-        self.prefix, self.steps, self.ops, self.masks = prefix, steps, ops, masks
-        self.before_call, self.list_shapes = before_call, list_shapes
+        self.prefix, self.steps, self.masks = prefix, steps, masks
+        self.before, self.list_shapes = before, list_shapes
+        self.planned: dict[str, Planned] = {}
+        self.joined: dict[Form, Planned] = {}
         self._define()
 
-    def _layout(self, query, place, clean=False):
-        return KernelLayout(query, *place, clean=clean or self.masks)
+    def _layout(self, ops, query, place, clean=False):
+        return KernelLayout(ops, query, *place, clean=clean or self.masks)
 
     # One branch, or the selection alone.
 
-    def _branch(self, step, seen, query, key, value, *rest):
+    def _branch(self, step, seen, ops, query, key, value, *rest):
         indices, place = rest[:-5], rest[-5:]
-        layout = self._layout(query, place)
+        layout = self._layout(ops, query, place)
         value = seen(layout, value)
         if indices:
-            (query,) = zero_padding(torch, layout, query)
-        out, lse = step(self.ops, query, key, value, *indices, *layout.rest)
-        return out, lse.contiguous()
+            (query,) = padding_zeroed(ops, layout, query)
+        return step(ops, query, key, value, *indices, *layout.rest)
 
-    def _branch_backward(self, step, seen, do, out, lse, query, key, value, *rest):
+    def _branch_backward(self, step, seen, ops, do, out, lse, query, key, value, *rest):
         """`step`: of `steps.backward`; `seen`: the method of the layout for its keys."""
         indices, place = rest[:-5], rest[-5:]
-        layout = self._layout(query, place)
-        query, do = zero_padding(torch, layout, query, do)
-        (delta,) = self.steps.backward.delta_of(self.ops, do, out)
+        layout = self._layout(ops, query, place)
+        query, do = padding_zeroed(ops, layout, query, do)
+        (delta,) = self.steps.backward.delta_of(ops, do, out)
         rows = RowResiduals(lse, delta)
         key, value = seen(layout, key), seen(layout, value)
-        return list(step(self.ops, query, key, value, *indices, do, rows, *layout.rest))
+        return step(ops, query, key, value, *indices, do, rows, *layout.rest)
 
-    def _select(self, query, key, *place):
-        layout, forward = self._layout(query, place), self.steps.forward
+    def _select(self, ops, query, key, *place):
+        layout, forward = self._layout(ops, query, place), self.steps.forward
         # Only the log-sum-exp is read: the narrowest values do.
-        value = key[..., : self.steps.narrowest(key.shape[-1])].contiguous()
-        _, lse = forward.compressed(self.ops, query, key, value, *layout.rest)
+        (value,) = ops.derive(_narrow, key, width=self.steps.narrowest(key.shape[-1]))
+        _, lse = forward.compressed(ops, query, key, value, *layout.rest)
         rest = *layout.rest, layout.num_blocks(key)
-        return forward.select_blocks(self.ops, query, key, lse, *rest)
+        return [forward.select_blocks(ops, query, key, lse, *rest)]
 
     # All steps. An operator returns `selection`: the block indices, or nothing where the caller
     # gave them, because no output may be an input. What is kept of a compression comes next.
 
-    def _forward(self, form, *arguments, keep=False):
+    def _forward(self, form, ops, *arguments, keep=False):
         """`keep`: return the means too."""
-        inputs, given, layout = self._arguments(form, arguments, gradients=False)
-        inputs, means = self._compressed(form, inputs, layout)
+        inputs, given, layout = self._arguments(form, ops, arguments)
+        inputs, means = self._compressed(form, ops, inputs, layout)
         inputs = inputs._replace(value=layout.seen(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
-        out, indices = fused.forward(self.steps, self.ops, inputs, given, *rest)
-        return out, _selection(inputs.query, given, indices), *(means if keep else ())
+        out, indices = fused.forward(self.steps, ops, inputs, given, *rest)
+        return out, _selection(ops, given, indices), *(means if keep else ())
 
-    def _forward_with_residuals(self, form, *arguments):
+    def _forward_joined(self, form, ops, *arguments):
+        """`_forward` of gates `[B, T, H, 3]`, the output alone."""
+        before, (gates, *rest) = _split(arguments, form.count - 3)
+        return self._forward(form, ops, *before, *ops.unbound_float32(gates), *rest)[:1]
+
+    def _forward_with_residuals(self, form, ops, *arguments):
         """`_forward`, and what its gradients need: the branches one by one (`_residuals`)."""
-        inputs, given, layout = self._arguments(form, arguments, gradients=True)
-        inputs, means = self._compressed(form, inputs, layout)
+        inputs, given, layout = self._arguments(form, ops, arguments)
+        inputs, means = self._compressed(form, ops, inputs, layout)
         inputs = inputs._replace(value=layout.seen(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
         out, (indices, lists, outputs, lses) = fused.forward_with_residuals(
-            self.steps, self.ops, inputs, given, *rest
+            self.steps, ops, inputs, given, *rest
         )
-        contiguous = (x.contiguous() for x in (*lses, *(lists or ())))
-        return out, _selection(inputs.query, given, indices), *means, *outputs, *contiguous
+        kept = *outputs, *lses, *(lists or ())
+        return out, _selection(ops, given, indices), *means, *kept
 
-    def _backward(self, form, do, selection, *tensors):
+    def _backward(self, form, ops, do, selection, *tensors):
         """The branches are computed again."""
         means, arguments = _split(tensors, len(form.means))
         given = arguments[form.count]
         residuals = Residuals.recomputed(selection if given is None else given)
-        return self._gradients(form, do, residuals, means, arguments)
+        return self._gradients(form, ops, do, residuals, means, arguments)
 
-    def _backward_from_residuals(self, form, do, selection, *tensors):
+    def _backward_from_residuals(self, form, ops, do, selection, *tensors):
         means, tensors = _split(tensors, len(form.means))
         branches, tensors = _split(tensors, 6)
         lists, arguments = _split(tensors, len(self.steps.lists))
@@ -132,41 +136,38 @@ class KernelPath:
         indices = selection if given is None else given
         outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
         residuals = Residuals(indices, lists or None, outputs, lses)
-        return self._gradients(form, do, residuals, means, arguments)
+        return self._gradients(form, ops, do, residuals, means, arguments)
 
-    def _gradients(self, form, do, residuals, means, arguments):
-        inputs, _, layout = self._arguments(form, arguments, gradients=True)
+    def _gradients(self, form, ops, do, residuals, means, arguments):
+        inputs, _, layout = self._arguments(form, ops, arguments)
         length = inputs.key.compressed.shape[1]
         if form.compresses:
             inputs = inputs.with_compressed(*means)
         inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
-        found = fused.backward(self.steps, self.ops, inputs, residuals, do, *layout.rest)
+        found = fused.backward(self.steps, ops, inputs, residuals, do, *layout.rest)
         if form.compresses:
             found = fused.gradients_of_tokens(
-                self.steps, self.ops, found, length, layout.config, form.shared
+                self.steps, ops, found, length, layout.config, form.shared
             )
         gates = zip(found.gates, inputs.gates, strict=True)
-        gates = Branches(*(x.to(gate.dtype, copy=True) for x, gate in gates))
+        gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in gates))
         return form.gradients(found._replace(gates=gates))
 
-    def _compressed(self, form, inputs, layout):
+    def _compressed(self, form, ops, inputs, layout):
         """`inputs` with compressed tokens, and those that were made."""
         if not form.compresses:
             return inputs, ()
-        inputs = fused.with_means(self.steps, self.ops, inputs, layout.config)
+        inputs = fused.with_means(self.steps, ops, inputs, layout.config)
         return inputs, (inputs.key.compressed, inputs.value.compressed)
 
-    def _arguments(self, form, arguments, gradients):
+    def _arguments(self, form, ops, arguments):
         """`Inputs`, the block indices or None, and the layout, from those of an operator."""
         given, clean, *place = arguments[form.count :]
         inputs = form.inputs(arguments)
-        self.before_call(inputs, place, form, gradients=gradients)
-        layout = self._layout(inputs.query, place, clean)
-        if (
-            self.masks
-        ):  # what kernels mask are keys and queries; a gate multiplies what they found
-            rows = KernelLayout(inputs.query, *place, clean=clean)
-            gates = zero_padding(torch, rows, *inputs.gates)
+        layout = self._layout(ops, inputs.query, place, clean)
+        if self.masks:  # keys and queries; a gate multiplies what the kernels found
+            rows = KernelLayout(ops, inputs.query, *place, clean=clean)
+            gates = padding_zeroed(ops, rows, *inputs.gates)
             inputs = inputs._replace(gates=Branches(*gates))
         return inputs, given, layout
 
@@ -175,9 +176,11 @@ class KernelPath:
         query, key, value, _ = form.inputs(arguments)
         given, _, *place = arguments[form.count :]
         out, _ = operators.branch_shapes(query, key.selected, value.selected)
-        indices = operators.index_shapes(query, key.selected, *place) if given is None else None
         means = mean_shapes(key, value, place) if keep and form.compresses else ()
-        return out, _selection(query, given, indices), *means
+        selection = query.new_empty(0, dtype=torch.int32)
+        if given is None:
+            selection = operators.index_shapes(query, key.selected, *place)
+        return out, selection, *means
 
     def _residual_shapes(self, form, *arguments):
         query, key, value, _ = form.inputs(arguments)
@@ -200,16 +203,17 @@ class KernelPath:
     def _define(self):
         for branch, tensors, seen in BRANCHES:
             forward, backward = (
-                functools.partial(method, getattr(steps, branch), seen)
-                for method, steps in (
-                    (self._branch, self.steps.forward),
-                    (self._branch_backward, self.steps.backward),
+                Planned(functools.partial(method, getattr(steps, branch), seen), returns)
+                for method, steps, returns in (
+                    (self._branch, self.steps.forward, tuple),
+                    (self._branch_backward, self.steps.backward, list),
                 )
             )
             name = f"{self.prefix}{branch}_attention"
             operators.define_branch(name, tensors, forward, "Tensor out, Tensor lse", backward)
         name, shapes = f"{self.prefix}select_blocks", operators.index_shapes
-        operators.define(name, operators.SCORING, "Tensor", self._select, shapes)
+        select = Planned(self._select, operator.itemgetter(0))
+        operators.define(name, operators.SCORING, "Tensor", select, shapes)
 
         for form in (GIVEN, APART, SHARED) if self.steps.compression else (GIVEN,):
             self._define_whole(form)
@@ -219,33 +223,29 @@ class KernelPath:
         are computed again.
         """
 
-        def of(function, **options):
-            found = functools.partial(function, form, **options)
-            return functools.update_wrapper(found, function)
+        def define(suffix, kept, function, shapes, backward=None):
+            pull_back = backward and Planned(functools.partial(backward, form), list)
+            own = functools.partial(function, form)
+            forward = Planned(own, backward=pull_back, before=self.before)
+            name, kept = f"{form.name}{suffix}", _tensors(*kept)
+            self.planned[name], name = forward, f"{self.prefix}{name}"
+            shapes = functools.partial(shapes, form)
+            operators.define(name, form.schema, f"(Tensor out, {kept})", forward, shapes)
+            if backward:
+                operators.differentiate(name, form.schema, form.count, kept, pull_back, 1)
 
-        name, schema, floats = f"{self.prefix}{form.name}", form.schema, form.count
-        kept = _tensors("selection")
-        forward, shapes = Replayed(of(self._forward)), of(self._shapes)
-        operators.define(name, schema, f"(Tensor out, {kept})", forward, shapes)
+        means = "selection", *form.means
+        with_means, shapes = (
+            functools.partial(function, keep=True) for function in (self._forward, self._shapes)
+        )
+        define("", ["selection"], self._forward, self._shapes)
+        self.joined[form] = Planned(functools.partial(self._forward_joined, form))
+        define("_recomputing", means, with_means, shapes, self._backward)
+        saving = self._forward_with_residuals, self._residual_shapes
+        define("_saving", (*means, *self._residuals), *saving, self._backward_from_residuals)
 
-        kept = _tensors("selection", *form.means)
-        forward = Replayed(of(self._forward, keep=True))
-        shapes = of(self._shapes, keep=True)
-        again = f"{name}_recomputing"
-        operators.define(again, schema, f"(Tensor out, {kept})", forward, shapes)
-        backward = Replayed(of(self._backward))
-        operators.differentiate(again, schema, floats, kept, backward, 1)
-
-        kept = _tensors("selection", *form.means, *self._residuals)
-        forward = Replayed(of(self._forward_with_residuals))
-        shapes = of(self._residual_shapes)
-        saving = f"{name}_saving"
-        operators.define(saving, schema, f"(Tensor out, {kept})", forward, shapes)
-        backward = Replayed(of(self._backward_from_residuals))
-        operators.differentiate(saving, schema, floats, kept, backward, 1)
-
-    def _call(self, name, *arguments, pair=None):
-        return operators.call(f"{self.prefix}{name}", *arguments, pair=pair)
+    def _call(self, name, *arguments, known=None):
+        return operators.call(f"{self.prefix}{name}", *arguments, known=known)
 
     # The functions that `dispatch.py` names.
 
@@ -316,7 +316,7 @@ class KernelPath:
         scale: float | None = None,
         clean: bool = False,
         recompute: bool = False,
-        pair: Pair | None = None,
+        known: Known | None = None,
     ) -> Tensor:
         """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
         kernel of its own adds the branches.
@@ -327,15 +327,27 @@ class KernelPath:
           clean: whether keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
-          pair: of calls like this one, whose gradients are wanted.
+          known: of calls like this one; gates may then be one tensor `[B, T, H, 3]` where no
+            gradient is wanted.
         """
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        form, tokens = form_of(key, value, compressed)
-        inputs = query, *tokens, *gates
-        name = form.name
-        if operators.requires_grad(*inputs):
-            name += "_recomputing" if recompute else "_saving"
-        return self._call(name, *inputs, block_indices, clean, *place, pair=pair)[0]
+        if known is None or known.call is None:
+            form = form_of(key, value, compressed)
+            name = f"{self.prefix}{form.name}"
+            if operators.requires_grad(query, *key, *value, *gates, *(compressed or ())):
+                name += "_recomputing" if recompute else "_saving"
+            call = form, name, operators.arguments(config, kv_len, cu_seqlens, scale)
+            if known is not None:
+                known.call = call
+        else:
+            call = known.call
+        form, name, (kv_len, lengths, _, numbers, scale) = call
+        tokens = form.tokens(key, value, compressed)
+        place = kv_len, lengths, cu_seqlens, numbers, scale
+        if known is not None and isinstance(gates, Tensor):
+            given = query, *tokens, gates, block_indices, clean, *place
+            return known.run(self.joined[form], given)[0]
+        given = query, *tokens, *gates, block_indices, clean, *place
+        return operators.call(name, *given, known=known)[0]
 
 
 def _split(tensors, count):
@@ -347,5 +359,10 @@ def _tensors(*names):
     return ", ".join(f"Tensor {name}" for name in names)
 
 
-def _selection(query, given, indices):
-    return indices if given is None else query.new_empty(0, dtype=torch.int32)
+def _selection(ops, given, indices):
+    return indices if given is None else ops.zeros(given, (0,))
+
+
+@derived(lambda x, *, width: [like(x, *x.shape[:-1], width)])
+def _narrow(ops, x, *, width):
+    return [x[..., :width]]

@@ -7,9 +7,8 @@ from kernels_pallas.specs.selected import SelectedAttention
 from kernels_pallas.specs.tile_block_lists import list_arrays
 from nsa_core.steps import mosaic_attention
 from nsa_core.steps.mosaic_forward import sizes_of
-from nsa_torch import warm_up
+from nsa_torch import first_call
 from nsa_torch.kernel_path import KernelPath
-from nsa_torch.torch_ops import TORCH_OPS as OPS
 
 
 def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
@@ -21,9 +20,8 @@ def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
 PATH = KernelPath(
     "",
     mosaic_attention.STEPS,
-    OPS,
     masks=False,
-    before_call=warm_up.before_call,
+    before=first_call.before,
     list_shapes=_list_shapes,
 )
 compressed_attention = PATH.compressed_attention

@@ -4,7 +4,7 @@ is, and a gradient is an operator of its own.
 An operator takes its tensors, then `PLACE`; a backward one the gradient first.
 
 torch's dispatcher needs longer for such a call than a launch takes. Where it would do nothing
-but find the function (`replay.plain`), `call` does without it.
+but find the function (`plain`), `call` does without it.
 """
 
 import functools
@@ -19,8 +19,10 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from nsa_core.config import NSAConfig
-from nsa_torch import early_release, replay
+from nsa_torch import early_release
 from nsa_torch.first_order import first_order, refuse, under_transforms
+from nsa_torch.plain import plain
+from nsa_torch.plans import Known
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
 DEVICES = ("cpu", "cuda")
@@ -48,24 +50,25 @@ NO_VMAP = (
 REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
-def call(name: str, *arguments: Any, pair: replay.Pair | None = None) -> Any:
+def call(name: str, *arguments: Any, known: Known | None = None) -> Any:
     """What `torch.ops.nsa.<name>` returns; where it has a gradient, perhaps without what is kept
     for it.
 
     Args:
-      pair: what is known of calls with these arguments' signature, all of them plain.
+      known: what is known of calls like this one, all of them plain.
     """
+    if known is not None:
+        if differentiable := _differentiable.get(name):
+            return differentiable(known, *arguments)
+        return known.run(_functions[name], arguments)
     if torch.compiler.is_compiling():
         return getattr(torch.ops.nsa, name)(*arguments)
     if under_transforms():
         return _transform(name, arguments)
-    if replay.recording() and not requires_grad(*_tensors(arguments)):
-        return _functions[name](*arguments)  # its steps are noted, not the operator
-    if pair or _direct(name, arguments):
-        differentiable = _differentiable.get(name)
-        return (
-            differentiable(pair, *arguments) if differentiable else _functions[name](*arguments)
-        )
+    if _direct(name, arguments):
+        if differentiable := _differentiable.get(name):
+            return differentiable(None, *arguments)
+        return _functions[name](*arguments)
     return getattr(torch.ops.nsa, name)(*arguments)
 
 
@@ -96,11 +99,7 @@ def _direct(name: str, arguments: Sequence[Any]) -> bool:
     torch a mode sees more.
     """
     device = next(x for x in arguments if isinstance(x, Tensor)).device
-    return device.type in DEVICES and (name in _composed or replay.plain(arguments))
-
-
-def _addresses(arguments: Iterable[Any]) -> list[int]:
-    return [x.data_ptr() for x in arguments if isinstance(x, Tensor)]
+    return device.type in DEVICES and (name in _composed or plain(arguments))
 
 
 def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
@@ -201,19 +200,19 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, run, results, pair, *inputs):
+        def forward(ctx, run, results, known, *inputs):
             with torch._C._AutoDispatchBelowAutograd():
-                output = run(*inputs)
+                output = known.run(run, inputs) if known else run(*inputs)
             arguments = *output[first:], *inputs
             ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
             ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-            ctx.pair, ctx.addresses = pair, _addresses(arguments) if pair else None
+            hooks = early_release.has_hooks()
+            # What a hook brings back may be anything.
+            ctx.known = None if hooks else known
             # Whether what was kept is this node's alone.
-            ctx.alone = (
-                results is not None and results <= first and not early_release.has_hooks()
-            )
+            ctx.alone = results is not None and results <= first and not hooks
             ctx.set_materialize_grads(False)
-            return output[:results]
+            return tuple(output[:results])
 
         @staticmethod
         def jvp(ctx, *tangents):
@@ -225,22 +224,18 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
             pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
             arguments = [other if x is None else x for x, other in pairs]
             nothing = (None for _ in arguments[count + floats :])
-            plain = replay.plain([grad])
-            addresses = _addresses(arguments) if plain else []
+            direct = plain([grad])
+            addresses = (
+                [x.data_ptr() for x in arguments if isinstance(x, Tensor)] if direct else []
+            )
             if 0 in addresses:
                 _refuse_empty(name, arguments)
-            last = ctx.alone and plain and early_release.is_last_pass()
+            last = ctx.alone and direct and early_release.is_last_pass()
             # The gradient that comes in may lie in what was kept, which then stays.
             apart = last and grad.untyped_storage().data_ptr() not in addresses
             with early_release.allowed(apart):
-                # What was saved may come back as other tensors: from another device, say.
-                if ctx.pair and addresses == ctx.addresses:
-                    alike = ctx.pair.backward(grad)
-                    if alike.program is None:
-                        # What is recorded knows tensors as objects, and this one may be any of
-                        # those that were saved.
-                        grad = grad.detach()
-                    found = gradient.again(alike, grad, *arguments)
+                if ctx.known and direct:
+                    found = ctx.known.run_backward(gradient, (grad, *arguments))
                 else:
                     found = call(f"{name}_backward", grad, *arguments)
             return None, None, None, *found, *nothing
@@ -284,9 +279,8 @@ def differentiate(name, tensors, floats, kept, backward, returned) -> None:
     def dispatched(*inputs):
         return Differentiable.apply(overload, None, None, *inputs)
 
-    def direct(pair, *inputs):
-        run = functools.partial(function.again, pair.forward) if pair else function
-        return Differentiable.apply(run, returned, pair, *inputs)
+    def direct(known, *inputs):
+        return Differentiable.apply(function, returned, known, *inputs)
 
     # Not torch.library.register_autograd, which at each call lists all arguments of the schema
     # once for each of them.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa_torch.chunks import Rows, wide
 from nsa_torch.geometry import Geometry, sequences
+from nsa_torch.triton_ops import run
 
 
 def residue_classes(
@@ -342,12 +343,6 @@ def _kernels():
     from kernels_pallas.triton import pack
 
     return pack
-
-
-def run(kernel, grid, x: Tensor, *arguments, **options) -> None:
-    """Launches a Triton kernel on the device of its first argument."""
-    with torch.cuda.device_of(x):  # not the current device, perhaps
-        kernel[grid](x, *arguments, **options)
 
 
 def _bounds(lengths: Tensor) -> Tensor:

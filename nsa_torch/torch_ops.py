@@ -1,6 +1,7 @@
 """`ArrayOps` for torch tensors: kernels run on the current stream, the host never waits."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from nsa_interop.launch import ALIGNMENT, launch
 
 from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
-from nsa_torch import early_release, replay
 
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
 
@@ -21,9 +21,7 @@ class TorchOps(ArrayOps):
         tensors = [readable(x) for x in tensors]
         # What a branch is added to is always made here, and read by nothing else afterwards.
         in_place = [tensors[-1], *[None] * (len(kernel.outputs) - 1)]
-        run = lambda: launch(kernel, *tensors, out=in_place if kernel.in_place else ())
-        recording = replay.recording()
-        return recording.launched(kernel, tensors, run) if recording else run()
+        return launch(kernel, *tensors, out=in_place if kernel.in_place else ())
 
     def writes_in_place(self, kernel):
         return kernel.in_place
@@ -38,13 +36,36 @@ class TorchOps(ArrayOps):
     def capability(self, x):
         return capability_of(x.device.index) if x.device.type == "cuda" else INTERPRETED
 
-    def cached(self, layout, name, make):
-        return layout.cached(name, make)
-
     def release(self, arrays):
-        if recording := replay.recording():
-            recording.released(early_release.worth_it(arrays))
-        early_release.release(arrays)
+        """Not outside a plan."""
+
+    def zeros(self, like, shape):
+        return like.new_zeros(shape)
+
+    def copied(self, x, dtype):
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def all_float32(self, arrays):
+        if all(x.dtype is torch.float32 and x.is_contiguous() for x in arrays):
+            return arrays
+        rows = self.float32_rows(arrays, -(-arrays[0].numel() // ALIGNMENT) * ALIGNMENT)
+        return [row[: x.numel()].view(x.shape) for row, x in zip(rows, arrays, strict=True)]
+
+    def float32_rows(self, arrays, length):
+        first = arrays[0]
+        count, shape, size = len(arrays), first.shape, first.numel()
+        if size == length:
+            found = places = first.new_empty((count, *shape), dtype=torch.float32)
+        else:
+            found = first.new_empty((count, length), dtype=torch.float32)
+            places = found[:, :size].view(count, *shape)
+        together = arrays if isinstance(arrays, torch.Tensor) else _parts_of_one(arrays)
+        if together is not None:
+            places.copy_(together)
+        else:
+            for place, x in zip(places, arrays, strict=True):
+                place.copy_(x)
+        return found
 
     def arange(self, like, count):
         return torch.arange(count, dtype=torch.int32, device=like.device)[None]
@@ -92,6 +113,29 @@ def device_name(index: int | None) -> str:
 def capability_of(index: int | None) -> tuple[int, int]:
     """The compute capability of the GPU with this index; None: the current one."""
     return torch.cuda.get_device_capability(index)
+
+
+def _parts_of_one(arrays: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Arrays at equal distances in the memory of one tensor, gates as a rule, as that tensor: one
+    copy reads all. None where they are not.
+    """
+    first, *others = arrays
+    if not others:
+        return None
+    base, strides, start = first._base, first.stride(), first.storage_offset()
+    step = others[0].storage_offset() - start
+    if step <= 0:
+        return None
+    memory = None if base is not None else first.untyped_storage().data_ptr()
+    for i, x in enumerate(others, 1):
+        if x.storage_offset() != start + i * step or x.stride() != strides:
+            return None
+        if x.dtype is not first.dtype:
+            return None
+        # Views of one tensor; inference mode does not say so.
+        if x._base is not base if memory is None else x.untyped_storage().data_ptr() != memory:
+            return None
+    return first.as_strided((len(arrays), *first.shape), (step, *strides))
 
 
 def readable(x):

@@ -5,9 +5,8 @@ No length compiles anything. A CUDA graph can capture a call whose layer has run
 
 from nsa_core.steps import triton_attention
 from nsa_torch.kernel_path import KernelPath
-from nsa_torch.triton_ops import TRITON_OPS as OPS
 
-PATH = KernelPath("triton_", triton_attention.STEPS, OPS, masks=True)
+PATH = KernelPath("triton_", triton_attention.STEPS, masks=True)
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention

@@ -1,11 +1,11 @@
 """`ArrayOps` for torch tensors whose kernels are Triton's: launched on the current stream."""
 
-import functools
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from nsa_torch import replay
-from nsa_torch.packing import run
+from kernels_pallas.triton.kernel import TritonKernel
 from nsa_torch.torch_ops import TorchOps, readable
 
 
@@ -13,20 +13,18 @@ class TritonOps(TorchOps):
     """`run` launches a `kernels_pallas.triton.kernel.TritonKernel`."""
 
     def run(self, kernel, *tensors):
-        tensors = [readable(x) for x in tensors]
-        launch = functools.partial(_launch, kernel)
-        recording = replay.recording()
-        return recording.called(launch, tensors) if recording else launch(*tensors)
+        return launch(kernel, *(readable(x) for x in tensors))
 
     def run_in_place(self, kernel, *tensors):
         """`run` of a kernel that writes to its arguments: none is copied, all are contiguous."""
         for i, x in enumerate(tensors):
             if not x.is_contiguous():
                 raise ValueError(f"{kernel.name}: argument {i} must be contiguous")
-        _launch(kernel, *tensors)
+        launch(kernel, *tensors)
 
 
-def _launch(kernel, *tensors):
+def launch(kernel: TritonKernel, *tensors: Tensor) -> list[Tensor]:
+    """The outputs; every tensor lies in memory row by row."""
     outputs = [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
         for shape, dtype in kernel.outputs
@@ -34,9 +32,15 @@ def _launch(kernel, *tensors):
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
     options |= {**kernel.constants, "enable_fp_fusion": True}
-    arguments = *tensors, *kernel.scalars, *outputs
+    arguments: Any = *tensors, *kernel.scalars, *outputs
     run(kernel.load(), (kernel.programs,), *arguments, **options)
     return outputs
+
+
+def run(kernel, grid, x: Tensor, *arguments, **options) -> None:
+    """Launches a Triton kernel on the device of its first argument."""
+    with torch.cuda.device_of(x):  # not the current device, perhaps
+        kernel[grid](x, *arguments, **options)
 
 
 TRITON_OPS = TritonOps()

@@ -80,20 +80,22 @@ from itertools import product
 from nsa_core import config_files
 from kernels_pallas.runtime.store import Store
 from nsa_core.config import NSAConfig
+from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_decode
 from nsa_torch import dispatch
-from nsa_torch.call_forms import APART, GIVEN, SHARED
-from nsa_torch.warm_up import Layer, kernels_of
 for preset in ("paper", "seed", "smallgroup"):
     settings = config_files.overlay(config_files.load("base"), config_files.load(preset))
     model, config = settings["model"], NSAConfig(**settings["nsa"])
     sizes = [model[name] for name in ("n_heads", "n_kv_groups", "d_k", "d_v")]
-    wanted = {*mosaic_decode.kernels_of(*sizes, "bfloat16", config)}
-    forms = ((False, APART), (False, SHARED), (False, GIVEN), (True, GIVEN))
-    for (packed, form), gradients in product(forms, (False, True)):
-        layer = Layer(*sizes, torch.bfloat16, config, None, gradients, packed, form)
+    names = "heads", "kv_heads", "key_width", "value_width"
+    layer = dict(zip(names, sizes), dtype="bfloat16", config=config)
+    wanted = {*mosaic_decode.kernels_of(**layer)}
+    forms = ((False, True, False), (False, True, True), (False, False, False), (True, False, False))
+    for (packed, compresses, shared), gradients in product(forms, (False, True)):
+        layer |= {"packed": packed, "compresses": compresses, "shared": shared}
         for n in (64, 700, 5000, 70000, 500000):
-            wanted |= {x.for_any_length() for x in kernels_of(layer, 1, n, n, None)}
+            found = kernels_of(length=n, gradients=gradients, **layer)
+            wanted |= {x.for_any_length() for x in found}
     missing = [x.name for x in wanted if Store("none").get(x) is None]
     assert wanted and not missing, f"{preset}: the wheel has no {missing}"
     assert dispatch.on_disk(*sizes, "bfloat16", config), f"{preset} is not noted in the wheel"

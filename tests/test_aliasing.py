@@ -1,19 +1,20 @@
 """Arguments that are one tensor, or lie in the same memory, in one call and not in the next.
 
-Calls alike are run from a list (`nsa_torch.replay`), which knows tensors by the role that they
-play. Every call here has its gradients compared, bit by bit, with those of copies of its
-arguments, decided anew. On the CPU kernels are stand-ins, whose outputs tell any two of their
-inputs apart.
+Calls alike run from one plan (`nsa_core.plan`), which knows tensors by the role that they play.
+Every call here has its gradients compared, bit by bit, with those of copies of its arguments. On
+the CPU kernels are stand-ins, whose outputs tell any two of their inputs apart.
 """
 
+import contextlib
 import random
 
 import pytest
 import torch
 
 import nsa_torch
-from nsa_torch import Branches, alike, replay
+from nsa_torch import Branches, alike, plans
 from tests.inputs import SMALL
+from tests.planned import Eager
 from tests.stand_in_kernels import stand_ins
 from tests.test_block_query_lists import needs_gpu
 
@@ -154,8 +155,7 @@ def check_calls(problem, calls, monkeypatch):
         do = problem.cotangent(inputs, out)
         do_copy = do.detach().clone()
         got = torch.autograd.grad(out, objects(inputs), do)
-        with monkeypatch.context() as patch:
-            patch.setattr(replay, "DEVICE_TYPES", ())
+        with plans.stepwise(Eager()):
             apart = copies(inputs)
             with torch.no_grad():
                 assert torch.equal(plain, problem.call(apart, copies(integers)))
@@ -175,16 +175,35 @@ def test_arguments_in_the_same_memory(kind, monkeypatch):
         for _ in range(4):
             problem = Problem(kind, draw, "cpu", SMALL, 24, 2, 16, "mosaic")
             check_calls(problem, CALLS, monkeypatch)
-        assert any(x.replayed for x in alike.DECIDED._values.values())
+        assert alike.DECIDED._values
+
+
+def test_numbers_by_identity_are_found(monkeypatch):
+    """A planner that takes two arguments for one where they are one tensor."""
+    views = plans._views
+
+    def by_identity(ops, arguments):
+        first = {id(x): i for i, x in reversed([*enumerate(arguments)])}
+        found = views(ops, arguments)
+        return [found[first[id(x)]] for x in arguments]
+
+    draw = random.Random(1)
+    with stand_ins(monkeypatch):
+        monkeypatch.setattr(plans, "_views", by_identity)
+        with pytest.raises(AssertionError):
+            for _ in range(4):
+                problem = Problem("shared", draw, "cpu", SMALL, 24, 2, 16, "mosaic")
+                check_calls(problem, CALLS, monkeypatch)
 
 
 def test_tokens_of_a_cache_in_the_same_memory(monkeypatch):
     draw = random.Random(0)
-    with stand_ins(monkeypatch), torch.no_grad():
+    with contextlib.ExitStack() as stack, stand_ins(monkeypatch), torch.no_grad():
         problem = Problem("shared", draw, "cpu", SMALL, 24, 2, 16, "mosaic")
         found = []
-        for listed in (True, False):
-            monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",) if listed else ())
+        for planned in (True, False):
+            if not planned:
+                stack.enter_context(plans.stepwise(Eager()))
             problem.make.manual_seed(0)
             draw.seed(0)
             cache = nsa_torch.init_cache(
@@ -192,7 +211,7 @@ def test_tokens_of_a_cache_in_the_same_memory(monkeypatch):
             )
             for _ in range(CALLS):
                 inputs, _ = problem.inputs()
-                inputs = inputs if listed else copies(inputs)
+                inputs = inputs if planned else copies(inputs)
                 given = (inputs[x] for x in ("query", "key", "value"))
                 gates = Branches(*(inputs[f"gates.{b}"] for b in Branches._fields))
                 options = {"config": SMALL, "implementation": "mosaic"}

@@ -1,7 +1,6 @@
 """Public calls alike decide once (`nsa_torch.alike`), and what decides is seen.
 
-Kernels are stand-ins here. What real ones give from the list of a public call:
-`test_any_length.py`, on a GPU.
+Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 """
 
 import contextlib
@@ -18,15 +17,33 @@ from torch.nn import Parameter
 import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
-from nsa_torch import Branches, alike, checks, early_release, operators, replay, torch_ops
+from nsa_core.plan import planner
+from nsa_torch import Branches, alike, checks, early_release, operators, plans
 from tests.inputs import SMALL
+from tests.planned import Eager
 from tests.stand_in_kernels import stand_in, stand_ins
+
+LEFT = []  # launches until one fails; empty: none does
 
 
 @pytest.fixture(autouse=True)
 def on_stand_ins(monkeypatch):
-    with stand_ins(monkeypatch):
+    def run(kernel, *tensors):
+        if LEFT and (left := LEFT.pop()) is not None:
+            if not left:
+                raise MemoryError
+            LEFT.append(left - 1)
+        return stand_in(kernel, *tensors)
+
+    with stand_ins(monkeypatch, run):
         yield
+    LEFT.clear()
+
+
+@pytest.fixture
+def failing():
+    """A function that says how many launches succeed before one that fails; None: all do."""
+    return lambda left: LEFT.__setitem__(slice(None), [left])
 
 
 @pytest.fixture
@@ -60,9 +77,9 @@ def key_of(arguments):
     return alike.key_of(given, **options, **rest)
 
 
-def decided_anew(monkeypatch, arguments):
-    with monkeypatch.context() as patch:
-        patch.setattr(replay, "DEVICE_TYPES", ())
+def by_steps(monkeypatch, arguments):
+    """The output without a plan."""
+    with plans.stepwise(Eager()):
         return nsa_torch.attention(**arguments)
 
 
@@ -86,16 +103,14 @@ def variant(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_the_third_call_is_a_list(name, checked, monkeypatch):
+def test_the_second_call_is_known(name, checked, monkeypatch):
     for i in range(4):
         arguments = variant(name)
-        want = decided_anew(monkeypatch, arguments)
+        want = by_steps(monkeypatch, arguments)
         checked.clear()
         got = nsa_torch.attention(**arguments)
         assert torch.equal(got, want) and got.abs().sum() > 0
         assert bool(checked) == (i == 0)
-        (known,) = alike.DECIDED._values.values()
-        assert (known.replayed.program is not None) == (i > 0)
     again = nsa_torch.attention(**arguments)
     assert again.data_ptr() != got.data_ptr() and not again._is_view()
 
@@ -107,7 +122,7 @@ def test_gradients_of_calls_alike(name, recompute, checked, monkeypatch):
         arguments = variant(name) | {"recompute": recompute}
         flat = [[x] if isinstance(x, torch.Tensor) else x for x in map(arguments.get, GIVEN)]
         leaves = [x.requires_grad_() for each in flat for x in each]
-        outs = [decided_anew(monkeypatch, arguments)]
+        outs = [by_steps(monkeypatch, arguments)]
         checked.clear()
         outs.append(nsa_torch.attention(**arguments))
         assert bool(checked) == (i == 0)
@@ -129,26 +144,23 @@ def elsewhere(x):
 
 
 def test_what_was_saved_may_come_back_elsewhere(monkeypatch):
-    """As of another device; the list of the gradient is for tensors that lie as they did."""
+    """As of another device, in any layout."""
     for i in range(5):
         arguments = good()
         leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        out = decided_anew(monkeypatch, arguments)
+        out = by_steps(monkeypatch, arguments)
         want = torch.autograd.grad(out, leaves, torch.ones_like(out))
         moved = elsewhere if i == 3 else torch.clone if i == 4 else lambda x: x
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, moved):
             out = nsa_torch.attention(**arguments)
             got = torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-        (known,) = alike.DECIDED._values.values()
-        lists = [x.program for x in known.replayed._backward._values.values()]
-        assert len(lists) == (i > 0) and None not in lists
 
 
 @pytest.fixture
 def released(monkeypatch):
     """Bytes that each release leaves of its tensors; what is to go is written over first."""
-    monkeypatch.setattr(early_release, "LEAST_BYTES", 0)
+    monkeypatch.setattr(planner, "LEAST_RELEASED", 0)
     left, release = [], early_release.release
 
     def noted(tensors):
@@ -172,15 +184,13 @@ def a_call(**changes):
 
 
 def test_outputs_of_branches_go_once_they_were_read(released):
-    """Not before the last pass through the graph; from a list too."""
+    """Not before the last pass through the graph."""
     for _ in range(4):
         gradients, out = a_call(scale=0.3)  # no list of another test
         found = gradients(True), gradients(False)
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
         assert released == [[out.nbytes] * 3, [0] * 3]
         released.clear()
-    (known,) = alike.DECIDED._values.values()
-    assert all(x.program for x in known.replayed._backward._values.values())
 
 
 @pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
@@ -188,7 +198,7 @@ def test_what_others_may_have_stays(how, released, monkeypatch):
     options = {"recompute": how == "recomputed", "scale": 0.4}
     with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
         if how == "a mode forward":
-            patch.setattr(replay, "plain", lambda tensors: False)
+            patch.setattr(operators, "plain", lambda tensors: False)
         if how == "hooks":
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             stack.enter_context(hooks)
@@ -215,19 +225,13 @@ def test_what_the_gradient_lies_in_stays(view, released):
 
 @pytest.mark.parametrize("launches", [0, 4])
 @pytest.mark.parametrize("retain", [True, False])
-def test_a_pass_that_failed(retain, launches, released, monkeypatch):
+def test_a_pass_that_failed(retain, launches, released, failing):
     """It is done again, or an error says what to do."""
     gradients, _ = a_call(scale=0.5 + retain + 2 * launches)
-    left = iter(range(launches))
-
-    def failing(*arguments, **options):
-        if next(left, None) is None:
-            raise MemoryError
-        return stand_in(*arguments, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch_ops, "launch", failing)
+    failing(launches)
+    with pytest.raises(MemoryError):
         gradients(retain)
+    failing(None)
     assert len(released) == (launches > 0)
     if retain or not launches:
         gradients(False)
@@ -236,32 +240,12 @@ def test_a_pass_that_failed(retain, launches, released, monkeypatch):
             gradients(False)
 
 
-def test_a_call_that_cannot_be_recorded_is_made_once(released, monkeypatch):
-    """What it has given back is not read again."""
-    asked = []
-
-    def unknown(*arguments):
-        asked.append(arguments)
-        raise replay.Unknown
-
-    monkeypatch.setattr(replay.Recording, "program", unknown)
-    found = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        gradients, _ = a_call(scale=0.7)
-        found.append(gradients(False))
-        assert released.pop() == [0] * 3 and not released
-    assert len(asked) == 2  # forward and backward
-    for each in zip(*found, strict=True):
-        assert all(torch.equal(x, each[0]) for x in each)
-
-
 def test_gradients_of_other_shapes_are_not_alike(monkeypatch):
     """That of an expanded number has no memory of its own."""
     for i in range(6):
         arguments = good()
         leaves = [arguments[x].requires_grad_() for x in GIVEN]
-        outs = decided_anew(monkeypatch, arguments), nsa_torch.attention(**arguments)
+        outs = by_steps(monkeypatch, arguments), nsa_torch.attention(**arguments)
         make = torch.ones_like if i % 2 else lambda x: x.new_ones(1).expand_as(x)
         want, got = (torch.autograd.grad(out, leaves, make(out)) for out in outs)
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
@@ -281,9 +265,7 @@ CHANGES = {
     "dtype": lambda a: a | {name: a[name].half() for name in ("query", "key", "value")},
     "gates' dtype": lambda a: a | {"gates": a["gates"].float()},
     "alignment": lambda a: a | {"value": shifted(a["value"], 4)},
-    "offset": lambda a: a | {"value": shifted(a["value"], 8)},  # 16 bytes: as aligned
     "gradient": lambda a: a | {"value": a["value"].clone().requires_grad_()},
-    "one tensor": lambda a: a | {"key": SAME, "value": SAME},
     "branches": lambda a: a | {"key": Branches(a["key"], SAME, a["key"])},
     "branches of one": lambda a: a | {"key": Branches.each(a["key"])},
     "compressed": lambda a: a | VARIANTS["compressed"],
@@ -301,7 +283,27 @@ CHANGES = {
 def test_every_argument_counts(change):
     one = good()
     other = CHANGES[change](one)
-    assert key_of(one).value == key_of(one).value != key_of(other).value
+    assert key_of(one) == key_of(one) != key_of(other)
+
+
+UNCHANGED = {
+    "aligned offset": lambda a: a | {"value": shifted(a["value"], 8)},  # 16 bytes
+    "one tensor": lambda a: a | {"key": SAME, "value": SAME},
+    "numbers": lambda a: a | {"query": a["query"] * 2},
+    "a leaf": lambda a: a | {"query": Parameter(a["query"], requires_grad=False)},
+}
+
+
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_what_no_plan_depends_on_does_not_count(change):
+    one = good()
+    other = UNCHANGED[change](one)
+    assert key_of(one) == key_of(other)
+    with torch.no_grad():
+        found = [nsa_torch.attention(**x) for x in (one, other)]
+    assert len(alike.DECIDED._values) == 1
+    copies = {x: y.clone() if isinstance(y, torch.Tensor) else y for x, y in other.items()}
+    assert torch.equal(found[1], nsa_torch.attention(**copies))
 
 
 def test_which_tensors_belong_together_counts():
@@ -311,7 +313,7 @@ def test_which_tensors_belong_together_counts():
         key_of(one | {"key": Branches(a, b, c), "value": d}),
         key_of(one | {"key": a, "value": Branches(b, c, d)}),
     ]
-    assert keys[0].value != keys[1].value
+    assert keys[0] != keys[1]
 
 
 def test_which_gradients_are_wanted_counts():
@@ -319,19 +321,19 @@ def test_which_gradients_are_wanted_counts():
     for name in ("query", "key", "value", "gates"):
         arguments = good()
         arguments[name].requires_grad_()
-        keys.add(key_of(arguments).value)
+        keys.add(key_of(arguments))
         with torch.no_grad():
-            assert key_of(arguments).value == key_of(good()).value
+            assert key_of(arguments) == key_of(good())
     assert len(keys) == 4
 
 
 def test_what_is_in_force_counts():
     arguments = good()
-    keys = {key_of(arguments).value}
+    keys = {key_of(arguments)}
     with capability.interpreted(False):
-        keys.add(key_of(arguments).value)
+        keys.add(key_of(arguments))
     with policy.overridden(policy.Thresholds(sel_min_len=7), "a test"):
-        keys.add(key_of(arguments).value)
+        keys.add(key_of(arguments))
     assert len(keys) == 3
 
 
@@ -451,18 +453,18 @@ def test_autocast_changes_nothing(gradient, monkeypatch):
     for _ in range(4):
         arguments = good()
         arguments["query"].requires_grad_(gradient)
-        want = decided_anew(monkeypatch, arguments)
+        want = by_steps(monkeypatch, arguments)
         with torch.autocast("cpu", dtype=torch.float16):
             got = nsa_torch.attention(**arguments)
         assert torch.equal(got, want) and got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("recorded", [torch.inference_mode, torch.no_grad])
-def test_a_list_serves_inference_mode_and_others(recorded, monkeypatch):
+def test_a_plan_serves_inference_mode_and_others(recorded, monkeypatch):
     for mode in (recorded, recorded, recorded, torch.no_grad, torch.inference_mode):
         arguments = good()
         with mode():
-            want = decided_anew(monkeypatch, arguments)
+            want = by_steps(monkeypatch, arguments)
             got = nsa_torch.attention(**arguments)
         assert torch.equal(got, want)
         assert got.is_inference() == (mode is torch.inference_mode)

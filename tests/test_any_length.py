@@ -13,9 +13,11 @@ from kernels_pallas.kernel import SCALAR, SIZE
 from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded, lowering, sequence
 from nsa_core.config import NSAConfig
+from nsa_core.plan import kernels
 from nsa_interop import launch
-from nsa_jax import kernel_list
-from nsa_torch import call_forms, replay, warm_up
+from nsa_torch import call_forms, mosaic, plans
+from tests import planned
+from tests.planned import Eager
 from tests.test_block_query_lists import needs_gpu
 
 LAYERS = {
@@ -31,15 +33,17 @@ by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "b
 
 
 def kernels_of(name, length, gradients, batch=1):
-    layer = warm_up.Layer(
-        **{"packed": False} | LAYERS[name],
-        dtype=torch.bfloat16,
+    form = FORMS.get(name, call_forms.SHARED)
+    return kernels.kernels_of(
+        batch=batch,
+        length=length,
+        **LAYERS[name],
+        dtype="bfloat16",
         config=NSAConfig(),
-        scale=None,
         gradients=gradients,
-        form=FORMS.get(name, call_forms.SHARED),
+        compresses=form.compresses,
+        shared=form.shared,
     )
-    return warm_up.kernels_of(layer, batch, length, length, None)
 
 
 def generic(kernels):
@@ -48,19 +52,13 @@ def generic(kernels):
 
 @by_pass
 @by_layer
-def test_both_frameworks_run_the_same_kernels(name, gradients):
+def test_an_operator_of_torch_runs_these_kernels(name, gradients):
     form = FORMS.get(name, call_forms.SHARED)
-    found = kernel_list.kernels_of(
-        **LAYERS[name],
-        length=9000,
-        dtype="bfloat16",
-        config=NSAConfig(),
-        gradients=gradients,
-        compresses=form.compresses,
-        shared=form.shared,
-    )
+    function = mosaic.PATH.planned[form.name + "_saving" * gradients]
+    given = planned.described(form, 1, 9000, **LAYERS[name], config=NSAConfig())
+    found = [x for plan in function.plans(given, None) for x in plan.kernels]
     assert ("compress_means" in {x.name for x in found}) == form.compresses
-    assert found == kernels_of(name, 9000, gradients)
+    assert list(dict.fromkeys(found)) == kernels_of(name, 9000, gradients)
 
 
 @by_pass
@@ -236,7 +234,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
     with torch.cuda.graph(graph):
         captured = both(tensors)
     graph.replay()
-    monkeypatch.setattr(replay, "DEVICE_TYPES", ())
-    decided = both(tensors)
+    with plans.stepwise(Eager()):
+        decided = both(tensors)
     for found in (listed, apart, captured):
         assert all(torch.equal(a, b) for a, b in zip(found, decided, strict=True))

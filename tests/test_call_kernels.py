@@ -3,11 +3,11 @@
 import collections
 
 import pytest
-import torch
 
 from bench import call_kernels
 from bench.harness.timed_problem import Problem
-from nsa_torch import warm_up
+from nsa_core.config import NSAConfig
+from nsa_core.plan.kernels import kernels_of
 
 # Columns of kernels that only the selected branch runs: dS stored; tiles gathered.
 STORED = {"selected_forward": "selected", "stored_ds_dq": "dq: selected"}
@@ -23,16 +23,20 @@ GATHERED = {
 
 @pytest.mark.parametrize("heads, of_selected", [(64, STORED), (16, GATHERED)])
 def test_columns(heads, of_selected):
-    ops, length, kv_heads, width = warm_up.Recording(None), 65536, 4, 128
-
-    def tensor(heads, width):
-        return torch.empty(1, length, heads, width, dtype=torch.bfloat16, device="meta")
-
-    query, key, gates = tensor(heads, width), tensor(kv_heads, width), tensor(heads, 3)
-    found = call_kernels.run(ops, (query, key, key, gates), query)
-    assert found.query.shape == query.shape and found.key.compressed.shape == key.shape
+    kernels = kernels_of(
+        length=65536,
+        heads=heads,
+        kv_heads=4,
+        key_width=128,
+        value_width=128,
+        dtype="bfloat16",
+        config=NSAConfig(),
+        gradients=True,
+        compresses=True,
+        shared=True,
+    )
     columns = collections.defaultdict(set)
-    for kernel in ops.kernels:
+    for kernel in kernels:
         columns[kernel.name].add(call_kernels.column(kernel))
     assert {name: {column} for name, column in of_selected.items()}.items() <= columns.items()
     assert columns["interval_forward"] == {"compressed", "sliding"}

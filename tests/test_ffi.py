@@ -14,8 +14,9 @@ import pytest
 from kernels_pallas.runtime import build, description, loaded
 from kernels_pallas.specs.bwd_preprocess import RowStats, row_stats
 from nsa_core.config import NSAConfig
+from nsa_core.plan import kernels
 from nsa_core.types import Branches
-from nsa_jax import ffi, kernel_list, mosaic, warm_up, xla_call
+from nsa_jax import ffi, mosaic, warm_up, xla_call
 
 CONFIG = NSAConfig(window=64, num_selected=4)
 SIZE = 3
@@ -143,7 +144,7 @@ def test_a_program_names_its_kernels(hopper):
                     visit(inner.operation)
 
     visit(lowered.compiler_ir().operation)
-    want = kernel_list.kernels_of(
+    want = kernels.kernels_of(
         length=96,
         heads=4,
         kv_heads=2,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import nsa_torch.mosaic
+import nsa_torch.torch_ops
 from kernels_pallas.specs import block_query_lists
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.selected import COUNTS
@@ -124,7 +124,7 @@ def test_the_kernels(name):
     made = BlockQueryLists(1, 32768, 32768, 8, 16, KEYS, 1, False, tile=16, limit=30)
     spec = SPECS.get(name) or WorkItems(made, 8192, 1024)
     arrays = [torch.from_numpy(x).cuda() for x in arrays_of(spec)]
-    ops = nsa_torch.mosaic.OPS
+    ops = nsa_torch.torch_ops.TORCH_OPS
     (counts,) = ops.run(block_query_lists.count_entries(spec.lists), *arrays)
     edges = torch.cumsum(counts, 0, dtype=torch.int32)
     (entries,) = ops.run(block_query_lists.fill_gather_lists(spec.lists), *arrays, edges)

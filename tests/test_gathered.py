@@ -14,14 +14,13 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from bench import call_kernels
 from kernels_pallas.mosaic.gathered_walk import GatheredWalk
 from kernels_pallas.specs import dkv, gathered
 from nsa_core.config import NSAConfig
+from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_gather
 from nsa_core.types import Branches
 from nsa_jax import mosaic
-from nsa_torch import warm_up
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic import check_any_blocks, check_steps, run
@@ -262,13 +261,18 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
 def test_partials_are_at_most_half_an_output(monkeypatch):
     """Where an output is larger than what partials may take in any case."""
     monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    ops, length = warm_up.Recording(None), 8192
-
-    def tensor(heads, width):
-        return torch.empty(1, length, heads, width, dtype=torch.bfloat16, device="meta")
-
-    query, key, gates = tensor(16, 128), tensor(2, 128), tensor(16, 3)
-    call_kernels.run(ops, (query, key, key, gates), query)
+    kernels = kernels_of(
+        length=8192,
+        heads=16,
+        kv_heads=2,
+        key_width=128,
+        value_width=128,
+        dtype="bfloat16",
+        config=NSAConfig(),
+        gradients=True,
+        compresses=True,
+        shared=True,
+    )
     names = "gathered_forward", "gathered_dq"
-    made = {x.name: x.outputs[0].size for x in ops.kernels if x.name in names}
-    assert {*made} == {*names} and 2 * max(made.values()) <= query.numel()
+    made = {x.name: x.outputs[0].size for x in kernels if x.name in names}
+    assert {*made} == {*names} and 2 * max(made.values()) <= 8192 * 16 * 128

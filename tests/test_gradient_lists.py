@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import nsa_torch.mosaic
+import nsa_torch.torch_ops
 from kernels_pallas.mosaic import capability
 from kernels_pallas.specs import (
     block_query_lists,
@@ -348,7 +348,7 @@ def test_popular_blocks(shape, short):
 def test_torch_makes_the_same(shape, branch, short):
     for ours, theirs in zip(
         told(mosaic.OPS, shape, branch),
-        told(nsa_torch.mosaic.OPS, shape, branch),
+        told(nsa_torch.torch_ops.TORCH_OPS, shape, branch),
         strict=True,
     ):
         for one, other in zip(ours, theirs, strict=True):

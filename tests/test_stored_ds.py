@@ -4,8 +4,6 @@ races, and on a GPU, against the float64 oracle.
 
 import dataclasses
 import functools
-import weakref
-from typing import ClassVar
 from unittest import mock
 
 import jax
@@ -24,7 +22,9 @@ from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import alike, warm_up
+from nsa_torch import alike, call_forms
+from nsa_torch.torch_ops import TORCH_OPS
+from tests import planned
 from tests.inputs import PAPER, Case, problem
 from tests.test_block_query_lists import needs_gpu
 from tests.test_mosaic_gradients import arrays_of, check_step, check_whole, pulled, whole
@@ -149,26 +149,20 @@ def test_shard_map(stored):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-class Watched(warm_up.Recording):
-    """Refuses to make dS while another one is there."""
-
-    made: ClassVar[list[weakref.ref]] = []
-
-    def run(self, kernel, *tensors):
-        found = super().run(kernel, *tensors)
-        if kernel.name == "dkv_partials" and found[-1].dtype == torch.bfloat16:
-            assert not any(other() is not None for other in self.made), "dS twice"
-            self.made.append(weakref.ref(found[-1]))
-        return found
-
-
 def test_torch_has_one_window_at_a_time(monkeypatch):
+    """A plan drops dS of one before it makes that of the next."""
     monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
-    monkeypatch.setattr(warm_up, "Recording", Watched)
-    monkeypatch.setattr(Watched, "made", [])
-    layer = warm_up.Layer(64, 4, 128, 128, torch.bfloat16, PAPER, None, True, False)
-    warm_up.kernels_of(layer, 1, 2048, 2048, None)
-    assert len(Watched.made) == 4
+    sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    given = planned.described(call_forms.SHARED, 1, 2048, **sizes, config=PAPER)
+    function = nsa_torch.mosaic.PATH.planned["attention_compressing_shared_saving"]
+    _, plan = function.plans(given, None)
+    there, made = set(), 0
+    for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
+        if step.name == "dkv_partials" and step.writes[-1].dtype == "bfloat16":
+            assert not there, "dS twice"
+            there, made = {step.writes[-1].buffer} & {*begins}, made + 1
+        there -= {*ends}
+    assert made == 4 and not there
 
 
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
@@ -230,14 +224,14 @@ def test_where_it_is_stored(change, slots, block, packed, wanted):
         list_entries=1,
         single_token=group <= 8,
     )
-    assert mosaic_stored_ds.serves(nsa_torch.mosaic.OPS, base, slots, block, packed) == wanted
+    assert mosaic_stored_ds.serves(TORCH_OPS, base, slots, block, packed) == wanted
 
 
 def test_all_rows_at_once_may_be_too_large():
     """Where dq is not added in place: 17 GB."""
     sizes = SIZES | {"T": 2**16, "S": 2**16}
     base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=0, list_entries=1)
-    assert mosaic_stored_ds.serves(nsa_torch.mosaic.OPS, base, 16, 64, False)
+    assert mosaic_stored_ds.serves(TORCH_OPS, base, 16, 64, False)
     assert not mosaic_stored_ds.serves(JaxOps(), base, 16, 64, False)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 
 import jax
-import nsa_interop.launch
 import pytest
 import torch
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -15,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from bench.harness.checked_layer import Watch
 from kernels_pallas.mosaic import capability
+from nsa_core.plan import workspace
 from nsa_core.steps import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
 from nsa_interop import dlpack
 from nsa_torch import (
@@ -23,12 +23,10 @@ from nsa_torch import (
     dispatch,
     geometry,
     mosaic,
-    program_steps,
-    replay,
-    torch_ops,
+    plans,
 )
-from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.operators import arguments
+from tests import planned
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.reach import NUMBERS
 from tests.test_torch_gpu import ANY_BLOCKS, REACH_ON_GPU
@@ -42,7 +40,6 @@ from tests.torch_inputs import (
     on_the_cpu,
     poison,
     run,
-    tensors_at,
 )
 
 OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
@@ -61,24 +58,20 @@ def jitted(kernel):
     return jax.jit(kernel.__call__)
 
 
-def launch(kernel, *tensors, out=()):
-    """`nsa_interop.launch.launch` on the CPU, as strict about what it is given."""
-    for x, wanted in zip(tensors, kernel.inputs, strict=True):
-        assert x.is_contiguous() and x.numel() == wanted.size
-        assert str(x.dtype) == f"torch.{wanted.dtype}"
+def interpret(kernel, *tensors):
+    """The outputs of a kernel in Pallas' interpreter."""
     arrays = [dlpack.to_jax(x.detach().clone()) for x in tensors]
-    results = [dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays)]
-    if out:
-        assert kernel.in_place and out[0] is tensors[-1] and len(out) == len(results)
-        results[0] = out[0].copy_(results[0])
-    return tuple(results)
+    return [dlpack.to_torch(x, copy=True) for x in jitted(kernel)(*arrays)]
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(torch_ops, "launch", launch)
-    with capability.interpreted(InterpretGPUParams()), on_the_cpu(monkeypatch):
-        yield
+    with (
+        planned.on_the_cpu(monkeypatch, interpret) as ran,
+        capability.interpreted(InterpretGPUParams()),
+        on_the_cpu(monkeypatch),
+    ):
+        yield ran
 
 
 def normal(*shape, device="cpu", dtype=torch.bfloat16):
@@ -118,14 +111,10 @@ def test_attention():
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
-@pytest.mark.usefixtures("interpreted")
-def test_means_are_part_of_attention(shared, monkeypatch):
+def test_means_are_part_of_attention(shared, interpreted):
     """Each branch has tokens of its own, or all have the same."""
-    names = []
-    monkeypatch.setattr(
-        torch_ops, "launch", lambda k, *x, **o: names.append(k.name) or launch(k, *x, **o)
-    )
     check_whole(TOKENS, "mosaic", shared=shared)
+    names = [kernel.name for kernel in interpreted]
     assert names[0] == "compress_means" and names[-1] == "merge_key_gradients"
 
 
@@ -256,15 +245,10 @@ def check_decode(device, separate, monkeypatch=None):
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_decode(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        torch_ops, "launch", lambda k, *x, **o: calls.append(k) or launch(k, *x, **o)
-    )
+def test_decode(interpreted):
     check_decode("cpu", separate=False)
-    each = len(calls) // 3
-    assert calls[-each:] == calls[-2 * each : -each] != calls[:each]
+    each = len(interpreted) // 3
+    assert interpreted[-each:] == interpreted[-2 * each : -each] != interpreted[:each]
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -356,82 +340,33 @@ def test_recomputed(implementation, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True))
 
 
-def launcher(kernel, device):
-    """`nsa_interop.launch.launcher` on the CPU."""
-
-    def start(stream, addresses):
-        inputs, outputs = tensors_at(kernel, addresses)
-        for place, x in zip(outputs, launch(kernel, *inputs), strict=True):
-            place.copy_(x)
-
-    return start
-
-
 # Far blocks, near ones and two segments, where a list of more than two blocks is too long.
 FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
 FAR_SIZES = 34, 400, 4, 1, 64, 64
-LISTED = {
-    "one allocation": (SHARED, 2**20, SIZES, FEW),
-    "one each": (APART, 0, SIZES, FEW),
-    "packed": (GIVEN, 2**20, (21, *SIZES[1:]), FEW),
-    "gathered": (SHARED, 2**20, FAR_SIZES, FAR),
+PLANNED = {
+    "one allocation": ({}, 2**20, SIZES, FEW),
+    "packed, one each": ({"cu_seqlens": torch.tensor([0, 1, 15])}, 0, (21, *SIZES[1:]), FEW),
+    "gathered": ({}, 2**20, FAR_SIZES, FAR),
 }
 
 
-@pytest.mark.parametrize(("form", "workspace", "sizes", "config"), LISTED.values(), ids=LISTED)
+@pytest.mark.parametrize(("where", "most", "sizes", "config"), PLANNED.values(), ids=PLANNED)
 @pytest.mark.usefixtures("interpreted")
-def test_calls_alike_run_from_a_list(form, workspace, sizes, config, monkeypatch):
-    """The same bits forward and backward, from other inputs than those that were recorded."""
+def test_a_plan_gives_what_the_steps_give(where, most, sizes, config, monkeypatch):
+    """The same bits forward and backward."""
     monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
     monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    monkeypatch.setattr(nsa_interop.launch, "launcher", launcher)
-    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
-    monkeypatch.setattr(nsa_interop.launch, "ALIGNMENT", 16)
-    monkeypatch.setattr(program_steps, "WORKSPACE_BYTES", workspace)
-    monkeypatch.setattr(replay, "DEVICE_TYPES", ("cpu",))
-    where = {"cu_seqlens": torch.tensor([0, 1, 15])} if form is GIVEN else {}
-    function, watch = ([*inputs(*sizes)], config, where), Watch()
+    monkeypatch.setattr(workspace, "MOST_BYTES", most)
+    leaves, watch = inputs(*sizes), Watch()
 
-    def both(tensors, config, where, forward, backward):
-        query, key, value, gates = tensors
-        pair = [nsa_torch.compress(x, config=config, **where) for x in (key, value)]
-        gates = [x.contiguous() for x in gates.unbind(-1)]
-        place = arguments(config, key.shape[1], where.get("cu_seqlens"), None)
-        tokens = {
-            SHARED: (key, value),
-            APART: (key, key.clone(), key, value, value, value.clone()),
-            GIVEN: (pair[0], key, key, pair[1], value, value),
-        }
-        given = query, *tokens[form], *gates, None, False, *place
-        out, *residuals = forward(*given)
-        return (
-            out,
-            *residuals,
-            *backward(query.mul(2)[..., : value.shape[-1]], *residuals, *given),
-        )
+    def both():
+        out = nsa_torch.attention(*leaves, config=config, implementation="mosaic", **where)
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    path = mosaic.PATH
-    steps = path._forward_with_residuals, path._backward_from_residuals
-    steps = [functools.partial(step, form) for step in steps]
-    counts = [0, 0]
-
-    def counted(i):
-        def count(*arguments):
-            counts[i] += 1
-            return steps[i](*arguments)
-
-        return replay.Replayed(count)
-
-    listed = counted(0), counted(1)
-    with torch.no_grad():
-        for scale in (1, 1, 2):
-            tensors, *rest = function
-            tensors = [x.detach() * scale for x in tensors]
-            with watch.watching():
-                want = both(tensors, *rest, *steps)
-            got = both(tensors, *rest, *listed)
-            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-    assert counts == [2, 2]
+    with plans.stepwise(watch):
+        want = both()
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(want, both(), strict=True))
     assert bool(watch.gathered_tiles) == (config is FAR)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import nsa_torch.mosaic
+import nsa_torch.torch_ops
 from kernels_pallas.mosaic.work_items import MakeItems
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
@@ -174,7 +174,7 @@ def test_emulated(name, full):
         assert count == len(found[0])  # no capacity is in vain
 
 
-@pytest.mark.parametrize("ops", [nsa_torch.mosaic.OPS, JAX_OPS], ids=["torch", "jax"])
+@pytest.mark.parametrize("ops", [nsa_torch.torch_ops.TORCH_OPS, JAX_OPS], ids=["torch", "jax"])
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.halving])
 @by_edges
 def test_longest_first(ops, name, full, monkeypatch):
@@ -249,7 +249,7 @@ def test_the_kernel(name, full):
     spec = (SPECS | LONG)[name]
     given = arrays_of(spec, full or name in LONG)
     on_gpu = [torch.from_numpy(x).cuda() for x in given]
-    ops = nsa_torch.mosaic.OPS
+    ops = nsa_torch.torch_ops.TORCH_OPS
     found = [x.cpu().numpy() for x in ops.run(work_items.work_items(spec), *on_gpu)]
     want = by_emulation(spec, given)
     columns = 7 if spec.halving else 6

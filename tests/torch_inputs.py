@@ -30,7 +30,7 @@ BRANCHES = Branches._fields
 # The steps around Mosaic kernels of each framework, and what it makes of a numpy array.
 FRAMEWORKS = {
     "jax": (mosaic.OPS, jnp.asarray),
-    "torch": (nsa_torch.mosaic.OPS, torch.from_numpy),
+    "torch": (nsa_torch.torch_ops.TORCH_OPS, torch.from_numpy),
 }
 
 

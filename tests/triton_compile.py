@@ -88,7 +88,7 @@ def launches(case, capability: tuple[int, int], packed: bool = False) -> list[La
     config, count = case.config, case.config.num_compressed(case.S)
     query = array(case.B, case.T, case.H, case.D)
     cu_seqlens = array(3, dtype=torch.int32) if packed else None
-    layout = KernelLayout(query, *operators.arguments(config, case.S, cu_seqlens, None))
+    layout = KernelLayout(ops, query, *operators.arguments(config, case.S, cu_seqlens, None))
     pairs = [
         (array(case.B, n, case.Hkv, case.D), array(case.B, n, case.Hkv, case.Dv))
         for n in (count, case.S)

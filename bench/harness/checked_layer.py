@@ -4,18 +4,16 @@
     python -m bench.harness.checked_layer --planted=memcheck
 
 The layer is called three times without gradients and three times with them; the results of each
-three must be bitwise equal. The third call is replayed from a recorded list of launches
-(`nsa_torch.replay`), and its temporary tensors share one allocation. One JSON line says which
+three must be bitwise equal. The first time its steps run one by one; the others run from a plan
+(`nsa_core.plan`), and their temporary tensors share one allocation. One JSON line says which
 kernels ran in the first call of either kind.
 """
 
 import collections
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from absl import app, flags
@@ -25,7 +23,8 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.selected import BlockCounts
 from nsa_core.config import NSAConfig
-from nsa_torch.torch_ops import TORCH_OPS
+from nsa_torch import plans
+from nsa_torch.torch_ops import TorchOps
 
 from . import cli, exit_status
 from .timed_problem import digest
@@ -119,8 +118,8 @@ def plant(tool: str, name: str) -> None:
     torch.cuda.synchronize()
 
 
-class Watch:
-    """Which kernels run within `watching`.
+class Watch(TorchOps):
+    """Runs kernels, and says which.
 
     Attributes:
       launches: by the kernel's name.
@@ -130,19 +129,13 @@ class Watch:
     def __init__(self):
         self.launches: dict[str, int] = collections.Counter()
         self.gathered_tiles = 0
-        self._run = TORCH_OPS.run
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with mock.patch.object(TORCH_OPS, "run", self.run):
-            yield
 
     def run(self, kernel: Kernel, *tensors: torch.Tensor):
         self.launches[kernel.name] += 1
         if kernel.name == "gathered_merge":
             counts = tensors[kernel.names.index("block_counts")]
             self.gathered_tiles += gathered_tiles(kernel.spec, counts)
-        return self._run(kernel, *tensors)
+        return super().run(kernel, *tensors)
 
 
 def gathered_tiles(spec: GatheredAttention, counts: torch.Tensor) -> int:
@@ -189,7 +182,7 @@ def check(layer: Layer) -> dict[str, Any]:
     """What ran, and `fault`: what is wrong with it, or None."""
     tensors, do = inputs(layer)
     watch = Watch()
-    with watch.watching():
+    with plans.stepwise(watch):
         found = [results(layer, tensors, do)]
     found += [results(layer, tensors, do) for _ in range(CALLS - 1)]
     digests = {digest(x) for x in found}

@@ -171,7 +171,7 @@ class Kernels:
 
         config, length = self.settings.nsa, self.settings.runtime.seq_len
         place = operators.arguments(config, length, None, None)
-        return KernelLayout(self._arrays["sliding"][0], *place, clean=True)
+        return KernelLayout(self.ops, self._arrays["sliding"][0], *place, clean=True)
 
     def _problem(self, kernel: str) -> Problem:
         """The sizes of the branch, without measured tiles."""

@@ -11,7 +11,7 @@ its turn comes, so that one branch's output exists at a time.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nsa_core.array_ops import ArrayOps, QueryLayout, zero_padding
+from nsa_core.array_ops import ArrayOps, QueryLayout, padding_zeroed
 from nsa_core.config import NSAConfig
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import Branches
@@ -117,8 +117,8 @@ def forward(
       num_blocks: that a sequence has at most.
     """
     query, key, value, gates = inputs
-    query, *gates = zero_padding(ops.xp, layout, query, *gates)
-    gates, rest = Branches(*gates), (layout, config, scale)
+    query, *gates = padding_zeroed(ops, layout, query, *gates)
+    gates, rest = Branches(*ops.all_float32(gates)), (layout, config, scale)
     out, lse = steps.forward.compressed(
         ops, query, key.compressed, value.compressed, *rest, gates.compressed
     )
@@ -146,7 +146,7 @@ def forward_with_residuals(
 ) -> tuple[Any, Residuals]:
     """`(out, residuals)`; arguments as of `forward`."""
     query, key, value, gates = inputs
-    query, *gates = zero_padding(ops.xp, layout, query, *gates)
+    query, *gates = padding_zeroed(ops, layout, query, *gates)
     rest = layout, config, scale
     compressed = steps.forward.compressed(ops, query, key.compressed, value.compressed, *rest)
     if block_indices is None:
@@ -159,7 +159,7 @@ def forward_with_residuals(
     sliding = steps.forward.sliding(ops, query, key.sliding, value.sliding, *rest)
     pairs = zip(compressed, selected, sliding, strict=True)
     outputs, lse = (Branches(*each) for each in pairs)
-    out = steps.backward.gated_sum(ops, outputs, Branches(*gates))
+    out = steps.backward.gated_sum(ops, outputs, Branches(*ops.all_float32(gates)))
     kept = tuple(block_lists) if steps.lists else None
     return out, Residuals(block_indices, kept, outputs, lse)
 
@@ -180,8 +180,8 @@ def backward(
     dq is one array, to which the branches add in place, in a fixed order.
     """
     query, key, value, gates = inputs
-    query, do, *gates = zero_padding(ops.xp, layout, query, do, *gates)
-    gates = Branches(*gates)
+    query, do, *gates = padding_zeroed(ops, layout, query, do, *gates)
+    gates = Branches(*ops.all_float32(gates))
     block_indices, block_lists, outputs, lses = residuals
     rest = layout, config, scale
     compressed = query, key.compressed, value.compressed

@@ -1,39 +1,48 @@
 """Which keys each query sees, as an interval `first .. last - 1`, and the same by kernel row.
 
 A kernel's tile has `tokens` tokens times the `G` query heads of a group; row `token * G + head`
-(`kernels_pallas.specs.tile`). What follows from a layout and sizes alone goes through
-`ArrayOps.cached`, so that torch makes it once for all calls of the same sizes.
+(`kernels_pallas.specs.tile`).
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.specs.tile import cdiv
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 
 
-def visible_compressed(layout: QueryLayout, config: NSAConfig) -> tuple[Any, Any]:
-    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`: `[B, T]` both."""
+def visible_compressed(layout: Any, config: NSAConfig) -> tuple[Any, Any]:
+    """Position `p` sees compressed token `i` iff `p >= i*d + l - 1`: `[B, T]` both.
+
+    Args:
+      layout: has `position` and `compressed_start`.
+    """
     block, stride = config.compress_block, config.compress_stride
     count = ((layout.position + (1 + stride - block)) // stride).clip(0, None)
     return layout.compressed_start, layout.compressed_start + count
 
 
-def window_bounds(
-    ops: ArrayOps, layout: QueryLayout, config: NSAConfig, num_keys: int
-) -> tuple[Any, Any]:
-    """The last `window` keys up to the query's own: `[B, T]` both."""
-    last = causal_end(ops, layout)
-    first = ops.xp.maximum(layout.key_start, last - config.window)
+@derived(lambda position, start, *, config: [int32(*position.shape)] * 2)
+def _visible(ops, position, compressed_start, *, config):
+    return visible_compressed(Places(position, None, compressed_start), config)
+
+
+@derived(lambda start, last, **static: [int32(*last.shape)] * 2)
+def _window(ops, key_start, last, *, window, num_keys):
+    first = ops.xp.maximum(key_start, last - window)
     return first.clip(0, num_keys), last.clip(0, num_keys)
 
 
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:
     """`[B, T]`: the key after the query's own token."""
-    make = lambda: [layout.key_start + layout.position + 1]
-    (end,) = ops.cached(layout, ("causal_end",), make)
-    return end
+    return ops.derive(_causal_end, layout.key_start, layout.position)[0]
+
+
+@derived(lambda start, position: [int32(*position.shape)])
+def _causal_end(ops, key_start, position):
+    return [key_start + position + 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +51,10 @@ class VisibleCompressed:
 
     config: NSAConfig
 
-    def of(self, ops: ArrayOps, layout: QueryLayout) -> tuple[Any, Any]:
-        return visible_compressed(layout, self.config)
+    def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
+        return ops.derive(
+            _visible, layout.position, layout.compressed_start, config=self.config
+        )
 
     def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
         """Tiles of `tile` keys that the tokens `first .. end - 1` of `tokens` see at most, from
@@ -64,8 +75,10 @@ class Window:
     config: NSAConfig
     num_keys: int
 
-    def of(self, ops: ArrayOps, layout: QueryLayout) -> tuple[Any, Any]:
-        return window_bounds(ops, layout, self.config, self.num_keys)
+    def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
+        """The last `window` keys up to the query's own."""
+        sizes = {"window": self.config.window, "num_keys": self.num_keys}
+        return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
     def tiles_seen(self, first: int, end: int, tokens: int, keys: int, tile: int) -> int:
         """As of `VisibleCompressed`."""
@@ -76,29 +89,23 @@ class Window:
 type Bounds = VisibleCompressed | Window
 
 
-def bounds_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
-    """`first, last` of each query, `[B, T]` both."""
-    return ops.cached(layout, bounds, lambda: bounds.of(ops, layout))
-
-
 def bounds_by_row(ops: ArrayOps, layout: QueryLayout, bounds: Bounds, tile, tiles: int):
     """`bounds_of` as kernels read them: int32 `[B, tiles, rows]` both."""
-
-    def make():
-        return [by_row(ops, x, tile, tiles) for x in bounds_of(ops, layout, bounds)]
-
-    return ops.cached(layout, (bounds, tile, tiles), make)
+    return ops.derive(by_row, *bounds.of(ops, layout), tile=tile, tiles=tiles)
 
 
 def causal_end_by_row(ops: ArrayOps, layout: QueryLayout, tile, tiles: int):
     """`causal_end` as kernels read it: int32 `[B, tiles, rows]`."""
-    make = lambda: [by_row(ops, causal_end(ops, layout), tile, tiles)]
-    (end,) = ops.cached(layout, ("causal_end", tile, tiles), make)
-    return end
+    return ops.derive(by_row, causal_end(ops, layout), tile=tile, tiles=tiles)[0]
 
 
-def by_row(ops: ArrayOps, x, tile, tiles: int):
-    """`[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""
+@derived(lambda *arrays, tile, tiles: [int32(x.shape[0], tiles, tile.rows) for x in arrays])
+def by_row(ops: ArrayOps, *arrays, tile, tiles: int):
+    """Each `[B, T]` as int32 `[B, tiles, rows]`; rows past the end repeat the last token."""
+    return [_by_row(ops, x, tile, tiles) for x in arrays]
+
+
+def _by_row(ops, x, tile, tiles):
     batch = x.shape[0]
     x = ops.extend(ops.to_int32(x), 1, tiles * tile.tokens)
     x = x.reshape(batch, tiles, tile.tokens, 1)

@@ -30,7 +30,7 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
 from nsa_core.steps.gradients import Gradients, RowResiduals
@@ -78,10 +78,15 @@ def compressed(
       added: `[B, T, H, D]`, added to dq, perhaps in place.
     """
     if key.shape[1] == 0:
-        zero = ops.xp.zeros_like
-        return Gradients(zero(query) if added is None else added, zero(key), zero(value))
+        return nothing_flows(ops, query, key, value, added)
     bounds, cut = VisibleCompressed(config), work_items.causal_cuts
     return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
+
+
+def nothing_flows(ops: ArrayOps, query, key, value, added) -> Gradients:
+    """Of a branch whose queries see no key."""
+    zeros = lambda x: ops.zeros(x, tuple(x.shape))
+    return Gradients(zeros(query) if added is None else added, zeros(key), zeros(value))
 
 
 def sliding(
@@ -111,7 +116,8 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
         longest_first=isinstance(bounds, VisibleCompressed),
         **tiles,
     )
-    stats = row_stats(ops, rows, base, *key_bounds.bounds_of(ops, layout, bounds))
+    interval_bounds = bounds.of(ops, layout)
+    stats = row_stats(ops, rows, base, *interval_bounds)
     by_row = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     extra = [] if added is None else [added]
     kernel = interval.dq(spec)
@@ -121,14 +127,19 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     heads = base.B * base.Hkv
     items = heads * cuts.segments * cuts.tiles
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * cuts.partials)
-
-    def make():
-        interval = key_bounds.bounds_of(ops, layout, bounds)
-        return work_items.interval_work_items(ops, interval, spec, cuts)
-
-    table, *sums = ops.cached(layout, ("items", bounds, spec), make)
+    table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, cuts=cuts)
     arrays = query, key, value, do, stats, table
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
+
+
+def _item_shapes(first, last, *, spec, cuts):
+    by_tile = int32(spec.B, spec.Hkv, spec.key_tiles)
+    return int32(spec.work_items, work_items.INTERVAL_ITEM_INTS), by_tile, by_tile
+
+
+@derived(_item_shapes)
+def _interval_items(ops, first, last, *, spec, cuts):
+    return work_items.interval_work_items(ops, (first, last), spec, cuts)
 
 
 @functools.lru_cache(1024)

@@ -4,7 +4,7 @@ from typing import Any
 
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
-from nsa_core.array_ops import ArrayOps
+from nsa_core.array_ops import ArrayOps, derived, like
 from nsa_core.config import NSAConfig
 from nsa_core.validate import dtype_name
 
@@ -15,7 +15,7 @@ def means(ops: ArrayOps, key, value, config: NSAConfig) -> tuple[Any, Any]:
     the scores' kernel wants there.
     """
     if not config.num_compressed(key.shape[1]):
-        key, value = (ops.xp.zeros_like(x[:, :0]) for x in (key, value))
+        key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
         return key, value
     key, value = ops.run(compress_means(_spec(key, value, config)), key, value)
     return key, value
@@ -41,8 +41,13 @@ def gradients(
 def _sum(ops, compressed, arrays, length):
     """Of tokens that are in no window."""
     if arrays:
-        return sum(arrays[1:], arrays[0])
+        return ops.derive(_total, *arrays)[0]
     return ops.extend(compressed, 1, length, 0.0)
+
+
+@derived(lambda first, *others: [like(first)])
+def _total(ops, first, *others):
+    return [sum(others, first)]
 
 
 def _spec(key, value, config: NSAConfig, length: int | None = None, others: int = 0) -> Means:

@@ -9,12 +9,14 @@ take part in the gated sum: `gate` `[B, T, H]` scales its output, `added` `[B, T
 sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs import interval, scores
 from kernels_pallas.specs import selected as selected_spec
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32, like
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
@@ -22,7 +24,7 @@ from nsa_core.steps.packed_keys import align_sequences
 from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
-type OutLse = tuple[Any, Any]
+type OutLse = Sequence[Any]
 
 
 def compressed(
@@ -37,9 +39,7 @@ def compressed(
 ) -> OutLse:
     """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
     if key.shape[1] == 0:
-        shape = (*query.shape[:3], value.shape[-1])
-        out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
-        return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
+        return ops.derive(nothing_seen, query, width=value.shape[-1])
     bounds = VisibleCompressed(config)
     return _interval(
         ops, "compressed", query, key, value, bounds, layout, config, scale, gate, None
@@ -62,6 +62,19 @@ def sliding(
     return _interval(
         ops, "sliding", query, key, value, bounds, layout, config, scale, gate, added
     )
+
+
+@derived(
+    lambda query, *, width: [
+        like(query, *query.shape[:3], width),
+        Array(query.shape[:3], "float32"),
+    ]
+)
+def nothing_seen(ops, query, *, width: int):
+    """Output and log-sum-exp of queries that see no key."""
+    shape = (*query.shape[:3], width)
+    out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
+    return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
 
 
 def _interval(
@@ -192,15 +205,14 @@ def select_blocks(
     batch, length, heads, width = query.shape
     kv_heads = key.shape[2]
     ratio = config.select_block // config.compress_stride
-    first, last = key_bounds.bounds_of(ops, layout, VisibleCompressed(config))
+    first, last = VisibleCompressed(config).of(ops, layout)
     base = layout.compressed_start
     if layout.packed:
-        key, base = align_sequences(ops, key, layout.compressed_start, config)
-        first, last = base * ratio, base * ratio + (last - first)
+        key, base, first, last = align_sequences(ops, key, base, first, last, config)
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
     if key.shape[1] == 0:
-        key = ops.xp.broadcast_to(query[:, :1, :kv_heads], (batch, 1, kv_heads, width))
+        key = ops.zeros(query, (batch, 1, kv_heads, width))  # no query sees it
     key = ops.extend(key, 1, blocks * ratio, 0.0)
     spec = scores.Scores(
         B=batch,
@@ -229,19 +241,20 @@ def select_blocks(
             config=config,
         ),
     )
-
-    def candidates():
-        return _candidates(ops, spec, first, last, base, layout, config)
-
-    # Of packed rows they follow from the keys too.
-    if layout.packed:
-        arrays = candidates()
-    else:
-        arrays = ops.cached(layout, ("candidates", spec), candidates)
+    arrays = ops.derive(
+        _candidates, first, last, base, layout.position, spec=spec, block=config.select_block
+    )
     return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
 
 
-def _candidates(ops, spec, first, last, base, layout, config):
+def _candidate_shapes(*arrays, spec, block):
+    tile, rows = spec.tile, (spec.B, spec.tiles, spec.tiling.score_rows)
+    bounds = int32(spec.B, spec.tiles, tile.rows)
+    return bounds, bounds, int32(*rows), int32(*rows), int32(spec.B, spec.tiles)
+
+
+@derived(_candidate_shapes)
+def _candidates(ops, first, last, base, position, *, spec, block):
     """What `scores.best_blocks` reads of the layout: bounds of the compressed tokens by row,
     the own and the first block of each token, and how many blocks a tile's tokens span.
     """
@@ -250,14 +263,14 @@ def _candidates(ops, spec, first, last, base, layout, config):
         ops.extend(ops.to_int32(x), 1, tiles * tile.tokens, fill).reshape(
             spec.B, tiles, tile.tokens
         )
-        for x, fill in ((layout.position // config.select_block, -1), (base, None))
+        for x, fill in ((position // block, -1), (base, None))
     )
     span = ops.to_int32(ops.xp.amax(start + own + 1 - start[..., :1], axis=-1))
     own, start = (
         ops.extend(own, 2, spec.tiling.score_rows, -1),
         ops.extend(start, 2, spec.tiling.score_rows),
     )
-    bounds = (key_bounds.by_row(ops, x, tile, tiles) for x in (first, last))
+    bounds = key_bounds.by_row(ops, first, last, tile=tile, tiles=tiles)
     return *bounds, own, start, span
 
 

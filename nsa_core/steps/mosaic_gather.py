@@ -19,7 +19,7 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.gathered import GatheredAttention
 from kernels_pallas.specs.tile import ROWS, Tile, slab_width
 from kernels_pallas.specs.work_items import WorkItems, entries_of_item
-from nsa_core.array_ops import ArrayOps
+from nsa_core.array_ops import ArrayOps, derived, int32
 from nsa_core.steps import mosaic_lists
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
@@ -71,7 +71,7 @@ def attention(ops: ArrayOps, spec, arrays, selection, walked, lse, gate, added):
     for kernel, segment, tokens in segments:
         partials = ops.run(gathered.partials(kernel), *arrays, *lists, segment)
         # Of `out`, not what it began as, which is gone then.
-        rows = [out[tokens]] if added is None else [walked[tokens], out[tokens]]
+        rows = [ops.part(x, tokens) for x in ([out] if added is None else [walked, out])]
         given = counts, block_indices, layout.position, *extra, segment, *rows
         merge = gathered.merge(dataclasses.replace(kernel, **merges))
         merged = ops.run(merge, *partials, *given)
@@ -95,7 +95,7 @@ def query_gradient(ops: ArrayOps, spec, arrays, selection, do, row_stats, dq):
     for kernel, segment, tokens in segments:
         inputs = *arrays, *lists, segment, do, row_stats
         partials = ops.run(gathered.partial_dq(kernel), *inputs)
-        rows = counts, block_indices, layout.position, segment, dq[tokens]
+        rows = counts, block_indices, layout.position, segment, ops.part(dq, tokens)
         (merged,) = ops.run(gathered.merge_dq(kernel), *partials, *rows)
         dq = ops.write(dq, tokens, merged)
         del partials, merged
@@ -125,14 +125,8 @@ def _segments(
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)
-
-    def starts():
-        index = ops.arange(layout.position, work.segments).reshape(-1, 1)
-        columns = index, index * size, index * (size // tile)
-        columns = ops.xp.concatenate(columns, axis=1)
-        return [ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)]
-
-    (start,) = ops.cached(layout, ("segments", work.segments, size, tile), starts)
+    sizes = {"count": work.segments, "size": size, "tile": tile}
+    words = ops.derive(_segment_words, layout.position, **sizes)
     fields = {name: getattr(spec, name) for name in SHARED_FIELDS}
     fields |= {"segments": work.segments, "items": lists.rows * work.items}
 
@@ -140,6 +134,16 @@ def _segments(
         for i, first in enumerate(range(0, spec.T, size)):
             last = min(first + size, spec.T)
             kernel = GatheredAttention(**fields, segment_tokens=last - first)
-            yield _Segment(kernel, start[i : i + 1], (slice(None), slice(first, last)))
+            yield _Segment(kernel, words[i], (slice(None), slice(first, last)))
 
     return arrays, segments()
+
+
+@derived(lambda like, *, count, **sizes: [int32(1, gathered.SEGMENT_WORDS)] * count)
+def _segment_words(ops, like, *, count, size, tile):
+    """Of each segment, its index, first token and first tile as its kernels read them."""
+    index = ops.arange(like, count).reshape(-1, 1)
+    columns = index, index * size, index * (size // tile)
+    columns = ops.xp.concatenate(columns, axis=1)
+    words = ops.extend(columns, 1, gathered.SEGMENT_WORDS, 0)
+    return [words[i : i + 1] for i in range(count)]

@@ -13,7 +13,7 @@ from kernels_pallas.specs import block_query_lists as query_list_kernels
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.work_items import WorkItem
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
 
 def tile_block_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
@@ -67,22 +67,33 @@ def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     own, so no sum changes.
     """
     table, *sums = work_items(ops, edges, layout, spec)
-    index = ops.arange(layout.position, spec.items)
+    (segment,) = ops.derive(_segments_of_items, layout.position, spec=spec)
+    return *ops.derive(_longest_first, table, segment, spec=spec), *sums
 
-    def make():
-        segment = sum((ops.to_int32(index >= first) for first in spec.offsets[1:]), index * 0)
-        return [segment * (spec.longest + 1)]
 
-    (segment,) = ops.cached(
-        layout, ("segments of items", spec.offsets, spec.items, spec.longest), make
-    )
+@derived(lambda like, *, spec: [int32(1, spec.items)])
+def _segments_of_items(ops, like, *, spec):
+    """Numbers of segments, further apart than any two lengths."""
+    index = ops.arange(like, spec.items)
+    segment = sum((ops.to_int32(index >= first) for first in spec.offsets[1:]), index * 0)
+    return [segment * (spec.longest + 1)]
+
+
+@derived(lambda table, segment, *, spec: [int32(*table.shape)])
+def _longest_first(ops, table, segment, *, spec):
+    index = ops.arange(table, spec.items)
     by_row = table.reshape(spec.lists.rows, spec.items, -1)
     begin, end = (by_row[..., WorkItem._fields.index(name)] for name in ("begin", "end"))
     index = ops.xp.broadcast_to(index, begin.shape)
     _, order = ops.sort_pairs(segment - (end - begin), index)
-    return ops.take_rows(by_row, order).reshape(table.shape), *sums
+    return [ops.take_rows(by_row, order).reshape(table.shape)]
 
 
 def _edges(ops, arrays, spec):
     (counts,) = ops.run(query_list_kernels.count_entries(spec), *arrays)
-    return ops.xp.cumsum(counts, axis=0, dtype=ops.xp.int32)
+    return ops.derive(_running_sum, counts)[0]
+
+
+@derived(lambda counts: [int32(*counts.shape)])
+def _running_sum(ops, counts):
+    return [ops.xp.cumsum(counts, axis=0, dtype=ops.xp.int32)]

@@ -22,7 +22,7 @@ from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.stored_ds import StoredDsQuery
 from kernels_pallas.specs.tile import ROWS
 from kernels_pallas.specs.work_items import GPU_ITEMS
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.steps import mosaic_lists
 from nsa_core.steps.gradients import Gradients
 
@@ -89,16 +89,17 @@ def gradients(
     starts, _, counts = block_lists
     most = _most_rows(ops, of_query)
     if added is None and most < lists.rows:
-        added = ops.xp.zeros_like(query)
+        added = ops.zeros(query, tuple(query.shape))
     dq, partials = added, {}
     windows = _windows(ops, layout, lists.rows, most, work.items)
     for i, (window, first, end) in enumerate(windows):
-        rows, items = end - first, slice(first * work.items, end * work.items)
+        rows, items = end - first, (slice(first * work.items, end * work.items),)
         if i:  # or XLA would have dS of all windows at once
             window = ops.after(window, dq)
         counts_of = {"work_items": rows * work.items, "stored_rows": rows}
         part = dataclasses.replace(whole, **counts_of)
-        found = _dkv(ops, part, (*arrays, do, stats, table[items], entries, window))
+        inputs = *arrays, do, stats, ops.part(table, items), entries, window
+        found = _dkv(ops, part, inputs)
         for name in part.widths:
             partials.setdefault(name, []).append(found.pop(name))
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
@@ -141,15 +142,18 @@ def _windows(ops, layout, rows: int, most: int, items: int) -> Iterator[tuple[An
     of a row, each of which writes a partial.
     """
     count = -(-rows // most)
-
-    def make():
-        first = ops.arange(layout.position, count).reshape(-1, 1) * most
-        words = ops.xp.concatenate([first, first * items], 1)
-        return [ops.pad_end(words, 1, stored_ds.WINDOW_WORDS - words.shape[1], 0)]
-
-    (words,) = ops.cached(layout, ("stored dS", count, most, items), make)
+    words = ops.derive(_window_words, layout.position, count=count, most=most, items=items)
     for i in range(count):
         yield words[i], i * most, min((i + 1) * most, rows)
+
+
+@derived(lambda like, *, count, **sizes: [int32(stored_ds.WINDOW_WORDS)] * count)
+def _window_words(ops, like, *, count, most, items):
+    """Of each window, its first row and work item as its kernels read them."""
+    first = ops.arange(like, count).reshape(-1, 1) * most
+    words = ops.xp.concatenate([first, first * items], 1)
+    words = ops.pad_end(words, 1, stored_ds.WINDOW_WORDS - words.shape[1], 0)
+    return [words[i] for i in range(count)]
 
 
 def _merged(ops, whole, partials, sums) -> list[Any]:
@@ -157,6 +161,6 @@ def _merged(ops, whole, partials, sums) -> list[Any]:
     merged = []
     for part in dataclasses.replace(whole, slots=0).passes:
         arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
-        arrays = [x[0] if len(x) == 1 else ops.xp.concatenate(x) for x in arrays]
+        arrays = [ops.side_by_side(x) for x in arrays]
         merged += ops.run(dkv.merge(part), *arrays, *sums)
     return merged

@@ -1,20 +1,42 @@
 """Compressed keys of packed rows, moved so that scores can be added up by blocks."""
 
-from nsa_core.array_ops import ArrayOps
+from kernels_pallas.kernel import Array
+from nsa_core.array_ops import ArrayOps, derived, int32, like
 from nsa_core.config import NSAConfig
 
 
-def align_sequences(ops: ArrayOps, key, start, config: NSAConfig):
+def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
     """Compressed keys of packed rows with every sequence in blocks of its own.
 
-    Returns `[B, blocks * r, Hkv, D]`, zeros in the gaps, and each query's first block `[B, T]`.
+    Args:
+      start: index of the first compressed token of each query's sequence `[B, T]`.
+      first, last: of those that the query sees.
+
+    Returns:
+      The keys `[B, blocks * r, Hkv, D]`, zeros in the gaps; of each query its sequence's first
+      block, and the first and the last of the moved keys that it sees `[B, T]`.
     """
-    xp, (batch, count) = ops.xp, key.shape[:2]
-    ratio = config.select_block // config.compress_stride
-    if count == 0:
-        return key, xp.zeros_like(start)
-    sequences = count * config.compress_stride // config.compress_block + 1
-    length = (-(-count // ratio) + min(count, sequences)) * ratio
+    ratio, count = config.select_block // config.compress_stride, key.shape[1]
+    if count:
+        sequences = count * config.compress_stride // config.compress_block + 1
+        length = (-(-count // ratio) + min(count, sequences)) * ratio
+        sizes = {"count": count, "length": length, "ratio": ratio}
+        at, filled, base = ops.derive(_aligned_places, start, **sizes)
+        (key,) = ops.derive(_moved, key, at, filled)
+    else:
+        (base,) = ops.derive(zeros_like, start)
+    return key, base, *ops.derive(_moved_bounds, base, first, last, ratio=ratio)
+
+
+def _place_shapes(start, *, count, length, ratio):
+    places = start.shape[0], length
+    return Array(places, "int64"), Array(places, "bool"), int32(*start.shape)
+
+
+@derived(_place_shapes)
+def _aligned_places(ops, start, *, count, length, ratio):
+    """Which key goes to each place, whether any does, and the first block of each query."""
+    xp, batch = ops.xp, start.shape[0]
     source, target = (
         xp.broadcast_to(ops.arange(start, n), (batch, n)) for n in (count, length)
     )
@@ -28,5 +50,20 @@ def align_sequences(ops: ArrayOps, key, start, config: NSAConfig):
     first_block = xp.concatenate([opened - opens, opened[:, -1:]], axis=1)
     at = ops.searchsorted(aligned, target, "left").clip(0, count - 1)
     filled = ops.take_rows(aligned, at) == target
-    key = xp.where(filled[..., None, None], ops.take_rows(key, at), 0)
-    return key, ops.take_rows(first_block, start)
+    return at, filled, ops.to_int32(ops.take_rows(first_block, start))
+
+
+@derived(lambda key, at, filled: [like(key, *at.shape, *key.shape[2:])])
+def _moved(ops, key, at, filled):
+    return [ops.xp.where(filled[..., None, None], ops.take_rows(key, at), 0)]
+
+
+@derived(lambda x: [like(x)])
+def zeros_like(ops, x):
+    """Zeros that no step writes to."""
+    return [ops.xp.zeros_like(x)]
+
+
+@derived(lambda base, first, last, *, ratio: [int32(*first.shape)] * 2)
+def _moved_bounds(ops, base, first, last, *, ratio):
+    return base * ratio, base * ratio + (last - first)

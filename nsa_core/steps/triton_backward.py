@@ -6,15 +6,17 @@ query lists come from a stable sort, so every sum has a fixed order.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import IntervalDkv, Selected, SelectedDkv
-from nsa_core.array_ops import ArrayOps, QueryLayout
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.steps import triton_forward
 from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
+from nsa_core.steps.mosaic_backward import nothing_flows
 from nsa_core.validate import dtype_name
 
 
@@ -48,8 +50,7 @@ def compressed(
 ) -> Gradients:
     """Of the compressed branch; arguments as of `mosaic_backward.compressed`."""
     if key.shape[1] == 0:
-        zero = ops.xp.zeros_like
-        return Gradients(zero(query) if added is None else added, zero(key), zero(value))
+        return nothing_flows(ops, query, key, value, added)
     bounds = VisibleCompressed(config)
     arrays = query, key, value, do
     return _interval(ops, "compressed", *arrays, rows, bounds, layout, config, scale, added)
@@ -85,17 +86,12 @@ def _interval(
     (dq,) = ops.run(descriptions.interval_dq(problem), *arrays, unused)
 
     dkv = IntervalDkv(problem, popular=step == "compressed")
-
-    def make():
-        edges = _edges(ops, interval, dkv)
-        ends = ops.arange(interval[0], problem.pairs * dkv.tiles) % dkv.tiles + 1
-        return edges, ops.to_int32(ends * dkv.segments)
-
-    edges, ends = ops.cached(
-        layout, ("dkv", bounds, dkv.tiles, dkv.segments, problem.pairs), make
-    )
+    sizes = {"tiles": dkv.tiles, "keys": dkv.tiling.keys, "num_keys": problem.S}
+    (edges,) = ops.derive(_edges, *interval, **sizes)
     found = ops.run(dkv.partials(), *arrays, edges)
     if dkv.popular:
+        sizes = {"tiles": problem.pairs * dkv.tiles, "row": dkv.tiles, "segments": dkv.segments}
+        (ends,) = ops.derive(_last_items, interval[0], **sizes)
         found = ops.run(dkv.merge(), *found, ends)
     return Gradients(dq, *found)
 
@@ -106,21 +102,27 @@ def _statistics(ops, rows: RowResiduals, unused):
     return rows.lse, rows.delta, gate, dlse
 
 
-def _edges(ops, interval, dkv: IntervalDkv):
+@derived(lambda like, *, tiles, **sizes: [int32(1, tiles)])
+def _last_items(ops, like, *, tiles: int, row: int, segments: int):
+    """int32 `[1, tiles]`: the item after each tile's, of its row."""
+    return [ops.to_int32((ops.arange(like, tiles) % row + 1) * segments)]
+
+
+@derived(lambda first, last, *, tiles, **sizes: [int32(first.shape[0], tiles, 4)])
+def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
     """int32 `[B, tiles, 4]`: where the queries that see some key of a tile begin and end, and
     those that see all of them. Bounds never decrease along the queries.
     """
-    first, last = interval
-    batch, keys = first.shape[0], dkv.tiling.keys
-    begin = ops.xp.broadcast_to(ops.arange(first, dkv.tiles) * keys, (batch, dkv.tiles))
-    end = (begin + keys).clip(None, dkv.problem.S)
+    batch = first.shape[0]
+    begin = ops.xp.broadcast_to(ops.arange(first, tiles) * keys, (batch, tiles))
+    end = (begin + keys).clip(None, num_keys)
     edges = (
         ops.searchsorted(last, begin, "right"),
         ops.searchsorted(first, end, "left"),
         ops.searchsorted(last, end, "left"),
         ops.searchsorted(first, begin, "right"),
     )
-    return ops.xp.stack([ops.to_int32(x) for x in edges], -1)
+    return [ops.xp.stack([ops.to_int32(x) for x in edges], -1)]
 
 
 def selected(
@@ -163,38 +165,60 @@ def selected(
 
     problem = dataclasses.replace(problem, added=False)
     dkv = SelectedDkv(problem, n, block, layout.packed)
-    order, starts, ends, tile_of = block_query_lists(
-        ops, block_indices, position, key_start, dkv
-    )
-    lists = order, starts, ends, tile_of
+    sizes = ListSizes(dkv.tiles, dkv.entries, dkv.items, block, layout.packed)
+    lists = ops.derive(block_query_lists, block_indices, position, key_start, sizes=sizes)
     partials = ops.run(dkv.partials(), *arrays, do, *statistics, *lists)
+    _, _, ends, _ = lists
     return Gradients(dq, *ops.run(dkv.merge(), *partials, ends))
 
 
-def block_query_lists(ops: ArrayOps, block_indices, position, key_start, dkv: SelectedDkv):
+class ListSizes(NamedTuple):
+    """Of a `SelectedDkv`."""
+
+    tiles: int
+    entries: int
+    items: int
+    block: int
+    packed: bool
+
+
+def _list_shapes(block_indices, *arrays, sizes):
+    rows = block_indices.shape[0] * block_indices.shape[2]
+    columns = sizes.entries, sizes.tiles + 1, sizes.tiles, sizes.items
+    return [int32(rows, x) for x in columns]
+
+
+@derived(_list_shapes)
+def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSizes):
     """Which queries chose each tile of keys, and the work items: `of_blocks` describes them."""
-    xp, tiles = ops.xp, dkv.tiles
-    batch, _, heads, _ = block_indices.shape
-    first = block_indices * dkv.block  # token of the sequence
-    # Without a block of the future, `of_blocks` knows which entries see a block in part.
-    valid = (block_indices >= 0) & (first <= position[..., None, None])
-    start = key_start[..., None, None] + first
-    tile = start // dkv.block
-    found = [xp.where(valid, tile, tiles)]
-    if dkv.copies == 2:
-        # The rest of a block that begins inside a tile lies in the next one.
-        inside = (start % dkv.block > 0) & (tile + 1 < tiles)
-        found.append(xp.where(valid & inside, tile + 1, tiles))
-    keys = xp.moveaxis(xp.stack(found, -1), 2, 1).reshape(batch * heads, -1)
-    keys = ops.to_int32(keys)
-    entry = xp.broadcast_to(ops.arange(keys, dkv.entries), keys.shape)
+    xp, tiles = ops.xp, sizes.tiles
+    keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
+    rows = keys.shape[0]
+    entry = xp.broadcast_to(ops.arange(keys, sizes.entries), keys.shape)
     keys, order = ops.sort_pairs(keys, entry)
-    rows = batch * heads
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.to_int32(ops.searchsorted(keys, borders, "left"))
     segment = descriptions.SEGMENT
     items = ((starts[:, 1:] - starts[:, :-1] + segment - 1) // segment).clip(1, None)
     ends = ops.to_int32(xp.cumsum(items, 1))
-    numbers = xp.broadcast_to(ops.arange(keys, dkv.items), (rows, dkv.items))
+    numbers = xp.broadcast_to(ops.arange(keys, sizes.items), (rows, sizes.items))
     tile_of = ops.to_int32(ops.searchsorted(ends, numbers, "right"))
     return ops.to_int32(order), starts, ends, tile_of
+
+
+def _chosen_tiles(ops, block_indices, position, key_start, sizes):
+    """The tile of keys of each entry, int32 `[B * Hkv, entries]`; `tiles`: none."""
+    xp, tiles = ops.xp, sizes.tiles
+    batch, _, heads, _ = block_indices.shape
+    first = block_indices * sizes.block  # token of the sequence
+    # Without a block of the future, `of_blocks` knows which entries see a block in part.
+    valid = (block_indices >= 0) & (first <= position[..., None, None])
+    start = key_start[..., None, None] + first
+    tile = start // sizes.block
+    found = [xp.where(valid, tile, tiles)]
+    if sizes.packed:
+        # The rest of a block that begins inside a tile lies in the next one.
+        inside = (start % sizes.block > 0) & (tile + 1 < tiles)
+        found.append(xp.where(valid & inside, tile + 1, tiles))
+    keys = xp.moveaxis(xp.stack(found, -1), 2, 1).reshape(batch * heads, -1)
+    return ops.to_int32(keys)

@@ -9,19 +9,20 @@ which has the `capability` of the GPU.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from kernels_pallas.triton import descriptions
 from kernels_pallas.triton.descriptions import Problem, Selected
 from nsa_core.array_ops import ArrayOps, QueryLayout
 from nsa_core.config import NSAConfig
-from nsa_core.steps import key_bounds
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
-from nsa_core.steps.packed_keys import align_sequences
+from nsa_core.steps.mosaic_forward import nothing_seen
+from nsa_core.steps.packed_keys import align_sequences, zeros_like
 from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
-type OutLse = tuple[Any, Any]
+type OutLse = Sequence[Any]
 
 
 def compressed(
@@ -36,9 +37,7 @@ def compressed(
 ) -> OutLse:
     """Attention over compressed tokens: key `[B, C, Hkv, D]`, value `[B, C, Hkv, Dv]`."""
     if key.shape[1] == 0:
-        shape = (*query.shape[:3], value.shape[-1])
-        out = ops.xp.zeros_like(ops.xp.broadcast_to(query[..., :1], shape))
-        return out, ops.xp.full_like(ops.to_float32(out[..., 0]), -float("inf"))
+        return ops.derive(nothing_seen, query, width=value.shape[-1])
     bounds = VisibleCompressed(config)
     return _interval(ops, "compressed", query, key, value, bounds, layout, config, scale, gate)
 
@@ -144,19 +143,14 @@ def select_blocks(
     """
     del num_blocks
     batch, kv_heads = query.shape[0], key.shape[2]
-    ratio = config.select_block // config.compress_stride
     first, last = interval_of(ops, layout, VisibleCompressed(config))
     base = layout.compressed_start
     if layout.packed:
-        key, base = align_sequences(ops, key, base, config)
-        first, last = base * ratio, base * ratio + (last - first)
+        key, base, first, last = align_sequences(ops, key, base, first, last, config)
     else:
-        base = ops.xp.zeros_like(first)
+        (base,) = ops.derive(zeros_like, first)
     if key.shape[1] == 0:  # scores are zero, and no key is read
-        key = ops.xp.broadcast_to(
-            query[:, :1, :kv_heads], (batch, 1, kv_heads, query.shape[-1])
-        )
-        key = ops.contiguous(key)
+        key = ops.zeros(query, (batch, 1, kv_heads, query.shape[-1]))
     problem = problem_of(ops, "scores", query, key, key, config, scale)
     position, _ = places(ops, layout)
     bounds = map(ops.to_int32, (first, last, position, base))
@@ -166,14 +160,12 @@ def select_blocks(
 
 def places(ops: ArrayOps, layout: QueryLayout):
     """`position, key_start`, int32 `[B, T]` both."""
-    make = lambda: [ops.to_int32(layout.position), ops.to_int32(layout.key_start)]
-    return ops.cached(layout, ("places",), make)
+    return ops.to_int32(layout.position), ops.to_int32(layout.key_start)
 
 
 def interval_of(ops: ArrayOps, layout: QueryLayout, bounds: Bounds):
     """`first, last` of each query, int32 `[B, T]` both."""
-    make = lambda: [ops.to_int32(x) for x in key_bounds.bounds_of(ops, layout, bounds)]
-    return ops.cached(layout, ("interval", bounds), make)
+    return [ops.to_int32(x) for x in bounds.of(ops, layout)]
 
 
 def problem_of(

@@ -1,0 +1,9 @@
+"""What a call does, known before it is made: its steps on numbered buffers.
+
+    buffers    Buffer, View, Launch, Derived, Release, Plan
+    planner    PlanOps, the `ArrayOps` of the steps that notes what they ask
+    workspace  where buffers lie that kernels alone read
+
+A buffer is a role of an argument or of a result. Two arguments that are one tensor are two buffers
+with one address.
+"""

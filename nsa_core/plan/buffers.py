@@ -1,0 +1,155 @@
+"""The parts of a plan; what runs one is a framework's (`nsa_torch.execute`)."""
+
+import enum
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Array, Kernel
+from kernels_pallas.triton.kernel import TritonKernel
+
+BYTES = {"bool": 1, "int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "int16": 2} | {
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+ALIGNMENT = 256  # bytes: where kernels read
+
+
+class Place(enum.Enum):
+    """Where a buffer is.
+
+    Attributes:
+      ARGUMENT: the caller's; never written.
+      CONSTANT: follows from the plan alone, made once; never written.
+      WORKSPACE: in the one allocation of a call.
+      ALONE: has memory of its own, from its first step to its last.
+    """
+
+    ARGUMENT = enum.auto()
+    CONSTANT = enum.auto()
+    WORKSPACE = enum.auto()
+    ALONE = enum.auto()
+
+
+class Buffer(NamedTuple):
+    """An array that lies in memory row by row; `offset`: bytes, in the workspace."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    place: Place
+    offset: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+class View(NamedTuple):
+    """A part of a buffer that lies row by row, as the steps see it: what they ask an array for.
+
+    Attributes:
+      buffer: its number.
+      offset: where it begins, in bytes, a multiple of `ALIGNMENT`.
+    """
+
+    buffer: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+    def reshape(self, *shape: Any) -> "View":
+        """The same memory as another shape of the same size; one number may be -1."""
+        flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        known = math.prod(x for x in flat if x != -1)
+        size = math.prod(self.shape)
+        full = tuple(size // max(known, 1) if x == -1 else x for x in flat)
+        if math.prod(full) != size:
+            raise ValueError(f"shape must have the {size} elements of {self.shape}, got {full}")
+        return self._replace(shape=full)
+
+
+class Launch(NamedTuple):
+    """A kernel; one that is `in_place` writes first over what it reads last."""
+
+    kernel: Kernel | TritonKernel
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+
+class Derived(NamedTuple):
+    """A derived step (`nsa_core.array_ops`), which the framework computes.
+
+    Attributes:
+      static: its other arguments, by name.
+      writes: new buffers, or the first one that is read: the function then writes to it, and
+        returns nothing.
+    """
+
+    function: Callable[..., Any]
+    static: tuple[tuple[str, Hashable], ...]
+    reads: tuple[View, ...]
+    writes: tuple[View, ...]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__.removeprefix("_")
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.reads) and self.writes == self.reads[:1]
+
+
+class Release(NamedTuple):
+    """Arguments that no later step reads, whose memory may be given back."""
+
+    arguments: tuple[int, ...]
+
+    name = "release"
+    reads: tuple[View, ...] = ()
+    writes: tuple[View, ...] = ()
+
+
+type Step = Launch | Derived | Release
+
+
+class Plan(NamedTuple):
+    """The steps of a call.
+
+    Attributes:
+      buffers: by number; the arguments come first.
+      constants: derived steps that make the constants, in order; done once.
+      results: whole buffers, each an allocation of its own.
+      begins: of each step, the buffers `ALONE` that it is the first to write.
+      ends: of each step, those and the arguments that nothing after it has to do with.
+    """
+
+    arguments: int
+    buffers: tuple[Buffer, ...]
+    constants: tuple[Derived, ...]
+    steps: tuple[Step, ...]
+    results: tuple[View, ...]
+    workspace_bytes: int
+    begins: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """The Mosaic kernels, each once."""
+        launches = (x.kernel for x in self.steps if isinstance(x, Launch))
+        return list(dict.fromkeys(x for x in launches if isinstance(x, Kernel)))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{type(x).__name__.lower()} {x.name}" for x in self.steps)
+
+
+__all__ = ["Array", "Buffer", "Derived", "Launch", "Place", "Plan", "Release", "Step", "View"]

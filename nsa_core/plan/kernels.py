@@ -1,0 +1,76 @@
+"""Which Mosaic kernels a problem runs: its steps are planned, and no kernel runs."""
+
+from typing import Any, NamedTuple
+
+from kernels_pallas.kernel import Kernel
+from kernels_pallas.mosaic.capability import HOPPER
+from nsa_core.config import NSAConfig
+from nsa_core.plan.planner import PlanOps
+from nsa_core.steps import fused, mosaic_attention
+from nsa_core.steps.mosaic_attention import STEPS, Inputs
+from nsa_core.types import Branches
+
+
+class _Layout(NamedTuple):
+    """A `QueryLayout` that a plan is given."""
+
+    position: Any
+    key_start: Any
+    compressed_start: Any
+    packed: bool
+    padded: bool = False
+
+
+def kernels_of(
+    *,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    key_width: int,
+    value_width: int,
+    dtype: str,
+    config: NSAConfig,
+    gradients: bool,
+    scale: float | None = None,
+    packed: bool = False,
+    batch: int = 1,
+    compresses: bool = False,
+    shared: bool = False,
+    device_name: str | None = None,
+) -> list[Kernel]:
+    """The kernels of `attention` for `batch` sequences of `length` tokens, each once.
+
+    Args:
+      heads, kv_heads, key_width, value_width: H, Hkv, D and Dv.
+      dtype: `bfloat16` or `float16`.
+      scale: None: 1 / sqrt(key_width).
+      gradients: of a forward pass that keeps residuals and its backward pass, in place of a
+        forward pass alone.
+      packed: of rows with several sequences.
+      compresses: of compression by means too (torch), with the gradients of tokens.
+      shared: of tokens that all branches look at.
+      device_name: of the GPU whose measured tiles count; None: of none.
+    """
+    ops = PlanOps(device_name, HOPPER)
+    array = lambda *shape: ops.argument((batch, *shape), dtype)
+    places = [ops.argument((batch, length), "int32") for _ in range(3)]
+    rest = _Layout(*places, packed), config, scale
+    count = length if compresses else config.num_compressed(length)
+    key, value = (
+        Branches(array(count, kv_heads, width), *[array(length, kv_heads, width)] * 2)
+        for width in (key_width, value_width)
+    )
+    gates = Branches.each(array(length, heads))
+    inputs = Inputs(array(length, heads, key_width), key, value, gates)
+    if compresses:
+        inputs = fused.with_means(STEPS, ops, inputs, config)
+    blocks = config.num_blocks(length)
+    if not gradients:
+        out, _ = mosaic_attention.forward(ops, inputs, None, *rest, blocks)
+        return ops.plan([out]).kernels
+    out, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest, blocks)
+    found = mosaic_attention.backward(ops, inputs, residuals, out, *rest)
+    if compresses:
+        found = fused.gradients_of_tokens(STEPS, ops, found, length, config, shared)
+    made = out, found.query, *found.key, *found.value, *found.gates
+    return ops.plan([x for x in made if x is not None]).kernels

@@ -1,0 +1,368 @@
+"""Traces steps into a plan: `PlanOps` is the `ArrayOps` that notes what they ask."""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+from kernels_pallas.kernel import Array, Kernel
+from nsa_core.array_ops import ArrayOps, Slices, derived, int32, like
+from nsa_core.plan import workspace
+from nsa_core.plan.buffers import (
+    ALIGNMENT,
+    BYTES,
+    Buffer,
+    Derived,
+    Launch,
+    Place,
+    Plan,
+    Release,
+    Step,
+    View,
+)
+
+# Of what is derived before the first launch, so that launches stay together.
+SMALL_BYTES = 8 * 2**20
+
+# Of an argument. A release ends a row of launches, which costs the host one more.
+LEAST_RELEASED = 64 * 2**20
+
+
+class PlanOps(ArrayOps):
+    """Notes kernels and derived steps on `View`s.
+
+    The same derived step of the same buffers is done once. One that reads constants alone, or
+    nothing, makes constants.
+
+    Args:
+      device_name: of the GPU whose measured tiles count, or None.
+      capability: of that GPU.
+    """
+
+    def __init__(self, device_name: str | None, capability: tuple[int, int]):
+        self._device_name, self._capability = device_name, capability
+        self._buffers: list[Buffer] = []
+        self._constants: list[Derived] = []
+        self._steps: list[Step] = []
+        self._released: list[int] = []
+        self._known: dict[Hashable, tuple[View, ...]] = {}
+        self._written: dict[int, int] = {}  # how often a buffer was written over
+        self._own: set[int] = set()  # what no other name stands for: these may be written
+
+    @property
+    def xp(self):
+        raise TypeError("steps compute with arrays in derived steps only (nsa_core.array_ops)")
+
+    def _refused(self, *arguments, **options):
+        return self.xp
+
+    arange = cast = contiguous = take_rows = searchsorted = sort = sort_pairs = pad_end = (
+        _refused
+    )
+
+    # What steps ask
+
+    def run(self, kernel, *arrays):
+        if isinstance(kernel, Kernel):
+            _check(kernel, arrays)
+        reads, writes = list(arrays), []
+        outputs = list(kernel.outputs)
+        if getattr(kernel, "in_place", False):
+            reads[-1] = self._writable(reads[-1])
+            writes = [reads[-1]._replace(shape=outputs.pop(0).shape)]
+            self._write_over(reads[-1])
+        writes += [self._new(x, own=True) for x in outputs]
+        self._steps.append(Launch(kernel, tuple(reads), tuple(writes)))
+        return writes
+
+    def derive(self, function, *arrays, **static):
+        named = tuple(sorted(static.items()))
+        versions = tuple(self._written.get(x.buffer, 0) for x in arrays)
+        key = function, named, arrays, versions
+        if key not in self._known:
+            self._known[key] = self._derived(function, arrays, named)
+        return self._known[key]
+
+    def _derived(self, function, arrays, named, own=False) -> tuple[View, ...]:
+        found = function.shapes(*arrays, **dict(named))
+        fixed = not own and all(self._buffers[x.buffer].place is Place.CONSTANT for x in arrays)
+        place = Place.CONSTANT if fixed else Place.ALONE
+        writes = tuple(self._new(x, place, own) for x in found)
+        steps: list[Any] = self._constants if fixed else self._steps
+        steps.append(Derived(function, named, tuple(arrays), writes))
+        return writes
+
+    def part(self, x, index):
+        found = _part(x, index)
+        if found is not None:
+            return found
+        return self.derive(_cut, x, index=_numbers(index))[0]
+
+    def write(self, x, index, part):
+        place = _part(x, index)
+        if place is not None and place[:2] == part[:2] and place.bytes == part.bytes:
+            return x  # the kernel has written it there
+        x = self._writable(x)
+        static = (("index", _numbers(index)),)
+        self._steps.append(Derived(_assign, static, (x, part), (x,)))
+        self._write_over(x)
+        return x
+
+    def zeros(self, like, shape):
+        return self._derived(_zeros, (like,), (("shape", shape),), own=True)[0]
+
+    def copied(self, x, dtype):
+        if str(dtype) == x.dtype:
+            return x  # no result is another one, an argument or a constant: see `plan`
+        return self._derived(_copied, (x,), (("dtype", str(dtype)),), own=True)[0]
+
+    def side_by_side(self, arrays):
+        return arrays[0] if len(arrays) == 1 else self.derive(_side_by_side, *arrays)[0]
+
+    def extend(self, x, axis, length, fill=None):
+        if x.shape[axis] >= length:
+            return x
+        return self.derive(_extended, x, axis=axis, length=length, fill=fill)[0]
+
+    def to_int32(self, x):
+        return x if x.dtype == "int32" else self.derive(_int32, x)[0]
+
+    def to_float32(self, x):
+        return x if x.dtype == "float32" else self.derive(_all_float32, x)[0]
+
+    def all_float32(self, arrays):
+        if all(x.dtype == "float32" for x in arrays):
+            # Arguments may lie anyhow: if they have to be copied, then together.
+            given = [self._buffers[x.buffer].place is Place.ARGUMENT for x in arrays]
+            return self.derive(_all_float32, *arrays) if any(given) else arrays
+        if any(self._buffers[x.buffer].place is not Place.ARGUMENT for x in arrays):
+            return arrays  # each when it is read: `to_float32`
+        return self._float32_rows(_float32_rows, arrays, arrays[0].shape, len(arrays))
+
+    def unbound_float32(self, x):
+        return self._float32_rows(_unbound_rows, [x], x.shape[:-1], x.shape[-1])
+
+    def _float32_rows(self, function, arrays, shape, count):
+        row = -(-math.prod(shape) * 4 // ALIGNMENT) * ALIGNMENT
+        (rows,) = self.derive(function, *arrays, length=row // 4)
+        return [View(rows.buffer, i * row, tuple(shape), "float32") for i in range(count)]
+
+    def writes_in_place(self, kernel):
+        return kernel.in_place
+
+    def after(self, x, done):
+        return x  # steps are queued one after the other
+
+    def device_name(self, x):
+        return self._device_name
+
+    def capability(self, x):
+        return self._capability
+
+    def release(self, arrays):
+        self._released += [x.buffer for x in arrays if x.bytes >= LEAST_RELEASED]
+
+    # Buffers
+
+    def argument(self, shape: Sequence[int], dtype: str) -> View:
+        """An array of the caller; all of them before the first step."""
+        return self._new(Array(tuple(shape), dtype), Place.ARGUMENT)
+
+    def _new(self, array, place=Place.ALONE, own=False) -> View:
+        number = len(self._buffers)
+        self._buffers.append(Buffer(array.shape, array.dtype, place))
+        if own:
+            self._own.add(number)
+        return View(number, 0, array.shape, array.dtype)
+
+    def _writable(self, x: View) -> View:
+        return x if x.buffer in self._own else self._copy(x)
+
+    def _copy(self, x: View) -> View:
+        return self._derived(_copied, (x,), (("dtype", x.dtype),), own=True)[0]
+
+    def _write_over(self, x: View) -> None:
+        self._written[x.buffer] = self._written.get(x.buffer, 0) + 1
+
+    # The plan
+
+    def plan(self, results: Iterable[View]) -> Plan:
+        """What was noted and leads to these results."""
+        final: list[View] = []
+        for x in results:
+            whole = x.bytes == self._buffers[x.buffer].bytes
+            alone = x.buffer in self._own and whole
+            if not alone or x.buffer in [y.buffer for y in final]:
+                x = self._copy(x)
+            final.append(x)
+            self._buffers[x.buffer] = self._buffers[x.buffer]._replace(shape=x.shape)
+        steps = _needed(self._steps, {x.buffer for x in final})
+        steps = self._with_releases(self._small_first(steps))
+        constants = _needed(self._constants, {x.buffer for step in steps for x in step.reads})
+        numbers = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
+        last = {n: i for i, each in enumerate(numbers) for n in each}
+        first = {n: i for i, each in reversed([*enumerate(numbers)]) for n in each}
+        made = [n for n in last if self._buffers[n].place is Place.ALONE]
+        tensors = {x.buffer for x in final} | {
+            x.buffer
+            for step in steps
+            if not _by_address(step)
+            for x in (*step.reads, *step.writes)
+        }
+        begins = [[n for n in made if first[n] == i] for i in range(len(steps))]
+        small = [[n for n in each if n not in tensors] for each in begins]
+        sizes = {n: self._buffers[n].bytes for n in made}
+        offsets, size = workspace.placed(small, last, sizes)
+        for n, offset in offsets.items():
+            place = {"place": Place.WORKSPACE, "offset": offset}
+            self._buffers[n] = self._buffers[n]._replace(**place)
+        alone = {n for n in made if n not in offsets}
+        kept = {x.buffer for x in final} | {
+            n for step in steps if isinstance(step, Release) for n in step.arguments
+        }
+        # Arguments too: where one lay anyhow, it is a copy.
+        ended = (alone | {n for n in last if self._buffers[n].place is Place.ARGUMENT}) - kept
+        return Plan(
+            sum(x.place is Place.ARGUMENT for x in self._buffers),
+            tuple(self._buffers),
+            tuple(constants),
+            tuple(steps),
+            tuple(final),
+            size,
+            tuple(tuple(n for n in each if n in alone) for each in begins),
+            tuple(tuple(n for n in ended if last[n] == i) for i in range(len(steps))),
+        )
+
+    def _small_first(self, steps: list[Any]) -> list[Any]:
+        """Small arrays that follow from arguments are derived before the first launch: launches
+        stay together.
+        """
+        there = (Place.ARGUMENT, Place.CONSTANT)
+        first, rest, early = [], [], set[int]()
+        for step in steps:
+            ready = isinstance(step, Derived) and all(
+                x.buffer in early or self._buffers[x.buffer].place in there for x in step.reads
+            )
+            small = sum(x.bytes for x in step.writes) <= SMALL_BYTES
+            if ready and small and not self._written.keys() & {x.buffer for x in step.writes}:
+                early.update(x.buffer for x in step.writes)
+                first.append(step)
+            else:
+                rest.append(step)
+        return first + rest
+
+    def _with_releases(self, steps: list[Any]) -> list[Any]:
+        read = {x.buffer: i for i, step in enumerate(steps) for x in step.reads}
+        ends: dict[int, list[int]] = {}
+        for n in dict.fromkeys(self._released):
+            if self._buffers[n].place is Place.ARGUMENT and n in read:
+                ends.setdefault(read[n], []).append(n)
+        found = []
+        for i, step in enumerate(steps):
+            found.append(step)
+            if i in ends:
+                found.append(Release(tuple(ends[i])))
+        return found
+
+
+def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
+    got = [(math.prod(x.shape), x.dtype) for x in arrays]
+    wanted = [(x.size, x.dtype) for x in kernel.inputs]
+    if got != wanted:
+        raise ValueError(f"{kernel.name} takes elements {wanted}, got {got}")
+
+
+def _by_address(step: Step) -> bool:
+    """Whether it needs no tensors of a framework."""
+    return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
+
+
+def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
+    """Those that lead to the buffers `wanted`."""
+    wanted, kept = set(wanted), []
+    for step in reversed(steps):
+        if any(x.buffer in wanted for x in step.writes):
+            wanted.update(x.buffer for x in step.reads)
+            kept.append(step)
+    return kept[::-1]
+
+
+def _part(x: View, index: Slices) -> View | None:
+    """`x[index]` where it lies row by row, and where kernels can read it."""
+    bounds = [each.indices(size)[:2] for each, size in zip(index, x.shape, strict=False)]
+    shape = [end - start for start, end in bounds] + list(x.shape[len(bounds) :])
+    cut = [i for i, size in enumerate(x.shape) if shape[i] != size]
+    start = sum(at * math.prod(x.shape[i + 1 :]) for i, (at, _) in enumerate(bounds))
+    offset = x.offset + start * BYTES[x.dtype]
+    rows = not cut or math.prod(shape[: cut[-1]]) == 1
+    return (
+        View(x.buffer, offset, tuple(shape), x.dtype)
+        if rows and offset % ALIGNMENT == 0
+        else None
+    )
+
+
+def _numbers(index: Slices) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((each.start, each.stop) for each in index)
+
+
+# Derived steps
+
+
+def _cut_shape(x, *, index):
+    bounds = (slice(*each).indices(n) for each, n in zip(index, x.shape, strict=False))
+    shape = [end - start for start, end, _ in bounds]
+    return [like(x, *shape, *x.shape[len(shape) :])]
+
+
+@derived(_cut_shape)
+def _cut(ops, x, *, index):
+    return [x[tuple(slice(*each) for each in index)]]
+
+
+def _assign(ops, x, part, *, index):
+    x[tuple(slice(*each) for each in index)] = part
+    return []
+
+
+@derived(lambda x, *, shape: [Array(shape, x.dtype)])
+def _zeros(ops, like, *, shape):
+    return [ops.zeros(like, shape)]
+
+
+@derived(lambda x, *, dtype: [Array(x.shape, dtype)])
+def _copied(ops, x, *, dtype):
+    return [ops.copied(x, getattr(ops.xp, dtype))]
+
+
+@derived(
+    lambda *arrays: [like(arrays[0], sum(x.shape[0] for x in arrays), *arrays[0].shape[1:])]
+)
+def _side_by_side(ops, *arrays):
+    return [ops.side_by_side(arrays)]
+
+
+@derived(
+    lambda x, *, axis, length, fill: [like(x, *x.shape[:axis], length, *x.shape[axis + 1 :])]
+)
+def _extended(ops, x, *, axis, length, fill):
+    return [ops.extend(x, axis, length, fill)]
+
+
+@derived(lambda x: [int32(*x.shape)])
+def _int32(ops, x):
+    return [ops.to_int32(x)]
+
+
+@derived(lambda *arrays, length: [Array((len(arrays), length), "float32")])
+def _float32_rows(ops, *arrays, length):
+    return [ops.float32_rows(arrays, length)]
+
+
+@derived(lambda x, *, length: [Array((x.shape[-1], length), "float32")])
+def _unbound_rows(ops, x, *, length):
+    return [ops.float32_rows(ops.xp.moveaxis(x, -1, 0), length)]
+
+
+@derived(lambda *arrays: [Array(x.shape, "float32") for x in arrays])
+def _all_float32(ops, *arrays):
+    return ops.all_float32(arrays)

@@ -1,0 +1,332 @@
+"""Runs a plan (`nsa_core.plan`) on torch tensors, on the current stream; the host never waits.
+
+A plan is bound to a device once: what no address changes is worked out then. A launch reads and
+writes addresses, so only what torch reads too is a tensor.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.kernel import Kernel
+from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View
+from nsa_interop import launch
+from nsa_torch import early_release, triton_ops
+from nsa_torch.shared import SHARED
+from nsa_torch.torch_ops import TORCH_OPS, readable
+
+LATE_BYTES = (
+    2**20
+)  # of what may be allocated early or dropped late, so that launches are one row
+ROW = 3  # launches that become one step; of fewer a graph would save the host little
+
+
+class BoundPlan:
+    """A plan on a device; any thread may call it."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.device, self.key = plan, device, object()
+        buffers = plan.buffers
+        slots = _Slots(len(buffers))
+        read = [x for step in plan.steps for x in step.reads]
+        by_kernels = [x for s in plan.steps if isinstance(s, Launch) for x in s.reads]
+        constants = {x.buffer for x in read if buffers[x.buffer].place is Place.CONSTANT}
+        self.constants = sorted(constants)
+        self.recipes = _recipes(plan)
+        launched = {x.buffer for x in by_kernels}
+        self.steps = _bound(plan, device, slots, launched)
+        self.places = [
+            (slot, buffers[n].offset + offset)
+            for n, buffer in enumerate(buffers)
+            if buffer.place is Place.WORKSPACE
+            for slot, offset in [(n, 0), *slots.parts_of(n)]
+        ]
+        self.aligned = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
+        self.constant_parts = [slots.parts_of(n) for n in self.constants]
+        self.blank = [None] * (len(buffers) - plan.arguments)
+        self.nowhere = [0] * slots.count
+        self.results = [x.buffer for x in plan.results]
+        self.launches = bool(plan.kernels)  # Triton finds the stream itself
+
+    def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The results for the arguments of a call, which may lie anyhow and be one tensor."""
+        tensors: list[Any] = [*given, *self.blank]
+        addresses = self.nowhere.copy()
+        for number, parts in self.aligned:
+            x = tensors[number]
+            address = x.data_ptr()
+            if address % launch.ALIGNMENT or not x.is_contiguous():
+                x = tensors[number] = x.clone(memory_format=torch.contiguous_format)
+                address = x.data_ptr()
+            addresses[number] = address
+            for slot, offset in parts:
+                addresses[slot] = address + offset
+        if self.constants:
+            found = SHARED.get(self.key, self.device, self._made)
+            for number, parts, x in zip(
+                self.constants, self.constant_parts, found, strict=True
+            ):
+                tensors[number] = x
+                address = addresses[number] = x.data_ptr()
+                for slot, offset in parts:
+                    addresses[slot] = address + offset
+        workspace = None  # until the last launch is queued
+        if self.plan.workspace_bytes:
+            size = self.plan.workspace_bytes
+            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+            start = workspace.data_ptr()
+            for slot, offset in self.places:
+                addresses[slot] = start + offset
+        x = None  # no name stays with what a step drops
+        stream = launch.current_stream(self.device) if self.launches else 0
+        for step in self.steps:
+            step(tensors, addresses, stream)
+        return [tensors[number] for number in self.results]
+
+    def _made(self) -> list[Tensor]:
+        """The constants; another plan on this device may have made them."""
+        found: list[Tensor] = []
+        known: dict[_Recipe, Any] = {}
+        for n in self.constants:
+            recipe, i = self.recipes[n]
+            make = lambda recipe=recipe: _followed(recipe, self.device, known)
+            found.append(SHARED.get((self.device, recipe), self.device, make)[i])
+        return found
+
+
+class _Recipe(NamedTuple):
+    """How constants are made, whichever plan reads them: the same, if it is equal."""
+
+    function: Callable[..., Any]
+    static: tuple[tuple[str, Any], ...]
+    reads: tuple[tuple["_Recipe", int, tuple[int, ...]], ...]  # which result, in which shape
+
+
+def _recipes(plan: Plan) -> dict[int, tuple[_Recipe, int]]:
+    """Of each constant: a recipe, and which of its results it is."""
+    found: dict[int, tuple[_Recipe, int]] = {}
+    for step in plan.constants:
+        reads = tuple((*found[x.buffer], x.shape) for x in step.reads)
+        recipe = _Recipe(step.function, step.static, reads)
+        found |= {x.buffer: (recipe, i) for i, x in enumerate(step.writes)}
+    return found
+
+
+def _followed(recipe: _Recipe, device: torch.device, known: dict[_Recipe, Any]) -> Any:
+    """What a recipe gives."""
+    if recipe not in known:
+        arrays = [
+            _followed(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
+        ]
+        with torch.device(device):
+            known[recipe] = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))
+    return known[recipe]
+
+
+class _Slots:
+    """Places in the list of addresses: one of each buffer, and one of each part of it."""
+
+    def __init__(self, buffers: int):
+        self.count = buffers
+        self._parts: dict[tuple[int, int], int] = {}
+
+    def at(self, x: View) -> int:
+        if not x.offset:
+            return x.buffer
+        if (x.buffer, x.offset) not in self._parts:
+            self._parts[x.buffer, x.offset] = self.count
+            self.count += 1
+        return self._parts[x.buffer, x.offset]
+
+    def parts_of(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Slots and offsets of the parts of a buffer."""
+        return tuple((slot, o) for (n, o), slot in self._parts.items() if n == number)
+
+
+type _Bound = Callable[[list[Any], list[int], int], None]
+
+
+def _bound(plan: Plan, device: torch.device, slots: _Slots, launched: set[int]) -> list[_Bound]:
+    """The steps; launches that follow each other are one."""
+    for step in plan.steps:
+        for x in (*step.reads, *step.writes):
+            slots.at(x)
+    found: list[_Bound] = []
+    row: list[_Launches] = []
+    for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
+        if isinstance(step, Launch) and isinstance(step.kernel, Kernel):
+            numbers = [slots.at(x) for x in (*step.reads, *step.writes)]
+            allocated = [
+                (n, plan.buffers[n].shape, _dtype(plan.buffers[n].dtype), slots.parts_of(n))
+                for n in begins
+            ]
+            row.append(_Launches.of(step.kernel, numbers, allocated, ends, device))
+            made = [plan.buffers[n] for n in ends]
+            if all(x.place is Place.ARGUMENT or x.bytes <= LATE_BYTES for x in made):
+                continue
+        found += _in_a_row(row)
+        row = []
+        if isinstance(step, Launch) and not isinstance(step.kernel, Kernel):
+            found.append(_TritonLaunch(step, slots, ends, plan))
+        elif isinstance(step, Derived):
+            found.append(_DerivedStep(step, slots, ends, plan, launched))
+        elif isinstance(step, Release):
+            found.append(_Released(step.arguments))
+    return [*found, *_in_a_row(row)]
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+class _Launches:
+    """Launches of one or more kernels, one after the other, on a device.
+
+    Args:
+      kernels: for `_in_a_row`, with `arguments`: the slots of inputs and outputs of each.
+      start: queues all; takes the addresses in `slots`.
+      allocated: what they make that has memory of its own.
+      drops: what no later step has to do with.
+    """
+
+    __slots__ = ("addresses", "allocated", "arguments", "device", "drops", "kernels", "start")
+
+    def __init__(self, kernels, arguments, start, slots, allocated, drops, device):
+        self.kernels, self.arguments, self.start = kernels, arguments, start
+        self.addresses = operator.itemgetter(*slots)
+        self.allocated, self.drops, self.device = allocated, drops, device
+
+    @classmethod
+    def of(cls, kernel, slots, allocated, drops, device) -> "_Launches":
+        """One launch."""
+        start = launch.launcher(kernel, device)
+        return cls([kernel], [slots], start, slots, allocated, drops, device)
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        for number, shape, dtype, parts in self.allocated:
+            x = tensors[number] = torch.empty(shape, dtype=dtype, device=self.device)
+            address = addresses[number] = x.data_ptr()
+            for slot, offset in parts:
+                addresses[slot] = address + offset
+        self.start(stream, self.addresses(addresses))
+        for number in self.drops:
+            tensors[number] = None
+
+
+def _in_a_row(launches: list[_Launches]) -> Sequence[_Launches]:
+    """The same, as one where that can be, which drops at its end what they drop."""
+    if len(launches) < ROW:
+        return launches
+    device = launches[0].device
+    kernels, arguments, allocated, drops = (
+        [x for each in launches for x in getattr(each, name)]
+        for name in ("kernels", "arguments", "allocated", "drops")
+    )
+    place = {x: i for i, x in enumerate(dict.fromkeys(itertools.chain(*arguments)))}
+    inner = [[place[x] for x in each] for each in arguments]
+    start = launch.sequence(kernels, inner, device)
+    if start is None:
+        return launches
+    return [_Launches(kernels, arguments, start, [*place], allocated, drops, device)]
+
+
+class _Reader:
+    """The tensor of a view."""
+
+    __slots__ = ("count", "number", "shape", "start")
+
+    def __init__(self, x: View, plan: Plan):
+        buffer = plan.buffers[x.buffer]
+        self.number, self.shape = x.buffer, x.shape
+        size = _dtype(x.dtype).itemsize
+        self.start, self.count = x.offset // size, x.bytes // size
+        whole = x.shape == buffer.shape
+        if whole:
+            self.shape = None
+        elif x.bytes == buffer.bytes:
+            self.count = None
+
+    def __call__(self, tensors: list[Any]) -> Tensor:
+        x = tensors[self.number]
+        if self.shape is None:
+            return x
+        if self.count is not None:
+            x = x.view(-1)[self.start : self.start + self.count]
+        return x.reshape(self.shape)
+
+
+class _TensorStep:
+    """A step that takes tensors: what both kinds of them share."""
+
+    __slots__ = ("drops", "plain", "readers", "results")
+
+    def __init__(self, step, slots: _Slots, ends, plan: Plan):
+        readers = [_Reader(x, plan) for x in step.reads]
+        # As a rule every one is a whole buffer.
+        self.plain = (
+            [r.number for r in readers] if all(r.shape is None for r in readers) else None
+        )
+        self.readers, self.drops = readers, ends
+        self.results = [(x.buffer, slots.parts_of(x.buffer)) for x in step.writes]
+
+    def read(self, tensors: list[Any]) -> list[Tensor]:
+        if self.plain is not None:
+            return [tensors[number] for number in self.plain]
+        return [reader(tensors) for reader in self.readers]
+
+    def keep(self, found, tensors: list[Any], addresses: list[int]) -> None:
+        for (number, parts), x in zip(self.results, found, strict=True):
+            tensors[number] = x
+            address = addresses[number] = x.data_ptr()
+            for slot, offset in parts:
+                addresses[slot] = address + offset
+        for number in self.drops:
+            tensors[number] = None
+
+
+class _TritonLaunch(_TensorStep):
+    """One launch of a kernel of Triton, by Triton's launcher."""
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, step, slots, ends, plan):
+        super().__init__(step, slots, ends, plan)
+        self.kernel: Any = step.kernel
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        found = triton_ops.launch(self.kernel, *self.read(tensors))
+        self.keep(found, tensors, addresses)
+
+
+class _DerivedStep(_TensorStep):
+    """A derived step."""
+
+    __slots__ = ("function", "in_place", "launched", "static")
+
+    def __init__(self, step: Derived, slots, ends, plan, launched):
+        super().__init__(step, slots, ends, plan)
+        self.function, self.static = step.function, dict(step.static)
+        self.in_place = step.in_place
+        # What kernels read must lie as they want it.
+        self.launched = any(x.buffer in launched for x in step.writes)
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        found = self.function(TORCH_OPS, *self.read(tensors), **self.static)
+        if self.in_place:
+            found = [tensors[number] for number, _ in self.results]
+        elif self.launched:
+            found = [readable(x) for x in found]
+        self.keep(found, tensors, addresses)
+
+
+class _Released(NamedTuple):
+    """Gives back memory of arguments, where that is allowed."""
+
+    arguments: Sequence[int]
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        early_release.release([tensors[number] for number in self.arguments])

@@ -1,0 +1,26 @@
+"""Whether torch alone decides what is done with tensors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
+
+
+def plain(tensors: Iterable[Any]) -> bool:
+    """Whether torch does what it is asked with these tensors (others than tensors do not count),
+    and nothing else: they have no class of their own, nothing is traced, compiled or transformed,
+    and no mode sees it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.maybe_current_level() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and all(type(x) in TENSORS for x in tensors if isinstance(x, Tensor))
+    )

@@ -1,0 +1,208 @@
+"""Functions of operators, run from plans: which plan a call has, and how it is made.
+
+A plan follows from the key of a call: shapes and dtypes by role, all other arguments, and the
+device. Strides, addresses and which arguments are one tensor are not in it.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.kernel import Array
+from kernels_pallas.mosaic import capability
+from nsa_core.array_ops import ArrayOps
+from nsa_core.plan.buffers import Plan, View
+from nsa_core.plan.planner import PlanOps
+from nsa_torch.execute import BoundPlan
+from nsa_torch.torch_ops import INTERPRETED, capability_of, device_name
+
+KEPT = 256  # plans of a function at most, the least recently used ones dropped first
+
+
+type Bound = Callable[[Sequence[Tensor]], list[Tensor]]
+
+_stepwise: ArrayOps | None = None
+
+
+@contextlib.contextmanager
+def stepwise(ops: ArrayOps) -> Iterator[None]:
+    """Within: no call of this process has a plan; steps run on `ops` as they are asked for."""
+    global _stepwise
+    before, _stepwise = _stepwise, ops
+    try:
+        yield
+    finally:
+        _stepwise = before
+
+
+def is_stepwise() -> bool:
+    """Whether `stepwise` is in force."""
+    return _stepwise is not None
+
+
+class Planned:
+    """A function that is traced once for all calls alike.
+
+    Args:
+      function: of an `ArrayOps` and of an operator's arguments, tensors among them; returns arrays.
+      returns: makes what the operator returns of the results.
+      backward: of its gradient: takes a gradient like the first result, the other results, and the
+        arguments.
+      before: called with this object, a plan of it, the arguments and the device before the plan
+        is bound to it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Iterable[Any]],
+        returns: Callable[[list[Tensor]], Any] = tuple,
+        backward: "Planned | None" = None,
+        before: Callable[..., None] = lambda planned, plan, arguments, device: None,
+    ):
+        self.function, self.returns = function, returns
+        self.backward, self.before = backward, before
+        self.__name__ = getattr(function, "__name__", "planned")
+        self._known: LruCache[BoundPlan] = LruCache()
+
+    def __call__(self, *arguments: Any) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        return self.returns(self.bound(arguments, tensors)(tensors))
+
+    def bound(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Bound:
+        """The plan of a call on its device."""
+        if _stepwise is not None:
+            ops: Any = _stepwise
+            return lambda given: list(self.function(ops, *arguments))
+        device = tensors[0].device
+        key = device, capability.interpret.get() is not False, *map(_part_of_key, arguments)
+        found = self._known.get(key)
+        if found is None:
+            if elsewhere := {x.device for x in tensors} - {device}:
+                raise ValueError(
+                    f"all tensors must be on {device}, got one on {elsewhere.pop()}"
+                )
+            plan = self.plan(arguments, device)
+            self.before(self, plan, arguments, device)
+            found = self._known.keep(key, BoundPlan(plan, device))
+        return found
+
+    def plan(self, arguments: Sequence[Any], device: torch.device | None) -> Plan:
+        """The plan of a call.
+
+        Args:
+          arguments: tensors, or `Array`s in their place.
+          device: None: of no GPU, whose tiles were never measured.
+        """
+        ops = plan_ops(device)
+        with torch.inference_mode(False), torch.no_grad():
+            return ops.plan(self.function(ops, *_views(ops, arguments)))
+
+    def plans(
+        self, arguments: Sequence[Any], device: torch.device | None, plan: Plan | None = None
+    ) -> list[Plan]:
+        """`plan`, and that of the gradient."""
+        plan = plan or self.plan(arguments, device)
+        if self.backward is None:
+            return [plan]
+        results = (Array(x.shape, x.dtype) for x in plan.results)
+        return [plan, self.backward.plan([*results, *arguments], device)]
+
+    def clear(self) -> None:
+        """Forgets all calls."""
+        self._known.clear()
+
+
+class Known:
+    """The plans of calls that are known to be alike, and of their gradients.
+
+    Attributes:
+      call: what else follows from their likeness, for whoever makes the calls.
+    """
+
+    __slots__ = ("_backward", "_forward", "call")
+
+    def __init__(self):
+        self.call: Any = None
+        self._forward: _Ready | None = None
+        self._backward: _Ready | None = None
+
+    def run(self, function: Planned, arguments: Sequence[Any]) -> list[Tensor]:
+        """What `function(*arguments)` returns."""
+        if self._forward is None:
+            self._forward = _Ready.of(function, arguments)
+        return self._forward(arguments)
+
+    def run_backward(self, function: Planned, arguments: Sequence[Any]) -> list[Tensor]:
+        """The same of the gradient."""
+        if self._backward is None:
+            self._backward = _Ready.of(function, arguments)
+        return self._backward(arguments)
+
+
+class _Ready(NamedTuple):
+    """A plan, and which of the arguments of an operator are tensors."""
+
+    plan: Bound
+    at: Sequence[int]
+
+    @classmethod
+    def of(cls, function: Planned, arguments: Sequence[Any]) -> "_Ready":
+        at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+        return cls(function.bound(arguments, [arguments[i] for i in at]), at)
+
+    def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
+        return self.plan([arguments[i] for i in self.at])
+
+
+def plan_ops(device: torch.device | None) -> PlanOps:
+    """What traces steps for a device."""
+    if device is None or device.type != "cuda":
+        return PlanOps(None, INTERPRETED)
+    name = None if capability.interpret.get() else device_name(device.index)
+    return PlanOps(name, capability_of(device.index))
+
+
+def _views(ops: PlanOps, arguments: Sequence[Any]) -> list[Any]:
+    found = []
+    for x in arguments:
+        if isinstance(x, Tensor | View | Array):
+            x = ops.argument(x.shape, str(x.dtype).removeprefix("torch."))
+        found.append(x)
+    return found
+
+
+def _part_of_key(x: Any) -> Hashable:
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.get_device()
+    return tuple(x) if isinstance(x, list) else x
+
+
+class LruCache[Value]:
+    """Values by key, the least recently used ones dropped first."""
+
+    def __init__(self):
+        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Value | None:
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        with self._lock:
+            self._values[key] = value
+            while len(self._values) > KEPT:
+                self._values.popitem(last=False)
+        return value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._values.clear()

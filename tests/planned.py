@@ -1,0 +1,116 @@
+"""Plans on the CPU: launches read and write addresses, kernels are what a test gives."""
+
+import contextlib
+
+import nsa_interop.launch
+
+from kernels_pallas.kernel import Array, Kernel
+from nsa_torch import alike, mosaic, operators, torch_ops, triton
+from nsa_torch.torch_ops import TorchOps
+from nsa_torch.triton_ops import TRITON_OPS
+from tests.torch_inputs import tensors_at
+
+
+def forget():
+    """All that is known of calls alike."""
+    alike.DECIDED.clear()
+    for path in (mosaic.PATH, triton.PATH):
+        for each in path.planned.values():
+            for planned in filter(None, (each, each.backward)):
+                planned.clear()
+
+
+def described(
+    form,
+    batch,
+    length,
+    *,
+    heads,
+    kv_heads,
+    key_width,
+    value_width,
+    config,
+    packed=False,
+    dtype="bfloat16",
+):
+    """Arguments of an operator of all steps, without memory."""
+    array = lambda *shape: Array((batch, *shape), dtype)
+    compressed = length if form.compresses else config.num_compressed(length)
+    tokens = [
+        array(count, kv_heads, width)
+        for width in (key_width, value_width)
+        for count in (compressed, length, length)
+    ]
+    tokens = [tokens[1], tokens[4]] if form.shared else tokens
+    place = operators.arguments(config, length, Array((2,), "int32") if packed else None, None)
+    return (
+        array(length, heads, key_width),
+        *tokens,
+        *[array(length, heads)] * 3,
+        None,
+        False,
+        *place,
+    )
+
+
+class Eager(TorchOps):
+    """Every step at once, on kernels of either kind."""
+
+    def run(self, kernel, *tensors):
+        ops = super() if isinstance(kernel, Kernel) else TRITON_OPS
+        return ops.run(kernel, *tensors)
+
+
+@contextlib.contextmanager
+def on_the_cpu(monkeypatch, run):
+    """Within: calls on the CPU are decided once, as on a GPU, and kernels are `run`.
+
+    Args:
+      run: the outputs of a kernel for its input tensors.
+
+    Yields:
+      The kernels that ran, in order.
+    """
+    ran = []
+
+    def launch(kernel, *tensors, out=()):
+        """`nsa_interop.launch.launch`, as strict about what it is given."""
+        for x, wanted in zip(tensors, kernel.inputs, strict=True):
+            assert x.is_contiguous() and x.numel() == wanted.size
+            assert str(x.dtype) == f"torch.{wanted.dtype}"
+        ran.append(kernel)
+        results = list(run(kernel, *tensors))
+        if out:
+            assert kernel.in_place and out[0] is tensors[-1] and len(out) == len(results)
+            results[0] = out[0].copy_(results[0].reshape(out[0].shape))
+        return tuple(results)
+
+    def launcher(kernel, device):
+        def start(stream, addresses):
+            assert stream == 0
+            ran.append(kernel)
+            inputs, outputs = tensors_at(kernel, addresses)
+            for place, x in zip(outputs, run(kernel, *inputs), strict=True):
+                place.copy_(x.reshape(place.shape))
+
+        return start
+
+    def sequence(kernels, arguments, device):
+        starts = [launcher(kernel, device) for kernel in kernels]
+
+        def start(stream, addresses):
+            for each, numbers in zip(starts, arguments, strict=True):
+                each(stream, [addresses[i] for i in numbers])
+
+        return start
+
+    monkeypatch.setattr(torch_ops, "launch", launch)
+    for name, function in (("launcher", launcher), ("sequence", sequence)):
+        monkeypatch.setattr(nsa_interop.launch, name, function)
+    monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
+    for module in (nsa_interop.launch, torch_ops):
+        monkeypatch.setattr(module, "ALIGNMENT", 16)
+    monkeypatch.setattr(alike, "DEVICE_TYPES", ("cpu",))
+    forget()
+    yield ran
+    forget()

@@ -1,0 +1,149 @@
+"""Plans (`nsa_core.plan`) give what the steps give one by one, bit by bit, of any kind of call."""
+
+import pytest
+import torch
+
+from kernels_pallas.mosaic import capability
+from nsa_core.config import NSAConfig
+from nsa_core.plan import workspace
+from nsa_core.steps import mosaic_gather, mosaic_stored_ds
+from nsa_torch import mosaic, operators, triton
+from nsa_torch.call_forms import APART, GIVEN, SHARED
+from nsa_torch.plans import Planned
+from tests import plan_checks, planned
+from tests.inputs import SMALL
+from tests.stand_in_kernels import stand_in
+
+FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
+STORED = NSAConfig(num_selected=4, window=64)
+# B, T, S, H, Hkv, D, Dv, config
+ROWS = 2, 24, 24, 4, 2, 16, 16, SMALL
+SIZES = {
+    "rows": ROWS,
+    "late": (1, 9, 40, 3, 1, 16, 32, SMALL),
+    "one token": (2, 1, 30, 4, 2, 16, 16, SMALL),
+    "no compressed token": (1, 5, 5, 4, 2, 16, 16, SMALL),
+    "padding": (1, 24, 20, 4, 2, 16, 16, SMALL),
+    "gathered": (1, 400, 400, 4, 1, 64, 64, FAR),
+    "gathered rows": (2, 400, 400, 4, 1, 64, 64, FAR),
+    "dS stored": (2, 150, 150, 32, 2, 128, 128, STORED),
+}
+WHERE = {
+    "rows": {},
+    "packed": {"cu_seqlens": torch.tensor([0, 1, 15, 15, 20], dtype=torch.int32)},
+    "packed, int64": {"cu_seqlens": torch.tensor([0, 3, 24])},
+    "lengths": {"kv_len": torch.tensor([20, 9])},
+    "a length": {"kv_len": torch.tensor(19)},
+}
+FORMS = {"shared": SHARED, "apart": APART, "given": GIVEN}
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    make = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=make).to(dtype)
+
+
+def call(form, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=torch.bfloat16):
+    """Arguments of an operator of all steps."""
+    B, T, S, H, Hkv, D, Dv, config = sizes
+    if cu_seqlens is not None:
+        B, S = 1, T
+    C = S if form.compresses else config.num_compressed(S)
+    tokens = [normal(B, n, Hkv, width) for width in (D, Dv) for n in (C, S, S)]
+    tokens = [tokens[1], tokens[4]] if form.shared else tokens
+    gates = normal(B, T, H, 3, dtype=gate_dtype).sigmoid().unbind(-1)
+    chosen = None
+    if indices:
+        chosen = torch.full((B, T, Hkv, config.num_selected), -1, dtype=torch.int32)
+        chosen[..., 0] = 0
+    place = operators.arguments(config, S if kv_len is None else kv_len, cu_seqlens, None)
+    return [normal(B, T, H, D), *tokens, *gates, chosen, False, *place]
+
+
+def both_ways(function: Planned, arguments):
+    """Results of the plan, after those of the steps were found to be the same."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    with torch.no_grad():
+        plan = function.plan(arguments, tensors[0].device)
+        plan_checks.check(plan)
+        want = list(function.function(planned.Eager(), *arguments))
+        poisoned = plan_checks.run(plan, tensors, stand_in, stand_in)
+        bound = function(*arguments)
+    for i, (x, *others) in enumerate(zip(want, poisoned, bound, strict=True)):
+        for y in others:
+            assert x.shape == y.shape and x.dtype == y.dtype, i
+            assert torch.equal(x, y), f"result {i}"
+    memory = {x.untyped_storage().data_ptr() for x in tensors}
+    assert not memory & {x.untyped_storage().data_ptr() for x in bound if x.numel()}
+    return list(bound)
+
+
+@pytest.fixture(params=["mosaic", "triton"])
+def path(request, monkeypatch):
+    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
+    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+    monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
+    with (
+        planned.on_the_cpu(monkeypatch, stand_in),
+        capability.interpreted(request.param == "mosaic"),
+    ):
+        yield (mosaic if request.param == "mosaic" else triton).PATH
+
+
+def check_all(path, form, arguments):
+    """Forward alone, with residuals and gradients, and with branches computed again."""
+    name = form.name
+    both_ways(path.planned[name], arguments)
+    for suffix in "_saving", "_recomputing":
+        function = path.planned[name + suffix]
+        out, *kept = both_ways(function, arguments)
+        grads = both_ways(function.backward, [out.flip(1), *kept, *arguments])
+        assert len(grads) == form.count
+
+
+OF_PATHS = {f"mosaic-{name}": ("mosaic", form) for name, form in FORMS.items()} | {
+    "triton": ("triton", GIVEN)
+}
+
+
+@pytest.mark.parametrize(("path", "form"), OF_PATHS.values(), ids=OF_PATHS, indirect=["path"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_sizes(form, sizes, path):
+    check_all(path, form, call(form, sizes))
+
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+@pytest.mark.parametrize("indices", [False, True], ids=["selected", "given indices"])
+def test_where(where, indices, path):
+    check_all(path, GIVEN, call(GIVEN, ROWS, indices=indices, **where))
+
+
+@pytest.mark.parametrize("most", [0, 2**12])
+def test_a_workspace_of_any_size(most, path, monkeypatch):
+    monkeypatch.setattr(workspace, "MOST_BYTES", most)
+    check_all(path, GIVEN, call(GIVEN, SIZES["gathered"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["rows", "packed"])
+def test_gates_in_one_tensor(dtype, where, path):
+    arguments = call(GIVEN, ROWS, gate_dtype=dtype, **WHERE[where])
+    check_all(path, GIVEN, arguments)
+    *before, a, b, c = arguments[: GIVEN.count]
+    joined = [*before, torch.stack([a, b, c], -1), *arguments[GIVEN.count :]]
+    (out,) = both_ways(path.joined[GIVEN], joined)
+    assert torch.equal(out, path.planned[GIVEN.name](*arguments)[0])
+
+
+@pytest.mark.parametrize("path", ["mosaic"], indirect=True)
+def test_a_wrong_lifetime_is_found(path, monkeypatch):
+    """One step too short."""
+    placed = workspace.placed
+    earlier = lambda begins, last, sizes: placed(
+        begins, {n: i - 1 for n, i in last.items()}, sizes
+    )
+    monkeypatch.setattr(workspace, "placed", earlier)
+    monkeypatch.setattr(plan_checks, "check", lambda plan: None)
+    with pytest.raises(AssertionError):
+        check_all(path, GIVEN, call(GIVEN, ROWS))
