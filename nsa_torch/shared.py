@@ -1,19 +1,20 @@
 """Small tensors that follow from a problem's sizes alone, made once for calls alike."""
 
 import collections
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels_pallas.runtime import captures, driver
-from kernels_pallas.runtime.captures import Capture
+from kernels_pallas.runtime import driver
 from nsa_interop import launch
 
+LOG = logging.getLogger(__name__)
 BYTES = 24 * 2**20  # kept at most, of all devices, besides what the last calls used
 RECENT = 32  # uses of tensors: more than a call has, forward and backward
+MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning says so
 
 
 class Shared:
@@ -21,52 +22,68 @@ class Shared:
     `recent` uses stays: the calls that run now need it, however large it is.
 
     Safe on any stream: a stream that did not make a tensor waits for the one that did. A CUDA
-    graph, which outlives any cache, reads what was there before its capture, and keeps it. What
-    was not there the graph makes, once for all calls that it captures.
+    graph outlives any cache: what one has read stays until the process ends. What was not there
+    before its capture the graph makes for itself, at each use: a call before the capture, which
+    compiled kernels need too, saves that.
     """
 
     def __init__(self, limit: int = BYTES, recent: int = RECENT):
         self.limit, self.recent = limit, recent
-        self.size, self.uses = 0, 0
+        self.size = self.uses = self.pinned_bytes = 0
         self._kept = collections.OrderedDict()
-        self._captured: dict[Hashable, Any] = {}
-        self._capture: Capture | None = None
+        self._pinned: dict[Hashable, tuple] = {}
         self._lock = threading.Lock()
 
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
     ) -> list[Tensor]:
         """What `make()` gave for `key`."""
-        capture = _capture(device)
+        capturing = is_capturing(device)
         with self._lock:
-            if capture != self._capture:
-                self._captured, self._capture = {}, capture
-            captured = self._captured.get(key) if capture else None
-            kept = self._kept.get(key, (0, None))[1]
-            if kept is not None:
-                self._use(key, kept)
-        if captured is not None:
-            found = captured
-        elif kept is not None:
-            found = _held(kept, capture) if capture else kept
-        else:
+            found = self._pinned.get(key)
+            if found is None and key in self._kept:
+                found = self._kept[key][1]
+                self._use(key, found)
+        if found is None:
             found = _made(device, make)
-        if found is not captured and found is not kept:
-            self._keep(key, found, capture)
+            if capturing:
+                return list(found[0])
+            self._keep(key, found)
         tensors, stream, event = found
-        if event is not None and stream != launch.current_stream(device):
+        if capturing:
+            self._pin(key, found)
+        elif event is not None and stream != launch.current_stream(device):
             current = torch.cuda.current_stream(device)
             current.wait_event(event)
             for x in tensors:
                 x.record_stream(current)
         return list(tensors)
 
-    def _keep(self, key, found, capture):
+    def _pin(self, key, found):
+        """The tensors are ready now, and stay."""
+        tensors, _, event = found
+        if event is not None:
+            # A graph cannot wait for what is outside it.
+            with driver.relaxed("tensors of a CUDA graph"):
+                event.synchronize()
         with self._lock:
-            if capture:
-                if capture == self._capture:
-                    self._captured[key] = found
+            if key in self._pinned:
                 return
+            self._pinned[key] = found
+            bytes = _bytes(tensors)
+            before, self.pinned_bytes = self.pinned_bytes, self.pinned_bytes + bytes
+            if self._kept.pop(key, None):
+                self.size -= bytes
+        if before <= MANY_PINNED < self.pinned_bytes:
+            LOG.warning(
+                "CUDA graphs of %d shapes have read %d MiB of shared tensors, which stay until the "
+                "process ends: capture fewer shapes",
+                len(self._pinned),
+                self.pinned_bytes >> 20,
+            )
+
+    def _keep(self, key, found):
+        with self._lock:
             if key not in self._kept:
                 self.size += _bytes(found[0])
             self._use(key, found)
@@ -84,36 +101,23 @@ class Shared:
         self._kept.move_to_end(key)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets everything but what CUDA graphs read."""
         with self._lock:
             self._kept.clear()
-            self._captured = {}
             self.size = 0
-        captures.release()
 
 
 SHARED = Shared()
 
 
-def _capture(device) -> Capture | None:
-    """The CUDA graph that the current stream is being captured into."""
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured into a CUDA graph."""
     if device.type != "cuda":
-        return None
-    current = device.index is None or device.index == torch.cuda.current_device()
-    if current and not torch.cuda.is_current_stream_capturing():  # quicker than the driver
-        return None
-    return captures.of_stream(launch.current_stream(device))
-
-
-def _held(kept, capture):
-    """The same tensors for a CUDA graph: they are ready now, and stay as long as it."""
-    tensors, _, event = kept
-    if event is not None:
-        # A graph cannot wait for what is outside it.
-        with driver.relaxed("tensors of a CUDA graph"):
-            event.synchronize()
-    captures.hold(capture.graph, tensors)
-    return tensors, None, None
+        return False
+    if device.index is None or device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _made(device, make):

@@ -1,14 +1,11 @@
 """Tensors that calls of the same sizes share."""
 
-import time
-
 import pytest
 import torch
 
-from kernels_pallas.runtime import captures
-from kernels_pallas.runtime.captures import Capture
 from nsa_torch import fa2
-from nsa_torch.shared import Shared, _capture
+from nsa_torch import shared as shared_module
+from nsa_torch.shared import Shared
 
 CPU = torch.device("cpu")
 
@@ -78,14 +75,11 @@ def test_fa2_shares_what_whole_sequences_alone_decide(branch, monkeypatch):
     assert len(calls) == 8
 
 
-def test_clear_forgets(monkeypatch):
-    """And gives back what was held for graphs that are gone."""
-    released = []
-    monkeypatch.setattr(captures, "release", lambda: released.append(1))
+def test_clear_forgets():
     shared, (make, calls) = Shared(), counted([1])
     shared.get("a", CPU, make)
     shared.clear()
-    assert shared.size == 0 and released
+    assert shared.size == 0
     shared.get("a", CPU, make)
     assert len(calls) == 2
 
@@ -109,54 +103,64 @@ def test_another_stream_waits_for_the_maker():
         assert int(total) == 7 << 20
 
 
-def capturing(monkeypatch, number):
-    """As if the current stream were captured into a graph with this number; 0: none."""
-    found = Capture(number, 1000 + number) if number else None
-    monkeypatch.setattr("nsa_torch.shared._capture", lambda _: found)
+@pytest.fixture
+def capturing(monkeypatch):
+    """A function that says whether the current stream is being captured."""
+    state = [False]
+    monkeypatch.setattr(shared_module, "is_capturing", lambda device: state[0])
+    return lambda yes: state.__setitem__(0, yes)
 
 
-def test_a_graph_makes_what_was_not_there_once(monkeypatch):
-    shared, (make, calls), found = Shared(), counted([1, 2]), []
-    for number in (7, 7, 8, 0):
-        capturing(monkeypatch, number)
-        found += shared.get("a", CPU, make)
-    assert [[x is y for y in found[:3]] for x in found[:2]] == [[True, True, False]] * 2
+def test_a_graph_makes_what_was_not_there(capturing):
+    shared, (make, calls) = Shared(), counted([1, 2])
+    capturing(True)
+    found = [shared.get("a", CPU, make)[0] for _ in range(2)]
+    capturing(False)
+    found.append(shared.get("a", CPU, make)[0])
     assert len({*map(id, found)}) == len(calls) == 3
     assert shared.size == 8  # not those of graphs, whose memory is theirs
 
 
-def test_a_graph_holds_what_was_there(monkeypatch):
-    held = []
-    monkeypatch.setattr(captures, "hold", lambda *given: held.append(given))
+def test_what_a_graph_has_read_stays(capturing):
     shared, (make, calls) = Shared(limit=8, recent=1), counted([1, 2])
     (kept,) = shared.get("a", CPU, make)
-    for number in (7, 7, 8):
-        capturing(monkeypatch, number)
+    capturing(True)
+    assert shared.get("a", CPU, make)[0] is kept
+    capturing(False)
+    assert shared.size == 0 and shared.pinned_bytes == 8
+    for key in "bcb":
+        shared.get(key, CPU, make)
+    shared.clear()
+    for yes in (False, True, True):
+        capturing(yes)
         assert shared.get("a", CPU, make)[0] is kept
-    assert [(graph, x) for graph, [x] in held] == [(1007, kept), (1008, kept)]
-    assert len(calls) == 1
-    shared.get("b", CPU, make)  # the graph's own
-    assert len(held) == 2 and len(calls) == 2
-    capturing(monkeypatch, 0)
-    shared.get("b", CPU, make)  # drops a
-    capturing(monkeypatch, 9)
-    assert shared.get("a", CPU, make)[0] is not kept
-    assert len(held) == 2 and len(calls) == 4
+    assert len(calls) == 4 and shared.pinned_bytes == 8
 
 
-@pytest.mark.parametrize(("current", "asked"), [(0, []), (1, [3])])
-def test_a_capture_on_another_device_is_seen(monkeypatch, current, asked):
-    """torch says whether the current device's stream is captured, the driver of any."""
-    streams = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("nsa_interop.launch.current_stream", lambda device: 3)
-    monkeypatch.setattr(captures, "of_stream", streams.append)
-    assert _capture(torch.device("cuda", 0)) is None and streams == asked
+def test_many_shapes_of_graphs_are_told(capturing, monkeypatch, caplog):
+    monkeypatch.setattr(shared_module, "MANY_PINNED", 12)
+    shared, (make, _) = Shared(), counted([1, 2])
+    for i in range(4):
+        capturing(False)
+        shared.get(i, CPU, make)
+        capturing(True)
+        shared.get(i, CPU, make)
+        assert len(caplog.records) == (i > 0)
+    assert "capture fewer shapes" in caplog.text
 
 
 @pytest.mark.gpu
-def test_graphs_read_what_was_there_until_they_are_gone():
+def test_a_capture_on_another_device_is_seen():
+    here = torch.device("cuda", torch.cuda.current_device())
+    for device in (here, torch.device("cuda")):
+        assert not shared_module.is_capturing(device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device)
+            assert shared_module.is_capturing(device)
+
+
+@pytest.mark.gpu
+def test_graphs_read_what_was_there():
     device, shared, made = torch.device("cuda"), Shared(limit=0, recent=1), []
 
     def get(key):
@@ -185,16 +189,6 @@ def test_graphs_read_what_was_there_until_they_are_gone():
     for graph, total in graphs:
         graph.replay()
         assert int(total) == 7 << 20
-    held = len(captures._held)
-    while graphs:
-        graphs.pop()[0].reset()
-    torch.cuda.synchronize()
-    for _ in range(1000):  # the driver takes its time
-        captures.release()
-        if len(captures._held) == held - 2:
-            break
-        time.sleep(0.01)
-    assert len(captures._held) == held - 2
 
 
 @pytest.mark.gpu
@@ -211,10 +205,8 @@ def test_what_a_graph_makes_is_its_own():
             x = get()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                again = get()
-                y = again + 1
+                y = get() + 1
             torch.cuda.current_stream().wait_stream(side)
-        assert again is x
         found.append((graph, x, y))
     assert len({x.data_ptr() for _, x, _ in found}) == 2
     for graph, x, y in found:

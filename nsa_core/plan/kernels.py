@@ -53,8 +53,8 @@ def kernels_of(
     """
     ops = PlanOps(device_name, HOPPER)
     array = lambda *shape: ops.argument((batch, *shape), dtype)
-    places = [ops.argument((batch, length), "int32") for _ in range(3)]
-    rest = _Layout(*places, packed), config, scale
+    place = lambda: ops.argument((batch, length), "int32")
+    rest = _Layout(place(), place(), place(), packed), config, scale
     count = length if compresses else config.num_compressed(length)
     key, value = (
         Branches(array(count, kv_heads, width), *[array(length, kv_heads, width)] * 2)
