@@ -182,6 +182,6 @@ def attention(
     the forward pass again.
     """
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    form, tokens = call_forms.form_of(key, value, compressed)
-    given = query, *tokens, *gates, block_indices, clean
+    form = call_forms.form_of(key, value, compressed)
+    given = query, *form.tokens(key, value, compressed), *gates, block_indices, clean
     return operators.call(f"jax_{form.name}", *given, *place)[0]
