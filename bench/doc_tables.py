@@ -159,15 +159,19 @@ def summary(device: str = "nvidia-h200") -> str:
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
     for group in _quality_groups():
+        ours, said, where, dense = [], [], group.name, MISSING
         for kind in group.kinds[1:]:
             found = quality.difference(kind, group.dense, "end")
             if found is None or found.pairs < 2:
                 continue
             worse = "worse" if found.mean > 0 else "better"
-            said = f"**{abs(found.mean):.2f} nats {worse}**, standard error {found.error:.2f}"
-            where = f"{group.name}, {kind.label}, {found.pairs} seeds"
-            nsa = f"{found.dense + found.mean:.2f}"
-            rows.append(["held-out loss", where, nsa, f"{found.dense:.2f}", said, MISSING])
+            about = kind.label.removeprefix("nsa").strip() or "default gates"
+            ours.append(f"{found.dense + found.mean:.2f}")
+            said.append(f"**{abs(found.mean):.2f} {worse}**, error {found.error:.2f} ({about})")
+            where, dense = f"{group.name}, {found.pairs} seeds", f"{found.dense:.2f}"
+        if ours:
+            cells = ["held-out loss, nats", where, ", ".join(ours), dense, "; ".join(said)]
+            rows.append([*cells, MISSING])
     return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
