@@ -90,6 +90,11 @@ def forced(**tiles: Mapping[str, int]) -> Iterator[None]:
         _forced.reset(token)
 
 
+def are_forced() -> bool:
+    """Whether `forced` is in force."""
+    return _forced.get() is not None
+
+
 def tiles_of(
     kernel: str,
     query: Any,

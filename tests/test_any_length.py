@@ -213,7 +213,7 @@ def test_calls_alike_run_from_a_list(name, monkeypatch):
         sequence._Graph, "launch", lambda self, stream: graphs.append(1) or start(self, stream)
     )
     tensors = [normal(*shape) for shape in shapes]
-    with watch.watching():
+    with plans.stepwise(watch):
         both(tensors)
     assert bool(watch.gathered_tiles) == (name == "gathered")
     for _ in range(24):
