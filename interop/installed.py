@@ -1,16 +1,19 @@
 """What the first calls cost where the library came from a wheel: nothing is built, nothing written.
 
-    python -m nsa_bench.installed                      # of each preset: a cold process, a warm one
-    python -m nsa_bench.installed --presets paper --out installed.jsonl
+    python -m nsa_interop.installed                  # of each preset: a cold process, a warm one
+    python -m nsa_interop.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
 a paged cache and decodes a token from it. Its cache folders are new and empty. The exit status is 1
-where a process built or wrote something, or imported JAX. A Hopper GPU is needed.
+where a process built or wrote something, or imported JAX. A Hopper GPU is needed, and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
 """
 
+import argparse
+import datetime
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -19,23 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from absl import app, flags
-
 from nsa_core import config_files
 from nsa_core.config import NSAConfig
 
-from .harness import cli, exit_status, process, records
-
-FLAGS = flags.FlagValues()
-at = {"flag_values": FLAGS}
-PRESETS = flags.DEFINE_list("presets", ["paper", "seed", "smallgroup"], "Of configs/.", **at)
-LENGTH = flags.DEFINE_integer("length", 4096, "Tokens.", lower_bound=64, **at)
-OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **at)
-CACHES = flags.DEFINE_string(
-    "caches", None, "Be the process that calls one preset; the folder of its caches.", **at
-)
-COMMIT = cli.define_commit(FLAGS)
+PRESETS = "paper", "seed", "smallgroup"
 STAGES = "cold", "warm"
+SHOWN = "native-sparse-attention", "torch", "triton", "jax"
 # Each cache of what a process may compile, in a folder of its own.
 VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
 
@@ -78,12 +70,11 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
     @torch.no_grad()
     def prefill():
         call(tensors)
-        paged.append(cache, *new, table, lengths, implementation="torch")
+        paged.append(cache, key, value, table, lengths, implementation="torch")
 
     @torch.no_grad()
     def decode():
-        key, value = (x[:1] for x in new)
-        paged.append(cache, key, value, table, lengths + 1, implementation="torch")
+        paged.append(cache, key[:1], value[:1], table, lengths + 1, implementation="torch")
         query, gates = tensors[0][0, :1], tensors[3][0, :1]
         nsa_torch.paged_attention(
             query, gates, cache, table, lengths + 1, implementation="mosaic"
@@ -105,7 +96,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
     )
     table = torch.arange(pages, device="cuda", dtype=torch.int32)[None]
     lengths = torch.full((1,), length, device="cuda", dtype=torch.int32)
-    new = tensors[1].detach()[0], tensors[2].detach()[0]
+    key, value = tensors[1].detach()[0], tensors[2].detach()[0]
     calls = {"forward_backward_s": forward_backward, "prefill_s": prefill, "decode_s": decode}
     found |= {name: seconds(each) for name, each in calls.items()}
     found["total_s"] = sum(found[name] for name in calls)
@@ -126,51 +117,69 @@ def faults(caches: Path) -> list[str]:
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    if CACHES.value:
-        (preset,) = PRESETS.value
-        found = first_calls(preset, LENGTH.value)
-        print(json.dumps(found | {"faults": faults(Path(CACHES.value))}), flush=True)
-        return exit_status.OK
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 where a process did what it has no need of."""
+    parser = argparse.ArgumentParser("python -m nsa_interop.installed", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")
+    parser.add_argument("--length", type=int, default=4096, help="tokens")
+    parser.add_argument("--out", type=Path, help="a JSON file to append the rows to")
+    parser.add_argument("--commit", help="that the wheel was made of, for the rows")
+    parser.add_argument("--caches", type=Path, help=argparse.SUPPRESS)  # be such a process
+    options = parser.parse_args(arguments)
+    presets = options.preset.split(",")
+    if odd := sorted(set(presets) - set(PRESETS)):
+        parser.error(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(odd)}")
+    if options.length < 64:
+        parser.error(f"--length must be at least 64, got {options.length}")
+    if options.caches is not None:
+        found = first_calls(*presets, options.length)
+        print(json.dumps(found | {"faults": faults(options.caches)}), flush=True)
+        return 0
     import torch
 
     if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
-    status = exit_status.OK
+        print("a Hopper GPU is needed", file=sys.stderr)
+        return 1
     about = {
         "device": torch.cuda.get_device_name(),
-        "time": records.utc_now(),
-        "length": LENGTH.value,
-    } | records.environment(COMMIT.value)
-    for preset in PRESETS.value:
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": options.commit,
+        "versions": {name: _version(name) for name in SHOWN},
+        "length": options.length,
+    }
+    status = 0
+    for preset in presets:
         for stage in STAGES:
-            row = _row(preset)
-            bad = row.pop("faults")
-            shown = ", ".join(f"{name} {value:.3f}" for name, value in row.items())
-            print(f"{preset:10} {stage:4} {shown}", *bad, sep="; " if bad else "", flush=True)
-            if bad:
-                status = exit_status.worst([status, 1])
-            if OUT.value:
-                own = {"preset": preset, "stage": stage, "faults": bad}
-                records.append_lines(OUT.value, [about | own | row])
+            row = _row(preset, options.length)
+            bad = row["faults"]
+            numbers = (f"{x} {y:.3f}" for x, y in row.items() if isinstance(y, float))
+            print(f"{preset:10} {stage}: {', '.join(numbers)}", *bad, sep="; ", flush=True)
+            status |= bool(bad)
+            if options.out:
+                line = json.dumps(about | {"preset": preset, "stage": stage} | row)
+                with options.out.open("a") as file:
+                    print(line, file=file)
     return status
 
 
-def _row(preset: str) -> dict:
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _row(preset: str, length: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder, name.lower())) for name in VARIABLES}
-        module, flags = process.module("bench.installed"), [f"--length={LENGTH.value}"]
-        flags += [f"--presets={preset}", f"--caches={folder}"]
-        done = subprocess.run(
-            [sys.executable, "-m", module, *flags],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=process.environment(caches),
-        )
+        caches = [f"{name}={Path(folder, name.lower())}" for name in VARIABLES]
+        flags = [f"--preset={preset}", f"--length={length}", f"--caches={folder}"]
+        command = ["env", *caches, sys.executable, "-m", "nsa_interop.installed", *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            raise app.UsageError(f"the process of {preset} ended with {done.returncode}")
+            raise RuntimeError(f"the process of {preset} ended with status {done.returncode}")
         return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    cli.run(main, FLAGS)
+    sys.exit(main())

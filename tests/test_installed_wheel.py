@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from bench import installed
 from kernels_pallas.runtime import loaded
+from nsa_interop import installed
 
 
 def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):
@@ -24,14 +24,26 @@ def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured():
-    installed.FLAGS.mark_as_parsed()
-    with pytest.raises(NotImplementedError, match="a Hopper GPU is needed"):
-        installed.main([])
+def test_without_a_gpu_nothing_is_measured(capsys):
+    assert installed.main([]) == 1
+    assert capsys.readouterr().err == "a Hopper GPU is needed\n"
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--preset=paper,big", "--preset must be of paper, seed, smallgroup, got big"),
+        ("--length=3", "--length must be at least 64, got 3"),
+    ],
+)
+def test_flags_that_are_refused(flag, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        installed.main([flag])
+    assert error.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("preset", installed.PRESETS.default)
+@pytest.mark.parametrize("preset", installed.PRESETS)
 def test_first_calls_of_each_preset(preset):
     found = installed.first_calls(preset, 200)
     assert 0 < found["again_s"] and found["total_s"] > 0
