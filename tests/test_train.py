@@ -448,6 +448,24 @@ def test_the_command_trains_all_and_draws(command, tmp_path):
     assert status == train.WRONG and again == found
 
 
+@pytest.mark.parametrize(
+    ("size", "steps", "seen"), [(4096, 3, 192 / 3840), (1100, 30, 1920 / 1032)]
+)
+def test_a_text_that_is_seen_more_than_once_is_told(command, size, steps, seen):
+    """Of a text of which a sixteenth is held out; with evaluations on the way."""
+    flags = (
+        "--seq_len=64 --batch=1 --framework=torch --attention=dense --evaluate_every=2".split()
+    )
+    _, output, found = command(
+        *flags, f"--steps={steps}", "--pack=once", f"--corpus_bytes={size}"
+    )
+    (header,) = (line for line in found if isinstance(line, log.Header))
+    assert header.epochs == pytest.approx(seen)
+    assert (f"warning: the text is seen {seen:.1f} times" in output.err) == (seen > 1)
+    evaluations = [line.steps for line in found if isinstance(line, log.Evaluation)]
+    assert evaluations == sorted({*range(2, steps + 1, 2), steps})
+
+
 def test_the_command_measures_speed(command):
     status, output, found = command(
         "--throughput", "--lengths=32,64", "--tokens=64", "--row_seconds=0", "--dense=all",
