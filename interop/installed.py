@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.length < 64:
         parser.error(f"--length must be at least 64, got {options.length}")
     if options.caches is not None:
-        found = first_calls(*presets, options.length)
+        found = first_calls(presets[0], options.length)
         print(json.dumps(found | {"faults": faults(options.caches)}), flush=True)
         return 0
     import torch

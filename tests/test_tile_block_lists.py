@@ -76,10 +76,12 @@ def expected(spec, indices, position, start, b, g, tile):
             if 0 < block < near:
                 far_slots.append(slot)
     starts = sorted(members)
-    uncut = starts.index(min(cuts)) if cuts else len(starts)
+    full_blocks = starts.index(min(cuts)) if cuts else len(starts)
     far_end = sum(x < near * spec.block for x in starts)
     slots = (min(far_slots), max(far_slots) + 1) if far_slots else (spec.n, 0)
-    counts = BlockCounts(uncut, len(starts), int(far_end > 0 and 0 in starts), far_end, *slots)
+    counts = BlockCounts(
+        full_blocks, len(starts), int(far_end > 0 and 0 in starts), far_end, *slots
+    )
     return starts, [members[x] for x in starts], counts
 
 

@@ -19,7 +19,7 @@ from bench.harness import problems, records
 from bench.harness.runners import JaxRunner
 from bench.tuners import tile_search
 from kernels_pallas.mosaic import capability
-from kernels_pallas.specs import interval, scores, selected
+from kernels_pallas.specs import interval, scores, selected, variants
 from nsa_core import config_files, tiles
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
@@ -256,8 +256,8 @@ def test_an_entry_reaches_its_kernel(table, monkeypatch, specs, device):
         ((64, 80), 64, False),  # a second stage of values would take more than one of keys
     ],
 )
-def test_forward_overlaps_pv_where_registers_hold_it(widths, block, overlap):
-    assert selected.overlaps_pv(*widths, block) == overlap
+def test_forward_overlaps_products_where_registers_hold_them(widths, block, overlap):
+    assert variants.overlap_pv(*widths, block) == overlap
     stages = selected.forward_stages(*widths, block)
     assert stages == dict(key_stages=2 - overlap, value_stages=1 + overlap)
     key, value = widths

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import FLOOR, NOTHING, Lane, Words, Work
-from kernels_pallas.specs.decode import HEADS, PIECE, STAT_BYTES, STRIP
+from kernels_pallas.specs.decode import HEADS, STAT_BYTES, STRIP, WARP_COPY_BYTES
 from kernels_pallas.specs.tile import LANES, LOG2E
 
 COMPRESSED, SLIDING, SELECTED, OUTPUT = range(4)
@@ -91,12 +91,12 @@ def left_operand(lane: Lane, p: list[Words]) -> Words:
 
 def keep(lane: Lane, place: Any, s2: list[Words]) -> None:
     for t in range(2):
-        lane.m.write_words(place, s2[t], t * PIECE)
+        lane.m.write_words(place, s2[t], t * WARP_COPY_BYTES)
 
 
 def kept(lane: Lane, place: Any) -> list[Words]:
     m = lane.m
-    return [[m.real(x) for x in m.read_words(place, 4, t * PIECE)] for t in range(2)]
+    return [[m.real(x) for x in m.read_words(place, 4, t * WARP_COPY_BYTES)] for t in range(2)]
 
 
 # Maximum and sum of the cluster.

@@ -46,7 +46,7 @@ class Entries:
         self.per_step, self.group = spec.tiles_per_step, spec.query_tile.group
 
     def of_step(self, array, i) -> list:
-        """What `array`, the query list or the marks, has for the entries of step `i`."""
+        """What `array`, the query list or the token_bits, has for the entries of step `i`."""
         begin, end = self.tile.begin, self.tile.end
         at = [begin + i * self.per_step + t for t in range(self.per_step)]
         # A work item without entries must not read before the first one of all.
@@ -61,7 +61,7 @@ class Entries:
         """The places in ds of the tokens of step `i`; past the last one nowhere."""
         refs, tile = self.refs, self.tile
         slots, places = jnp.int32(self.spec.slots), []
-        first = (tile.row - refs.window[FIRST_ROW]) * refs.sizes.T
+        first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
         for t, entry in enumerate(self.of_step(refs.query_list, i)):
             place = (first + self.token(entry)) * slots + lax.rem(entry, slots)
             exists = tile.begin + i * self.per_step + t < tile.end
@@ -104,13 +104,13 @@ class Entries:
         column = plgpu.layout_cast(column, PER_COLUMN)
         return lax.div(column + row, jnp.int32(self.group))
 
-    def selected(self, marks, j):
+    def selected(self, token_bits, j):
         """Whether the token of a column selected the block of its entry, `[8]`."""
         token = self._token_of_column(j % self.spec.query_tile.rows)
-        mark = marks[j // self.spec.query_tile.rows]
+        mark = token_bits[j // self.spec.query_tile.rows]
         return lax.shift_right_logical(mark, token) & 1 == 1
 
-    def visible(self, first, marks, j, key_begin, key_end):
+    def visible(self, first, token_bits, j, key_begin, key_end):
         """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end`: of their
         statistics; `first`: the first entry of the step.
         """
@@ -123,10 +123,10 @@ class Entries:
         key_end = jnp.where(first + t < end, key_end, 0.0)
         if not spec.block:
             return key < down(key_end)
-        offset = lax.shift_right_logical(marks[t], BLOCK_OFFSET_SHIFT)
+        offset = lax.shift_right_logical(token_bits[t], BLOCK_OFFSET_SHIFT)
         key_begin = (offset - BLOCK_OFFSET_BIAS + first_key).astype(jnp.float32)
         key_end = jnp.minimum(key_end, key_begin + spec.block)
-        key_end = jnp.where(self.selected(marks, j), key_end, 0.0)
+        key_end = jnp.where(self.selected(token_bits, j), key_end, 0.0)
         return (key >= key_begin) & (key < down(key_end))
 
 
@@ -150,12 +150,12 @@ def partials(kernel: Kernel):
             stage = tile.stage(i)
             first = tile.begin + i * spec.tiles_per_step
             following = entries.query_tiles(i + spec.stages)
-            marks = entries.of_step(refs.marks, i) if spec.block else []
+            token_bits = entries.of_step(refs.token_bits, i) if spec.block else []
             plgpu.barrier_wait(refs.step_full.at[stage])
             if under_mask:
-                mask = QueryMask(functools.partial(entries.visible, first, marks))
+                mask = QueryMask(functools.partial(entries.visible, first, token_bits))
             else:
-                selected = functools.partial(entries.selected, marks)
+                selected = functools.partial(entries.selected, token_bits)
                 mask = QueryMask(selected=selected if spec.block else None)
 
             def write_ds(ds):

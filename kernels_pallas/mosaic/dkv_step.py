@@ -91,7 +91,7 @@ class KeyTile:
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
         if spec.slots:
-            partial -= refs.window[FIRST_PARTIAL]
+            partial -= refs.ds_chunk[FIRST_PARTIAL]
         steps = lax.div(end - begin + (per_step - 1), jnp.int32(per_step))
         return cls(spec, buffers, refs, row, b, g, first_key, begin, end, partial, steps)
 
@@ -138,7 +138,7 @@ class KeyTile:
         plgpu.copy_gmem_to_smem(refs.row_stats.at[self.b, self.g, tile], stats, full)
 
     def clear_padding_rows(self) -> None:
-        """Zeros for rows of the query tiles that stand for no head."""
+        """Zeros for the padding rows of the query tiles."""
         self.buffers.clear_rows(self.refs.query_s, self.spec.tiles_per_step)
         self.buffers.clear_rows(self.refs.do_s, self.spec.tiles_per_step)
         plgpu.commit_smem()

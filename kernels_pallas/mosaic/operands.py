@@ -106,7 +106,7 @@ class Buffers:
             plgpu.copy_gmem_to_smem(source(columns), box, barrier)
 
     def clear_rows(self, ref, tiles: int):
-        """Zeros for rows that stand for no head, which copies never write."""
+        """Zeros for padding rows, which copies never write."""
         if self.interpret or tiles * self.tile.used == ref[0].shape[2]:
             return
         copies, slabs, rows, slab = ref[0].shape

@@ -73,18 +73,18 @@ class GatheredRows:
 
         _by_row(prefetch, [lists], [first, end], [], [])
 
-    def softmax_stats(self, row_stats, b, kv_head, token, units: tuple):
-        """Of `token`, by row, what dq needs of `row_stats`; `units`: the tokens of a unit, and
-        how many units there are.
+    def softmax_stats(self, row_stats, b, kv_head, token, stats_tiles: tuple):
+        """Of `token`, by row, what dq needs of `row_stats`; `stats_tiles`: the tokens of a
+        query tile there, and how many of them there are.
         """
-        unit, count = units
+        stats_tile, count = stats_tiles
         if self.interpret:
             stats = []
             for i in range(self.tokens):
                 own = token[i * self.group]
-                first = lax.rem(own, jnp.int32(unit)) * self.group
+                first = lax.rem(own, jnp.int32(stats_tile)) * self.group
                 rows = pl.ds(first, self.group)
-                own = row_stats.at[b, kv_head, lax.div(own, jnp.int32(unit)), rows]
+                own = row_stats.at[b, kv_head, lax.div(own, jnp.int32(stats_tile)), rows]
                 stats.append(own[...])
             stats = jnp.concatenate(stats)
             stats = jnp.pad(stats, ((0, ROWS - stats.shape[0]), (0, 0)))
@@ -97,8 +97,8 @@ class GatheredRows:
             b, kv_head, count = words
             address = warp.element(
                 refs[0],
-                ((b * heads + kv_head) * count + token // unit, rows * 4 * ROW_STATS),
-                (token % unit * self.group + row % self.group, 4 * ROW_STATS),
+                ((b * heads + kv_head) * count + token // stats_tile, rows * 4 * ROW_STATS),
+                (token % stats_tile * self.group + row % self.group, 4 * ROW_STATS),
             )
             shift, delta = (warp.fetch(address, 4 * i) for i in range(2))
             sign = shift << 31 | warp.integer(1.0)

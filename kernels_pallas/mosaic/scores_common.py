@@ -14,7 +14,7 @@ NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
 
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
-    probability zero, where a row sees nothing or stands for no head; `length`: T.
+    probability zero, where a row sees nothing or is padding; `length`: T.
     """
     rows_of = TileRows(tokens, spec.group, spec.tiling.heads, bool(spec.interpret))
     found = rows_of.values(lse, b, first_token, g * spec.group, length, jnp.inf)

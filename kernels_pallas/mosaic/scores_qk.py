@@ -234,7 +234,7 @@ def best_blocks(kernel: Kernel):
 def _queries(spec: Scores, query, b, g, token, length):
     """The rows of a warpgroup, whose first token is `token`, in registers: `[64, D]`.
 
-    Rows of no head, and tokens past the end, repeat others: their `lse` is +inf.
+    Padding rows, and tokens past the end, repeat others: their `lse` is +inf.
     """
     dtype = jnp.dtype(spec.dtype)
     if spec.interpret:

@@ -41,7 +41,7 @@ def build(kernel: Kernel):
     stored = StoredDs(tile.rows, spec.n, interpret)
 
     def body(refs):
-        row = refs.window[FIRST_ROW] + refs.cta.row
+        row = refs.ds_chunk[FIRST_ROW] + refs.cta.row
         b, kv_head = lax.div(row, jnp.int32(spec.Hkv)), lax.rem(row, jnp.int32(spec.Hkv))
         index = refs.cta.tile
         first, length = index * tokens, refs.sizes.T

@@ -190,7 +190,7 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
     - if `marked` its mark: `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
       << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
     """
-    outputs = {"query_list": spec.list} | ({"marks": spec.list} if spec.marked else {})
+    outputs = {"query_list": spec.list} | ({"token_bits": spec.list} if spec.marked else {})
     return _kernel("fill_lists", spec, spec.selection | {"edges": spec.edges}, outputs)
 
 

@@ -18,7 +18,7 @@ from kernels_pallas.specs.tile import LANES, SMEM_BYTES, cdiv
 
 STRIP = 16  # keys that a product of a warp takes
 HEADS = 16  # query rows of a product; those beyond the group are idle
-PIECE = 512  # bytes that the lanes of a warp copy together, 16 each
+WARP_COPY_BYTES = 512  # bytes that the lanes of a warp copy together, 16 each
 TILE_BYTES = 4 * HEADS * STRIP  # logits of a strip
 STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 BARRIERS = 8  # the last words of shared memory; four are used

@@ -18,7 +18,7 @@ A work item is eight int32, and sixteen of an interval:
 | 1        | first key                                                                     |
 | 2, 5     | begin and end of its query tiles, or list entries                             |
 | 3, 4     | of a list, begin and end of those that see all keys of the tile: no key is    |
-|          | compared; with marks, tokens that did not select the block have shift = +inf  |
+|          | compared; with token_bits, tokens that did not select the block have shift = +inf  |
 | 6        | which partial it writes                                                       |
 | 7        | nothing                                                                       |
 | 8 to 11  | of an interval, what 2 to 5 are, of the first 64 keys of the tile; not before |
@@ -31,7 +31,7 @@ import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
-from kernels_pallas.specs import stored_ds, tile
+from kernels_pallas.specs import stored_ds, tile, variants
 from kernels_pallas.specs.attention import AttentionSizes
 from kernels_pallas.specs.tile import (
     INTERVAL_ITEM_INTS,
@@ -144,10 +144,8 @@ class Dkv(AttentionSizes):
 
     @property
     def passes(self) -> list[Self]:
-        """One kernel for dk and dv, or two where registers of one would not hold both sums; dS is
-        dk's.
-        """
-        if self.D + self.Dv <= (320 if self.gathered else 256):
+        """One kernel for dk and dv, or one each; dS is dk's."""
+        if variants.dkv_at_once(self.D, self.Dv, self.gathered):
             return [self]
         parts: list[dict] = [{"want_dv": False}, {"want_dk": False, "stored_rows": 0}]
         return [dataclasses.replace(self, **part) for part in parts]
@@ -189,9 +187,9 @@ def partials(spec: Dkv) -> Kernel:
       work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
       query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with `slots`
         `(token * Hkv + head) * slots + slot`;
-      marks: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
+      token_bits: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
         first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it;
-      window: with `slots`, of `stored_ds`: partials are counted from its first one.
+      ds_chunk: with `slots`, of `stored_ds`: partials are counted from its first one.
 
     Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
     `[count, tile_keys, Dv]`, of lists one a work item, of intervals `interval_partials`; an empty
@@ -207,10 +205,10 @@ def partials(spec: Dkv) -> Kernel:
     if spec.gathered:
         inputs["query_list"] = ints((spec.list_entries,))
         if spec.block:
-            inputs["marks"] = ints((spec.list_entries,))
+            inputs["token_bits"] = ints((spec.list_entries,))
     outputs, sizes = spec.partials, {}
     if spec.slots:
-        inputs["window"] = stored_ds.WINDOW
+        inputs["ds_chunk"] = stored_ds.DS_CHUNK
     if spec.stored_rows:
         stored = spec.stored_rows, spec.T, spec.slots
         outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)
@@ -218,7 +216,7 @@ def partials(spec: Dkv) -> Kernel:
     return Kernel.named(
         "dkv_partials",
         spec,
-        f"kernels_pallas.mosaic.dkv_{'gathered' if spec.gathered else 'interval'}:partials",
+        variants.dkv_partials(spec.gathered),
         inputs,
         outputs,
         sizes=sizes,

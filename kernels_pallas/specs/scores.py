@@ -14,13 +14,7 @@ left of `cover` times for the next one, into which it reaches. For r = 4 and cov
     score[j] = own[j] + next[j - 1], summed over the heads of a group (Eq. 10)
 
 A product takes the same phase of 64 blocks, so the sum over phases is an addition of registers.
-
-| product                 | body           | for                                              |
-|-------------------------|----------------|--------------------------------------------------|
-| S = Q K^T               | `scores_qk.py` | groups of up to 16 heads: the rows of a token    |
-|                         |                | are one warp's, which takes the best of their    |
-|                         |                | scores by itself (`warp_topk.py`)                |
-| S^T = K Q^T (swap A, B) | `scores_kq.py` | larger groups                                    |
+Which product it is: `variants.py`.
 """
 
 import dataclasses
@@ -28,10 +22,10 @@ import functools
 from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
+from kernels_pallas.specs import variants
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, cdiv, slab_width
 
 KEYS = 64  # blocks of a product, one phase of each
-MAX_GROUP_QK = 16  # rows that one warp has of a product Q K^T
 
 # A score row of `scores_qk.py` lies in shared memory in stripes of 32 entries, one a lane. Two
 # words of padding follow each stripe, so that lanes that read a column, one stripe each, meet
@@ -125,7 +119,7 @@ class Scores:
     @property
     def swap_ab(self) -> bool:
         """Whether the product is K Q^T."""
-        return self.group > MAX_GROUP_QK
+        return variants.scores_swap_ab(self.group)
 
     @functools.cached_property
     def tiling(self) -> Tiling:
@@ -177,7 +171,7 @@ def best_blocks(spec: Scores) -> Kernel:
     return Kernel.named(
         "best_blocks",
         spec,
-        f"kernels_pallas.mosaic.scores_{'kq' if spec.swap_ab else 'qk'}:best_blocks",
+        variants.best_blocks(spec.group),
         inputs,
         {"selection": ints((spec.B, spec.T, spec.Hkv, spec.n))},
         sizes={"T": spec.T, "tiles": spec.tiles},

@@ -24,9 +24,9 @@ from kernels_pallas.specs.tile import (
     cdiv,
     slab_width,
 )
+from kernels_pallas.specs.variants import overlap_pv
 
 LIST_CHUNK = 64  # entries of a block list that are copied at a time
-FORWARD_REGISTERS = 192  # of a thread for matrices; the rest is for addresses and statistics
 MAX_LIST_BYTES = 48 * 1024  # a block list at most: 64 tokens x 64 blocks, 3 int32 an entry
 
 
@@ -98,7 +98,7 @@ class SelectedAttention(BlockListSizes):
     @property
     def overlap_pv(self) -> bool:
         """Whether forward multiplies P V of a block beside the work on the next one."""
-        return overlaps_pv(self.D, self.Dv, self.block)
+        return overlap_pv(self.D, self.Dv, self.block)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -120,19 +120,11 @@ class SelectedAttention(BlockListSizes):
         }
 
 
-def overlaps_pv(key_width: int, value_width: int, block: int) -> bool:
-    """Whether forward can multiply P V of a block beside the work on the next one: a thread then
-    holds Dv / 2 numbers of the output, block / 2 of S, and block / 4 registers of P of each of two
-    blocks, and a CTA a stage more of values and one less of keys.
-    """
-    return value_width // 2 + block <= FORWARD_REGISTERS and value_width <= key_width
-
-
 def forward_stages(key_width: int, value_width: int, block: int) -> dict[str, int]:
-    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: one that
-    overlaps P V gives keys back early and values late.
+    """Stages for `forward`, of which three CTAs fit on an SM at D = Dv = 128: a walk
+    that overlaps P V gives keys back early and values late.
     """
-    if overlaps_pv(key_width, value_width, block):
+    if overlap_pv(key_width, value_width, block):
         return {"key_stages": 1, "value_stages": 2}
     return {"key_stages": 2, "value_stages": 1}
 

@@ -8,9 +8,9 @@ the order in which registers hold them (`mosaic/stored_ds.py`). Nothing is writt
 is empty, or whose block the token does not see. A token must not select a block twice: only one
 of the slots would be written.
 
-Rows of `[B, Hkv]` go in windows, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
+Rows of `[B, Hkv]` go in chunks, since ds is 8.6 GB at B=1 T=65536 Hkv=4 n=16 G=16:
 
-    window  int32 [64]    0: its first row, 1: the number of the first partial of that row
+    ds_chunk  int32 [64]  0: its first row, 1: the number of the first partial of that row
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from kernels_pallas.specs.selected import COUNTS, BlockListSizes
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, gathered_tile, slab_width
 
 WINDOW_WORDS = 64  # 256 bytes, as launches want them
-FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a window
-WINDOW = Array((WINDOW_WORDS,), "int32")
+FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a chunk
+DS_CHUNK = Array((WINDOW_WORDS,), "int32")
 KEYS = ROWS  # of a block
 MOST_SLOTS = LANES  # a lane of a warp looks after each
 
@@ -34,10 +34,10 @@ def array(rows: int, length: int, slots: int, group_rows: int, dtype: str) -> Ar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredDsQuery(BlockListSizes):
-    """Sizes of the problem, of a window and of a CTA.
+    """Sizes of the problem, of a chunk and of a CTA.
 
     Attributes:
-      stored_rows: rows of `[B, Hkv]` in the window.
+      stored_rows: rows of `[B, Hkv]` in the chunk.
       added: add the result to an array of its shape.
     """
 
@@ -63,14 +63,14 @@ class StoredDsQuery(BlockListSizes):
 
 @described
 def dq(spec: StoredDsQuery) -> Kernel:
-    """dQ = added + scale dS K of the rows of a window. Nothing is written for other rows, which in
+    """dQ = added + scale dS K of the rows of a chunk. Nothing is written for other rows, which in
     place keep what `added` has.
 
     Inputs:
       key: `[B, S, Hkv, D]`.
       block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
       indices: int32 `[B, T, Hkv, n]`, position: int32 `[B, T]`: what the lists were made of.
-      window: as above.
+      ds_chunk: as above.
       ds: of its rows.
       added: `[B, T, H, D]`, if `added`.
 
@@ -84,7 +84,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
         "block_counts": Array((spec.B * spec.Hkv * spec.tiles, COUNTS), "int32"),
         "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
         "position": Array((spec.B, spec.T), "int32"),
-        "window": WINDOW,
+        "ds_chunk": DS_CHUNK,
         "ds": array(spec.stored_rows, spec.T, spec.n, spec.query_tile.rows, spec.dtype),
     }
     if spec.added:

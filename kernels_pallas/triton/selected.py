@@ -1,7 +1,7 @@
 """Attention of each query to its selected blocks, and its dq.
 
 Query-stationary: a tile has the `GROUP` heads of `TOKENS` neighbouring tokens. Where a group
-fills a tile (`TOKENS` = 1) a token's blocks pass by one after the other; else those of the
+fills a tile (`TOKENS` = 1) the loop is over a token's blocks; else over those of the
 tile's block list, and rows of other tokens are masked. What bounds it is L2: a block's keys and
 values once a tile.
 
@@ -248,8 +248,8 @@ def forward(
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
         seen = inner[None, :] & (at[None, :] < end[:, None])
         if TOKENS > 1:
-            member = tl.max((chosen == found).to(tl.int32), axis=1)
-            seen &= (member > 0)[:, None]
+            row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
+            seen &= (row_mask > 0)[:, None]
         logits = tl.where(seen, logits, NEGATIVE_INFINITY)
         most, total, acc = softmax_step(logits, values, most, total, acc, PRECISION)
     store_attention(
@@ -347,8 +347,8 @@ def dq(
         )
         seen = inner[None, :] & (at[None, :] < end[:, None])
         if TOKENS > 1:
-            member = tl.max((chosen == found).to(tl.int32), axis=1)
-            seen &= (member > 0)[:, None]
+            row_mask = tl.max((chosen == found).to(tl.int32), axis=1)
+            seen &= (row_mask > 0)[:, None]
         ds = tl.where(seen, ds, 0.0)
         acc = tl.dot(ds.to(keys.dtype), tl.trans(keys), acc, input_precision=PRECISION)
     store_dq(out, added, row, there, acc, scale_dq, WIDTH, COLUMNS, ADDED)
