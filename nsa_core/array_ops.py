@@ -150,10 +150,6 @@ class ArrayOps(Protocol):
         """`numpy.searchsorted` of each row: `[B, n]` ascending and `[B, m]` to `[B, m]`."""
         ...
 
-    def sort(self, x: Any) -> Any:
-        """Each row `[..., n]` ascending."""
-        ...
-
     def sort_pairs(self, keys: Any, values: Any) -> tuple[Any, Any]:
         """Rows of both `[B, n]` in the order of the keys, which is stable."""
         ...

@@ -58,9 +58,6 @@ class JaxOps(ArrayOps):
         options = {"side": side, "method": "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(rows, values)
 
-    def sort(self, x):
-        return jnp.sort(x)
-
     def sort_pairs(self, keys, values):
         return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
 

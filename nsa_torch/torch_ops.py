@@ -84,9 +84,6 @@ class TorchOps(ArrayOps):
         values = values.to(rows.dtype).contiguous()
         return torch.searchsorted(rows.contiguous(), values, side=side)
 
-    def sort(self, x):
-        return torch.sort(x, dim=-1).values
-
     def sort_pairs(self, keys, values):
         keys, order = torch.sort(keys, dim=-1, stable=True)
         return keys, torch.gather(values, -1, order)

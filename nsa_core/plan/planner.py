@@ -55,9 +55,7 @@ class PlanOps(ArrayOps):
     def _refused(self, *arguments, **options):
         return self.xp
 
-    arange = cast = contiguous = take_rows = searchsorted = sort = sort_pairs = pad_end = (
-        _refused
-    )
+    arange = cast = contiguous = take_rows = searchsorted = sort_pairs = pad_end = _refused
 
     # What steps ask
 
@@ -187,50 +185,65 @@ class PlanOps(ArrayOps):
 
     def plan(self, results: Iterable[View]) -> Plan:
         """What was noted and leads to these results."""
-        final: list[View] = []
-        for x in results:
-            whole = x.bytes == self._buffers[x.buffer].bytes
-            alone = x.buffer in self._own and whole
-            if not alone or x.buffer in [y.buffer for y in final]:
-                x = self._copy(x)
-            final.append(x)
-            self._buffers[x.buffer] = self._buffers[x.buffer]._replace(shape=x.shape)
-        steps = _needed(self._steps, {x.buffer for x in final})
-        steps = self._with_releases(self._small_first(steps))
+        final = self._apart(results)
+        kept = {x.buffer for x in final}
+        steps = self._with_releases(self._small_first(_needed(self._steps, kept)))
         constants = _needed(self._constants, {x.buffer for step in steps for x in step.reads})
-        numbers = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
-        last = {n: i for i, each in enumerate(numbers) for n in each}
-        first = {n: i for i, each in reversed([*enumerate(numbers)]) for n in each}
-        made = [n for n in last if self._buffers[n].place is Place.ALONE]
-        tensors = {x.buffer for x in final} | {
-            x.buffer
-            for step in steps
-            if not _by_address(step)
-            for x in (*step.reads, *step.writes)
-        }
-        begins = [[n for n in made if first[n] == i] for i in range(len(steps))]
-        small = [[n for n in each if n not in tensors] for each in begins]
-        sizes = {n: self._buffers[n].bytes for n in made}
-        offsets, size = workspace.placed(small, last, sizes)
-        for n, offset in offsets.items():
-            place = {"place": Place.WORKSPACE, "offset": offset}
-            self._buffers[n] = self._buffers[n]._replace(**place)
-        alone = {n for n in made if n not in offsets}
-        kept = {x.buffer for x in final} | {
-            n for step in steps if isinstance(step, Release) for n in step.arguments
-        }
-        # Arguments too: where one lay anyhow, it is a copy.
-        ended = (alone | {n for n in last if self._buffers[n].place is Place.ARGUMENT}) - kept
+        touched = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
+        first = {n: i for i, each in reversed([*enumerate(touched)]) for n in each}
+        last = {n: i for i, each in enumerate(touched) for n in each}
+        begins: list[list[int]] = [[] for _ in steps]
+        for n, i in first.items():
+            if self._buffers[n].place is Place.ALONE:
+                begins[i].append(n)
+        workspace_bytes = self._fill_workspace(steps, begins, last, kept)
+        begins = [[n for n in each if self._buffers[n].place is Place.ALONE] for each in begins]
+        kept |= {n for step in steps if isinstance(step, Release) for n in step.arguments}
+        ends: list[list[int]] = [[] for _ in steps]
+        for n, i in last.items():
+            # Arguments too: where one lay anyhow, it is a copy.
+            if self._buffers[n].place in (Place.ALONE, Place.ARGUMENT) and n not in kept:
+                ends[i].append(n)
         return Plan(
             sum(x.place is Place.ARGUMENT for x in self._buffers),
             tuple(self._buffers),
             tuple(constants),
             tuple(steps),
             tuple(final),
-            size,
-            tuple(tuple(n for n in each if n in alone) for each in begins),
-            tuple(tuple(n for n in ended if last[n] == i) for i in range(len(steps))),
+            workspace_bytes,
+            tuple(map(tuple, begins)),
+            tuple(map(tuple, ends)),
         )
+
+    def _apart(self, results: Iterable[View]) -> list[View]:
+        """Results, each a whole buffer of its own; copies where one would be another's, or the
+        caller's.
+        """
+        final: list[View] = []
+        for x in results:
+            whole = x.bytes == self._buffers[x.buffer].bytes
+            taken = x.buffer in [y.buffer for y in final]
+            if taken or not whole or x.buffer not in self._own:
+                x = self._copy(x)
+            final.append(x)
+            self._buffers[x.buffer] = self._buffers[x.buffer]._replace(shape=x.shape)
+        return final
+
+    def _fill_workspace(self, steps, begins, last, kept) -> int:
+        """Puts there what kernels alone read and write; its bytes."""
+        tensors = kept | {
+            x.buffer
+            for step in steps
+            if not _by_address(step)
+            for x in (*step.reads, *step.writes)
+        }
+        small = [[n for n in each if n not in tensors] for each in begins]
+        sizes = {n: self._buffers[n].bytes for each in small for n in each}
+        offsets, size = workspace.placed(small, last, sizes)
+        for n, offset in offsets.items():
+            place = {"place": Place.WORKSPACE, "offset": offset}
+            self._buffers[n] = self._buffers[n]._replace(**place)
+        return size
 
     def _small_first(self, steps: list[Any]) -> list[Any]:
         """Small arrays that follow from arguments are derived before the first launch: launches
