@@ -167,7 +167,7 @@ def selected_attention(
     sequence, position, index = _tokens(
         batch, num_keys, query.shape[1], kv_len, cu_seqlens, query.device
     )
-    own = sequence.gather(1, index)[:, :, None]
+    own = sequence.gather(1, index.clamp(min=0))[:, :, None]
     block = (position // config.select_block)[:, None, None]  # [B, 1, 1, S]
     chosen = torch.zeros(1, dtype=torch.bool, device=query.device)
     for slot in block_indices.unbind(dim=-1):
@@ -185,7 +185,7 @@ def sliding_attention(
     sequence, _, index = _tokens(
         batch, num_keys, query.shape[1], kv_len, cu_seqlens, query.device
     )
-    own = sequence.gather(1, index)[:, :, None]
+    own = sequence.gather(1, index.clamp(min=0))[:, :, None]
     distance = index[:, :, None] - torch.arange(num_keys, device=query.device)
     mask = (sequence[:, None] == own) & (own >= 0)
     mask &= (distance >= 0) & (distance < config.window)
