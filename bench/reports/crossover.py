@@ -355,7 +355,7 @@ def svg(panel: Panel, axes: Axes) -> str:
 # Colours of the page (`page.html`) on paper that is always light.
 PICTURE_STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #1c2127; }
-.title { font-size: 13px; font-weight: 600; }
+.title { font-size: 12px; font-weight: 600; }
 .ours { --of: #0b6b4c; } .cudnn { --of: #8a63d2; }
 .flash { --of: #c2410c; } .other { --of: #7c8794; }
 line { stroke: #dedbd3; } .one { stroke: #5d6672; stroke-width: 1.5; } .faster { fill: #e2f2ea; }
@@ -383,7 +383,7 @@ def picture(device: str, each: Sequence[Panel]) -> str:
     for place, panel in enumerate(drawn):
         x, y = place % 2 * WIDTH, CAPTION + place // 2 * height
         title = f"{QUESTIONS[panel.question].capitalize()}: {panel.answer}"
-        parts.append(_text(x + LEFT, y + 18, title, anchor="start", kind="title"))
+        parts.append(_text(x + 8, y + 18, title, anchor="start", kind="title"))
         size = f'<svg x="{x}" y="{y + CAPTION}" width="{WIDTH}" height="{HEIGHT}" '
         parts.append(svg(panel, Axes.of(panel, tokens)).replace("<svg ", size, 1))
     box = f'viewBox="0 0 {2 * WIDTH} {CAPTION + -(-len(drawn) // 2) * height}"'
