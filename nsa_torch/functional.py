@@ -133,12 +133,14 @@ def attention(
 def _again(decided, query, key, value, gates, compressed, block_indices, cu_seqlens, **options):
     """A call like one that was decided: all steps on kernels."""
     key, value = Branches.each(key), Branches.each(value)
-    if isinstance(gates, Tensor) and not decided.joins:
-        gates = gates.unbind(-1)
     with as_given(query):
         if compressed is None and not decided.compresses:
             packed = {"config": options["config"], "cu_seqlens": cu_seqlens}
             compressed = [compress_windows(x.compressed, **packed) for x in (key, value)]
+        if (quick := decided.known.quick) is not None:
+            return quick(query, key, value, gates, compressed, block_indices, cu_seqlens)
+        if isinstance(gates, Tensor) and not decided.joins:
+            gates = gates.unbind(-1)
         return decided.whole(
             query,
             key,

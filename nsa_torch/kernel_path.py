@@ -345,9 +345,17 @@ class KernelPath:
         place = kv_len, lengths, cu_seqlens, numbers, scale
         if known is not None and isinstance(gates, Tensor):
             given = query, *tokens, gates, block_indices, clean, *place
-            return known.run(self.joined[form], given)[0]
+            out = known.run(self.joined[form], given)[0]
+            known.quick = functools.partial(_quick, form, known.plan)
+            return out
         given = query, *tokens, *gates, block_indices, clean, *place
         return operators.call(name, *given, known=known)[0]
+
+
+def _quick(form, plan, query, key, value, gates, compressed, *integers):
+    """A call of `KernelPath.joined` whose plan is known; `integers`: block indices and borders."""
+    tensors = [query, *form.tokens(key, value, compressed), gates]
+    return plan([*tensors, *(x for x in integers if x is not None)])[0]
 
 
 def _split(tensors, count):

@@ -125,14 +125,22 @@ class Known:
 
     Attributes:
       call: what else follows from their likeness, for whoever makes the calls.
+      quick: makes one whose gates are one tensor, of its tensors by role; None: not yet known.
     """
 
-    __slots__ = ("_backward", "_forward", "call")
+    __slots__ = ("_backward", "_forward", "call", "quick")
 
     def __init__(self):
         self.call: Any = None
+        self.quick: Callable[..., Tensor] | None = None
         self._forward: _Ready | None = None
         self._backward: _Ready | None = None
+
+    @property
+    def plan(self) -> Bound:
+        """That of calls forward, one of which was run."""
+        assert self._forward is not None
+        return self._forward.plan
 
     def run(self, function: Planned, arguments: Sequence[Any]) -> list[Tensor]:
         """What `function(*arguments)` returns."""

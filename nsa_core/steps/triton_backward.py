@@ -196,6 +196,7 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     rows = keys.shape[0]
     entry = xp.broadcast_to(ops.arange(keys, sizes.entries), keys.shape)
     keys, order = ops.sort_pairs(keys, entry)
+    order = ops.to_int32(order)  # no name stays with one of more bytes
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
     starts = ops.to_int32(ops.searchsorted(keys, borders, "left"))
     segment = descriptions.SEGMENT
@@ -203,7 +204,7 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     ends = ops.to_int32(xp.cumsum(items, 1))
     numbers = xp.broadcast_to(ops.arange(keys, sizes.items), (rows, sizes.items))
     tile_of = ops.to_int32(ops.searchsorted(ends, numbers, "right"))
-    return ops.to_int32(order), starts, ends, tile_of
+    return order, starts, ends, tile_of
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
