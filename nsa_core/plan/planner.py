@@ -21,7 +21,7 @@ from nsa_core.plan.buffers import (
 )
 
 # Of what is derived before the first launch, so that launches stay together.
-SMALL_BYTES = 8 * 2**20
+SMALL_BYTES = 4 * 2**20
 
 # Of an argument. A release ends a row of launches, which costs the host one more.
 LEAST_RELEASED = 64 * 2**20
@@ -187,7 +187,7 @@ class PlanOps(ArrayOps):
         """What was noted and leads to these results."""
         final = self._apart(results)
         kept = {x.buffer for x in final}
-        steps = self._with_releases(self._small_first(_needed(self._steps, kept)))
+        steps = self._with_releases(self._in_order(_needed(self._steps, kept)))
         constants = _needed(self._constants, {x.buffer for step in steps for x in step.reads})
         touched = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
         first = {n: i for i, each in reversed([*enumerate(touched)]) for n in each}
@@ -245,22 +245,30 @@ class PlanOps(ArrayOps):
             self._buffers[n] = self._buffers[n]._replace(**place)
         return size
 
-    def _small_first(self, steps: list[Any]) -> list[Any]:
-        """Small arrays that follow from arguments are derived before the first launch: launches
-        stay together.
+    def _in_order(self, steps: list[Any]) -> list[Any]:
+        """What is derived of arguments and constants comes before the first launch where it is
+        small, so that launches stay together, and where it is large right before it is read.
         """
-        there = (Place.ARGUMENT, Place.CONSTANT)
-        first, rest, early = [], [], set[int]()
+        ready = {
+            n
+            for n, x in enumerate(self._buffers)
+            if x.place in (Place.ARGUMENT, Place.CONSTANT)
+        }
+        first, rest, waiting = [], [], dict[int, Any]()
         for step in steps:
-            ready = isinstance(step, Derived) and all(
-                x.buffer in early or self._buffers[x.buffer].place in there for x in step.reads
-            )
-            small = sum(x.bytes for x in step.writes) <= SMALL_BYTES
-            if ready and small and not self._written.keys() & {x.buffer for x in step.writes}:
-                early.update(x.buffer for x in step.writes)
-                first.append(step)
-            else:
-                rest.append(step)
+            if isinstance(step, Derived) and ready.issuperset(x.buffer for x in step.reads):
+                made = {x.buffer for x in step.writes}
+                if not self._written.keys() & made:
+                    if sum(x.bytes for x in step.writes) < SMALL_BYTES:
+                        ready |= made
+                        first.append(step)
+                    else:
+                        waiting |= dict.fromkeys(made, step)
+                    continue
+            for found in [waiting.get(x.buffer) for x in step.reads]:
+                if found is not None and found not in rest:
+                    rest.append(found)
+            rest.append(step)
         return first + rest
 
     def _with_releases(self, steps: list[Any]) -> list[Any]:
