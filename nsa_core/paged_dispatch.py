@@ -44,13 +44,16 @@ class Inputs:
         return problem._replace(B=rows, T=length, S=self.capacity, packed=not same, cached=True)
 
 
-def joined_gates(ops: ArrayOps, gates):
-    """`[N, H, 3]` of gates that may be `Branches` of `[N, H]`, in a dtype that kernels read."""
+def joined_gates(ops: ArrayOps, gates, query):
+    """`[N, H, 3]` of gates that may be `Branches` of `[N, H]`, in a dtype that kernels read; of
+    queries in float64, which no kernel reads, in their own.
+    """
     if isinstance(gates, Branches):
         if len({x.dtype for x in gates}) > 1:
             gates = Branches(*map(ops.to_float32, gates))
         gates = ops.xp.stack(list(gates), -1)
-    return ops.contiguous(gates) if dtype_name(gates) in GATE_DTYPES else ops.to_float32(gates)
+    kept = dtype_name(gates) in GATE_DTYPES or dtype_name(query) == "float64"
+    return ops.contiguous(gates) if kept else ops.to_float32(gates)
 
 
 def registry(

@@ -77,7 +77,7 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     validate_paged.table(page_table, lengths)
     validate_paged.queries(cache, query, gates, lengths, cu_seqlens_q, scale)
     check_page_numbers(cache, page_table, lengths, read=True)
-    gates = paged_dispatch.joined_gates(OPS, gates)
+    gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 

@@ -85,7 +85,7 @@ def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> I
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
     checks.page_numbers(page_table, lengths, cache, read=True)
-    gates = paged_dispatch.joined_gates(OPS, gates)
+    gates = paged_dispatch.joined_gates(OPS, gates, query)
     return Inputs(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
 
 

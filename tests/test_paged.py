@@ -177,6 +177,21 @@ def test_uniform_rows_need_no_bounds(framework):
         close(step(paged, rows, table, begin, end, uniform=True), rows.expected(begin, end))
 
 
+def test_float64_is_not_rounded():
+    """By gates in float32, say."""
+    generator = torch.Generator().manual_seed(0)
+    options = dict(generator=generator, dtype=torch.float64)
+    heads = [(4, 8), (2, 8), (2, 6), (4, 3)]
+    query, key, value, gates = (torch.randn(30, *x, **options) for x in heads)
+    cache = nsa_torch.PagedCache(2, 2, 8, 6, config=SMALL, dtype=torch.float64)
+    table, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([30]).int()
+    nsa_torch.append(cache, key, value, table, lengths)
+    whole = nsa_torch.attention(*(x[None] for x in (query, key, value, gates)), config=SMALL)[0]
+    for given in (gates, Branches(*gates.unbind(-1))):
+        found = nsa_torch.paged_attention(query, given, cache, table, lengths)
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-13)
+
+
 @FRAMEWORKS
 def test_where_pages_lie_changes_no_bit(framework):
     """Nor what other rows are, nor what lies in pages and entries that a row does not need."""
