@@ -5,12 +5,13 @@
     python tests/clean_environments.py --linked --wheel dist/x.whl torch
 
 Everything lies under build/clean. Each environment runs a program, away from the checkout, and
-must not have the packages that its extras do not bring. `--linked` takes no package from an index:
-those of this environment are linked, without the ones that must be absent and what needs them;
-`--wheel` takes one that was built before. It runs in a project that has packages
-called `bench`, `configs`, `interop` and `tests` of its own, before the library on the path and
-behind it. `tests/test_extras.py` runs the same programs in the test suite, where absence is
-simulated.
+must not have the packages that its extras do not bring. The examples of README.md run there.
+They run in a project that has packages called `bench`, `configs`, `interop` and `tests` of its own,
+before the library on the path and behind it. `tests/test_extras.py` runs the same programs in the
+test suite, where absence is simulated.
+
+`--linked` takes no package from an index: those of this environment are linked, without the ones
+that must be absent and what needs them. `--wheel` takes one that was built before.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "clean"
+README = (ROOT / "README.md").read_text()
 
 # Fails unless the statement is refused by an error that names the extra.
 REFUSED = """
@@ -101,6 +103,19 @@ for preset in ("paper", "seed", "smallgroup"):
     assert dispatch.on_disk(*sizes, "bfloat16", config), f"{preset} is not noted in the wheel"
     assert not dispatch.on_disk(2, *sizes[1:], "bfloat16", config)
 """
+HF = """
+import tempfile
+from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+model = NSAForCausalLM(NSAModelConfig(vocab_size=97, **sizes, **heads)).eval()
+tokens = torch.ones(1, 40, dtype=torch.int64)
+text = model.generate(tokens, max_new_tokens=3, do_sample=False)
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)
+    again = NSAForCausalLM.from_pretrained(folder).eval()
+assert (again.generate(tokens, max_new_tokens=3, do_sample=False) == text).all()
+"""
 NO_JAX = """
 refused("import nsa_jax; nsa_jax.attention", "jax")
 """
@@ -110,6 +125,16 @@ OWN = f"""
 import {", ".join(NAMES)}
 assert all(module.OWN for module in ({", ".join(NAMES)}))
 """
+
+
+def examples(framework: str) -> str:
+    """Those of README.md that need one framework, to run away from the checkout."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    others = {"jax", "nsa_jax", "torch", "nsa_torch"} - {framework, f"nsa_{framework}"}
+    words = [set(re.findall(r"\w+", block)) for block in blocks]
+    found = [block for block, used in zip(blocks, words, strict=True) if not used & others]
+    assert found, f"README.md has no example of {framework} alone"
+    return "\n".join(found)
 
 
 class Environment(NamedTuple):
@@ -122,11 +147,14 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = {
     "base": Environment("", ("jax", "torch", "flax", "matplotlib", "rich"), BASE),
-    "jax": Environment("[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX),
+    "jax": Environment(
+        "[jax]", ("torch", "flax", "matplotlib", "rich"), JAX + NO_FLAX + examples("jax")
+    ),
     "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
     "torch": Environment(
         "[torch]", ("jax", "flax", "matplotlib", "rich"), TORCH + BUILT + NO_JAX
     ),
+    "hf": Environment("[hf]", ("jax", "flax", "matplotlib"), TORCH + HF + NO_JAX),
 }
 
 

@@ -11,7 +11,15 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from bench.harness.process import ROOT
-from tests.clean_environments import ENVIRONMENTS, NO_JAX, TORCH, beside, program, project
+from tests.clean_environments import (
+    ENVIRONMENTS,
+    NO_JAX,
+    TORCH,
+    beside,
+    examples,
+    program,
+    project,
+)
 
 FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, SETUPTOOLS = FILE["project"], FILE["tool"]["setuptools"]
@@ -47,7 +55,7 @@ def run(code: str, hidden: tuple[str, ...], folder: Path = ROOT) -> subprocess.C
 def test_the_programs_of_clean_environments(name, tmp_path, monkeypatch):
     environment = ENVIRONMENTS[name]
     if name == "torch":  # which kernels a wheel has, a checkout does not show
-        environment = environment._replace(program=TORCH + NO_JAX)
+        environment = environment._replace(program=TORCH + NO_JAX + examples("torch"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = run(program(environment), environment.absent, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ environment of its own.
     python tests/versions.py --table         # what the runs of before found, as a table
 
     oldest        Python 3.12, and of each package the lowest version that pyproject.toml allows
-    newest        the newest Python of 3.12 and 3.13 that is here, and the newest versions allowed
+    newest        Python 3.13, else 3.12, and the newest versions that it allows
     pre-release   the same, above the ceilings and with what is not released yet (`pip --pre`)
 
 An environment lies under build/versions, beside its result: a line of JSON. The exit status is 1
@@ -32,7 +32,11 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
 NAMES = "oldest", "newest", "pre-release"
 EXTRAS = "test", "compiler", "hf"  # of a package that two name the bound of the last one counts
-PYTHONS = {"oldest": ("3.12",), "newest": ("3.13", "3.12"), "pre-release": ("3.13", "3.12")}
+PYTHONS = {
+    "oldest": ("3.12",),
+    "newest": ("3.13", "3.12"),
+    "pre-release": ("3.14", "3.13", "3.12"),
+}
 # What a version can break: undocumented names, lowering and machine code, each layer of both
 # frameworks once, what transformers asks for, what kernels are keyed by.
 TESTS = (
