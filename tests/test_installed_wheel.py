@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels_pallas.runtime import loaded
-from nsa_interop import installed
+from nsa_torch import installed
 
 
 def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """What the first calls cost where the library came from a wheel: nothing is built, nothing written.
 
-    python -m nsa_interop.installed                  # of each preset: a cold process, a warm one
-    python -m nsa_interop.installed --preset paper --out installed.jsonl
+    python -m nsa_torch.installed                    # of each preset: a cold process, a warm one
+    python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
 a paged cache and decodes a token from it. Its cache folders are new and empty. The exit status is 1
@@ -22,11 +22,22 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+import nsa_torch
+from kernels_pallas.runtime import loaded
 from nsa_core import config_files
 from nsa_core.config import NSAConfig
+from nsa_torch import paged
 
 PRESETS = "paper", "seed", "smallgroup"
 STAGES = "cold", "warm"
+PROCESS = """
+import sys, time
+begin = time.perf_counter()
+from nsa_torch import installed
+installed.tell(time.perf_counter() - begin, *sys.argv[1:])
+"""
 SHOWN = "native-sparse-attention", "torch", "triton", "jax"
 # Each cache of what a process may compile, in a folder of its own.
 VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"
@@ -34,15 +45,6 @@ VARIABLES = "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CU
 
 def first_calls(preset: str, length: int) -> dict[str, float]:
     """Seconds of the first calls of this process."""
-    begin = time.perf_counter()
-    import torch
-
-    import nsa_torch
-    from nsa_torch import paged
-
-    found = {"import_s": time.perf_counter() - begin}
-    if not torch.cuda.is_available():
-        raise NotImplementedError("a Hopper GPU is needed")
 
     def seconds(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -88,7 +90,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
             random(1, length, heads, 3).requires_grad_(),
         ]
 
-    found["start_s"] = seconds(start)
+    found = {"start_s": seconds(start)}
     tensors = start()
     pages = -(-(length + 1) // config.select_block)
     cache = nsa_torch.PagedCache(
@@ -106,8 +108,6 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
 
 def faults(caches: Path) -> list[str]:
     """What a process did that an installed wheel has no need of."""
-    from kernels_pallas.runtime import loaded
-
     written = [str(path.relative_to(caches)) for path in caches.rglob("*") if path.is_file()]
     found = [f"wrote {', '.join(written[:3])}"] if written else []
     if "jax" in sys.modules:
@@ -119,25 +119,18 @@ def faults(caches: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 where a process did what it has no need of."""
-    parser = argparse.ArgumentParser("python -m nsa_interop.installed", description=__doc__)
+    parser = argparse.ArgumentParser("python -m nsa_torch.installed", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--preset", default=",".join(PRESETS), help="of configs/, with commas")
     parser.add_argument("--length", type=int, default=4096, help="tokens")
     parser.add_argument("--out", type=Path, help="a JSON file to append the rows to")
     parser.add_argument("--commit", help="that the wheel was made of, for the rows")
-    parser.add_argument("--caches", type=Path, help=argparse.SUPPRESS)  # be such a process
     options = parser.parse_args(arguments)
     presets = options.preset.split(",")
     if odd := sorted(set(presets) - set(PRESETS)):
         parser.error(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(odd)}")
     if options.length < 64:
         parser.error(f"--length must be at least 64, got {options.length}")
-    if options.caches is not None:
-        found = first_calls(presets[0], options.length)
-        print(json.dumps(found | {"faults": faults(options.caches)}), flush=True)
-        return 0
-    import torch
-
     if not torch.cuda.is_available():
         print("a Hopper GPU is needed", file=sys.stderr)
         return 1
@@ -173,12 +166,17 @@ def _version(name: str) -> str | None:
 def _row(preset: str, length: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         caches = [f"{name}={Path(folder, name.lower())}" for name in VARIABLES]
-        flags = [f"--preset={preset}", f"--length={length}", f"--caches={folder}"]
-        command = ["env", *caches, sys.executable, "-m", "nsa_interop.installed", *flags]
+        command = ["env", *caches, sys.executable, "-c", PROCESS, preset, str(length), folder]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(f"the process of {preset} ended with status {done.returncode}")
         return json.loads(done.stdout.splitlines()[-1])
+
+
+def tell(import_s: float, preset: str, length: str, caches: str) -> None:
+    """Prints the row of this process."""
+    row = {"import_s": import_s, **first_calls(preset, int(length))}
+    print(json.dumps(row | {"faults": faults(Path(caches))}))
 
 
 if __name__ == "__main__":
