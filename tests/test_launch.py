@@ -4,7 +4,9 @@ The GPU part holds a stream back by a delay (`torch.cuda._sleep`), so that a lau
 stream, or a host that waits, shows every time.
 """
 
+import ctypes
 import functools
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -164,6 +166,30 @@ def test_the_plugin_is_asked_for(monkeypatch):
     monkeypatch.setattr(plugin, "PLUGINS", ("jax_plugins.none",))
     with pytest.raises(RuntimeError, match=r"plugin is missing: pip install 'jax\[cuda13\]'"):
         plugin.compiler.__wrapped__()
+
+
+@pytest.mark.parametrize("version", ["0.11.2", "0.12.0"])
+def test_the_plugins_launcher_takes_what_its_version_does(monkeypatch, version):
+    """From JAX 0.12 on the kernel comes first and the device last."""
+    pointer, told = ctypes.c_void_p, []
+    kinds = [pointer] * 3 if version == "0.11.2" else [*[pointer] * 4, ctypes.c_int]
+    called = ctypes.CFUNCTYPE(None, *kinds)(lambda *given: told.append(given))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    start = plugin.launcher((7, ctypes.cast(called, pointer).value, 8), 3)
+    addresses = (pointer * 2)(256, 512)
+    start(5, addresses)
+    at = ctypes.addressof(addresses)
+    assert told == [(7, 5, at) if version == "0.11.2" else (8, 7, 5, at, 3)]
+
+
+def test_a_kernel_that_is_nowhere_and_cannot_be_built_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kernels_pallas.runtime.lowering", None)  # no JAX
+    monkeypatch.setattr(plugin, "_found", lambda name: False)
+    words = (
+        "tiny is none of the kernels on disk, .* cannot build it: JAX's CUDA plugin is missing"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        module._compile(tiny(), 0)
 
 
 def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
