@@ -10,7 +10,7 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import capability
 from nsa_core.plan.buffers import Plan
 from nsa_interop import launch
-from nsa_torch.plans import Planned
+from nsa_torch.plans import Planned, array_of
 
 _prepared: set[Hashable] = set()  # layers on a GPU
 
@@ -28,7 +28,8 @@ def before(
     sizes = [(x.shape[2:], x.dtype) if isinstance(x, Tensor) else None for x in arguments]
     *_, config, scale = arguments
     layer = planned, device, tuple(sizes), tuple(config), scale
-    kernels = lambda: kernels_in(planned.plans(arguments, device, plan))
+    described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
+    kernels = lambda: kernels_in(planned.plans(described, device, plan))  # holds no tensor
     if layer in _prepared:
         launch.announce(kernels)
     elif not torch.cuda.is_current_stream_capturing():

@@ -182,9 +182,14 @@ def _views(ops: PlanOps, arguments: Sequence[Any]) -> list[Any]:
     found = []
     for x in arguments:
         if isinstance(x, Tensor | View | Array):
-            x = ops.argument(x.shape, str(x.dtype).removeprefix("torch."))
+            x = ops.argument(*array_of(x))
         found.append(x)
     return found
+
+
+def array_of(x: Any) -> Array:
+    """Shape and dtype of a tensor, or of what stands for one."""
+    return Array(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
 def _part_of_key(x: Any) -> Hashable:

@@ -1,5 +1,7 @@
 """Plans (`nsa_core.plan`) give what the steps give one by one, bit by bit, of any kind of call."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
 from nsa_core.steps import mosaic_gather, mosaic_stored_ds
-from nsa_torch import mosaic, operators, triton
+from nsa_interop import launch
+from nsa_torch import first_call, mosaic, operators, plans, triton
 from nsa_torch.call_forms import APART, GIVEN, SHARED
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
@@ -134,6 +137,28 @@ def test_gates_in_one_tensor(dtype, where, path):
     joined = [*before, torch.stack([a, b, c], -1), *arguments[GIVEN.count :]]
     (out,) = both_ways(path.joined[GIVEN], joined)
     assert torch.equal(out, path.planned[GIVEN.name](*arguments)[0])
+
+
+def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
+    """What it announces is kept until a kernel is built."""
+    prepared, announced = [], []
+    monkeypatch.setattr(launch, "prepare", lambda kernels, device: prepared.append(kernels))
+    monkeypatch.setattr(launch, "announce", announced.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(first_call, "_prepared", set())
+    monkeypatch.setattr(plans, "device_name", lambda index: None)
+    monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))
+    function, device = mosaic.PATH.planned["attention_saving"], torch.device("cuda", 0)
+    gone = []
+    for length in (24, 40):
+        arguments = call(GIVEN, (1, length, length, *ROWS[3:]))
+        plan = function.plan(arguments, device)
+        first_call.before(function, plan, arguments, device)
+        gone.append(weakref.ref(arguments[0]))
+        del arguments
+    assert len(prepared) == len(announced) == 1 and [x() for x in gone] == [None, None]
+    names = [kernel.name for kernel in prepared[0]]
+    assert names == [kernel.name for kernel in announced[0]()] and "dkv_merge" in names
 
 
 @pytest.mark.parametrize("path", ["mosaic"], indirect=True)
