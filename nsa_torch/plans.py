@@ -46,6 +46,15 @@ def is_stepwise() -> bool:
     return _stepwise is not None
 
 
+_planned: "list[Planned]" = []  # operators', as long as the process
+
+
+def forget() -> None:
+    """Forgets all plans: what they follow from has changed (tests, tuners)."""
+    for each in _planned:
+        each.clear()
+
+
 class Planned:
     """A function that is traced once for all calls alike.
 
@@ -69,6 +78,7 @@ class Planned:
         self.backward, self.before = backward, before
         self.__name__ = getattr(function, "__name__", "planned")
         self._known: LruCache[BoundPlan] = LruCache()
+        _planned.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
         tensors = [x for x in arguments if isinstance(x, Tensor)]

@@ -5,7 +5,7 @@ import contextlib
 import nsa_interop.launch
 
 from kernels_pallas.kernel import Array, Kernel
-from nsa_torch import alike, mosaic, operators, torch_ops, triton
+from nsa_torch import alike, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import tensors_at
@@ -14,10 +14,7 @@ from tests.torch_inputs import tensors_at
 def forget():
     """All that is known of calls alike."""
     alike.DECIDED.clear()
-    for path in (mosaic.PATH, triton.PATH):
-        for each in path.planned.values():
-            for planned in filter(None, (each, each.backward)):
-                planned.clear()
+    plans.forget()
 
 
 def described(

@@ -22,7 +22,7 @@ from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import alike, call_forms
+from nsa_torch import call_forms
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import planned
 from tests.inputs import PAPER, Case, problem
@@ -269,11 +269,11 @@ def test_windows_change_nothing_on_gpu(framework, monkeypatch):
             out = nsa_torch.attention(*tensors, implementation="mosaic")
             return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
 
-    runs = [gradients() for _ in range(3)]  # the third from a list of launches
+    runs = [gradients() for _ in range(3)]
     monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     dq = mock.Mock(side_effect=stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
-    alike.DECIDED.clear()
+    planned.forget()
     eager.forget()
     runs += [gradients() for _ in range(3)]
     rows = [call.args[0].stored_rows for call in dq.call_args_list]
