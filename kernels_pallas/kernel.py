@@ -17,7 +17,7 @@ SCALAR_STEP = 256
 NOMINAL_LENGTH = 2**18  # of the arrays of a kernel for any length, in its types alone
 # Lengths whose kernels serve all lengths: each power of two has one of its own for scores, others
 # differ in short and long ones.
-LENGTHS = tuple(2**i for i in range(9, 19))
+LENGTHS = tuple(2**i for i in range(9, 20))
 
 
 class Array(NamedTuple):

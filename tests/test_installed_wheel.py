@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels_pallas.runtime import loaded
+from nsa_interop import build
 from nsa_torch import installed
 
 
@@ -21,6 +22,12 @@ def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):
         "imported jax",
         "built 1 kernels",
     ]
+
+
+def test_a_wheel_serves_every_length_between_those_that_it_is_made_of():
+    between = (64, 700, 5000, 70000, 500000)
+    missing = {*build.kernels_of("paper", True, between)} - {*build.kernels_of("paper", True)}
+    assert not missing, [kernel.name for kernel in missing]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
