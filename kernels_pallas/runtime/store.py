@@ -270,22 +270,27 @@ class Store:
         with self._lock:
             self._memory[key] = built
 
-    def _refused(self) -> bool:
-        """Whether the folder may not be trusted; why is said once."""
+    def refusal(self) -> str | None:
+        """Why the folder, which is there, may not be trusted, or None."""
         status = self.folder.stat()
         if status.st_uid != os.geteuid():
-            self._warn(
+            return (
                 f"{self.folder} is refused: it must belong to user {os.geteuid()}, not to "
                 f"{status.st_uid}, since what lies in it is run"
             )
-            return True
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            self._warn(
+            return (
                 f"{self.folder} is refused: others may write to it, and what lies in it is "
                 f"run: chmod go-w '{self.folder}'"
             )
-            return True
-        return False
+        return None
+
+    def _refused(self) -> bool:
+        """Whether the folder may not be trusted; why is said once."""
+        reason = self.refusal()
+        if reason:
+            self._warn(reason)
+        return reason is not None
 
     def _warn(self, message: str) -> None:
         with self._lock:

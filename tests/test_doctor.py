@@ -1,0 +1,125 @@
+"""Faults of an installation: each is said, and what to do."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from kernels_pallas.runtime import loaded, plugin
+from kernels_pallas.runtime.store import Store
+from nsa_torch import doctor
+from tests.runtime_samples import built_of, kernel
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path, monkeypatch):
+    found = Store(tmp_path / "kernels", presets=tmp_path / "presets")
+    monkeypatch.setattr(loaded, "store", lambda: found)
+    return found
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """torch of CUDA 13 with a GPU of a capability."""
+
+    def use(capability):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    return use
+
+
+def versions(monkeypatch, **found):
+    names = {name.replace("_", "-"): version for name, version in found.items()}
+    monkeypatch.setattr(doctor, "_version", names.get)
+
+
+def test_this_installation(capsys):
+    status = doctor.main()
+    lines = capsys.readouterr().out.splitlines()
+    whats = [line.split()[1] for line in lines]
+    assert whats[:3] == ["python", "torch", "jax"] and {"gpu", "kernels", "folder"} <= {*whats}
+    assert status == any(line.startswith("broken") for line in lines)
+
+
+def test_a_torch_without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "this torch is a CPU build" in doctor.gpu().words
+
+
+@pytest.mark.parametrize(
+    "capability, state, words",
+    [
+        (None, "note", "torch of CUDA 13.0 finds none: nvidia-smi must show one"),
+        ((9, 0), "ok", "compute capability 9.0: Mosaic and Triton kernels"),
+        ((8, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
+        ((10, 0), "note", "Triton kernels; those of the wheel are sm_90a, for Hopper alone"),
+        ((7, 5), "note", "torch's own attention; Triton needs 8.0 or more"),
+    ],
+)
+def test_gpus(device, capability, state, words):
+    device(capability)
+    found = doctor.gpu()
+    assert found.state == state and words in found.words
+
+
+def test_no_jax_and_versions_that_were_not_tried(monkeypatch):
+    versions(monkeypatch, torch="9.0", transformers="5.20.0")
+    requires = [
+        "torch>=2.11,<2.16; extra == 'torch'",
+        "transformers<5.25,>=5.17; extra == 'hf'",
+    ]
+    requires += ["transformers<5.18,>=5.17; extra == 'test'"]
+    monkeypatch.setattr(doctor, "_requires", lambda name: requires)
+    found = {each.what: each for each in doctor.packages()}
+    assert found["torch"].state == "note"
+    bound = Requirement(requires[0]).specifier
+    assert found["torch"].words == f"9.0 was not tried, {bound} was: pip install 'torch{bound}'"
+    assert found["transformers"] == ("transformers", "ok", "5.20.0")
+    assert found["jax"].words == "not installed: pip install 'native-sparse-attention[jax]'"
+    assert found["flax"].words.endswith("[nnx]'")
+
+
+def test_two_cudas_in_one_environment(monkeypatch, device):
+    device((9, 0))
+    versions(monkeypatch, jax_cuda12_plugin="0.11.2")
+    (found,) = doctor.cuda()
+    assert found.state == "broken"
+    assert found.words.startswith("JAX's plugin is of CUDA 12, torch of CUDA 13.0: pip install")
+    versions(monkeypatch, jax_cuda13_plugin="0.11.2")
+    assert [each.state for each in doctor.cuda()] == ["ok"]
+
+
+def test_kernels_on_disk(store, monkeypatch):
+    assert doctor.kernels().words.startswith("none on disk; ")
+    store.put(kernel(1), built_of(kernel(1)))
+    layer = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
+    store.add_layers([layer | {"dtype": "bfloat16", "config": {}}])
+    found = doctor.kernels()
+    assert found.state == "ok" and "1 on disk" in found.words
+    assert found.words.endswith("layers: H=64 Hkv=4 D=128/128 bfloat16")
+
+
+def test_a_folder_of_another_user_and_one_that_cannot_be_written(store, monkeypatch):
+    assert doctor.folder() == ("folder", "ok", str(store.folder))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written, kernels built here are kept in memory" in doctor.folder().words
+    store.put(kernel(1), built_of(kernel(1)))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    found = doctor.folder()
+    assert found.state == "note" and f"must belong to user {user + 1}, not to" in found.words
+
+
+def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "no Python.h" in doctor.compilers().words
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(plugin, "_found", lambda name: False)
+    assert "only kernels that are on disk run: JAX's CUDA plugin" in doctor.compilers().words
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert doctor.compilers().words.startswith("no C compiler: ")
