@@ -295,6 +295,10 @@ def _is_plain(layer: nn.Module, x: Tensor, kind: type[nn.Module] = nn.Linear) ->
 def _by_kernel(projection: Tensor, sizes: Heads) -> bool:
     if projection.device.type != "cuda" or sizes.D % 2 or not projection.numel():
         return False
+    if (
+        first_order.under_transforms()
+    ):  # the operator's gradient is torch.library's, which torch.func refuses
+        return False
     return _kernel_runs(projection.device.index, projection.dtype)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, unwrap_if_dead
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -65,6 +65,9 @@ def call(name: str, *arguments: Any, known: Known | None = None) -> Any:
         return getattr(torch.ops.nsa, name)(*arguments)
     if under_transforms():
         return _transform(name, arguments)
+    if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
+        # A pull-back of torch.func.vjp runs when the transform has ended; kernels need memory.
+        arguments = tuple(unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments)
     if _direct(name, arguments):
         if differentiable := _differentiable.get(name):
             return differentiable(None, *arguments)
@@ -134,9 +137,9 @@ def lengths(kv_len, lengths, cu_seqlens, numbers, scale) -> dict[str, Any]:
     }
 
 
-def requires_grad(*tensors: Tensor) -> bool:
-    """Whether autograd records what is made of these tensors."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is made of those tensors that there are."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def branch_shapes(query, key, value, *rest):

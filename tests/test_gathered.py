@@ -45,8 +45,10 @@ def leaving(monkeypatch):
         return built[-1]
 
     for name in ("partials", "partial_dq"):
-        build = functools.partial(remembered, build=getattr(gathered, name))
-        monkeypatch.setattr(gathered, name, build)
+        own = getattr(gathered, name)
+        build = functools.partial(remembered, build=own)
+        # A description names it as of its module.
+        monkeypatch.setattr(gathered, name, functools.update_wrapper(build, own))
     yield built
     assert built
 

@@ -109,6 +109,7 @@ def specs(request, monkeypatch):
     """Those of the kernels for scores; with few scores held at a time, or all."""
     found, make = [], scores.Scores
 
+    @functools.wraps(make, updated=())  # a description names it as of its module
     def record(**sizes):
         found.append(make(**{**sizes, "held": request.param}))
         return found[-1]

@@ -271,7 +271,8 @@ def test_windows_change_nothing_on_gpu(framework, monkeypatch):
 
     runs = [gradients() for _ in range(3)]
     monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
-    dq = mock.Mock(side_effect=stored_ds.dq)
+    # A description names it as of its module.
+    dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)
     planned.forget()
     eager.forget()

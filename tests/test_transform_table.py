@@ -389,6 +389,7 @@ def test_cell(row, column, word):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
 @pytest.mark.parametrize("row", [line[0] for line in LINES if line[3] == "yes"])
 def test_cell_of_fa2_on_a_gpu(row, monkeypatch):
     monkeypatch.setitem(PLACE, "device", "cuda")
