@@ -19,9 +19,8 @@ from nsa_torch import early_release, triton_ops
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import TORCH_OPS, readable
 
-LATE_BYTES = (
-    2**20
-)  # of what may be allocated early or dropped late, so that launches are one row
+# Of what may be allocated early or dropped late, so that launches are one row.
+LATE_BYTES = 2**20
 ROW = 3  # launches that become one step; of fewer a graph would save the host little
 
 
