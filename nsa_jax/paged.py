@@ -88,7 +88,7 @@ class PagedCache(PagedArrays):
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
-        return jax.tree.map(lambda x: x.at[target].set(x[source]), self)
+        return jax.tree.map(lambda x: put(x, jnp.asarray(target), x[source]), self)
 
 
 @any_rank

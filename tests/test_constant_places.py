@@ -58,7 +58,14 @@ def documents(length):
     return means, (drawn(1, 11, HEADS, WIDTH),), (ids,)
 
 
-by_case = pytest.mark.parametrize("case", [pages, rows, documents])
+def copies(length):
+    """A page copied to one beyond the pool, which is none."""
+    cache = nsa_jax.PagedCache(4, HEADS, WIDTH, WIDTH, config=CONFIG, dtype=jnp.float32)
+    cache = jax.tree.map(lambda x: drawn(*x.shape), cache)
+    return nsa_jax.PagedCache.copy_pages, (cache,), (jnp.array([1]), jnp.array([length - 11]))
+
+
+by_case = pytest.mark.parametrize("case", [pages, rows, documents, copies])
 by_length = pytest.mark.parametrize("length", [13, 16, 18])
 
 

@@ -15,6 +15,7 @@ from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
 from nsa_torch.huggingface import NSAModel, NSAModelConfig
 from tests.inputs import SMALL
+from tests.test_cache_config import MODEL
 
 SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
 LAYERS = {
@@ -111,21 +112,7 @@ def test_a_layer_of_flax(kind):
     assert not spoiled[-1][:, REAL:].any()
 
 
-MODEL = dict(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    compress_block=8,
-    compress_stride=4,
-    select_block=16,
-    num_selected=3,
-    window=7,
-    attention=["nsa", "dense"],
-)
+HYBRID = MODEL | dict(select_block=16, num_local=2, attention=["nsa", "dense"])
 MASK = torch.ones(1, LENGTH, dtype=torch.int64)
 MASK[:, REAL:] = 0
 
@@ -138,7 +125,7 @@ MASK[:, REAL:] = 0
 @pytest.mark.parametrize("use_cache", [False, True], ids=["", "cache"])
 def test_a_model_of_transformers(rows, use_cache):
     torch.manual_seed(0)
-    model = NSAModel(NSAModelConfig(**MODEL))
+    model = NSAModel(NSAModelConfig(**HYBRID))
     mask = rows.get("attention_mask", MASK)
 
     def loss(x):

@@ -259,14 +259,10 @@ def test_where_and_of_what_dtype_a_layer_is_made():
     assert y.dtype == kv.selected_key.dtype == torch.bfloat16 and bool(y.isfinite().all())
 
 
-def test_a_bias_is_added_in_both_modules(tmp_path):
-    """To each projection; whole, through the cache, and in a file for both."""
-    module, twin = modules(bias=True, phi="mlp_pe")
-    names = {name for name, _ in module.named_parameters() if name.endswith("bias")}
-    assert names == {f"{x}.bias" for x in (*PROJECTIONS, "gate.fc1", "gate.fc2")}
-    with torch.no_grad():
-        for name in names:
-            module.get_parameter(name).normal_()
+def same_by_a_file(module, twin, tmp_path):
+    """Of the same file the layers of both frameworks give the same, torch's through its cache too;
+    an input, and the output.
+    """
     weights.save(tmp_path / "layer.safetensors", module)
     weights.load(tmp_path / "layer.safetensors", twin)
     x = tokens(30)
@@ -277,6 +273,18 @@ def test_a_bias_is_added_in_both_modules(tmp_path):
     theirs = nnx.jit(lambda m, x: m(x)[0])(twin, jnp.asarray(x))
     for got in (np.asarray(theirs), torch.cat([first, second], 1).numpy()):
         np.testing.assert_allclose(got, whole, rtol=0, atol=FLOAT32_MAX)
+    return x, whole
+
+
+def test_a_bias_is_added_in_both_modules(tmp_path):
+    """To each projection; whole, through the cache, and in a file for both."""
+    module, twin = modules(bias=True, phi="mlp_pe")
+    names = {name for name, _ in module.named_parameters() if name.endswith("bias")}
+    assert names == {f"{x}.bias" for x in (*PROJECTIONS, "gate.fc1", "gate.fc2")}
+    with torch.no_grad():
+        for name in names:
+            module.get_parameter(name).normal_()
+    x, whole = same_by_a_file(module, twin, tmp_path)
     for name in PROJECTIONS:
         silent = copy.deepcopy(module)
         with torch.no_grad():
@@ -521,16 +529,7 @@ def test_norms_of_heads_and_a_scaled_rotation_in_both_modules(changed, tmp_path)
     with torch.no_grad():
         for name in ("q_norm", "k_norm") if "qk_norm_eps" in changed else ():
             getattr(module, name).weight.normal_()
-    weights.save(tmp_path / "layer.safetensors", module)
-    weights.load(tmp_path / "layer.safetensors", twin)
-    x = tokens(30)
-    with torch.no_grad():
-        whole = module(torch.from_numpy(x))[0].numpy()
-        first, kv = module(torch.from_numpy(x[:, :20]), module.init_cache(2, 30))
-        second, _ = module(torch.from_numpy(x[:, 20:]), kv)
-    theirs = nnx.jit(lambda m, x: m(x)[0])(twin, jnp.asarray(x))
-    for got in (np.asarray(theirs), torch.cat([first, second], 1).numpy()):
-        np.testing.assert_allclose(got, whole, rtol=0, atol=FLOAT32_MAX)
+    same_by_a_file(module, twin, tmp_path)
     (name,) = changed
     with pytest.raises(ValueError, match=f"{name} must be 'no such name' as in the module"):
         weights.load(tmp_path / "layer.safetensors", modules()[0])
