@@ -8,7 +8,6 @@ No GPU is needed; JAX with its CUDA plugin, ptxas and a C compiler are.
 """
 
 import argparse
-import itertools
 import logging
 import sys
 import time
@@ -57,15 +56,9 @@ def kernels_of(
     found: dict[Kernel, None] = {}
     if decode:
         found |= dict.fromkeys(mosaic_decode.kernels_of(**layer))
-    calls: list[dict[str, Any]] = [
-        {"length": length, "gradients": gradients, "packed": packed, "compresses": not packed}
-        for length, gradients, packed in itertools.product(lengths, *[(False, True)] * 2)
-    ]
-    # Whether the branches share their tokens matters to one kernel, of gradients of any length.
-    apart = {"length": lengths[0], "gradients": True, "compresses": True, "shared": False}
-    for call in [*calls, apart]:
-        given: dict[str, Any] = {**layer, "shared": call["compresses"], **call}
-        found |= dict.fromkeys(x.for_any_length() for x in kernels.kernels_of(**given))
+    for packed in (False, True):
+        wanted = kernels.kernels_of_layer(lengths, packed=packed, **layer)
+        found |= dict.fromkeys(x.for_any_length() for x in wanted)
     return list(found)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kernels_pallas.kernel import LENGTHS, Kernel
+from kernels_pallas.kernel import LENGTHS
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_interop import launch
@@ -51,26 +51,17 @@ def prepare(
       RuntimeError: a kernel could not be built; its compiler's words.
     """
     device = torch.device(device)
-    lengths = list(lengths)
-    calls = [(length, each, not packed) for length in lengths for each in {False, gradients}]
-    if gradients and not packed:  # one kernel more, of any length
-        calls += [(length, True, False) for length in lengths[:1]]
-    wanted: dict[Kernel, None] = {}
-    for length, each, shared in calls:
-        found = kernels.kernels_of(
-            length=length,
-            heads=heads,
-            kv_heads=kv_heads,
-            key_width=key_width,
-            value_width=key_width if value_width is None else value_width,
-            dtype=str(dtype).removeprefix("torch."),
-            config=config,
-            gradients=each,
-            scale=scale,
-            packed=packed,
-            compresses=not packed,
-            shared=shared,
-            device_name=device_name(device.index) if device.type == "cuda" else None,
-        )
-        wanted |= dict.fromkeys(found)
-    return launch.prepare(list(wanted), device, jobs)
+    wanted = kernels.kernels_of_layer(
+        list(lengths),
+        gradients=gradients,
+        packed=packed,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_width=key_width,
+        value_width=key_width if value_width is None else value_width,
+        dtype=str(dtype).removeprefix("torch."),
+        config=config,
+        scale=scale,
+        device_name=device_name(device.index) if device.type == "cuda" else None,
+    )
+    return launch.prepare(wanted, device, jobs)

@@ -1,5 +1,6 @@
 """Which Mosaic kernels a problem runs: its steps are planned, and no kernel runs."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Kernel
@@ -74,3 +75,24 @@ def kernels_of(
         found = fused.gradients_of_tokens(STEPS, ops, found, length, config, shared)
     made = out, found.query, *found.key, *found.value, *found.gates
     return ops.plan([x for x in made if x is not None]).kernels
+
+
+def kernels_of_layer(
+    lengths: Sequence[int], *, gradients: bool = True, packed: bool = False, **layer: Any
+) -> list[Kernel]:
+    """The kernels of torch's calls of a layer, each once: without gradients, and with them where
+    `gradients`. Rows of one sequence are compressed in the plan.
+
+    Args:
+      lengths: of sequences.
+      layer: the other arguments of `kernels_of`.
+    """
+    calls = [(length, each, not packed) for length in lengths for each in {False, gradients}]
+    if gradients and not packed:
+        # Whether the branches share their tokens matters to one kernel, of any length.
+        calls += [(length, True, False) for length in lengths[:1]]
+    found: dict[Kernel, None] = {}
+    for length, each, shared in calls:
+        call = {"length": length, "gradients": each, "shared": shared, "packed": packed}
+        found |= dict.fromkeys(kernels_of(**layer, **call, compresses=not packed))
+    return list(found)
