@@ -389,7 +389,9 @@ def test_cell(row, column, word):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own
+@pytest.mark.filterwarnings(  # torch.compile's own: what it compiles by, how it traces a Function
+    "ignore:`torch.jit.script_method` is deprecated", "ignore:.*should not be instantiated"
+)
 @pytest.mark.parametrize("row", [line[0] for line in LINES if line[3] == "yes"])
 def test_cell_of_fa2_on_a_gpu(row, monkeypatch):
     monkeypatch.setitem(PLACE, "device", "cuda")
