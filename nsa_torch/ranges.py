@@ -38,6 +38,12 @@ def using(mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
+@torch.compiler.assume_constant_result  # torch 2.11 does not trace what a context holds
+def asked() -> str:
+    """What `using` says here."""
+    return _mode.get()
+
+
 def way(mode: str, length: int) -> str:
     """What `mode` comes to for sequences of `length` queries: none, v1 or v2."""
     if mode == "adaptive":
@@ -49,7 +55,7 @@ def handed(
     block_indices: Tensor, positions: Callable[[], Tensor], config: NSAConfig
 ) -> Tensor | None:
     """The ranges that `using` asks for; None: the blocks themselves."""
-    chosen = way(_mode.get(), block_indices.shape[1])
+    chosen = way(asked(), block_indices.shape[1])
     if chosen == "none":
         return None
     make = to_ranges if chosen == "v2" else to_ranges_by_row

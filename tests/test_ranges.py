@@ -132,6 +132,23 @@ def test_which_way():
         pass
 
 
+@pytest.mark.parametrize("mode", ["none", "v2"])
+def test_the_choice_is_compiled(mode):
+    """Without a break of the graph: torch 2.11 cannot trace what a context holds. The choice is a
+    constant of what was compiled, so that another one is compiled anew."""
+    torch.compiler.reset()
+    blocks, position = (torch.tensor(x) for x in selected(20, 3))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def handed(blocks):
+        found = ranges.handed(blocks, lambda: position, SMALL)
+        return blocks if found is None else found
+
+    with ranges.using(mode):
+        expected = blocks if mode == "none" else ranges.to_ranges(blocks, position, SMALL)
+        assert torch.equal(handed(blocks), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["v1", "v2"])
 def test_ranges_change_nothing_on_a_gpu(mode):
