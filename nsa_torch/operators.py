@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from nsa_core.config import NSAConfig
 from nsa_torch import early_release
 from nsa_torch.first_order import first_order, refuse, under_transforms
-from nsa_torch.plain import plain
+from nsa_torch.plain import plain, traced
 from nsa_torch.plans import Known
 
 PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
@@ -102,7 +102,8 @@ def _direct(name: str, arguments: Sequence[Any]) -> bool:
     torch a mode sees more.
     """
     device = next(x for x in arguments if isinstance(x, Tensor)).device
-    return device.type in DEVICES and (name in _composed or plain(arguments))
+    composed = name in _composed and not traced(arguments)
+    return device.type in DEVICES and (composed or plain(arguments))
 
 
 def _tensors(arguments: Iterable[Any]) -> list[Tensor]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 TENSORS = frozenset({Tensor, torch.nn.Parameter})  # no other class has a say in what is done
@@ -24,3 +26,10 @@ def plain(tensors: Iterable[Any]) -> bool:
         and forward_ad._current_level < 0
         and all(type(x) in TENSORS for x in tensors if isinstance(x, Tensor))
     )
+
+
+def traced(tensors: Iterable[Any]) -> bool:
+    """Whether one of them stands for a tensor that a compiled function will be given. Where torch
+    2.11 traces a backward pass, `is_compiling` is false.
+    """
+    return any(isinstance(x, FakeTensor | FunctionalTensor) for x in tensors)

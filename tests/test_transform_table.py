@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, PartitionSpec
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.autograd import forward_ad
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
@@ -397,6 +399,25 @@ def test_cell_of_fa2_on_a_gpu(row, monkeypatch):
     monkeypatch.setitem(PLACE, "device", "cuda")
     monkeypatch.setitem(PLACE, "dtype", torch.bfloat16)
     CHECKS[row][0]("fa2")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # as above
+@pytest.mark.parametrize("name", ["sdpa", "fa2"])
+def test_a_compiled_gradient_is_operators(name):
+    """Not what their functions do, which may launch kernels. torch 2.11 does not say that it
+    compiles where it traces a backward pass.
+    """
+    found = []
+
+    def kept(graph, _):
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept)
+    x = tensors(gradient=True)
+    torch.compile(attention(name), backend=backend, fullgraph=True)(*x).sum().backward()
+    assert sum(x.startswith("nsa.") and "backward" in x for x in found) >= 2, found
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fa2"])
