@@ -26,7 +26,7 @@ help:
 	@echo "make test        those that fit in six minutes (GPU tests run where there is a GPU)"
 	@echo "make test-all    all tests, 25 minutes on two cores"
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
-	@echo "make test-clean  the package in new environments: base, jax, nnx, torch, hf"
+	@echo "make test-clean  the package in new environments: base, jax, nnx, torch, both, hf"
 	@echo "make test-versions  what other versions can break: oldest and newest; VERSIONS=pre-release"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"

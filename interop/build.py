@@ -21,7 +21,7 @@ from nsa_core import config_files
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import layer_note
 from nsa_core.plan import kernels
-from nsa_core.steps import mosaic_decode
+from nsa_core.steps import mosaic_append, mosaic_decode
 
 PRESETS = ("paper", "seed", "smallgroup")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
@@ -48,14 +48,15 @@ def kernels_of(
     rows and of others.
 
     Args:
-      decode: those over paged caches too.
+      decode: those over paged caches too, which append tokens among them.
       lengths: of sequences; those of the default serve all.
     """
     layer = layer_of(preset)
     layer["config"] = NSAConfig(**layer["config"])
     found: dict[Kernel, None] = {}
     if decode:
-        found |= dict.fromkeys(mosaic_decode.kernels_of(**layer))
+        for step in (mosaic_append, mosaic_decode):
+            found |= dict.fromkeys(step.kernels_of(**layer))
     for packed in (False, True):
         wanted = kernels.kernels_of_layer(lengths, packed=packed, **layer)
         found |= dict.fromkeys(x.for_any_length() for x in wanted)

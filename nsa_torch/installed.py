@@ -72,11 +72,11 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
     @torch.no_grad()
     def prefill():
         call(tensors)
-        paged.append(cache, key, value, table, lengths, implementation="torch")
+        paged.append(cache, key, value, table, lengths)
 
     @torch.no_grad()
     def decode():
-        paged.append(cache, key[:1], value[:1], table, lengths + 1, implementation="torch")
+        paged.append(cache, key[:1], value[:1], table, lengths + 1)
         query, gates = tensors[0][0, :1], tensors[3][0, :1]
         nsa_torch.paged_attention(
             query, gates, cache, table, lengths + 1, implementation="mosaic"

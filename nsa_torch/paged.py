@@ -11,7 +11,8 @@ The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 """
 
 import functools
-from typing import Self
+import importlib
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from nsa_torch.compress import apply_phi
 from nsa_torch.operators import requires_grad
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import capability_of
+
+APPENDERS = "mosaic", "triton", "torch"
 
 
 class PagedCache(PagedArrays):
@@ -147,7 +150,8 @@ def append(
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       made_with: as in `cached_attention`.
-      implementation: `triton` (one launch) or `torch`; None: the first that can.
+      implementation: `mosaic` or `triton` (one launch), or `torch`; None: the first that can,
+        `mosaic` where its kernel is on disk.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
@@ -168,13 +172,11 @@ def append(
     checks.page_numbers(page_table, lengths, cache, read=False)
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
-    by_kernel = _appends_by_kernel(cache, implementation)
+    means = params == (None, None)
+    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, means, implementation)
     cache.contents = contents
-    if by_kernel:
-        from nsa_torch import triton_append
-
-        means = params == (None, None)
-        triton_append.append(cache, key, value, page_table, lengths, cu_seqlens_q, means)
+    if by_kernel is not None:
+        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, means)
         if not means:
             tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
             _compress(cache, page_table, tokens, params)
@@ -190,20 +192,24 @@ def append(
     _compress(cache, page_table, tokens, params)
 
 
-def _appends_by_kernel(cache: PagedCache, implementation: str | None) -> bool:
-    """Whether the Triton kernel writes the tokens."""
-    if implementation not in (None, "triton", "torch"):
+def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
+    """What writes the tokens in one launch; None: torch does."""
+    if implementation not in (None, *APPENDERS):
         raise ValueError(
-            f"implementation must be 'triton', 'torch' or None, got {implementation!r}"
+            f"implementation must be one of {', '.join(APPENDERS)} or None, got {implementation!r}"
         )
-    if implementation == "torch":
-        return False
-    reason = append_why_not(cache.selected_key)
     unordered = [name for name, x in cache.tensors().items() if not x.is_contiguous()]
-    reason = reason or (f"needs {unordered[0]} contiguous" if unordered else None)
-    if reason and implementation:
-        raise NotImplementedError(f"append: triton: {reason}")
-    return reason is None
+    call = cache, key, page_table, cu_seqlens_q, means
+    for name in (implementation,) if implementation else APPENDERS:
+        if name == "torch":
+            return None
+        module = importlib.import_module(f"nsa_torch.{name}_append")
+        reason = f"needs {unordered[0]} contiguous" if unordered else module.why_not(*call)
+        if reason is None and (implementation or module.is_ready(*call)):
+            return module.append
+        if implementation:
+            raise NotImplementedError(f"append: {name}: {reason}")
+    return None
 
 
 def append_why_not(pages: Tensor) -> str | None:

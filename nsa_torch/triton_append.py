@@ -1,11 +1,23 @@
 """`paged.append` in one launch of a Triton kernel."""
 
+from typing import Any
+
 from torch import Tensor
 
 from kernels_pallas.triton import decode_descriptions
 from nsa_core.types import Branches
+from nsa_torch import paged
 from nsa_torch.paged import PagedCache
 from nsa_torch.triton_ops import TRITON_OPS as OPS
+
+
+def why_not(cache: PagedCache, *call: Any) -> str | None:
+    """Why the kernel cannot write such pages, or None."""
+    return paged.append_why_not(cache.selected_key)
+
+
+def is_ready(*call: Any) -> bool:
+    return True  # Triton builds it at once
 
 
 def append(

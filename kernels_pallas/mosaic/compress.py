@@ -33,7 +33,7 @@ class Side:
     """
 
     warp: Any
-    spec: Means
+    spec: Any
     words: int
     row: Any
     column: Any
@@ -55,11 +55,11 @@ class Side:
         self.warp.put(address, self.warp.pack(*pair, self.spec.dtype), only & self.exists)
 
 
-def _added(a: Sequence, b: Sequence) -> list:
+def plus(a: Sequence, b: Sequence) -> list:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def _on_each_side(warp, spec: Means, row, cta, body: Callable[[Side, int, Any], None]) -> None:
+def on_each_side(warp, spec: Any, row, cta, body: Callable[[Side, int, Any], None]) -> None:
     """`body(side, i, part)` for what the warp has: keys (`i` 0) or values (1), and the number of
     its part of the sequence.
     """
@@ -77,7 +77,7 @@ def _on_each_side(warp, spec: Means, row, cta, body: Callable[[Side, int, Any], 
         first += columns
 
 
-def _largest_divisor(number: int, most: int) -> int:
+def largest_divisor(number: int, most: int) -> int:
     return next(i for i in range(min(number, most), 0, -1) if number % i == 0)
 
 
@@ -94,12 +94,12 @@ class Average:
         def run(side, i, part):
             self._windows(warp, sizes, side, inputs[i], outputs[i], part * self.spec.windows)
 
-        _on_each_side(warp, self.spec, row, cta, run)
+        on_each_side(warp, self.spec, row, cta, run)
 
     def _windows(self, warp, sizes, side, tokens, means, first) -> None:
         """The windows from `first` on."""
         spec = self.spec
-        loads = _largest_divisor(spec.stride, LOADS)
+        loads = largest_divisor(spec.stride, LOADS)
         nothing = [warp.word(0.0)] * 2
 
         def add_block(block, totals):
@@ -109,14 +109,14 @@ class Average:
             def add(i, total):
                 address = side.at(tokens, sizes.S, start + i * loads)
                 for x in [side.load(address, token) for token in range(loads)]:
-                    total = _added(total, x)
+                    total = plus(total, x)
                 return total
 
             own = warp.repeat(spec.stride // loads, add, nothing)
             found = []
             for window, total in enumerate(totals):
                 inside = warp.below(block - window, spec.strides)
-                found.append(_added(total, [warp.where(inside, x, 0.0) for x in own]))
+                found.append(plus(total, [warp.where(inside, x, 0.0) for x in own]))
             return found
 
         count = spec.windows + spec.strides - 1
@@ -144,7 +144,7 @@ class Merge:
             own = added[i * others : (i + 1) * others]
             self._stride_block(warp, sizes, side, compressed[i], own, outputs[i], part)
 
-        _on_each_side(warp, self.spec, row, cta, run)
+        on_each_side(warp, self.spec, row, cta, run)
 
     def _stride_block(self, warp, sizes, side, compressed, others, output, block) -> None:
         """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`."""
@@ -156,11 +156,11 @@ class Merge:
             exists = warp.below(window, sizes.C)
             near = warp.smaller(warp.larger(window, 0), sizes.C - 1)
             x = side.load(side.at(compressed, sizes.rows, near))
-            return _added(total, [warp.where(exists, each, 0.0) for each in x])
+            return plus(total, [warp.where(exists, each, 0.0) for each in x])
 
         total = warp.repeat(spec.strides, add_window, nothing)
         share = [x * (1 / spec.block) for x in total]
-        count = _largest_divisor(spec.stride, LOADS // max(spec.others, 1))
+        count = largest_divisor(spec.stride, LOADS // max(spec.others, 1))
 
         def write(i, state):
             tokens = [block * spec.stride + (i * count + each) for each in range(count)]
@@ -172,7 +172,7 @@ class Merge:
             for token, place, gradients in zip(tokens, near, loaded, strict=True):
                 total = share
                 for x in gradients:
-                    total = _added(total, x)
+                    total = plus(total, x)
                 side.store(side.at(output, sizes.S, place), total, token < sizes.S)
             return state
 
