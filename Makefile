@@ -27,7 +27,7 @@ help:
 	@echo "make test-all    all tests, 25 minutes on two cores"
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch, both, hf"
-	@echo "make test-versions  what other versions can break: oldest and newest; VERSIONS=pre-release"
+	@echo "make test-versions  what other versions can break: oldest, pinned and newest; VERSIONS=pre-release"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
 	@echo "make sdist       dist/*.tar.gz, of which a wheel without kernels is built anywhere"
@@ -73,9 +73,9 @@ test-gpu: $(READY)
 test-clean:
 	$(PYTHON) tests/clean_environments.py $(CLEAN)
 
-# VERSIONS names environments of tests/versions.py, none: oldest and newest.
+# VERSIONS names environments of tests/versions.py, none: oldest, pinned and newest.
 test-versions: $(READY)
-	$(RUN) tests/versions.py $(VERSIONS)
+	$(RUN) -m tests.versions $(VERSIONS)
 
 # Kernels lie in the package while the wheel is made, not in the checkout.
 PRESETS := kernels_pallas/runtime/presets

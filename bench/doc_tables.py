@@ -23,6 +23,8 @@ A document names a table between two comments, and this command fills what stand
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
 | `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
+| `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
+| `versions` | what `make test-versions` found | `names` |
 | `parallel_training` | training on several GPUs beside one | `device` |
 | `showcase` | a training step by how `fa2` reads the selection (`bench.showcase`) | `device` |
 | `selection` | the selection matrix `s2`: medians and least over its sizes | |
@@ -63,6 +65,7 @@ DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/log/*
 MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )
+VERSIONS = "versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING = "-"
 
@@ -622,6 +625,46 @@ def converted(device: str = DEVICE.name) -> str:
     return table(["run", "steps after", "loss", "within", "beyond"], rows)
 
 
+def versions_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """A column an environment of `tests/versions.py`."""
+    names = list(dict.fromkeys(x for each in found for x in each["versions"]))
+    rows = [[x, *(each["versions"].get(x, MISSING) for each in found)] for x in names]
+    skips = [
+        "; ".join(f"{n}: {why}" for why, n in each["skipped"].items()) or "none"
+        for each in found
+    ]
+    rows += [
+        ["passed", *(str(each["passed"]) for each in found)],
+        ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
+        ["skipped", *skips],
+        ["minutes", *(f"{each['test_minutes']}" for each in found)],
+        ["commit", *((each["commit"] or MISSING)[:7] for each in found)],
+    ]
+    return table(["", *(each["name"] for each in found)], rows)
+
+
+def versions(names: str) -> str:
+    """The last run of each of `names`, with commas between."""
+    last = {line["name"]: line for line in lines_of(VERSIONS, "cpu")}
+    return versions_table([last[name] for name in names.split(",")])
+
+
+def installed(device: str) -> str:
+    """What the first calls of an installed wheel cost, by the last processes of each kind."""
+    lines = lines_of("kernel_log/installed.jsonl", device)
+    last = {(x["preset"], x["stage"], bool(x["versions"]["jax"])): x for x in lines}
+    parts = "import_s", "start_s", "forward_backward_s", "prefill_s", "decode_s", "total_s"
+    rows = []
+    for (preset, stage, jax), line in last.items():
+        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s")]
+        beside = line["versions"]["jax"] if jax else "none"
+        faults = "; ".join(line["faults"]) or "nothing"
+        rows.append([preset, stage, beside, *seconds, faults, (line["commit"] or MISSING)[:7]])
+    steps = "import torch", "start the GPU", "forward, backward", "prefill", "decode"
+    head = ["preset", "process", "JAX", *steps, "**these three**", "again"]
+    return table([*head, "built or written", "commit"], rows)
+
+
 # Files that are pictures, made whole.
 PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/crossover.svg": lambda: crossover.picture(*_crossovers())
@@ -638,6 +681,8 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "decode": decode,
     "host": host,
     "first_call": first_call,
+    "installed": installed,
+    "versions": versions,
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
     "showcase": showcase,

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from bench import doc_tables
 from tests import versions
 
 
@@ -14,7 +15,8 @@ def names(lines):
 
 
 def test_environments_take_the_bounds_of_the_project():
-    oldest, newest, later = (names(versions.requirements(x)) for x in versions.NAMES)
+    each = (names(versions.requirements(x)) for x in ("oldest", "newest", "pre-release"))
+    oldest, newest, later = each
     assert oldest.keys() == newest.keys() == later.keys() >= {"jax", "torch", "transformers"}
     for name in ("jax", "torch", "transformers", "numpy", "flax"):
         (pinned,) = oldest[name].specifier
@@ -56,14 +58,15 @@ def test_what_was_found_is_a_table(tmp_path):
         "skipped": {"no GPU": 2},
     }
     about = {"name": "oldest", "versions": {"jax": "0.11.2"}, "test_minutes": 2.5}
-    lines = versions.table([about | found]).splitlines()
+    lines = doc_tables.versions_table([about | found | {"commit": "abcdef123"}]).splitlines()
     assert lines[0] == "|  | oldest |" and "| jax | 0.11.2 |" in lines
     assert "| failed | tests.a::bad, tests.b::broken |" in lines
     assert "| skipped | 2: no GPU |" in lines and "| minutes | 2.5 |" in lines
+    assert lines[-1] == "| commit | abcdef1 |"
 
 
 def test_every_listed_file_is_there():
-    missing = [x for x in versions.TESTS if not (versions.ROOT / f"tests/{x}.py").exists()]
+    missing = [x for x in versions.TESTS if not (versions.ROOT / "tests" / x).exists()]
     assert not missing
 
 

@@ -1,16 +1,17 @@
 """The tests that other versions of Python, torch, JAX and transformers can break, each set in an
 environment of its own.
 
-    python tests/versions.py                 # oldest and newest
-    python tests/versions.py newest --keep   # with what is installed there already
-    python tests/versions.py --table         # what the runs of before found, as a table
+    python -m tests.versions                  # oldest, pinned and newest
+    python -m tests.versions newest --keep    # with what is installed there already
+    python -m tests.versions --save_records   # and keeps what it found (docs/versions.md)
 
     oldest        Python 3.12, and of each package the lowest version that pyproject.toml allows
+    pinned        the environment that runs this: `make setup` installs constraints.txt
     newest        Python 3.13, else 3.12, and the newest versions that it allows
     pre-release   the same, above the ceilings and with what is not released yet (`pip --pre`)
 
-An environment lies under build/versions, beside its result: a line of JSON. The exit status is 1
-where a test failed; of `pre-release` it is told, and counts no more than that.
+An environment lies under build/versions. The exit status is 1 where a test failed; of `pre-release`
+it is told, and counts no more than that.
 """
 
 import argparse
@@ -28,9 +29,13 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from bench import doc_tables
+from bench.harness import records
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "versions"
-NAMES = "oldest", "newest", "pre-release"
+NAMES = "oldest", "pinned", "newest", "pre-release"
+KEPT = records.FOLDER / "cpu" / doc_tables.VERSIONS
 EXTRAS = "test", "compiler", "hf"  # of a package that two name the bound of the last one counts
 PYTHONS = {
     "oldest": ("3.12",),
@@ -40,28 +45,28 @@ PYTHONS = {
 # What a version can break: undocumented names, lowering and machine code, each layer of both
 # frameworks once, what transformers asks for, what kernels are keyed by.
 TESTS = (
-    "test_canaries",
-    "test_sources",
-    "test_runtime",
-    "test_runtime_store",
-    "test_launch",
-    "test_ffi",
-    "test_decode_compiled",
-    "test_scores_qk",
-    "test_jax_program",
-    "test_nn",
-    "test_transforms",
-    "test_torch",
-    "test_torch_rules",
-    "test_second_derivatives",
-    "test_cache",
-    "test_weights",
-    "test_huggingface",
-    "test_huggingface_compatibility",
-    "test_huggingface_paged",
-    "test_block_selection",
-    "test_continuous_batching",
-    "test_convert",
+    "canaries",
+    "test_sources.py",
+    "test_runtime.py",
+    "test_runtime_store.py",
+    "test_launch.py",
+    "test_ffi.py",
+    "test_decode_compiled.py",
+    "test_scores_qk.py",
+    "test_jax_program.py",
+    "test_nn.py",
+    "test_transforms.py",
+    "test_torch.py",
+    "test_torch_rules.py",
+    "test_second_derivatives.py",
+    "test_cache.py",
+    "test_weights.py",
+    "test_huggingface.py",
+    "test_huggingface_compatibility.py",
+    "test_huggingface_paged.py",
+    "test_block_selection.py",
+    "test_continuous_batching.py",
+    "test_convert.py",
 )
 SHOWN = "torch", "triton", "jax", "jaxlib", "jax-triton", "flax", "transformers", "numpy"
 
@@ -120,27 +125,29 @@ def install(name: str) -> Path:
 
 
 def run(name: str, keep: bool) -> dict[str, Any]:
-    """Installs, tests, and writes what was found."""
+    """Installs, tests, and says what was found."""
     begin = time.monotonic()
     python = FOLDER / name / "bin" / "python"
-    if not keep or not python.exists():
+    if name == "pinned":
+        python = Path(sys.executable)
+    elif not keep or not python.exists():
         python = install(name)
     installed = time.monotonic()
     report = FOLDER / f"{name}.xml"
-    tests = [f"tests/{x}.py" for x in TESTS]
+    tests = [f"tests/{x}" for x in TESTS]
     options = ["-m", "not slow and not gpu", "-n", "2", "--dist", "loadfile"]
     command = [python, "-m", "pytest", "-q", *options, f"--junit-xml={report}", *tests]
     status = subprocess.run(command, cwd=ROOT).returncode
-    found = {
+    return {
         "name": name,
+        "time": records.utc_now(),
+        **{key: records.environment()[key] for key in ("commit", "dirty")},
         "status": status,
         "install_minutes": round((installed - begin) / 60, 1),
         "test_minutes": round((time.monotonic() - installed) / 60, 1),
         "versions": versions(python),
         **outcomes(report),
     }
-    (FOLDER / f"{name}.json").write_text(json.dumps(found) + "\n")
-    return found
 
 
 def versions(python: Path) -> dict[str, str]:
@@ -169,42 +176,20 @@ def outcomes(report: Path) -> dict[str, Any]:
     return {"passed": passed, "failed": failed, "skipped": skipped}
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Markdown, a column an environment."""
-    names = list(dict.fromkeys(x for each in found for x in each["versions"]))
-    rows = [["", *(each["name"] for each in found)], ["---"] * (len(found) + 1)]
-    rows += [[x, *(each["versions"].get(x, "") for each in found)] for x in names]
-    rows += [
-        ["passed", *(str(each["passed"]) for each in found)],
-        ["failed", *(", ".join(each["failed"]) or "none" for each in found)],
-        [
-            "skipped",
-            *(
-                "; ".join(f"{n}: {why}" for why, n in each["skipped"].items()) or "none"
-                for each in found
-            ),
-        ],
-        ["minutes", *(f"{each['test_minutes']}" for each in found)],
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("names", nargs="*", default=["oldest", "newest"])
+    parser.add_argument("names", nargs="*", default=["oldest", "pinned", "newest"])
     parser.add_argument("--keep", action="store_true", help="what is installed stays")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--save_records", action="store_true", help=f"in {KEPT.name}")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"environments must be among {', '.join(NAMES)}, got {', '.join(unknown)}")
-    if options.table:
-        files = [FOLDER / f"{name}.json" for name in NAMES]
-        found = [json.loads(path.read_text()) for path in files if path.exists()]
-    else:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        found = [run(name, options.keep) for name in options.names]
-    print(table(found))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found = [run(name, options.keep) for name in options.names]
+    if options.save_records:
+        records.append_lines(KEPT, found)
+    print(doc_tables.versions_table(found))
     return int(any(each["status"] for each in found if each["name"] != "pre-release"))
 
 

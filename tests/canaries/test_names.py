@@ -1,18 +1,16 @@
 """Names of other packages that these may take away any day: which one went, and where to mend it.
 
 What is found in the sources is tested, so a name that is added to them needs no word here.
-transformers' are in test_huggingface_compatibility.py, XLA's call frame is in test_ffi.py.
+transformers' are in tests/test_huggingface_compatibility.py, XLA's call frame in tests/test_ffi.py.
 """
 
-import ctypes
-import importlib.metadata
 import itertools
 
 import jax.experimental.mosaic.gpu as mgpu
 import pytest
 
-from kernels_pallas.runtime import plugin
 from tests import foreign_names
+from tests.canaries import said
 from tests.foreign_names import Use
 
 USES = [x for x in foreign_names.uses() if not x.name.startswith("transformers.")]
@@ -20,12 +18,6 @@ BY_NAME = {
     name: list(found)
     for name, found in itertools.groupby(sorted(USES), key=lambda use: use.name)
 }
-
-
-def said(name: str) -> str:
-    """`torch 2.14.1`, of `torch._C`."""
-    package = name.partition(".")[0]
-    return f"{package} {importlib.metadata.version(package.replace('_', '-'))}"
 
 
 def fault(uses: list[Use]) -> str | None:
@@ -66,27 +58,3 @@ def test_what_broke_and_where_to_mend_it_is_one_sentence(monkeypatch):
     assert refused.endswith(f"required keyword-only argument: '_registers': mend {first.place}")
     monkeypatch.delattr(mgpu, "FragmentedArray")
     assert fault([first]) == f"{said(name)} has no {name}: mend {first.place}"
-
-
-# What no name in the sources shows.
-
-
-def test_a_product_has_its_registers():
-    where = "kernels_pallas/mosaic/wgmma.py and scores_qk.py"
-    for kind, names in {
-        mgpu.FragmentedArray: ("registers", "layout", "is_signed", "to_layout"),
-        mgpu.WGMMAAccumulator: ("value", "zero", "from_registers"),
-    }.items():
-        there = {*dir(kind), *getattr(kind, "__dataclass_fields__", ())}
-        there |= set(getattr(kind, "__annotations__", ())) | {*getattr(kind, "__slots__", ())}
-        gone = [x for x in names if x not in there]
-        assert not gone, f"{said('jax.x')}: {kind.__name__} has no {gone}: mend {where}"
-
-
-def test_the_cuda_plugin_has_its_compiler():
-    pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra compiler is not installed")
-    where = "mend kernels_pallas/runtime/plugin.py"
-    module = __import__(plugin.PLUGINS[0], fromlist=["x"])
-    assert hasattr(module, "_get_library_path"), f"{said('jax.x')}'s plugin moved: {where}"
-    library = ctypes.CDLL(str(module._get_library_path()))
-    assert hasattr(library, "MosaicGpuCompile"), f"{said('jax.x')} compiles otherwise: {where}"

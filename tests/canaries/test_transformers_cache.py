@@ -1,0 +1,65 @@
+"""transformers' cache: what `generate` asks of one that is not its own.
+
+The names that it may call are in tests/test_huggingface_compatibility.py; here it calls them.
+"""
+
+import pytest
+import torch
+
+from nsa_torch.huggingface import NSAModelCache
+from nsa_torch.huggingface.compatibility import CACHE, CacheLayerMixin
+from tests.canaries import canary
+from tests.test_huggingface import model, tokens
+
+MEND = "nsa_torch/huggingface/compatibility.py and cache.py"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The hooks of our cache and of its layers that were called, by name."""
+    found = set()
+
+    def watch(kind):
+        for name in ("get_seq_length", "get_mask_sizes", "reorder_cache", "crop", "update"):
+            original = getattr(kind, name, None)
+            if original is not None:
+
+                def call(self, *arguments, name=name, original=original, **options):
+                    found.add(name)
+                    return original(self, *arguments, **options)
+
+                monkeypatch.setattr(kind, name, call)
+
+    watch(NSAModelCache)
+    return found
+
+
+@torch.no_grad()
+def test_generate_takes_our_cache_and_gives_it_back(asked):
+    made, ids = model("mixed"), tokens(2)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    with canary("transformers", "generates on another cache than it was given", MEND):
+        kept = NSAModelCache(made.config)
+        found = made.generate(ids, **{CACHE: kept}, **options)
+        assert found[CACHE] is kept and kept.get_seq_length() == ids.shape[1] + 2
+        assert "get_seq_length" in asked and "update" not in asked, asked
+
+
+@torch.no_grad()
+def test_beams_reorder_our_cache(asked):
+    made, ids = model("mixed"), tokens(1)
+    with canary("transformers", "moves the rows of a cache in another way", MEND):
+        made.generate(ids, num_beams=2, max_new_tokens=3, do_sample=False)
+        assert "reorder_cache" in asked, asked
+
+
+def test_layers_are_made_by_the_base_class():
+    """Its constructor sets what `generate` reads before the first call."""
+    with canary("transformers", "makes the layers of a cache otherwise", MEND):
+
+        class Layer(CacheLayerMixin):
+            is_sliding = False
+            lazy_initialization = update = get_mask_sizes = get_seq_length = None
+            get_max_length = None
+
+        assert Layer().is_initialized is False
