@@ -126,6 +126,10 @@ class ArrayOps(Protocol):
         """What the derived step `function` gives."""
         return function(self, *arrays, **static)
 
+    def per_batch(self, x: Any) -> Any:
+        """`x`, an argument that many calls share: what is derived of it alone may be kept."""
+        return x
+
     def release(self, arrays: Iterable[Any]) -> None:
         """Says that these arrays, which share memory with nothing else, are read no more."""
         ...

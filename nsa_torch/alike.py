@@ -16,6 +16,7 @@ from nsa_core import debug, policy, tiles
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
+from nsa_torch import batch_tables
 from nsa_torch.plain import TENSORS, plain
 from nsa_torch.plans import Known, LruCache, is_stepwise
 
@@ -44,12 +45,18 @@ DECIDED: LruCache[Decided] = LruCache()
 
 
 def key_of(
-    given: Iterable[Any], config: Any, scale: Any, recompute: Any, implementation: Any
+    given: Iterable[Any],
+    config: Any,
+    scale: Any,
+    recompute: Any,
+    implementation: Any,
+    borders: Tensor | None = None,
 ) -> Hashable | None:
     """The key of a call, or None.
 
     Args:
       given: its tensors, None or several together in place of one.
+      borders: of a packed row, among them.
     """
     if type(config) is not NSAConfig or type(recompute) is not bool:
         return None
@@ -59,7 +66,7 @@ def key_of(
         return None
     recorded, device = torch.is_grad_enabled(), None
     key: list[Any] = [config, scale, recompute, implementation, policy.in_force()]
-    key.append(capability.interpret.get() is not False)
+    key += (capability.interpret.get() is not False, *batch_tables.sizes_of(borders))
     for x in given:
         kind = type(x)
         if kind in TENSORS:

@@ -87,7 +87,7 @@ def form_of(key, value, compressed) -> Form:
 
 def mean_shapes(key, value, place):
     """The means of a call, unwritten; `place`: `operators.PLACE`."""
-    config = operators.config_of(*place[3])
+    config = operators.config_of(*operators.numbers_in(place))
     multiple = config.select_block // config.compress_stride
     count = -(-config.num_compressed(key.compressed.shape[1]) // multiple) * multiple
     for x in (key.compressed, value.compressed):

@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels_pallas.kernel import Kernel
 from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View
 from nsa_interop import launch
-from nsa_torch import early_release, triton_ops
+from nsa_torch import batch_tables, early_release, triton_ops
+from nsa_torch.recipes import Known, followed, recipes_of
 from nsa_torch.shared import SHARED
 from nsa_torch.torch_ops import TORCH_OPS, readable
 
@@ -33,9 +34,11 @@ class BoundPlan:
         slots = _Slots(len(buffers))
         read = [x for step in plan.steps for x in step.reads]
         by_kernels = [x for s in plan.steps if isinstance(s, Launch) for x in s.reads]
-        constants = {x.buffer for x in read if buffers[x.buffer].place is Place.CONSTANT}
-        self.constants = sorted(constants)
-        self.recipes = _recipes(plan)
+        self.constants, self.batch = (
+            sorted({x.buffer for x in read if buffers[x.buffer].place is place})
+            for place in (Place.CONSTANT, Place.BATCH)
+        )
+        self.recipes = recipes_of(plan)
         launched = {x.buffer for x in by_kernels}
         self.steps = _bound(plan, device, slots, launched)
         self.places = [
@@ -46,6 +49,7 @@ class BoundPlan:
         ]
         self.aligned = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
+        self.batch_parts = [slots.parts_of(n) for n in self.batch]
         self.blank = [None] * (len(buffers) - plan.arguments)
         self.nowhere = [0] * slots.count
         self.results = [x.buffer for x in plan.results]
@@ -66,13 +70,12 @@ class BoundPlan:
                 addresses[slot] = address + offset
         if self.constants:
             found = SHARED.get(self.key, self.device, self._made)
-            for number, parts, x in zip(
-                self.constants, self.constant_parts, found, strict=True
-            ):
-                tensors[number] = x
-                address = addresses[number] = x.data_ptr()
-                for slot, offset in parts:
-                    addresses[slot] = address + offset
+            _place(found, self.constants, self.constant_parts, tensors, addresses)
+        if self.batch:
+            borders = given[self.plan.shared or 0]
+            wanted = [self.recipes[n] for n in self.batch]
+            found = batch_tables.of(borders, self.key, wanted, self.device)
+            _place(found, self.batch, self.batch_parts, tensors, addresses)
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
@@ -89,41 +92,21 @@ class BoundPlan:
     def _made(self) -> list[Tensor]:
         """The constants; another plan on this device may have made them."""
         found: list[Tensor] = []
-        known: dict[_Recipe, Any] = {}
+        known: Known = {}
         for n in self.constants:
             recipe, i = self.recipes[n]
-            make = lambda recipe=recipe: _followed(recipe, self.device, known)
+            make = lambda recipe=recipe: followed(recipe, self.device, known)
             found.append(SHARED.get((self.device, recipe), self.device, make)[i])
         return found
 
 
-class _Recipe(NamedTuple):
-    """How constants are made, whichever plan reads them: the same, if it is equal."""
-
-    function: Callable[..., Any]
-    static: tuple[tuple[str, Any], ...]
-    reads: tuple[tuple["_Recipe", int, tuple[int, ...]], ...]  # which result, in which shape
-
-
-def _recipes(plan: Plan) -> dict[int, tuple[_Recipe, int]]:
-    """Of each constant: a recipe, and which of its results it is."""
-    found: dict[int, tuple[_Recipe, int]] = {}
-    for step in plan.constants:
-        reads = tuple((*found[x.buffer], x.shape) for x in step.reads)
-        recipe = _Recipe(step.function, step.static, reads)
-        found |= {x.buffer: (recipe, i) for i, x in enumerate(step.writes)}
-    return found
-
-
-def _followed(recipe: _Recipe, device: torch.device, known: dict[_Recipe, Any]) -> Any:
-    """What a recipe gives."""
-    if recipe not in known:
-        arrays = [
-            _followed(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
-        ]
-        with torch.device(device):
-            known[recipe] = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))
-    return known[recipe]
+def _place(found, numbers, all_parts, tensors: list[Any], addresses: list[int]) -> None:
+    """Puts what is kept in the lists of a call."""
+    for number, parts, x in zip(numbers, all_parts, found, strict=True):
+        tensors[number] = x
+        address = addresses[number] = x.data_ptr()
+        for slot, offset in parts:
+            addresses[slot] = address + offset
 
 
 class _Slots:

@@ -96,7 +96,9 @@ def attention(
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
     if context_mesh is None and not torch.compiler.is_compiling():
         tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
-        call = alike.key_of(tensors, **options, implementation=implementation)
+        call = alike.key_of(
+            tensors, **options, implementation=implementation, borders=cu_seqlens
+        )
         if call is not None and (decided := alike.DECIDED.get(call)) is not None:
             return _again(decided, *tensors, **options)
     key, value = Branches.each(key), Branches.each(value)

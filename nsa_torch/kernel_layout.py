@@ -17,7 +17,7 @@ class KernelLayout:
 
     Args:
       query: `[B, T, H, D]`.
-      kv_len, lengths, cu_seqlens, config, scale: as `operators.PLACE` has them.
+      kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: as `operators.PLACE` has them.
       clean: whether rows of padding, and keys and values that no query sees, are finite.
     """
 
@@ -28,13 +28,17 @@ class KernelLayout:
         kv_len,
         lengths,
         cu_seqlens,
+        max_seqlen,
+        padded,
         config,
         scale,
         *,
         clean=False,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
-        self.kv_len, self.lengths, self.cu_seqlens = kv_len, lengths, cu_seqlens
+        self.kv_len, self.lengths = kv_len, lengths
+        self.max_seqlen, self.may_be_padded = max_seqlen, padded
+        self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
         self.shape, self.clean = tuple(query.shape[:2]), clean
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
@@ -42,7 +46,9 @@ class KernelLayout:
 
     @property
     def padded(self) -> bool:
-        return not self.clean and not (self.fixed and self.kv_len >= self.shape[1])
+        if self.clean or not self.may_be_padded:
+            return False
+        return not (self.fixed and self.kv_len >= self.shape[1])
 
     @property
     def rest(self):
@@ -75,6 +81,8 @@ class KernelLayout:
     def seen_tokens(self, x):
         """`x` `[B, S, Hkv, .]` with zeros behind the tokens that there are."""
         if self.packed:
+            if not self.may_be_padded:
+                return x
             return self.ops.derive(_packed_tokens, x, self.cu_seqlens)[0]
         if self.lengths is not None:
             return self.ops.derive(_first_tokens, x, self.lengths)[0]
@@ -92,6 +100,8 @@ class KernelLayout:
     def num_blocks(self, compressed_key) -> int:
         """The most selection blocks that a sequence can have."""
         longest = self.kv_len
+        if self.max_seqlen is not None:
+            longest = min(longest, self.max_seqlen)
         if self.lengths is not None:
             stride, block = self.config.compress_stride, self.config.compress_block
             longest = compressed_key.shape[1] * stride + block - 1

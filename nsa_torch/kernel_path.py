@@ -67,7 +67,7 @@ class KernelPath:
     # One branch, or the selection alone.
 
     def _branch(self, step, seen, ops, query, key, value, *rest):
-        indices, place = rest[:-5], rest[-5:]
+        indices, place = _split(rest, -operators.PLACE_COUNT)
         layout = self._layout(ops, query, place)
         value = seen(layout, value)
         if indices:
@@ -76,7 +76,7 @@ class KernelPath:
 
     def _branch_backward(self, step, seen, ops, do, out, lse, query, key, value, *rest):
         """`step`: of `steps.backward`; `seen`: the method of the layout for its keys."""
-        indices, place = rest[:-5], rest[-5:]
+        indices, place = _split(rest, -operators.PLACE_COUNT)
         layout = self._layout(ops, query, place)
         query, do = padding_zeroed(ops, layout, query, do)
         (delta,) = self.steps.backward.delta_of(ops, do, out)
@@ -188,7 +188,7 @@ class KernelPath:
         out, selection, *means = self._shapes(form, *arguments, keep=True)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         n = (selection if given is None else given).shape[-1]
-        block = place[3][operators.FIELDS.index("select_block")]
+        block = operators.numbers_in(place)[operators.FIELDS.index("select_block")]
         shapes = self.list_shapes(query, key.selected, value.selected, n, block)
         lists = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
         branches = (x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3)
@@ -340,9 +340,9 @@ class KernelPath:
                 known.call = call
         else:
             call = known.call
-        form, name, (kv_len, lengths, _, numbers, scale) = call
+        form, name, (kv_len, lengths, _, *sizes) = call
         tokens = form.tokens(key, value, compressed)
-        place = kv_len, lengths, cu_seqlens, numbers, scale
+        place = kv_len, lengths, cu_seqlens, *sizes
         if known is not None and isinstance(gates, Tensor):
             given = query, *tokens, gates, block_indices, clean, *place
             out = known.run(self.joined[form], given)[0]

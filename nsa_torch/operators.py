@@ -19,12 +19,16 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from nsa_core.config import NSAConfig
-from nsa_torch import early_release
+from nsa_torch import batch_tables, early_release
 from nsa_torch.first_order import first_order, refuse, under_transforms
 from nsa_torch.plain import plain, traced
 from nsa_torch.plans import Known
 
-PLACE = "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt[] config, float? scale"
+PLACE = (
+    "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt? max_seqlen, bool padded, "
+    "SymInt[] config, float? scale"
+)
+PLACE_COUNT = PLACE.count(",") + 1
 DEVICES = ("cpu", "cuda")
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
 THREE = "Tensor query, Tensor key, Tensor value"
@@ -123,19 +127,25 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
         kv_len,
         lengths,
         cu_seqlens,
+        *batch_tables.sizes_of(cu_seqlens),
         [*numbers_of(config)],
         None if scale is None else float(scale),
     )
 
 
-def lengths(kv_len, lengths, cu_seqlens, numbers, scale) -> dict[str, Any]:
-    """By name, what `arguments` made `PLACE` of."""
+def lengths(kv_len, lengths, cu_seqlens, max_seqlen, padded, numbers, scale) -> dict[str, Any]:
+    """By name, what `arguments` made `PLACE` of; what the borders' sizes say is not among it."""
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
         "cu_seqlens": cu_seqlens,
         "scale": scale,
     }
+
+
+def numbers_in(place: Sequence[Any]) -> Sequence[int]:
+    """Those of `NSAConfig`."""
+    return place[-2]
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -149,9 +159,9 @@ def branch_shapes(query, key, value, *rest):
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def index_shapes(query, key, kv_len, lengths, cu_seqlens, config, scale):
+def index_shapes(query, key, *place):
     """Selected blocks, unwritten."""
-    shape = *query.shape[:2], key.shape[2], config[FIELDS.index("num_selected")]
+    shape = *query.shape[:2], key.shape[2], numbers_in(place)[FIELDS.index("num_selected")]
     return query.new_empty(shape, dtype=torch.int32)
 
 

@@ -100,6 +100,32 @@ class Shared:
         self._kept[key] = self.uses, found
         self._kept.move_to_end(key)
 
+    def refill(
+        self, device: torch.device, make: Callable[[Hashable], Iterable[Tensor] | None]
+    ) -> None:
+        """Writes what `make` gives for a key into the tensors of that key, on the current stream;
+        None: they are those of other keys.
+        """
+        with self._lock:
+            kept = {key: found for key, (_, found) in self._kept.items()}
+            pinned = dict(self._pinned)
+
+        def write():
+            for key, (tensors, *_) in (kept | pinned).items():
+                for x, new in zip(tensors, make(key) or (), strict=False):
+                    x.copy_(new)
+            return ()
+
+        _, stream, event = _made(device, write)
+        if is_capturing(device):
+            return  # a graph's event is none outside of it
+        with self._lock:
+            for key, (used, (tensors, *_)) in self._kept.items():
+                if key in kept:
+                    self._kept[key] = used, (tensors, stream, event)
+            for key in pinned:
+                self._pinned[key] = self._pinned[key][0], stream, event
+
     def clear(self) -> None:
         """Forgets everything but what CUDA graphs read."""
         with self._lock:

@@ -14,7 +14,7 @@ def check(plan):
     memory shared one after the other only.
     """
     buffers = plan.buffers
-    kept = {Place.ARGUMENT, Place.CONSTANT}
+    kept = {Place.ARGUMENT, Place.CONSTANT, Place.BATCH}
     assert [x.place is Place.ARGUMENT for x in buffers[: plan.arguments]] == [
         True
     ] * plan.arguments
@@ -22,6 +22,12 @@ def check(plan):
     for step in plan.constants:
         assert written.issuperset(x.buffer for x in step.reads)
         assert all(buffers[x.buffer].place is Place.CONSTANT for x in step.writes)
+        written |= {x.buffer for x in step.writes}
+    for step in plan.batch:
+        reads = {x.buffer for x in step.reads}
+        assert written.issuperset(reads)
+        others = {n for n in reads if buffers[n].place is Place.ARGUMENT} - {plan.shared}
+        assert not others and all(buffers[x.buffer].place is Place.BATCH for x in step.writes)
         written |= {x.buffer for x in step.writes}
     touched = {}  # by buffer: first and last step
     for i, step in enumerate(plan.steps):
@@ -89,7 +95,8 @@ def run(plan, given, kernels, triton):
         part = memory[x.buffer][x.offset :][: x.bytes]
         return part.view(getattr(torch, x.dtype)).view(x.shape)
 
-    for i, step in enumerate((*plan.constants, *plan.steps), -len(plan.constants)):
+    made = *plan.constants, *plan.batch
+    for i, step in enumerate((*made, *plan.steps), -len(made)):
         inputs = [at(x).clone() for x in step.reads]
         if isinstance(step, Launch):
             found = (kernels if isinstance(step.kernel, Kernel) else triton)(

@@ -23,12 +23,15 @@ class Place(enum.Enum):
     Attributes:
       ARGUMENT: the caller's; never written.
       CONSTANT: follows from the plan alone, made once; never written.
+      BATCH: follows from the plan and the argument that many calls share (`ArrayOps.per_batch`),
+        made once for it; never written.
       WORKSPACE: in the one allocation of a call.
       ALONE: has memory of its own, from its first step to its last.
     """
 
     ARGUMENT = enum.auto()
     CONSTANT = enum.auto()
+    BATCH = enum.auto()
     WORKSPACE = enum.auto()
     ALONE = enum.auto()
 
@@ -128,6 +131,8 @@ class Plan(NamedTuple):
     Attributes:
       buffers: by number; the arguments come first.
       constants: derived steps that make the constants, in order; done once.
+      batch: derived steps that make the batch buffers, in order; done once for the argument
+        `shared`.
       results: whole buffers, each an allocation of its own.
       begins: of each step, the buffers `ALONE` that it is the first to write.
       ends: of each step, those and the arguments that nothing after it has to do with.
@@ -136,6 +141,8 @@ class Plan(NamedTuple):
     arguments: int
     buffers: tuple[Buffer, ...]
     constants: tuple[Derived, ...]
+    batch: tuple[Derived, ...]
+    shared: int | None
     steps: tuple[Step, ...]
     results: tuple[View, ...]
     workspace_bytes: int

@@ -31,7 +31,7 @@ class PlanOps(ArrayOps):
     """Notes kernels and derived steps on `View`s.
 
     The same derived step of the same buffers is done once. One that reads constants alone, or
-    nothing, makes constants.
+    nothing, makes constants; one that reads the shared argument too makes batch buffers.
 
     Args:
       device_name: of the GPU whose measured tiles count, or None.
@@ -42,6 +42,8 @@ class PlanOps(ArrayOps):
         self._device_name, self._capability = device_name, capability
         self._buffers: list[Buffer] = []
         self._constants: list[Derived] = []
+        self._batch: list[Derived] = []
+        self._shared: int | None = None
         self._steps: list[Step] = []
         self._released: list[int] = []
         self._known: dict[Hashable, tuple[View, ...]] = {}
@@ -82,12 +84,25 @@ class PlanOps(ArrayOps):
 
     def _derived(self, function, arrays, named, own=False) -> tuple[View, ...]:
         found = function.shapes(*arrays, **dict(named))
-        fixed = not own and all(self._buffers[x.buffer].place is Place.CONSTANT for x in arrays)
-        place = Place.CONSTANT if fixed else Place.ALONE
+        place = Place.ALONE if own else self._place_of_derived(arrays)
         writes = tuple(self._new(x, place, own) for x in found)
-        steps: list[Any] = self._constants if fixed else self._steps
+        kept: dict[Place, list[Any]] = {
+            Place.CONSTANT: self._constants,
+            Place.BATCH: self._batch,
+        }
+        steps = kept.get(place, self._steps)
         steps.append(Derived(function, named, tuple(arrays), writes))
         return writes
+
+    def _place_of_derived(self, arrays) -> Place:
+        """Of what follows from `arrays` alone."""
+        places = {
+            Place.BATCH if x.buffer == self._shared else self._buffers[x.buffer].place
+            for x in arrays
+        }
+        if places <= {Place.CONSTANT}:
+            return Place.CONSTANT
+        return Place.BATCH if places <= {Place.CONSTANT, Place.BATCH} else Place.ALONE
 
     def part(self, x, index):
         found = _part(x, index)
@@ -156,6 +171,12 @@ class PlanOps(ArrayOps):
     def capability(self, x):
         return self._capability
 
+    def per_batch(self, x):
+        if self._shared not in (None, x.buffer):
+            raise ValueError("a plan has one argument that calls share")
+        self._shared = x.buffer
+        return x
+
     def release(self, arrays):
         self._released += [x.buffer for x in arrays if x.bytes >= LEAST_RELEASED]
 
@@ -188,7 +209,10 @@ class PlanOps(ArrayOps):
         final = self._apart(results)
         kept = {x.buffer for x in final}
         steps = self._with_releases(self._in_order(_needed(self._steps, kept)))
-        constants = _needed(self._constants, {x.buffer for step in steps for x in step.reads})
+        read = {x.buffer for step in steps for x in step.reads}
+        batch = _needed(self._batch, read)
+        read |= {x.buffer for step in batch for x in step.reads}
+        constants = _needed(self._constants, read)
         touched = [{x.buffer for x in (*step.reads, *step.writes)} for step in steps]
         first = {n: i for i, each in reversed([*enumerate(touched)]) for n in each}
         last = {n: i for i, each in enumerate(touched) for n in each}
@@ -208,6 +232,8 @@ class PlanOps(ArrayOps):
             sum(x.place is Place.ARGUMENT for x in self._buffers),
             tuple(self._buffers),
             tuple(constants),
+            tuple(batch),
+            self._shared if batch else None,
             tuple(steps),
             tuple(final),
             workspace_bytes,
@@ -249,11 +275,8 @@ class PlanOps(ArrayOps):
         """What is derived of arguments and constants comes before the first launch where it is
         small, so that launches stay together, and where it is large right before it is read.
         """
-        ready = {
-            n
-            for n, x in enumerate(self._buffers)
-            if x.place in (Place.ARGUMENT, Place.CONSTANT)
-        }
+        given = Place.ARGUMENT, Place.CONSTANT, Place.BATCH
+        ready = {n for n, x in enumerate(self._buffers) if x.place in given}
         first, rest, waiting = [], [], dict[int, Any]()
         for step in steps:
             if isinstance(step, Derived) and ready.issuperset(x.buffer for x in step.reads):

@@ -1,0 +1,54 @@
+"""How the arrays that a plan keeps are made: constants, and what is made once a batch.
+
+A recipe names derived steps and their numbers, not a plan: whichever plan reads an array of an
+equal recipe reads the same one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core.plan.buffers import Plan
+from nsa_torch.torch_ops import TORCH_OPS
+
+
+class Recipe(NamedTuple):
+    """A derived step, and how what it reads is made; the number of each result, and its shape."""
+
+    function: Callable[..., Any]
+    static: tuple[tuple[str, Any], ...]
+    reads: tuple[tuple["Recipe", int, tuple[int, ...]], ...]
+
+
+def _shared(ops, *arrays):
+    raise TypeError("the shared argument is given, not made")
+
+
+SHARED_ARGUMENT = Recipe(_shared, (), ())  # `Plan.shared`
+type Known = dict[Recipe, Any]  # what has been made
+
+
+def recipes_of(plan: Plan) -> dict[int, tuple[Recipe, int]]:
+    """Of each constant and each batch buffer: a recipe, and which of its results it is."""
+    found: dict[int, tuple[Recipe, int]] = {}
+    if plan.shared is not None:
+        found[plan.shared] = SHARED_ARGUMENT, 0
+    for step in (*plan.constants, *plan.batch):
+        reads = tuple((*found[x.buffer], x.shape) for x in step.reads)
+        recipe = Recipe(step.function, step.static, reads)
+        found |= {x.buffer: (recipe, i) for i, x in enumerate(step.writes)}
+    return found
+
+
+def followed(recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
+    """What a recipe gives, as kernels read it; `known`: what has been made, which grows."""
+    if recipe not in known:
+        arrays = [
+            followed(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
+        ]
+        with torch.device(device):
+            made: Iterable[Tensor] = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))
+        known[recipe] = [x.contiguous() for x in made]
+    return known[recipe]
