@@ -25,6 +25,7 @@ from nsa_torch.functional import (
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append
 from nsa_torch.paged_attend import paged_attention
+from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 from nsa_torch.warm_up import prepare
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "PagedCache",
     "PoolParams",
     "RopeMLPParams",
+    "VarlenMetadata",
     "append",
     "attention",
     "cached_attention",
@@ -48,4 +50,5 @@ __all__ = [
     "select_blocks",
     "selected_attention",
     "sliding_attention",
+    "varlen_metadata",
 ]

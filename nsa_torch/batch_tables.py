@@ -7,13 +7,14 @@ numbers come along, what follows from them is made again.
 """
 
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed
 from nsa_torch.shared import Shared
+from nsa_torch.torch_ops import TORCH_OPS
 
 ATTRIBUTE = "nsa_tables"
 
@@ -41,16 +42,36 @@ class Tables:
 
         def make():
             known: Known = {SHARED_ARGUMENT: [borders]}
-            each = lambda recipe: lambda: followed(recipe, device, known)
-            return [self._shared.get(x, device, each(x))[i] for x, i in wanted]
+            return [self._one(recipe, device, known)[i] for recipe, i in wanted]
 
         return self._shared.get(plan, device, make)
+
+    def of_borders(self, recipe: Recipe, borders: Tensor) -> list[Tensor]:
+        """All results of a recipe."""
+        return self._one(recipe, borders.device, {SHARED_ARGUMENT: [borders]})
+
+    def _one(self, recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
+        """What it reads is kept too: other recipes may read the same."""
+        if recipe not in known:
+            make = lambda: followed(recipe, device, known, self._one)
+            known[recipe] = self._shared.get(recipe, device, make)
+        return known[recipe]
 
     def refill(self, borders: Tensor, device: torch.device) -> None:
         """Makes everything anew, in the same memory, on the current stream."""
         known: Known = {SHARED_ARGUMENT: [borders]}
         make = lambda key: followed(key, device, known) if isinstance(key, Recipe) else None
         self._shared.refill(device, make)
+
+
+def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
+    """What the derived step `function` gives of `borders` and numbers."""
+    tables = None if torch.compiler.is_compiling() else tables_of(borders)
+    if tables is None:
+        return function(TORCH_OPS, borders, **static)
+    named = tuple(sorted(static.items()))
+    recipe = Recipe(function, named, ((SHARED_ARGUMENT, 0, tuple(borders.shape)),))
+    return tables.of_borders(recipe, borders)
 
 
 def attach(tables: Tables, borders: Tensor) -> None:

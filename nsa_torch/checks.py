@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nsa_core import debug, validate, validate_paged
 from nsa_core.types import Branches
+from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
 
 
@@ -50,11 +51,7 @@ def tokens(
 def packed(cu_seqlens, x, name, length=None):
     if cu_seqlens is None:
         return
-    validate.array("cu_seqlens", cu_seqlens, 1, ("int32", "int64"))
-    if cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"cu_seqlens must have num_seqs + 1 >= 2 entries, got {cu_seqlens.shape[0]}"
-        )
+    borders_array(cu_seqlens)
     if x.shape[0] != 1:
         raise ValueError(
             f"{name} must be one row, B=1, where cu_seqlens are given, got B={x.shape[0]}"
@@ -63,9 +60,19 @@ def packed(cu_seqlens, x, name, length=None):
     borders(cu_seqlens, x.shape[1] if length is None else length)
 
 
+def borders_array(cu_seqlens):
+    """That they are borders, whatever their numbers."""
+    tensors(cu_seqlens=cu_seqlens)
+    validate.array("cu_seqlens", cu_seqlens, 1, ("int32", "int64"))
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must have num_seqs + 1 >= 2 entries, got {cu_seqlens.shape[0]}"
+        )
+
+
 def borders(cu_seqlens, length, name="cu_seqlens"):
-    """Checks the numbers, where the host reads them."""
-    if not _is_read(cu_seqlens):
+    """Checks the numbers, where the host reads them; those of metadata have been checked."""
+    if tables_of(cu_seqlens) is not None or not is_read(cu_seqlens):
         return
     numbers = cu_seqlens.tolist()
     if numbers[0] != 0:
@@ -83,17 +90,19 @@ def borders(cu_seqlens, length, name="cu_seqlens"):
 
 def may_be_padded(cu_seqlens: Tensor, length: int) -> bool:
     """Whether tokens of a packed row may be in no sequence, as far as the host knows."""
-    return not _is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
+    if tables_of(cu_seqlens) is not None:
+        return sizes_of(cu_seqlens)[1]
+    return not is_read(cu_seqlens) or int(cu_seqlens[-1]) < length
 
 
 def page_numbers(page_table, lengths, cache, *, read):
     """Checks the numbers, where the host reads them."""
-    if _is_read(page_table) and _is_read(lengths):
+    if is_read(page_table) and is_read(lengths):
         table, tokens = (x.detach().cpu().numpy() for x in (page_table, lengths))
         validate_paged.page_numbers(table, tokens, cache, read)
 
 
-def _is_read(x: Tensor) -> bool:
+def is_read(x: Tensor) -> bool:
     """Whether the host reads the numbers of an argument: nothing waits for it, or `debug` asks."""
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or debug.on):
         return False
@@ -108,17 +117,23 @@ def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """The borders that hold: where `borders` has not read them, each is at least the one before it
     and at most `length`, and the first is 0, so that nothing outside is read whatever they are.
     """
-    if not isinstance(cu_seqlens, Tensor) or _is_read(cu_seqlens):
+    if tables_of(cu_seqlens) is not None:
+        return cu_seqlens
+    if not isinstance(cu_seqlens, Tensor) or is_read(cu_seqlens):
         return cu_seqlens
     # Dozens of calls of a model take what the first has made; no tensor of the caller's is marked.
     known = not torch.compiler.is_compiling()
     if known and getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
-    ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
-    found = F.pad(ends, (1, 0))
+    found = held(cu_seqlens, length)
     if known:
         setattr(found, "clamped_to", length)  # noqa: B010, torch's stubs have no such name
     return found
+
+
+def held(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Borders of a row of `length` tokens, whatever the numbers are."""
+    return F.pad(cu_seqlens[1:].clamp(0, length).cummax(0).values, (1, 0))
 
 
 def length(kv_len, query, cu_seqlens, capacity):

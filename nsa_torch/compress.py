@@ -11,7 +11,7 @@ from nsa_core.compress_params import CompressParams, MLPParams, PoolParams, Rope
 from nsa_core.config import NSAConfig
 from nsa_torch import operators
 from nsa_torch.chunks import wide
-from nsa_torch.geometry import geometry, window_starts
+from nsa_torch.geometry import packed_windows
 from nsa_torch.heads import _rotated
 
 __all__ = ["MLPParams", "PoolParams", "RopeMLPParams", "compress"]
@@ -52,13 +52,7 @@ def compress(
         windows = [blocks[:, shift : shift + count] for shift in range(shifts)]
         at = first + torch.arange(count, device=x.device)[None] * stride
         return apply_phi(torch.cat(windows, dim=2), params, at)
-    where = geometry(
-        1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=x.device
-    )
-    starts = window_starts(where, config)
-    taps = starts.clamp(min=0)[:, None] + torch.arange(block, device=x.device)
-    unused = (starts < 0)[:, None, None]
-    at = where.position[:, starts.clamp(min=0)]
+    taps, unused, at = packed_windows(cu_seqlens, length, config)
     return apply_phi(x[:, taps], params, at).masked_fill(unused, 0)
 
 

@@ -39,6 +39,7 @@ class BoundPlan:
             for place in (Place.CONSTANT, Place.BATCH)
         )
         self.recipes = recipes_of(plan)
+        self.batch_recipes = [self.recipes[n] for n in self.batch]
         launched = {x.buffer for x in by_kernels}
         self.steps = _bound(plan, device, slots, launched)
         self.places = [
@@ -73,8 +74,7 @@ class BoundPlan:
             _place(found, self.constants, self.constant_parts, tensors, addresses)
         if self.batch:
             borders = given[self.plan.shared or 0]
-            wanted = [self.recipes[n] for n in self.batch]
-            found = batch_tables.of(borders, self.key, wanted, self.device)
+            found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
             _place(found, self.batch, self.batch_parts, tensors, addresses)
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:

@@ -16,6 +16,7 @@ follows the last is padding. Positions restart, nothing crosses a border, block 
 local to the sequence. Numbers on a GPU (and under torch.compile) are not read on the host: the
 first counts as 0, one that is less than the one before it as that one, one beyond `T` as `T`.
 On a CPU, and anywhere while `nsa_torch.debug` tells events, such numbers raise `ValueError`.
+What follows from them is made anew in each call, or once a batch: `varlen_metadata`.
 
 All functions return gradients for floating tensors, except that none flows through the
 log-sum-exp and the block indices. `reference` alone has second derivatives: of the others a
@@ -46,6 +47,7 @@ from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
 from nsa_torch.geometry import geometry_of
 from nsa_torch.operators import requires_grad
 from nsa_torch.plans import Known
+from nsa_torch.varlen import VarlenMetadata, borders_of
 
 type Names = str | Branches[str | None] | None
 
@@ -60,6 +62,7 @@ def attention(
     compressed: tuple[Tensor, Tensor] | None = None,
     block_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     scale: float | None = None,
     recompute: bool = False,
     implementation: Names = None,
@@ -79,6 +82,7 @@ def attention(
       block_indices: int32 `[B, T, Hkv, n]`, -1 in empty slots, no duplicates; None: selected
         from the compressed scores.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see the module).
+      varlen: in place of `cu_seqlens`, what `varlen_metadata` made of them once a batch.
       scale: of the logits; None: `D**-0.5`.
       recompute: keep inputs and selection for the backward pass, which then computes the
         branches again; else three tensors like the output are kept besides.
@@ -92,6 +96,9 @@ def attention(
     """
     options: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     call = None
+    if varlen is not None:
+        length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
+        cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)
     if context_mesh is None and cu_seqlens is not None:
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
     if context_mesh is None and not torch.compiler.is_compiling():
@@ -260,6 +267,7 @@ def compress(
     *,
     config: NSAConfig,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
 ) -> Tensor:
     """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
 
@@ -268,6 +276,7 @@ def compress(
       params: None: the mean; `PoolParams`, `MLPParams` of tensors: learnable.
       cu_seqlens: `[num_seqs + 1]`; the tokens of all sequences then stand in the order of
         their first token, without gaps, zeros in the slots left over.
+      varlen: as of `attention`.
 
     Returns:
       `[B, C, Hkv, D]`, `C = config.num_compressed(S)`.
@@ -275,6 +284,7 @@ def compress(
     checks.tensors(x=x)
     validate.array("x", x, 4)
     validate.phi(params, x, config)
+    cu_seqlens = borders_of(cu_seqlens, varlen, x, "x", config)
     checks.packed(cu_seqlens, x, "x")
     for name, param in zip(getattr(params, "_fields", ()), params or (), strict=True):
         checks.devices(x, {f"params.{name}": param})
@@ -290,6 +300,7 @@ def select_blocks(
     config: NSAConfig,
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
@@ -304,6 +315,7 @@ def select_blocks(
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
     """
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     packed, memory = cu_seqlens is not None, {"query": query, "compressed_key": compressed_key}
     width = query.shape[-1]
@@ -328,6 +340,7 @@ def compressed_attention(
     config: NSAConfig,
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -339,6 +352,7 @@ def compressed_attention(
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32. SDPA
       gives none: there it costs a second product `q . k`.
     """
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     kv_len = checks.scoring(query, compressed_key, config, kv_len, cu_seqlens, scale)
     checks.compressed(query, compressed_key, compressed_value, config, kv_len)
     packed, width = cu_seqlens is not None, compressed_value.shape[-1]
@@ -370,6 +384,7 @@ def selected_attention(
     config: NSAConfig,
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -380,6 +395,7 @@ def selected_attention(
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
     """
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     checks.indices(block_indices, query, key, config)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
@@ -407,10 +423,12 @@ def sliding_attention(
     config: NSAConfig,
     kv_len: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key, value, config, cu_seqlens, scale)
     kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
     packed, memory = cu_seqlens is not None, {"query": query, "key": key, "value": value}
@@ -435,10 +453,12 @@ def explain(
     *,
     config: NSAConfig = NSAConfig(),
     cu_seqlens: Tensor | None = None,
+    varlen: VarlenMetadata | None = None,
     implementation: Names = None,
 ) -> Plan:
     """What `attention` would run for these arguments, and why not what stands before it."""
     key, value = Branches.each(key), Branches.each(value)
+    cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config)
     checks.tokens(query, key.selected, value.selected, config, cu_seqlens, None)
     problem = problem_of(*_problem(query, key, value, config, cu_seqlens))
     return REGISTRY.plan(problem, implementation)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_core.config import NSAConfig
+from nsa_torch import batch_tables
 
 
 class Sequences(NamedTuple):
@@ -73,17 +74,24 @@ def geometry(
             return Geometry(index + offset, zero, zero, offset, None)
         first = kv_len.to(device, torch.int64).reshape(-1, 1) - num_queries
         return Geometry(index + first, zero, zero, None, None)
-    bounds = cu_seqlens.to(device, torch.int64)
     if isinstance(kv_len, Tensor):
         raise ValueError("kv_len must be an int where cu_seqlens are given, got a tensor")
-    offset = kv_len - num_queries
-    token = index[0] + offset
+    sizes = {"num_queries": num_queries, "kv_len": kv_len, "config": config}
+    found = batch_tables.made(_packed_places, cu_seqlens.to(device), **sizes)
+    position, key_start, compressed_start, bounds = found
+    return Geometry(position, key_start, compressed_start, kv_len - num_queries, bounds)
+
+
+def _packed_places(ops, cu_seqlens, *, num_queries, kv_len, config):
+    """`position`, `key_start`, `compressed_start` of a `Geometry`, and its `cu_seqlens`."""
+    bounds = cu_seqlens.to(torch.int64)
+    token = torch.arange(num_queries, device=bounds.device) + (kv_len - num_queries)
     # Counting the ends at or before a token skips the sequences without tokens.
     sequence = torch.searchsorted(bounds[1:], token, right=True)
     start = bounds[sequence]
     slot = _compressed_bounds(bounds, config)[sequence]
     position = torch.where(sequence < bounds.numel() - 1, token - start, -1)
-    return Geometry(position[None], start[None], slot[None], offset, bounds)
+    return position[None], start[None], slot[None], bounds
 
 
 def geometry_of(
@@ -110,6 +118,28 @@ def sequences(where: Geometry, count: int, config: NSAConfig) -> Sequences:
         where.position[:, 0],
         row * count,
     )
+
+
+def packed_windows(
+    cu_seqlens: Tensor, length: int, config: NSAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each compressed slot of a packed row of `length` tokens.
+
+    Returns:
+      The tokens of its window `[C, l]`, whether it is unused `[C, 1, 1]`, and the position of the
+      window's first token `[1, C]`.
+    """
+    tokens, unused, at = batch_tables.made(_windows, cu_seqlens, length=length, config=config)
+    return tokens, unused, at
+
+
+def _windows(ops, cu_seqlens, *, length, config):
+    place = {"config": config, "cu_seqlens": cu_seqlens, "device": cu_seqlens.device}
+    where = geometry(1, length, kv_len=length, **place)
+    starts = window_starts(where, config)
+    first = starts.clamp(min=0)
+    tokens = first[:, None] + torch.arange(config.compress_block, device=starts.device)
+    return tokens, (starts < 0)[:, None, None], where.position[:, first]
 
 
 def window_starts(where: Geometry, config: NSAConfig) -> Tensor:

@@ -22,6 +22,7 @@ from nsa_core.layer import DEFAULT_GATE, DEFAULT_PHI, KIND_MODULE, LayerSpec, ta
 from nsa_core.types import Branches
 from nsa_torch import cache, checks, context, functional, geometry, heads
 from nsa_torch.gates import Gate, HeadGate
+from nsa_torch.varlen import VarlenMetadata, borders_of
 
 
 class MLP(nn.Module):
@@ -291,6 +292,7 @@ class NSAAttention(nn.Module):
         *,
         prefill: bool = True,
         cu_seqlens: Tensor | None = None,
+        varlen: VarlenMetadata | None = None,
         new_lengths: Tensor | None = None,
     ) -> tuple[Tensor, cache.NSACache | None]:
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
@@ -303,6 +305,7 @@ class NSAAttention(nn.Module):
           prefill: False says that `x` continues a cache, which must then be given; chunks of
             any length may be appended either way.
           cu_seqlens: int `[sequences + 1]`, a packed batch (`B = 1`), without a cache only.
+          varlen: in its place what `varlen_metadata` made of it, once for all layers.
           new_lengths: int `[B]`, as in `cached_attention`; with a cache only.
         """
         spec = self.spec
@@ -310,8 +313,9 @@ class NSAAttention(nn.Module):
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
         if kv is None and not prefill:
             raise ValueError("kv must be a cache from init_cache where prefill=False, got None")
-        if kv is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens must be None where a cache is given, got both")
+        for name, given in (("cu_seqlens", cu_seqlens), ("varlen", varlen)):
+            if kv is not None and given is not None:
+                raise ValueError(f"{name} must be None where a cache is given, got both")
         if kv is None and new_lengths is not None:
             raise ValueError("new_lengths must be None where no cache is given, got a tensor")
         if kv is not None and self.context_mesh is not None:
@@ -336,6 +340,9 @@ class NSAAttention(nn.Module):
                 implementation=self.implementation,
             )
             return self.out(out.flatten(2)), kv
+        if varlen is not None:
+            shards = 1 if self.context_mesh is None else self.context_mesh.size()
+            cu_seqlens = borders_of(cu_seqlens, varlen, x, "x", spec.config, length * shards)
         ranks: dict[str, Any] = {}
         if self.context_mesh is None:
             checks.packed(cu_seqlens, x, "x")

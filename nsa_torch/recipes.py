@@ -42,11 +42,22 @@ def recipes_of(plan: Plan) -> dict[int, tuple[Recipe, int]]:
     return found
 
 
-def followed(recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
-    """What a recipe gives, as kernels read it; `known`: what has been made, which grows."""
+type Follow = Callable[[Recipe, torch.device, Known], list[Tensor]]
+
+
+def followed(
+    recipe: Recipe, device: torch.device, known: Known, nested: "Follow | None" = None
+) -> list[Tensor]:
+    """What a recipe gives, as kernels read it.
+
+    Args:
+      known: what has been made, which grows.
+      nested: follows the recipes of what it reads; None: as this one.
+    """
     if recipe not in known:
+        follow = nested or followed
         arrays = [
-            followed(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
+            follow(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
         ]
         with torch.device(device):
             made: Iterable[Tensor] = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))

@@ -2,43 +2,78 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import nsa_torch
 from kernels_pallas.mosaic import capability
+from nsa_core import debug
 from nsa_core.plan.buffers import Launch, Place
-from nsa_torch import batch_tables, mosaic, triton
+from nsa_torch import NSAAttention, mosaic, triton
+from nsa_torch.plans import Planned
 from tests import planned
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in
 from tests.test_plan import FORMS, call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
-SIZES = 1, 90, 90, 4, 2, 16, 16, SMALL
+T = 90
+BATCHES = {
+    "documents": [0, 12, 41, 70],
+    "empty ones": [0, 0, 33, 33, 33, 90],
+    "one token": [0, 1, 2, 60, 61],
+    "one": [0, 90],
+    "none": [0, 0],
+    "full": [0, 10, 20, 30, 40, 50, 60, 70, 90],
+}
 
 
-def borders(*ends):
-    return torch.tensor([0, *ends], dtype=torch.int32)
+def borders(numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def leaves(seed=0, device="cpu", dtype=torch.float32, heads=4, kv_heads=2, width=16, length=T):
+    """Query, key, value, gates."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = [(1, length, n, width) for n in (heads, kv_heads, kv_heads)]
+    shapes += [(1, length, heads, 3)]
+    found = [torch.randn(x, generator=make).to(device, dtype) for x in shapes]
+    return [x.requires_grad_() for x in found]
+
+
+def with_gradients(inputs, **options):
+    """Output and gradients of `attention`."""
+    out = nsa_torch.attention(*inputs, config=options.pop("config", SMALL), **options)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out)
+    return [out, *torch.autograd.grad(out, inputs, weight)]
+
+
+def same(one, two):
+    return all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+
+
+def on_the_cpu(monkeypatch, name):
+    """As `planned.on_the_cpu`, of the kernels of a path."""
+    monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
+    stack = planned.contextlib.ExitStack()
+    stack.enter_context(planned.on_the_cpu(monkeypatch, stand_in))
+    stack.enter_context(capability.interpreted(name == "mosaic"))
+    return stack
 
 
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
-    with (
-        planned.on_the_cpu(monkeypatch, stand_in),
-        capability.interpreted(request.param == "mosaic"),
-    ):
+    with on_the_cpu(monkeypatch, request.param):
         yield PATHS[request.param]
 
 
-def plans_of(path, cu_seqlens):
-    """Of a call with residuals, and of its gradient."""
-    arguments = call(FORMS["given"], SIZES, cu_seqlens=cu_seqlens)
-    function = path.planned["attention_saving"]
-    return function.plans(arguments, torch.device("cpu"))
+# Plans
 
 
 def test_what_follows_from_the_borders_is_apart(path):
     """No step of a layer reads nothing but what follows from `cu_seqlens`."""
-    for plan in plans_of(path, borders(30, 30, 70)):
+    sizes = 1, T, T, 4, 2, 16, 16, SMALL
+    arguments = call(FORMS["given"], sizes, cu_seqlens=borders(BATCHES["documents"]))
+    for plan in path.planned["attention_saving"].plans(arguments, torch.device("cpu")):
         fixed = {plan.shared}
         fixed |= {
             n for n, x in enumerate(plan.buffers) if x.place in (Place.CONSTANT, Place.BATCH)
@@ -49,32 +84,231 @@ def test_what_follows_from_the_borders_is_apart(path):
             assert isinstance(step, Launch) or not reads or not reads <= fixed, step.name
 
 
-def test_made_once_and_written_again_in_place(path):
-    """Tables of borders that say so: of two plans, the same memory; after other borders came, the
-    numbers of these in that memory.
+@pytest.mark.parametrize("path", ["mosaic"], indirect=True)
+def test_made_once_for_all_layers(path, monkeypatch):
+    """Of a second layer, its backward pass, and any batch of the same room: nothing is planned; of
+    the layer nothing is made but by its kernels' steps; the numbers are those of bare borders.
     """
-    own = borders(30, 30, 70, 70)
-    tables = batch_tables.Tables(None, True)
-    batch_tables.attach(tables, own)
-    arguments = call(FORMS["given"], SIZES, cu_seqlens=own)
-    function = path.planned["attention_saving"]
+    planned_calls, inputs = [], leaves(dtype=torch.bfloat16)
+    plan = Planned.plan
 
-    def bare(cu_seqlens):
-        others = [cu_seqlens if x is own else x for x in arguments]
-        return function(*others)
+    def counted(self, *arguments):
+        planned_calls.append(self)
+        return plan(self, *arguments)
 
-    first = function(*arguments)
-    kept = [x for key, (_, (each, *_)) in tables._shared._kept.items() for x in each]
-    assert kept and all(
-        torch.equal(x, y) for x, y in zip(first, bare(own.clone()), strict=True)
+    monkeypatch.setattr(Planned, "plan", counted)
+    name = "mosaic"
+    meta = nsa_torch.varlen_metadata(
+        borders(BATCHES["one"]), total=T, padded=True, max_seqlen=T, config=SMALL
     )
-    again = function(*arguments)
-    addresses = [x.data_ptr() for x in kept]
-    own.copy_(borders(12, 41, 41, 90))
-    tables.refill(own, own.device)
-    now = [x for key, (_, (each, *_)) in tables._shared._kept.items() for x in each]
-    assert [x.data_ptr() for x in now] == addresses
-    other = function(*arguments)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-    assert not torch.equal(first[0], other[0])
-    assert all(torch.equal(x, y) for x, y in zip(other, bare(own.clone()), strict=True))
+    with_gradients(inputs, varlen=meta, implementation=name)
+    known = len(planned_calls)
+    for numbers in BATCHES.values():
+        meta.update(borders(numbers))
+        found = with_gradients(inputs, varlen=meta, implementation=name)
+        assert same(found, with_gradients(inputs, varlen=meta, implementation=name))
+        assert len(planned_calls) == known
+        fresh = nsa_torch.varlen_metadata(
+            borders(numbers), total=T, padded=True, max_seqlen=T, config=SMALL
+        )
+        assert same(found, with_gradients(inputs, varlen=fresh, implementation=name))
+        assert len(planned_calls) == known
+        bare = with_gradients(inputs, cu_seqlens=borders(numbers), implementation=name)
+        assert same(found, bare)
+        known = len(planned_calls)
+
+
+# All implementations
+
+
+OF_BATCHES = [(x, y) for x in ("sdpa", "reference") for y in BATCHES]
+
+
+@pytest.mark.parametrize(("implementation", "batch"), [*OF_BATCHES, ("jax", "empty ones")])
+def test_as_bare_borders(implementation, batch):
+    numbers, inputs = borders(BATCHES[batch]), leaves()
+    meta = nsa_torch.varlen_metadata(numbers, total=T, config=SMALL)
+    found = with_gradients(inputs, varlen=meta, implementation=implementation)
+    bare = with_gradients(inputs, cu_seqlens=numbers, implementation=implementation)
+    assert same(found, bare) or implementation == "jax"
+    assert all(torch.allclose(x, y, atol=1e-5) for x, y in zip(found, bare, strict=True))
+
+
+def test_every_function_takes_it():
+    query, key, value, _ = leaves()
+    numbers = borders(BATCHES["documents"])
+    options = [{"cu_seqlens": numbers}]
+    options += [{"varlen": nsa_torch.varlen_metadata(numbers, total=T, config=SMALL)}]
+    found = []
+    for packed in options:
+        packed |= {"config": SMALL}
+        pair = [nsa_torch.compress(x, **packed) for x in (key, value)]
+        scored = nsa_torch.select_blocks(query, pair[0], **packed)
+        found.append([*pair, scored])
+        found[-1] += nsa_torch.compressed_attention(query, *pair, **packed)
+        found[-1] += nsa_torch.selected_attention(query, key, value, scored, **packed)
+        found[-1] += nsa_torch.sliding_attention(query, key, value, **packed)
+        nsa_torch.explain(query, key, value, **packed)
+    assert same(*found)
+
+
+@pytest.mark.parametrize("phi", ["avg", "mlp", "mlp_rope"])
+def test_layers(phi):
+    """Two of a model, one of them checkpointed, without borders between the calls."""
+    sizes = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 4, "w": 10, "num_initial": 1, "num_local": 1}
+    torch.manual_seed(0)
+    first, second = (NSAAttention(16, 4, 2, 8, 8, phi=phi, **sizes) for _ in range(2))
+    x, numbers = torch.randn(1, T, 16, requires_grad=True), borders(BATCHES["documents"])
+    weights = [*first.parameters(), *second.parameters()]
+
+    def gradients(**packed):
+        run = lambda layer, x: layer(x, **packed)[0]
+        y = run(first, x)
+        out = checkpoint(run, second, y, use_reentrant=False)
+        grads = torch.autograd.grad(out.square().sum(), [x, *weights], allow_unused=True)
+        return [out, *(g for g in grads if g is not None)]
+
+    meta = nsa_torch.varlen_metadata(numbers, total=T, config=first.spec.config)
+    assert same(gradients(varlen=meta), gradients(cu_seqlens=numbers))
+
+
+def test_two_at_once_and_copies():
+    inputs = leaves()
+    some, others = (
+        nsa_torch.varlen_metadata(borders(BATCHES[x]), total=T, config=SMALL)
+        for x in ("documents", "full")
+    )
+    first = [with_gradients(inputs, varlen=x) for x in (some, others)]
+    assert not same(*first)
+    with torch.inference_mode():
+        made = nsa_torch.varlen_metadata(borders(BATCHES["full"]), total=T, config=SMALL)
+        nsa_torch.attention(*inputs, config=SMALL, varlen=made)
+    again = [with_gradients(inputs, varlen=x) for x in (some, others, made)]
+    assert same(first[0], again[0]) and same(first[1], again[1]) and same(first[1], again[2])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend):
+    inputs = leaves()
+    meta = nsa_torch.varlen_metadata(borders(BATCHES["documents"]), total=T, config=SMALL)
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def compiled(*inputs):
+        return nsa_torch.attention(*inputs, config=SMALL, varlen=meta, implementation="sdpa")
+
+    for numbers in BATCHES["documents"], BATCHES["full"]:
+        meta = nsa_torch.varlen_metadata(borders(numbers), total=T, padded=True, config=SMALL)
+        out = compiled(*inputs)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+        want = nsa_torch.attention(
+            *inputs, config=SMALL, cu_seqlens=borders(numbers), implementation="sdpa"
+        )
+        more = torch.autograd.grad(want.square().sum(), inputs)
+        for x, y in zip((out, *grads), (want, *more), strict=True):
+            assert torch.allclose(x, y, atol=1e-5)
+
+
+# Bad input
+
+
+def refused(match, error=ValueError):
+    return pytest.raises(error, match=match)
+
+
+def test_what_contradicts_itself():
+    make = lambda numbers, **options: nsa_torch.varlen_metadata(
+        torch.tensor(numbers), **{"config": SMALL} | options
+    )
+    assert (make([0, 9, 20]).total, make([0, 9, 20]).padded) == (20, False)
+    assert make([0, 9, 20], total=24).padded and make([0, 3]).max_sequences == 8
+    assert make([*range(12)]).max_sequences == 16
+    with refused("cu_seqlens must not decrease, got 3 after 9 at index 2"):
+        make([0, 9, 3])
+    with refused("cu_seqlens must begin with 0, got 1"):
+        make([1, 9])
+    with refused("cu_seqlens must end with 8, the number of tokens, at most, got 9"):
+        make([0, 9], total=8)
+    with refused("max_seqlen must be 11 at least, as the longest sequence has, got 10"):
+        make([0, 9, 20], max_seqlen=10)
+    with refused("cu_seqlens must have max_sequences \\+ 1 = 3 entries at most, got 4"):
+        make([0, 9, 20, 30], max_sequences=2)
+    with refused("cu_seqlens must end with 24, .* where padded is False, got 20"):
+        make([0, 9, 20], total=24, padded=False)
+    with refused("cu_seqlens must have num_seqs \\+ 1 >= 2 entries, got 1"):
+        make([0])
+    with refused("cu_seqlens must have dtype"):
+        make([0.0, 1.0])
+    for name in ("max_seqlen", "total", "max_sequences"):
+        for wrong in (0, -1, True, 2.0, "8"):
+            with refused(f"{name} must be an int of at least 1, got {wrong!r}"):
+                make([0, 9], **{name: wrong})
+    with refused("config must be an NSAConfig, got dict"):
+        make([0, 9], config={})
+
+
+def test_what_does_not_belong_together():
+    inputs, numbers = leaves(), torch.tensor(BATCHES["documents"])
+    meta = nsa_torch.varlen_metadata(numbers, total=T, config=SMALL)
+    call = lambda *inputs, **options: nsa_torch.attention(
+        *inputs, **{"config": SMALL, "varlen": meta} | options
+    )
+    with refused("cu_seqlens must be None where varlen is given, got both"):
+        call(*inputs, cu_seqlens=numbers)
+    with refused("varlen must be what nsa_torch.varlen_metadata returns, got Tensor"):
+        call(*inputs, varlen=numbers)
+    with refused("varlen must be made with NSAConfig.*, got one of NSAConfig"):
+        call(*inputs, config=nsa_torch.NSAConfig())
+    with refused("varlen must be of the 60 tokens of query, got total=90"):
+        call(*(x[:, :60] for x in inputs))
+    with refused("query must be one row, B=1, where varlen is given, got B=2"):
+        call(*(x.expand(2, -1, -1, -1) for x in inputs))
+    with refused("varlen must be on the device of query, meta, got one on cpu"):
+        call(*(x.to("meta") for x in inputs))
+    layer = NSAAttention(16, 4, 2, 8, 8)
+    with refused("varlen must be made with"):
+        layer(torch.zeros(1, T, 16), varlen=meta)
+    with refused("varlen must be None where a cache is given, got both"):
+        layer(torch.zeros(1, T, 16), layer.init_cache(1, 100), varlen=meta)
+    numbers[1] += 1
+    with refused("cu_seqlens must not be written to after varlen was made of them"):
+        call(*inputs)
+    meta.update(numbers)
+    out = call(*inputs)
+    meta.update(torch.tensor(BATCHES["full"]))
+    with refused("modified by an inplace operation", RuntimeError):
+        out.sum().backward()
+    with refused("cu_seqlens must have max_sequences"):
+        meta.update(torch.arange(10))
+    # A refused one has changed nothing.
+    assert same([call(*inputs)], [call(*inputs, varlen=None, cu_seqlens=meta.cu_seqlens)])
+
+
+def test_a_length_is_that_of_the_first_call(monkeypatch):
+    """Where the host does not read the borders."""
+    monkeypatch.setattr("nsa_torch.checks.is_read", lambda x: False)
+    meta = nsa_torch.varlen_metadata(torch.tensor([0, 30, 200]), config=SMALL)
+    assert (meta.total, meta.padded, meta.max_seqlen) == (None, True, None)
+    inputs = leaves()
+    found = with_gradients(inputs, varlen=meta, implementation="sdpa")
+    bare = with_gradients(inputs, cu_seqlens=torch.tensor([0, 30, T]), implementation="sdpa")
+    assert same(found, bare) and meta.total == T
+    with refused("varlen must be of the 80 tokens of query, got total=90"):
+        nsa_torch.attention(*(x[:, :80] for x in inputs), config=SMALL, varlen=meta)
+
+
+def test_a_sequence_that_is_too_long(monkeypatch):
+    """All is padding where the host does not read them, a sentence where `debug` does."""
+    numbers = torch.tensor([0, 30, T])
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa_torch.checks.is_read", lambda x: False)
+        meta = nsa_torch.varlen_metadata(numbers, max_seqlen=59, total=T, config=SMALL)
+        for x in with_gradients(leaves(), varlen=meta, implementation="sdpa"):
+            assert not x.any()
+        meta.update(torch.tensor([0, 31, T]))
+        assert nsa_torch.attention(*leaves(), config=SMALL, varlen=meta).all()
+    debug.enable("routing")
+    try:
+        with refused("max_seqlen must be 60 at least"):
+            meta.update(numbers)
+    finally:
+        debug.enable()
