@@ -13,6 +13,7 @@ from nsa_torch.plans import Planned
 from tests import planned
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in
+from tests.test_block_query_lists import needs_gpu
 from tests.test_plan import FORMS, call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
@@ -312,3 +313,142 @@ def test_a_sequence_that_is_too_long(monkeypatch):
             meta.update(numbers)
     finally:
         debug.enable()
+
+
+# On a GPU
+
+
+def on_a_gpu(seed=0, length=640):
+    return leaves(seed, "cuda", torch.bfloat16, heads=12, width=64, length=length)
+
+
+GPU_BATCHES = [0, 130, 131, 520, 600], [0, 0, 40, 40, 640], [0, 640], [*range(0, 633, 79)]
+CONFIG = nsa_torch.NSAConfig()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "sdpa"])
+def test_no_wait_on_a_gpu(implementation):
+    """Numbers of bare borders, from one object and from one each, without a wait."""
+    inputs, options = on_a_gpu(), {"config": CONFIG, "implementation": implementation}
+    batches = [borders(x).cuda() for x in GPU_BATCHES]
+    meta = nsa_torch.varlen_metadata(batches[0], total=640, max_sequences=8, config=CONFIG)
+    with_gradients(inputs, varlen=meta, **options)
+    for numbers in batches:
+        want = with_gradients(inputs, cu_seqlens=numbers, **options)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            meta.update(numbers)
+            fresh = nsa_torch.varlen_metadata(numbers, total=640, config=CONFIG)
+            found = [with_gradients(inputs, varlen=x, **options) for x in (meta, fresh)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert same(found[0], want) and same(found[1], want)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_other_documents_at_each_replay(implementation):
+    """A training step of two layers as a CUDA graph; the tables are made before the capture, or
+    within it.
+    """
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "implementation": implementation}
+    layers = [NSAAttention(256, 12, 2, 64, 64, **options) for _ in range(2)]
+    weights = [x for layer in layers for x in layer.parameters()]
+    x = torch.randn(1, 640, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(**packed):
+        y = layers[1](layers[0](x, **packed)[0], **packed)[0]
+        grads = torch.autograd.grad(y.float().square().sum(), weights, allow_unused=True)
+        return [y, *(g for g in grads if g is not None)]
+
+    config = layers[0].spec.config
+    batches = [borders(x).cuda() for x in GPU_BATCHES]
+    wants = [step(cu_seqlens=numbers) for numbers in batches]
+    for warm in (True, False):
+        sizes = {"total": 640, "max_sequences": 8, "config": config}
+        meta = nsa_torch.varlen_metadata(batches[0], **sizes)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(varlen=meta if warm else nsa_torch.varlen_metadata(batches[0], **sizes))
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step(varlen=meta)
+        for numbers, want in zip(batches, wants, strict=True):
+            meta.update(numbers)
+            graph.replay()
+            assert same(found, want)
+        assert same(step(varlen=meta), wants[-1])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_two_streams():
+    inputs = on_a_gpu()
+    numbers = borders(GPU_BATCHES[0]).cuda()
+    want = with_gradients(inputs, cu_seqlens=numbers, config=CONFIG)
+    meta = nsa_torch.varlen_metadata(numbers, total=640, config=CONFIG)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(with_gradients(inputs, varlen=meta, config=CONFIG))
+    torch.cuda.synchronize()
+    assert all(same(x, want) for x in found)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_compiled_on_a_gpu():
+    """The metadata of a compiled call is read by its operators, forward and backward."""
+    inputs = on_a_gpu()
+
+    @torch.compile(fullgraph=True)
+    def compiled(meta, *inputs):
+        return nsa_torch.attention(*inputs, config=CONFIG, varlen=meta, implementation="mosaic")
+
+    for numbers in GPU_BATCHES[:2]:
+        meta = nsa_torch.varlen_metadata(
+            borders(numbers), total=640, device="cuda", config=CONFIG
+        )
+        out = compiled(meta, *inputs)
+        grads = torch.autograd.grad(out.float().square().sum(), inputs)
+        want = nsa_torch.attention(
+            *inputs, config=CONFIG, cu_seqlens=borders(numbers).cuda(), implementation="mosaic"
+        )
+        more = torch.autograd.grad(want.float().square().sum(), inputs)
+        assert torch.equal(out, want)
+        for x, y in zip(grads, more, strict=True):
+            assert torch.allclose(x, y, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_bad_borders_on_a_gpu():
+    inputs = on_a_gpu()
+    numbers = borders([0, 700, 300, 600]).cuda()
+    meta = nsa_torch.varlen_metadata(numbers, total=640, config=CONFIG)
+    held = borders([0, 640, 640, 640]).cuda()
+    found = with_gradients(inputs, varlen=meta, config=CONFIG)
+    assert same(found, with_gradients(inputs, cu_seqlens=held, config=CONFIG))
+    numbers = borders([0, 300, 600]).cuda()
+    meta = nsa_torch.varlen_metadata(numbers, max_seqlen=299, total=640, config=CONFIG)
+    assert not any(x.any() for x in with_gradients(inputs, varlen=meta, config=CONFIG))
+    debug.enable("routing")
+    try:
+        with refused("max_seqlen must be 300 at least"):
+            meta.update(numbers)
+    finally:
+        debug.enable()
+    with refused("varlen must be on the device of query, cuda:0, got one on cpu"):
+        cpu = nsa_torch.varlen_metadata(borders([0, 640]), config=CONFIG)
+        nsa_torch.attention(*inputs, config=CONFIG, varlen=cpu)

@@ -1,0 +1,49 @@
+"""bench.packed: what a row says, without a GPU."""
+
+import torch
+
+from bench import packed
+from bench.harness.records import Record
+
+
+def record(**fields):
+    common = {
+        "bench": "packed",
+        "framework": "torch",
+        "branch": "all",
+        "implementation": "mosaic",
+    }
+    sizes = dict.fromkeys(("B", "T", "S", "H", "Hkv", "D", "Dv"), 1)
+    fixed = {"mode": "forward", "dtype": "bfloat16", "config": {}, "input": "random"}
+    return Record(**common, **sizes, **fixed, **fields)
+
+
+def test_lengths_of_documents():
+    for shape in packed.SHAPES.values():
+        assert min(shape.lengths) > 0
+    sizes = packed.SHAPES["31 documents, 61444 tokens"].lengths
+    assert (len(sizes), sum(sizes)) == (31, 61444) and max(sizes) > 8 * min(sizes)
+
+
+def test_the_array_that_is_farthest_counts():
+    one, two = torch.ones(2, 4), torch.full((2, 4), 3.0)
+    assert packed.farthest([one, two], [one, two]) == 0
+    assert packed.farthest([one, two + 0.3], [one, two]) < 0.1001
+    assert packed.farthest([one * 1.5, two + 0.3], [one, two]) == 0.5
+
+
+def test_a_line():
+    extra = {"form": "varlen", "farthest": 2e-3, "host_ms": 0.5, "metadata_ms": 0.02}
+    times = {"time_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1, "samples": 5}
+    cells = packed.line("16 x 2048", record(extra=extra, **times)).split(" | ")
+    assert cells[1:] == [
+        "forward",
+        "varlen",
+        "1.000",
+        "0.900 to 1.100",
+        "0.500",
+        "0.020",
+        "-",
+    ] + ["2.00e-03 |"]
+    wrong = record(extra=extra, status="wrong", reason="2 % off")
+    assert "| wrong: 2 % off |" in packed.line("16 x 2048", wrong)
