@@ -111,7 +111,8 @@ class Packed:
 
     def run(self, mode: str, tensors: Sequence[torch.Tensor], **packed: Any) -> list[Any]:
         """The output, and the gradients where `mode` wants them."""
-        options = {"config": CONFIG, "implementation": self.implementation, **packed}
+        options: dict[str, Any] = {"config": CONFIG, "implementation": self.implementation}
+        options |= packed
         if mode == "forward":
             with torch.no_grad():
                 return [nsa_torch.attention(*tensors, **options)]
