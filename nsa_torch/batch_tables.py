@@ -41,14 +41,14 @@ class Tables:
         """The wanted results of recipes; `plan`: what always wants the same."""
 
         def make():
-            known: Known = {SHARED_ARGUMENT: [borders]}
+            known = _known(borders)
             return [self._one(recipe, device, known)[i] for recipe, i in wanted]
 
         return self._shared.get(plan, device, make)
 
     def of_borders(self, recipe: Recipe, borders: Tensor) -> list[Tensor]:
         """All results of a recipe."""
-        return self._one(recipe, borders.device, {SHARED_ARGUMENT: [borders]})
+        return self._one(recipe, borders.device, _known(borders))
 
     def _one(self, recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
         """What it reads is kept too: other recipes may read the same."""
@@ -59,9 +59,14 @@ class Tables:
 
     def refill(self, borders: Tensor, device: torch.device) -> None:
         """Makes everything anew, in the same memory, on the current stream."""
-        known: Known = {SHARED_ARGUMENT: [borders]}
+        known = _known(borders)
         make = lambda key: followed(key, device, known) if isinstance(key, Recipe) else None
         self._shared.refill(device, make)
+
+
+def _known(borders: Tensor) -> Known:
+    """Without their tables: what follows from them follows from their numbers."""
+    return {SHARED_ARGUMENT: [borders.detach()]}
 
 
 def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: Hashable):
@@ -100,5 +105,5 @@ def of(
     tables = tables_of(borders)
     if tables is not None:
         return tables.get(borders, plan, wanted, device)
-    known: Known = {SHARED_ARGUMENT: [borders]}
+    known = _known(borders)
     return [followed(recipe, device, known)[i] for recipe, i in wanted]

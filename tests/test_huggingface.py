@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DataCollatorWithFlattening,
     DynamicCache,
     LlamaConfig,
     Trainer,
@@ -32,6 +33,7 @@ from bench.lm.torch_lm import LM
 from nsa_core import extras
 from nsa_core.layer import LayerSpec
 from nsa_interop import weights
+from nsa_torch import geometry
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModel,
@@ -298,11 +300,39 @@ def test_packed_rows(kind):
     want = torch.cat([model(kind)(x, use_cache=False).logits for x in pieces], dim=1)
     position = torch.cat([torch.arange(x.shape[1]) for x in pieces])[None]
     run = functools.partial(model(kind), ids, use_cache=False)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    collated = collator([{"input_ids": x[0].tolist()} for x in pieces])
+    assert torch.equal(collated.pop("input_ids"), ids) and {"max_length_q"} < collated.keys()
     for options in (
         dict(position_ids=position),
         dict(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)),
+        collated,
     ):
         torch.testing.assert_close(run(**options).logits, want, rtol=0, atol=FLOAT32_MAX)
+
+
+def test_packed_rows_are_found_once(monkeypatch):
+    """Where the tokens of a packed row stand is worked out once for all layers, and for what
+    checkpointing computes again.
+    """
+    ids, bounds = tokens(1), torch.tensor([0, 3, 20, WIDTH], dtype=torch.int32)
+    made, found = model("nsa"), []
+    of_borders = geometry._packed_places
+    counted = lambda *arguments, **sizes: found.append(sizes) or of_borders(*arguments, **sizes)
+    monkeypatch.setattr(geometry, "_packed_places", counted)
+    run = lambda: made(ids, cu_seq_lens_q=bounds, labels=ids).loss
+    want = torch.autograd.grad(run(), list(made.parameters()), allow_unused=True)
+    assert len(made.model.layers) == 2 and len(found) == 2  # of tokens, and of windows
+    made.gradient_checkpointing_enable()
+    made.train()
+    try:
+        got = torch.autograd.grad(run(), list(made.parameters()), allow_unused=True)
+    finally:
+        made.gradient_checkpointing_disable()
+        made.eval()
+    assert len(found) == 4
+    for x, y in zip(got, want, strict=True):
+        assert (x is None) == (y is None) and (x is None or torch.allclose(x, y, atol=1e-6))
 
 
 @pytest.mark.parametrize(

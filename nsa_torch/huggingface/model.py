@@ -258,6 +258,7 @@ class NSAModel(NSAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden_size].
@@ -270,7 +271,9 @@ class NSAModel(NSAPreTrainedModel):
             its name before transformers 5.24.
           use_cache: makes a cache where none is given. None: the configuration's outside
             training.
-          cu_seq_lens_q: int `[sequences + 1]`, a packed row.
+          cu_seq_lens_q: int `[sequences + 1]`, a packed row, as of transformers'
+            `DataCollatorWithFlattening`. What follows from it is made once for all layers.
+          max_length_q: its longest sequence's tokens; the last one then ends with the row.
 
         Raises:
           ValueError: as `rows.rows` says; a token that is not in the vocabulary (on the CPU,
@@ -287,7 +290,7 @@ class NSAModel(NSAPreTrainedModel):
             )
         if kwargs.get("output_attentions"):
             raise NotImplementedError("no layer makes attention weights: output_attentions")
-        if "cu_seq_lens_k" in kwargs:
+        if "read_index" in kwargs:
             paged = {"cache": cache, "cu_seq_lens_q": cu_seq_lens_q, **kwargs}
             return self._continuous(x, attention_mask, position_ids, **paged)
         if cache is not None and not isinstance(cache, NSAModelCache):
@@ -298,7 +301,10 @@ class NSAModel(NSAPreTrainedModel):
             use_cache, cache = False, None
         if cache is None and use_cache and cu_seq_lens_q is None:
             cache = NSAModelCache(self.config)
-        where = rows(x.shape[0], x.shape[1], attention_mask, position_ids, cu_seq_lens_q, cache)
+        given = attention_mask, position_ids, cu_seq_lens_q, cache
+        longest = max_length_q if isinstance(max_length_q, int) else None
+        config = self.config.layer_spec.config
+        where = rows(x.shape[0], x.shape[1], *given, config, longest)
         if where.cu_seqlens is not None:
             cache = None
         if cache is not None:

@@ -1,13 +1,15 @@
 """Where the tokens of a padded or packed batch stand, from what transformers passes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa_core.config import NSAConfig
 from nsa_torch import checks
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.varlen import varlen_metadata
 
 
 class Rows(NamedTuple):
@@ -50,6 +52,8 @@ def rows(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     cache: NSAModelCache | None,
+    config: NSAConfig,
+    max_length: int | None = None,
 ) -> Rows:
     """The tokens of a call with `batch` rows of `length` columns, after those of `cache`.
 
@@ -59,6 +63,9 @@ def rows(
       position_ids: `[B or 1, T]`. What they must be follows from the mask; without mask and
         cache they may start anew in a single row, which is then a packed one.
       cu_seqlens: int `[sequences + 1]`, a packed row.
+      config: of the layers with NSA.
+      max_length: of the longest sequence of a packed row at most, where nothing follows the last
+        one; None: unknown.
 
     Raises:
       ValueError: a row is padded in the middle or on both sides, mask, positions and cache
@@ -72,9 +79,11 @@ def rows(
                 "cu_seq_lens_q must be None where attention_mask or a cache is given, got both"
             )
         checks.borders(cu_seqlens, length, "cu_seq_lens_q")
-        return Rows(cu_seqlens=checks.clamped(cu_seqlens, length))
+        padded = None if max_length is None else False
+        sizes = {"max_seqlen": max_length, "total": length, "padded": padded}
+        return Rows(cu_seqlens=_shared(cu_seqlens, config=config, **sizes))
     if attention_mask is None and cache is None and position_ids is not None and batch == 1:
-        return _packed(position_ids, length)
+        return _packed(position_ids, length, config)
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is None and position_ids is None:
         return Rows()
@@ -137,7 +146,16 @@ def free_to_read(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _packed(position_ids: Tensor, length: int) -> Rows:
+def _shared(cu_seqlens: Tensor, *, total: int, **sizes: Any) -> Tensor:
+    """Borders for all layers of a call, each of which finds what follows from them."""
+    if torch.compiler.is_compiling():
+        clamped = checks.clamped(cu_seqlens, total)
+        assert clamped is not None
+        return clamped
+    return varlen_metadata(cu_seqlens, total=total, **sizes).cu_seqlens
+
+
+def _packed(position_ids: Tensor, length: int, config: NSAConfig) -> Rows:
     """A single row whose positions start anew at every sequence."""
     position = position_ids.reshape(-1)
     if position.numel() != length:
@@ -155,7 +173,9 @@ def _packed(position_ids: Tensor, length: int) -> Rows:
         )
     if starts.numel() == 1:
         return Rows()
-    return Rows(cu_seqlens=torch.cat([starts, index[-1:] + 1]).to(torch.int32))
+    borders = torch.cat([starts, index[-1:] + 1])  # the device has been waited for
+    place = {"total": length, "config": config, "device": position.device}
+    return Rows(cu_seqlens=_shared(borders.cpu(), **place))
 
 
 def _refuse(found: tuple[Tensor, str | None], mask: Tensor) -> None:
