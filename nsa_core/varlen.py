@@ -1,0 +1,212 @@
+"""Where the sequences of packed rows stand: tables that kernels read, made once a batch.
+
+Keys of each sequence have places of their own, in which blocks and tiles begin where the sequence
+does: a sequence begins at a multiple of `unit`, of which 64 keys and `select_block` both are
+divisors, so that tiles and blocks nest in packed rows as they do in rows of one sequence.
+
+    keys      | 0            69 | 70        133 | 134 ..
+    places    | 0 ..  127       | 128 ..    191 | 192 ..
+    tiles     | 0      1        | 2             | 3 ..
+
+`place / 64` is a tile of keys, `place / select_block` a selection block, and
+`place / compress_stride` the slot of a compressed token. Nothing is moved to these places but
+compressed tokens and gradients of keys.
+
+| table | shape | |
+|---|---|---|
+| `Sequences` | `[B, sequences]` | where each stands |
+| `Tokens` | `[B, T]` | where each query stands, and what it sees |
+| `KeyTiles` | `[B, key_tiles]` | of each 64 places, the first key and the end of its sequence |
+| `QueryTiles` | `[B, tiles]` | neighbouring queries of one sequence |
+
+All are int32. Functions here are derived steps (`array_ops.derived`), so that JAX and torch share
+them. What follows the last sequence, padding, is a sequence of its own that has no queries.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from kernels_pallas.specs.tile import ROWS
+from nsa_core.array_ops import derived, int32
+from nsa_core.config import NSAConfig
+
+
+class Sequences(NamedTuple):
+    """Of each sequence, and of padding, `[B, sequences]`; neither starts nor places decrease."""
+
+    start: Any  # its first key
+    length: Any  # keys; 0 where it is padding
+    end: Any  # its last key + 1, of padding too
+    place: Any  # of its first key
+    window: Any  # its first compressed token where these stand without gaps (`compress`)
+
+
+class Tokens(NamedTuple):
+    """Of each query, `[B, T]`; of padding as of a sequence that begins there."""
+
+    position: Any  # in its sequence; -1: padding, which sees nothing
+    key_start: Any  # the first key of its sequence
+    place_start: Any  # the place of that key
+    compressed_start: Any  # the slots that it sees: first
+    compressed_end: Any  # and last + 1
+    window_start: Any  # the first key of its window
+    causal_end: Any  # the key after its own
+
+
+class KeyTiles(NamedTuple):
+    """Of each 64 places, `[B, key_tiles]`; unused ones have no key."""
+
+    first: Any  # key
+    end: Any  # of the sequence's keys; not after `first` where there is none
+
+
+class QueryTiles(NamedTuple):
+    """Neighbouring queries of one sequence, or of padding, `[B, tiles]`."""
+
+    first: Any
+    end: Any  # not after `first` where there is none
+
+
+@dataclasses.dataclass(frozen=True)
+class Capacity:
+    """What tables have room for: static, so it is in the keys of plans.
+
+    Attributes:
+      B, T, S: batch rows, queries and keys.
+      kv_len: the queries are the last of so many keys.
+      max_sequences: of a row, without padding.
+      max_seqlen: keys of a sequence at most.
+      padded: whether anything may follow the last sequence.
+    """
+
+    B: int
+    T: int
+    S: int
+    kv_len: int
+    max_sequences: int
+    max_seqlen: int
+    padded: bool
+    config: NSAConfig
+
+    @property
+    def sequences(self) -> int:
+        """Those of a row, and padding."""
+        return self.max_sequences + 1
+
+    @property
+    def unit(self) -> int:
+        """Places of which each sequence has a multiple."""
+        return math.lcm(ROWS, self.config.select_block)
+
+    @property
+    def places(self) -> int:
+        """Of a row."""
+        return self._multiples(self.S, self.unit) * self.unit
+
+    @property
+    def key_tiles(self) -> int:
+        """Of 64 places."""
+        return self.places // ROWS
+
+    @property
+    def slots(self) -> int:
+        """Of compressed tokens."""
+        return self.places // self.config.compress_stride
+
+    def query_tiles(self, tokens: int) -> int:
+        """Tiles of `tokens` queries or fewer."""
+        return self._multiples(self.T, tokens)
+
+    def _multiples(self, length: int, unit: int) -> int:
+        """Into how many parts of `unit` tokens `length` tokens go at most, in which no part has
+        tokens of two sequences.
+        """
+        return (length + (unit - 1) * min(self.sequences, length)) // unit
+
+
+def sequences(ops, borders, capacity: Capacity) -> Sequences:
+    """Args:
+    borders: int32 `[B, n + 1]`, n at most `max_sequences`: 0, then where each sequence ends.
+    """
+    return Sequences(*ops.derive(_sequences, borders, capacity=capacity))
+
+
+@derived(lambda borders, *, capacity: [int32(capacity.B, capacity.sequences)] * 5)
+def _sequences(ops, borders, *, capacity):
+    config, xp = capacity.config, ops.xp
+    start = ops.extend(ops.to_int32(borders), 1, capacity.sequences)
+    end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
+    keys = (end - start).clip(0, None)
+    length = ops.pad_end(keys[:, :-1], 1, 1, 0)
+    units = (keys + (capacity.unit - 1)) // capacity.unit
+    spare = length - config.compress_block
+    windows = (spare // config.compress_stride + 1).clip(0, None)
+    before = lambda x: ops.to_int32(xp.cumsum(x, 1)) - x
+    return start, length, end, before(units) * capacity.unit, before(windows)
+
+
+def tokens(ops, sequences: Sequences, capacity: Capacity) -> Tokens:
+    """Where the queries stand."""
+    start, length, _, place, _ = sequences
+    return Tokens(*ops.derive(_tokens, start, length, place, capacity=capacity))
+
+
+@derived(lambda start, *others, capacity: [int32(capacity.B, capacity.T)] * len(Tokens._fields))
+def _tokens(ops, start, length, place, *, capacity):
+    config, xp = capacity.config, ops.xp
+    block, stride = config.compress_block, config.compress_stride
+    shape = capacity.B, capacity.T
+    key = xp.broadcast_to(ops.arange(start, capacity.T) + (capacity.kv_len - capacity.T), shape)
+    sequence = _last_before(ops, start, key)
+    key_start, length, place = (ops.take_rows(x, sequence) for x in (start, length, place))
+    position = xp.where(key - key_start < length, key - key_start, -1)
+    slot = place // stride
+    seen = ((position + (1 + stride - block)) // stride).clip(0, None)
+    end = key_start + position + 1
+    window = xp.maximum(key_start, end - config.window)
+    return position, key_start, place, slot, slot + seen, window, end
+
+
+def key_tiles(ops, sequences: Sequences, capacity: Capacity) -> KeyTiles:
+    """Which keys are in each tile of places."""
+    start, _, end, place, _ = sequences
+    return KeyTiles(*ops.derive(_key_tiles, start, end, place, capacity=capacity))
+
+
+@derived(lambda *arrays, capacity: [int32(capacity.B, capacity.key_tiles)] * 2)
+def _key_tiles(ops, start, end, place, *, capacity):
+    at = ops.arange(start, capacity.key_tiles) * ROWS
+    at = ops.xp.broadcast_to(at, (capacity.B, capacity.key_tiles))
+    sequence = _last_before(ops, place, at)
+    start, end, place = (ops.take_rows(x, sequence) for x in (start, end, place))
+    return (start + at - place).clip(0, capacity.S), end
+
+
+def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> QueryTiles:
+    """Tiles of at most `tokens` queries, none of which has two sequences, in order."""
+    static: Any = {"capacity": capacity, "tokens": tokens}
+    return QueryTiles(*ops.derive(_query_tiles, sequences.start, sequences.end, **static))
+
+
+@derived(
+    lambda *arrays, capacity, tokens: [int32(capacity.B, capacity.query_tiles(tokens))] * 2
+)
+def _query_tiles(ops, start, end, *, capacity, tokens):
+    xp, count = ops.xp, capacity.query_tiles(tokens)
+    offset = capacity.kv_len - capacity.T
+    first, end = ((x - offset).clip(0, capacity.T) for x in (start, end))
+    tiles = ((end - first).clip(0, None) + (tokens - 1)) // tokens
+    before = ops.to_int32(xp.cumsum(tiles, 1)) - tiles
+    at = xp.broadcast_to(ops.arange(start, count), (capacity.B, count))
+    sequence = _last_before(ops, before, at)
+    first, end, before = (ops.take_rows(x, sequence) for x in (first, end, before))
+    first = (first + (at - before) * tokens).clip(0, capacity.T)
+    return first, xp.minimum(first + tokens, end)
+
+
+def _last_before(ops, starts, at):
+    """Of each number of `at` the last entry of `starts` that is not larger: sequences without
+    keys have none.
+    """
+    return (ops.searchsorted(starts, at, "right") - 1).clip(0, None)

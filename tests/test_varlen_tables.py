@@ -1,0 +1,141 @@
+"""The tables of packed rows (`nsa_core.varlen`) against plain loops, in both frameworks."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from nsa_core import varlen
+from nsa_core.config import NSAConfig
+from nsa_core.varlen import Capacity
+from nsa_jax.jax_ops import JAX_OPS
+from nsa_torch.torch_ops import TORCH_OPS
+
+SMALL = functools.partial(NSAConfig, num_selected=3, num_initial=1, num_local=1)
+CONFIGS = {
+    "paper": NSAConfig(),
+    "16": SMALL(compress_block=8, compress_stride=4, select_block=16, window=10),
+    "128": SMALL(compress_block=32, compress_stride=8, select_block=128, window=70),
+    "48": SMALL(compress_block=48, compress_stride=16, select_block=48, window=64),
+}
+FRAMEWORKS = {
+    "torch": (TORCH_OPS, lambda x: torch.tensor(x, dtype=torch.int32)),
+    "jax": (JAX_OPS, lambda x: jnp.array(x, jnp.int32)),
+}
+# Lengths of sequences, then tokens behind the last one.
+LENGTHS = {
+    "one": ([200], 0),
+    "many": ([70, 64, 130, 33, 31, 1], 0),
+    "padding": ([65, 200], 40),
+    "empty": ([0, 90, 0, 0, 129, 0], 3),
+    "only padding": ([0], 70),
+    "a token": ([1], 0),
+    "tokens": ([1] * 9, 2),
+}
+
+
+def loops(lengths, spare, capacity):
+    """All tables of a row, by name."""
+    config, unit = capacity.config, capacity.unit
+    found = {name: [] for name in ("start", "length", "end", "place", "window")}
+    tokens, tiles, queries = [], [], []
+    start = place = window = 0
+    empty = [0] * (capacity.max_sequences - len(lengths))
+    every = [(n, n) for n in [*lengths, *empty]] + [(spare, 0)]
+    for keys, length in every:
+        values = start, length, start + keys, place, window
+        for name, value in zip(found, values, strict=True):
+            found[name].append(value)
+        slot = place // config.compress_stride
+        for i in range(keys):
+            seen = config.num_compressed(i + 1) if length else 0
+            own = start + i + 1 if length else start
+            first = max(start, own - config.window)
+            position = i if length else -1
+            tokens.append((position, start, place, slot, slot + seen, first, own))
+        for first in range(0, keys, 64):
+            tiles.append((place // 64 + first // 64, start + first, start + keys))
+        queries.append((start, start + keys))
+        start, place = start + keys, place + -(-keys // unit) * unit
+        window += config.num_compressed(length)
+    return found, tokens, tiles, queries
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("queries", ["all", "last", "first"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_tables_are_those_of_loops(config, lengths, queries, framework):
+    ops, array = FRAMEWORKS[framework]
+    given, spare = LENGTHS[lengths]
+    S = sum(given) + spare
+    kv_len = max(S - 9, 1) if queries == "first" else S
+    T = max(kv_len - 17, 1) if queries != "all" else S
+    at_capacity = len(given) + (0 if lengths == "many" else 3)
+    capacity = Capacity(1, T, S, kv_len, at_capacity, max(given), True, CONFIGS[config])
+    found, tokens, tiles, ranges = loops(given, spare, capacity)
+
+    borders = np.cumsum([0, *given])[None]
+    sequences = varlen.sequences(ops, array(borders), capacity)
+    for name, values in found.items():
+        np.testing.assert_array_equal(getattr(sequences, name)[0], values, name)
+    of_tokens = varlen.tokens(ops, sequences, capacity)
+    wanted = np.array(tokens[kv_len - T : kv_len]).T
+    for name, x, values in zip(of_tokens._fields, of_tokens, wanted, strict=True):
+        assert "int32" in str(x.dtype)
+        np.testing.assert_array_equal(x[0], values, name)
+
+    of_keys = varlen.key_tiles(ops, sequences, capacity)
+    first, end = (np.asarray(x[0]) for x in of_keys)
+    used = {tile: (first, end) for tile, first, end in tiles}
+    assert len(first) >= max(used, default=-1) + 1
+    for tile, pair in enumerate(zip(first, end, strict=True)):
+        if tile in used:
+            assert pair == used[tile]
+        else:
+            assert pair[0] >= pair[1]
+
+    for count in (1, 4, 32):
+        first, end = (
+            np.asarray(x[0]) for x in varlen.query_tiles(ops, sequences, capacity, count)
+        )
+        pairs = [pair for pair in zip(first, end, strict=True) if pair[0] < pair[1]]
+        offset = kv_len - T
+        expected = []
+        for low, high in ranges:
+            low, high = (min(max(x - offset, 0), T) for x in (low, high))
+            expected += [(x, min(x + count, high)) for x in range(low, high, count)]
+        assert pairs == expected
+
+
+def test_rows_of_a_batch_have_tables_of_their_own():
+    rows = [[0, 70, 90, 90], [0, 1, 2, 128]]
+    config = NSAConfig()
+    both = Capacity(2, 128, 128, 128, 4, 128, True, config)
+    one = Capacity(1, 128, 128, 128, 4, 128, True, config)
+    make = lambda borders, capacity: varlen.sequences(JAX_OPS, jnp.array(borders), capacity)
+    together = make(rows, both)
+    for i, row in enumerate(rows):
+        alone = make([row], one)
+        for table in (varlen.tokens, varlen.key_tiles):
+            pairs = zip(table(JAX_OPS, together, both), table(JAX_OPS, alone, one), strict=True)
+            for x, y in pairs:
+                np.testing.assert_array_equal(x[i], y[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_table_is_too_small(seed):
+    """At the capacity: random lengths, each one longer than a multiple of a tile where it can."""
+    numbers = np.random.default_rng(seed)
+    lengths = [int(x) * 64 + 1 for x in numbers.integers(0, 3, 30)]
+    S = sum(lengths)
+    capacity = Capacity(1, S, S, S, len(lengths), max(lengths), False, NSAConfig())
+    borders = torch.tensor(np.cumsum([0, *lengths]))[None]
+    sequences = varlen.sequences(TORCH_OPS, borders, capacity)
+    first, end = varlen.key_tiles(TORCH_OPS, sequences, capacity)
+    keys = (torch.minimum(end, first + 64) - first).clamp(min=0)
+    assert int(keys.sum()) == S
+    first, end = varlen.query_tiles(TORCH_OPS, sequences, capacity, 8)
+    assert int((end - first).clamp(min=0).sum()) == S
