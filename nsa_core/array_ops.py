@@ -83,6 +83,12 @@ class QueryLayout(Positions, Protocol):
     def packed(self) -> bool:
         """Whether sequences may begin at any key."""
 
+    @property
+    def varlen(self) -> Any:
+        """The tables of packed rows, a `nsa_core.varlen.Varlen`; None where the number of
+        sequences is not known.
+        """
+
 
 class ArrayOps(Protocol):
     """Operations that JAX and torch name or do differently.

@@ -24,12 +24,16 @@ them. What follows the last sequence, padding, is a sequence of its own that has
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 from kernels_pallas.specs.tile import ROWS
-from nsa_core.array_ops import derived, int32
+from nsa_core.array_ops import derived, int32, like
 from nsa_core.config import NSAConfig
+
+MOST_PLACES = 4  # a token: with more, sequences are shorter than 20 tokens
+LEAST_PLACES = 2**14  # that are few for any row
 
 
 class Sequences(NamedTuple):
@@ -73,8 +77,7 @@ class Capacity:
     """What tables have room for: static, so it is in the keys of plans.
 
     Attributes:
-      B, T, S: batch rows, queries and keys.
-      kv_len: the queries are the last of so many keys.
+      B, T, S: batch rows, queries and keys; the queries are the last of the keys.
       max_sequences: of a row, without padding.
       max_seqlen: keys of a sequence at most.
       padded: whether anything may follow the last sequence.
@@ -83,7 +86,6 @@ class Capacity:
     B: int
     T: int
     S: int
-    kv_len: int
     max_sequences: int
     max_seqlen: int
     padded: bool
@@ -103,6 +105,11 @@ class Capacity:
     def places(self) -> int:
         """Of a row."""
         return self._multiples(self.S, self.unit) * self.unit
+
+    @property
+    def fits(self) -> bool:
+        """Whether the places are few enough for arrays of all of them."""
+        return self.places <= max(MOST_PLACES * self.S, LEAST_PLACES)
 
     @property
     def key_tiles(self) -> int:
@@ -125,9 +132,43 @@ class Capacity:
         return (length + (unit - 1) * min(self.sequences, length)) // unit
 
 
+class Varlen:
+    """The tables of packed rows, each made when it is first asked for.
+
+    Args:
+      borders: of `sequences`; None where all tables are `known`.
+      known: tables that are there already, by name.
+    """
+
+    def __init__(self, ops, capacity: Capacity, borders=None, **known: Any):
+        self.ops, self.capacity, self.borders = ops, capacity, borders
+        vars(self).update(known)
+
+    @functools.cached_property
+    def sequences(self) -> Sequences:
+        return sequences(self.ops, self.borders, self.capacity)
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        return tokens(self.ops, self.sequences, self.capacity)
+
+    @functools.cached_property
+    def key_tiles(self) -> KeyTiles:
+        return key_tiles(self.ops, self.sequences, self.capacity)
+
+    def query_tiles(self, count: int) -> QueryTiles:
+        return query_tiles(self.ops, self.sequences, self.capacity, count)
+
+    def of_keys(self, x) -> Any:
+        """`[B, S, ...]`: what each key has in `x` `[B, places, ...]`."""
+        start, place = self.sequences.start, self.sequences.place
+        return self.ops.derive(_of_keys, x, start, place, keys=self.capacity.S)[0]
+
+
 def sequences(ops, borders, capacity: Capacity) -> Sequences:
     """Args:
-    borders: int32 `[B, n + 1]`, n at most `max_sequences`: 0, then where each sequence ends.
+    borders: int32 or int64 `[B, n + 1]`, n at most `max_sequences`: 0, then where each sequence
+      ends; what is beyond S counts as S.
     """
     return Sequences(*ops.derive(_sequences, borders, capacity=capacity))
 
@@ -135,7 +176,8 @@ def sequences(ops, borders, capacity: Capacity) -> Sequences:
 @derived(lambda borders, *, capacity: [int32(capacity.B, capacity.sequences)] * 5)
 def _sequences(ops, borders, *, capacity):
     config, xp = capacity.config, ops.xp
-    start = ops.extend(ops.to_int32(borders), 1, capacity.sequences)
+    borders = ops.to_int32(borders).clip(0, capacity.S)
+    start = ops.extend(borders, 1, capacity.sequences)
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)
     length = ops.pad_end(keys[:, :-1], 1, 1, 0)
@@ -157,7 +199,7 @@ def _tokens(ops, start, length, place, *, capacity):
     config, xp = capacity.config, ops.xp
     block, stride = config.compress_block, config.compress_stride
     shape = capacity.B, capacity.T
-    key = xp.broadcast_to(ops.arange(start, capacity.T) + (capacity.kv_len - capacity.T), shape)
+    key = xp.broadcast_to(ops.arange(start, capacity.T) + (capacity.S - capacity.T), shape)
     sequence = _last_before(ops, start, key)
     key_start, length, place = (ops.take_rows(x, sequence) for x in (start, length, place))
     position = xp.where(key - key_start < length, key - key_start, -1)
@@ -183,6 +225,14 @@ def _key_tiles(ops, start, end, place, *, capacity):
     return (start + at - place).clip(0, capacity.S), end
 
 
+@derived(lambda x, *arrays, keys: [like(x, x.shape[0], keys, *x.shape[2:])])
+def _of_keys(ops, x, start, place, *, keys):
+    key = ops.xp.broadcast_to(ops.arange(start, keys), (start.shape[0], keys))
+    sequence = _last_before(ops, start, key)
+    start, place = (ops.take_rows(each, sequence) for each in (start, place))
+    return [ops.take_rows(x, place + key - start)]
+
+
 def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> QueryTiles:
     """Tiles of at most `tokens` queries, none of which has two sequences, in order."""
     static: Any = {"capacity": capacity, "tokens": tokens}
@@ -194,7 +244,7 @@ def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> Q
 )
 def _query_tiles(ops, start, end, *, capacity, tokens):
     xp, count = ops.xp, capacity.query_tiles(tokens)
-    offset = capacity.kv_len - capacity.T
+    offset = capacity.S - capacity.T
     first, end = ((x - offset).clip(0, capacity.T) for x in (start, end))
     tiles = ((end - first).clip(0, None) + (tokens - 1)) // tokens
     before = ops.to_int32(xp.cumsum(tiles, 1)) - tiles

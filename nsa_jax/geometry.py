@@ -21,6 +21,7 @@ class QueryLayout:
     first_key: Int[Array, " B"]  # key index of query 0
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
+    varlen: None = None
 
 
 def query_layout(

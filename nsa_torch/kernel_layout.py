@@ -8,6 +8,7 @@ import torch
 from nsa_core.array_ops import ArrayOps, Places, derived, int32, like
 from nsa_core.steps import key_bounds
 from nsa_core.types import Branches
+from nsa_core.varlen import Capacity, Varlen
 from nsa_torch import operators
 from nsa_torch.geometry import geometry
 
@@ -19,6 +20,8 @@ class KernelLayout:
       query: `[B, T, H, D]`.
       kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: as `operators.PLACE` has them.
       clean: whether rows of padding, and keys and values that no query sees, are finite.
+      max_seqlen: keys of a sequence of a packed row at most; None: unknown.
+      padded: whether tokens may follow the last sequence of a packed row.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class KernelLayout:
         scale,
         *,
         clean=False,
+        max_seqlen=None,
+        padded=True,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
@@ -43,12 +48,25 @@ class KernelLayout:
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
+        self.max_seqlen, self.last_padded = max_seqlen, padded
 
     @property
     def padded(self) -> bool:
         if self.clean or not self.may_be_padded:
             return False
         return not (self.fixed and self.kv_len >= self.shape[1])
+
+    @functools.cached_property
+    def varlen(self) -> Varlen | None:
+        """The tables of a packed row; None where its sequences would leave most places empty."""
+        if not self.packed:
+            return None
+        (batch, length), borders = self.shape, self.cu_seqlens
+        count = borders.shape[0]
+        longest = self.kv_len if self.max_seqlen is None else self.max_seqlen
+        numbers = self.kv_len, count - 1, longest, self.last_padded
+        capacity = Capacity(batch, length, *numbers, self.config)
+        return Varlen(self.ops, capacity, borders.reshape(1, count)) if capacity.fits else None
 
     @property
     def rest(self):

@@ -64,25 +64,28 @@ def loops(lengths, spare, capacity):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("queries", ["all", "last", "first"])
+@pytest.mark.parametrize("queries", ["all", "last", "cut"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_tables_are_those_of_loops(config, lengths, queries, framework):
     ops, array = FRAMEWORKS[framework]
     given, spare = LENGTHS[lengths]
+    borders = np.cumsum([0, *given])[None]
     S = sum(given) + spare
-    kv_len = max(S - 9, 1) if queries == "first" else S
-    T = max(kv_len - 17, 1) if queries != "all" else S
+    if queries == "cut":  # before the end of the last sequences
+        S = max(S - 80, 1)
+        given = np.diff(borders[0].clip(0, S)).tolist()
+        spare = S - sum(given)
+    T = max(S - 17, 1) if queries != "all" else S
     at_capacity = len(given) + (0 if lengths == "many" else 3)
-    capacity = Capacity(1, T, S, kv_len, at_capacity, max(given), True, CONFIGS[config])
+    capacity = Capacity(1, T, S, at_capacity, max(given), True, CONFIGS[config])
     found, tokens, tiles, ranges = loops(given, spare, capacity)
 
-    borders = np.cumsum([0, *given])[None]
     sequences = varlen.sequences(ops, array(borders), capacity)
     for name, values in found.items():
         np.testing.assert_array_equal(getattr(sequences, name)[0], values, name)
     of_tokens = varlen.tokens(ops, sequences, capacity)
-    wanted = np.array(tokens[kv_len - T : kv_len]).T
+    wanted = np.array(tokens[S - T :]).T
     for name, x, values in zip(of_tokens._fields, of_tokens, wanted, strict=True):
         assert "int32" in str(x.dtype)
         np.testing.assert_array_equal(x[0], values, name)
@@ -102,7 +105,7 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
             np.asarray(x[0]) for x in varlen.query_tiles(ops, sequences, capacity, count)
         )
         pairs = [pair for pair in zip(first, end, strict=True) if pair[0] < pair[1]]
-        offset = kv_len - T
+        offset = S - T
         expected = []
         for low, high in ranges:
             low, high = (min(max(x - offset, 0), T) for x in (low, high))
@@ -113,8 +116,8 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
 def test_rows_of_a_batch_have_tables_of_their_own():
     rows = [[0, 70, 90, 90], [0, 1, 2, 128]]
     config = NSAConfig()
-    both = Capacity(2, 128, 128, 128, 4, 128, True, config)
-    one = Capacity(1, 128, 128, 128, 4, 128, True, config)
+    both = Capacity(2, 128, 128, 4, 128, True, config)
+    one = Capacity(1, 128, 128, 4, 128, True, config)
     make = lambda borders, capacity: varlen.sequences(JAX_OPS, jnp.array(borders), capacity)
     together = make(rows, both)
     for i, row in enumerate(rows):
@@ -131,7 +134,7 @@ def test_no_table_is_too_small(seed):
     numbers = np.random.default_rng(seed)
     lengths = [int(x) * 64 + 1 for x in numbers.integers(0, 3, 30)]
     S = sum(lengths)
-    capacity = Capacity(1, S, S, S, len(lengths), max(lengths), False, NSAConfig())
+    capacity = Capacity(1, S, S, len(lengths), max(lengths), False, NSAConfig())
     borders = torch.tensor(np.cumsum([0, *lengths]))[None]
     sequences = varlen.sequences(TORCH_OPS, borders, capacity)
     first, end = varlen.key_tiles(TORCH_OPS, sequences, capacity)

@@ -122,7 +122,8 @@ class Walk:
                     if self.gather:
                         selection = indices, b, g, token0
                         memory = bits, next_entry, outputs[0]
-                        self._gather_entries(bitmap, selection, own, low, count, *memory)
+                        first = first_key // ROWS - low
+                        self._gather_entries(bitmap, selection, own, first, count, *memory)
                     else:
                         seen = first_key, blocks, *self._ends(warp, tokens, first_key)
                         memory = bits, next_entry, outputs
@@ -204,36 +205,40 @@ class Walk:
 
         warp.repeat(warp.larger(row_to - row_from, 0), row, [])
 
-    def _gather_entries(self, bitmap, selection, own, low, count, bits, next_entry, output):
-        """Writes the entries of the blocks from `low` on, where `bits` has `count` blocks and
-        every block is a tile of keys: a lane an entry of the selection, whose place in the list
-        follows from the bits of the tokens before.
+    def _gather_entries(self, bitmap, selection, own, first, count, bits, next_entry, output):
+        """Writes the entries of a sequence, of which `bits` has `count` blocks. Every block is a
+        tile of keys, block 0 the tile `first` of the window: a lane an entry of the selection,
+        whose place in the list follows from the bits of the tokens before.
         """
         spec, warp = self.spec, bitmap.warp
         _, _, g, token0 = selection
+        begin = warp.larger(first, 0)  # the tile of the first word of `bits`
 
         def write(entry, token, block, exists, nothing):
-            at = warp.smaller(warp.larger(block - low, 0), spec.window - 1) * 4
+            tile = block + first
             exists = exists & bitmap.counts(block, own, token)
-            exists = exists & warp.below(block - low, spec.window)
-            before = warp.read(bits + at) & (warp.bit(token) - 1)
-            to = warp.read(next_entry + at) + warp.ones(before)
+            exists = exists & warp.below(tile, spec.window)
+            word, tile = (warp.where(exists, x, 0) * 4 for x in (tile - begin, tile))
+            before = warp.read(bits + word) & (warp.bit(token) - 1)
+            to = warp.read(next_entry + tile) + warp.ones(before)
             value = ((token0 + token) * spec.Hkv + g) * spec.n + entry % spec.n
             warp.put(warp.element(output, (warp.where(exists, to, 0), 4)), value, exists)
             return nothing
 
+        end = warp.smaller(begin + count, spec.window)
+        row = begin // LANES
+
         def advance(r, nothing):
-            at = (r * LANES + warp.lane()) * 4
-            warp.write(
-                next_entry + at,
-                warp.read(next_entry + at) + warp.ones(warp.read(bits + at)),
-            )
+            tile = (row + r) * LANES + warp.lane()
+            own = (tile >= begin) & (tile < end)
+            members = warp.read(bits + warp.where(own, tile - begin, 0) * 4)
+            before = warp.read(next_entry + tile * 4)
+            warp.write(next_entry + tile * 4, before + warp.where(own, warp.ones(members), 0))
             return nothing
 
         bitmap.each(*selection, write, [])
         warp.sync()
-        rows = warp.smaller((count + (LANES - 1)) // LANES, spec.window // LANES)
-        warp.repeat(rows, advance, [])
+        warp.repeat(warp.larger((end + (LANES - 1)) // LANES - row, 0), advance, [])
 
     @property
     def _first_bits(self) -> int:

@@ -80,19 +80,22 @@ class StoredDs:
 
         warp.each(put, [ds], places, [transposed], MATRIX)
 
-    def blocks_of_tile(self, indices, position, b, kv_head, first, length):
+    def blocks_of_tile(self, indices, places, b, kv_head, first, length):
         """The blocks that the tokens of 64 rows selected and see, for `read`.
 
         Args:
-          indices, position: int32 `[B, T, Hkv, n]` and `[B, T]`.
+          indices: int32 `[B, T, Hkv, n]`.
+          places: `position` `[B, T]`, and of packed rows `key_start` `[B, T]`: blocks are then
+            their first keys, else numbers in the sequence.
           first: the first of the tokens.
           length: T.
         """
         if self.interpret:
-            return self._blocks_interpreted(indices, position, b, kv_head, first, length)
+            return self._blocks_interpreted(indices, places, b, kv_head, first, length)
 
-        def load(_, indices, position, *scalars):
+        def load(_, indices, *arguments):
             """A lane takes the slot of its number, of the token that its warp's rows are."""
+            (position, *key_start), scalars = arguments[: len(places)], arguments[len(places) :]
             b, kv_head, first, length = map(warp.scalar, scalars)
             heads, slot = indices.type.shape[2], warp.lane()
             token = first + self._token(warp.warp())
@@ -104,16 +107,19 @@ class StoredDs:
             block = warp.fetch(warp.element(indices, *at))
             own = warp.fetch(warp.element(position, (token, 4)))
             seen = exists & (own >= 0) & (block * KEYS <= own)
+            for array in key_start:
+                seen = seen & (block >= 0)
+                block = block * KEYS + warp.fetch(warp.element(array, (token, 4)))
             block = warp.where(seen, block, NO_ENTRY)
             held = vector.broadcast(ir.VectorType.get((1,), block.value.type), block.value)
             layout = PER_LANE.to_mgpu()
             registers = np.array([held], object)
             return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
-        types = [plgpu.RefType()] * 2 + [warp.SCALAR] * 4
+        types = [plgpu.RefType()] * (1 + len(places)) + [warp.SCALAR] * 4
         result = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, layout=PER_LANE)
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
-        return call(indices, position, b, kv_head, first, length)
+        return call(indices, *places, b, kv_head, first, length)
 
     def read(self, ds, blocks, block, token):
         """dS `[64 rows, 64 keys]` of a block; zeros for tokens that did not select it or do not
@@ -121,7 +127,7 @@ class StoredDs:
 
         Args:
           blocks: of `blocks_of_tile`.
-          block: its number in the sequence.
+          block: as in `blocks`.
           token: where in ds the first token of the 64 rows is: `row * T + first`.
         """
         if self.interpret:
@@ -144,14 +150,17 @@ class StoredDs:
         call = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
         return call(ds, blocks, block, token)
 
-    def _blocks_interpreted(self, indices, position, b, kv_head, first, length):
+    def _blocks_interpreted(self, indices, places, b, kv_head, first, length):
         """`[tokens, slots]`."""
-        tokens = []
+        tokens, (position, *key_start) = [], places
         for t in range(self.tokens):
             token = jnp.minimum(first + t, length - 1)
             own = jnp.where(first + t < length, position[b, token], NO_ENTRY)
             blocks = [indices[b, token, kv_head, slot] for slot in range(self.slots)]
             seen = [(own >= 0) & (block * KEYS <= own) for block in blocks]
+            for array in key_start:
+                seen = [x & (block >= 0) for x, block in zip(seen, blocks, strict=True)]
+                blocks = [block * KEYS + array[b, token] for block in blocks]
             pairs = zip(seen, blocks, strict=True)
             tokens.append(jnp.stack([jnp.where(*pair, NO_ENTRY) for pair in pairs]))
         return jnp.stack(tokens)

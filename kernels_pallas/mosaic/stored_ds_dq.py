@@ -61,7 +61,8 @@ def build(kernel: Kernel):
                 buffers.load_rows(rows, refs.out_tile, 0, spec.D, refs.added_ready, t)
         count = list_counts(refs.block_counts, row * refs.sizes.tiles + index).blocks
         place = b, kv_head, first, length
-        blocks = stored.blocks_of_tile(refs.indices, refs.position, *place)
+        key_start = [refs.key_start] if spec.packed else []
+        blocks = stored.blocks_of_tile(refs.indices, [refs.position, *key_start], *place)
         plgpu.barrier_wait(refs.list_ready)
 
         def load_key(i):
@@ -80,7 +81,9 @@ def build(kernel: Kernel):
         def ds_of(i):
             """dS of block `i`, zeros past the last one: `[64, 64]`."""
             start = refs.starts[jnp.minimum(i, spec.entries - 1)]
-            block = jnp.where(i < count, lax.div(start, jnp.int32(KEYS)), NO_ENTRY - 1)
+            if not spec.packed:
+                start = lax.div(start, jnp.int32(KEYS))
+            block = jnp.where(i < count, start, NO_ENTRY - 1)
             token = refs.cta.row * length + first
             return stored.read(refs.ds, blocks, block, token)
 

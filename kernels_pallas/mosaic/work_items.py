@@ -31,8 +31,8 @@ class MakeItems:
 
     spec: WorkItems
 
-    def __call__(self, warp: Any, sizes, edges, position, table, *refs) -> None:
-        """Arrays as the description has them."""
+    def __call__(self, warp: Any, sizes, edges, of_tokens, table, *refs) -> None:
+        """Arrays as the description has them; `of_tokens`: `position` or `first_key`."""
         spec, lists, lane = self.spec, self.spec.lists, warp.lane()
         *partials, row, group = refs
         tiles, chunks, longest = sizes.key_tiles, sizes.chunks, sizes.longest
@@ -40,7 +40,15 @@ class MakeItems:
         exists = segment < sizes.segments
         low, high, offset, capacity = self._segment(warp, sizes, segment)
         b = row // lists.Hkv
-        first_position = warp.fetch(warp.element(position, (b * sizes.T, 4)))
+        first_position = 0
+        if not spec.placed:
+            first_position = warp.fetch(warp.element(of_tokens, (b * sizes.T, 4)))
+
+        def first_key(tile):
+            if not spec.placed:
+                return tile * ROWS
+            at = b * tiles + warp.smaller(tile, tiles - 1)
+            return warp.fetch(warp.element(of_tokens, (at, 4)))
 
         def edge(tile, chunk):
             tile = row * tiles + warp.smaller(tile, tiles - 1)
@@ -77,10 +85,11 @@ class MakeItems:
             count, *partial_count = state
             tile = r * LANES + lane
             begin, end = edge(tile, low), edge(tile, high)
-            unmasked = end
+            key, unmasked = first_key(tile), end
             if not lists.clipped:
                 # The first token that sees the tile to its end, and its chunk.
-                token = warp.larger(tile * ROWS + (ROWS - 1) - first_position, 0)
+                first_query = sizes.first_query if spec.placed else first_position
+                token = warp.larger(key + (ROWS - 1) - first_query, 0)
                 tokens = sizes.tokens_of_chunk
                 chunk = (token + (tokens - 1)) // tokens
                 unmasked = edge(tile, warp.smaller(warp.larger(chunk, low), high))
@@ -94,7 +103,7 @@ class MakeItems:
                 start = begin + i * longest
                 stop = warp.smaller(start + longest, end)
                 unmasked_begin = warp.smaller(warp.larger(unmasked, start), stop)
-                item = row, tile * ROWS, start, unmasked_begin, stop, stop
+                item = row, key, start, unmasked_begin, stop, stop
                 item = *item, *(x + i for x in first_partial)
                 put(count + before + i, item, i < items)
                 return nothing

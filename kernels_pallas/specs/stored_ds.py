@@ -39,10 +39,12 @@ class StoredDsQuery(BlockListSizes):
     Attributes:
       stored_rows: rows of `[B, Hkv]` in the chunk.
       added: add the result to an array of its shape.
+      packed: sequences may begin at any key.
     """
 
     stored_rows: int
     added: bool = False
+    packed: bool = False
 
     block = KEYS
 
@@ -69,7 +71,8 @@ def dq(spec: StoredDsQuery) -> Kernel:
     Inputs:
       key: `[B, S, Hkv, D]`.
       block_starts, block_counts: `starts` and `counts` of `tile_block_lists`, for this spec.
-      indices: int32 `[B, T, Hkv, n]`, position: int32 `[B, T]`: what the lists were made of.
+      indices: int32 `[B, T, Hkv, n]`, position and, if `packed`, key_start: int32 `[B, T]`: what
+        the lists were made of.
       ds_chunk: as above.
       ds: of its rows.
       added: `[B, T, H, D]`, if `added`.
@@ -84,6 +87,7 @@ def dq(spec: StoredDsQuery) -> Kernel:
         "block_counts": Array((spec.B * spec.Hkv * spec.tiles, COUNTS), "int32"),
         "indices": Array((spec.B, spec.T, spec.Hkv, spec.n), "int32"),
         "position": Array((spec.B, spec.T), "int32"),
+        **({"key_start": Array((spec.B, spec.T), "int32")} if spec.packed else {}),
         "ds_chunk": DS_CHUNK,
         "ds": array(spec.stored_rows, spec.T, spec.n, spec.query_tile.rows, spec.dtype),
     }

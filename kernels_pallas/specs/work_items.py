@@ -233,12 +233,15 @@ class WorkItems:
 
     Attributes:
       longest: entries of a work item at most.
+      first_query: where the lists are of places of packed rows (`nsa_core.varlen`), of which
+        `first_key` says the keys, the key that the first query is; None: of keys.
     """
 
     lists: BlockQueryLists
     segment: int
     longest: int
     halving: bool = False
+    first_query: int | None = None
 
     @property
     def any_length(self) -> bool:
@@ -247,12 +250,20 @@ class WorkItems:
     def for_any_length(self) -> Self:
         """The same of lists with nominal lengths; `segment` and `longest` are sizes too."""
         lists = self.lists.for_any_length()
-        return dataclasses.replace(self, lists=lists, segment=MIN_SEGMENT, longest=MAX_ENTRIES)
+        numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
+        if self.placed:
+            numbers["first_query"] = 0
+        return dataclasses.replace(self, lists=lists, **numbers)
+
+    @property
+    def placed(self) -> bool:
+        """Whether tiles are of places, not of keys."""
+        return self.first_query is not None
 
     @property
     def square(self) -> bool:
         """Token t sees no key after t."""
-        return not self.lists.packed and self.lists.T == self.lists.S
+        return not self.placed and not self.lists.packed and self.lists.T == self.lists.S
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -321,6 +332,8 @@ class WorkItems:
             "longest": self.longest,
             "most": max(self.capacities),
         }
+        if self.placed:
+            sizes["first_query"] = self.first_query
         if not self.halving:
             return sizes | {"step": self.segment // lists.chunk, "rows": lists.rows}
         values = {"cut": self.cuts[1:], "offset": self.offsets, "capacity": self.capacities}
@@ -331,27 +344,35 @@ class WorkItems:
 
 
 def dkv_work_items(
-    lists: BlockQueryLists, most: int = MAX_ENTRIES, items: int = GPU_ITEMS // 2
+    lists: BlockQueryLists,
+    most: int = MAX_ENTRIES,
+    items: int = GPU_ITEMS // 2,
+    first_query: int | None = None,
 ) -> WorkItems:
     """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
-    `entries_of_item`.
+    `entries_of_item`, `first_query`: as of `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
-    return WorkItems(lists, MIN_SEGMENT, longest, halving=True)
+    return WorkItems(lists, MIN_SEGMENT, longest, halving=True, first_query=first_query)
 
 
 @described
 def work_items(spec: WorkItems) -> Kernel:
     """Inputs, int32: `edges` of the lists; `position` `[B, T]`, which grows by one a token in
-    rows that are not packed. Outputs: `table`, whose empty rows have `row` -1 and no entries;
-    if `halving` also `first` and `count`.
+    rows that are not packed, or `first_key` `[B, key_tiles]` of tiles that are `placed`. Outputs:
+    `table`, whose empty rows have `row` -1 and no entries; if `halving` also `first` and `count`.
     """
     lists = spec.lists
+    inputs = {"edges": lists.edges}
+    if spec.placed:
+        inputs["first_key"] = Array((lists.B, lists.key_tiles), "int32")
+    else:
+        inputs["position"] = Array((lists.B, lists.T), "int32")
     return Kernel.named(
         "work_items",
         spec,
         "kernels_pallas.mosaic.work_items:work_items",
-        {"edges": lists.edges, "position": Array((lists.B, lists.T), "int32")},
+        inputs,
         spec.outputs,
         sizes=spec.sizes,
         grid=warp_grid(lists.rows, spec.segments),

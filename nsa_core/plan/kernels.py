@@ -10,6 +10,9 @@ from nsa_core.plan.planner import PlanOps
 from nsa_core.steps import fused, mosaic_attention
 from nsa_core.steps.mosaic_attention import STEPS, Inputs
 from nsa_core.types import Branches
+from nsa_core.varlen import Capacity, Varlen
+
+SEQUENCES = 8  # of a packed row; kernels are the same for any number
 
 
 class _Layout(NamedTuple):
@@ -19,6 +22,7 @@ class _Layout(NamedTuple):
     key_start: Any
     compressed_start: Any
     packed: bool
+    varlen: Varlen | None = None
     padded: bool = False
 
 
@@ -55,7 +59,12 @@ def kernels_of(
     ops = PlanOps(device_name, HOPPER)
     array = lambda *shape: ops.argument((batch, *shape), dtype)
     place = lambda: ops.argument((batch, length), "int32")
-    rest = _Layout(place(), place(), place(), packed), config, scale
+    varlen = None
+    if packed:
+        capacity = Capacity(batch, length, length, SEQUENCES, length, False, config)
+        borders = ops.argument((batch, SEQUENCES + 1), "int32")
+        varlen = Varlen(ops, capacity, borders)
+    rest = _Layout(place(), place(), place(), packed, varlen), config, scale
     count = length if compresses else config.num_compressed(length)
     key, value = (
         Branches(array(count, kv_heads, width), *[array(length, kv_heads, width)] * 2)

@@ -175,11 +175,12 @@ def selected(
     block = config.select_block
     sizes = sizes_of(query, key, value, scale)
     base = Dkv(**sizes, work_items=0, gated=rows.gate is not None, list_entries=1)
-    list_sizes = base.B, base.T, base.S, base.Hkv, block_indices.shape[-1], block
+    keys, packed = mosaic_lists.list_keys(layout, base.S)
+    list_sizes = base.B, base.T, keys, base.Hkv, block_indices.shape[-1], block
     alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
-    if alone and not BlockQueryLists(*list_sizes, 1, layout.packed).marked:
+    if alone and not BlockQueryLists(*list_sizes, 1, packed).marked:
         base = dataclasses.replace(base, single_token=True)
-    if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, layout.packed):
+    if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, packed):
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
         arrays = query, key, value
         return mosaic_stored_ds.gradients(
@@ -211,10 +212,11 @@ def selected(
         dq = mosaic_gather.query_gradient(ops, spec, arrays, selection, do, stats, dq)
 
     lists = BlockQueryLists(
-        *list_sizes, base.query_tile.tokens, layout.packed, interpret=base.interpret
+        *list_sizes, base.query_tile.tokens, packed, interpret=base.interpret
     )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    table, *sums = mosaic_lists.work_items(ops, edges, layout, work_items.dkv_work_items(lists))
+    work = work_items.dkv_work_items(lists, first_query=mosaic_lists.first_query(layout))
+    table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     spec = dataclasses.replace(
         base,
         work_items=table.shape[0],
@@ -222,7 +224,11 @@ def selected(
         block=block if lists.marked else 0,
     )
     arrays = query, key, value, do, stats, table, *queries
-    return Gradients(dq, *_dkv(ops, spec, arrays, sums))
+    gradients = []
+    for part in spec.passes:
+        partial = ops.run(dkv.partials(part), *arrays)
+        gradients += mosaic_lists.merged(ops, part, partial, sums, layout)
+    return Gradients(dq, *gradients)
 
 
 def _dkv(ops, spec, arrays, sums):

@@ -9,9 +9,13 @@
 | work items | `dkv`, `gathered` | segments of query lists |
 """
 
+import dataclasses
+
 from kernels_pallas.specs import block_query_lists as query_list_kernels
+from kernels_pallas.specs import dkv
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
+from kernels_pallas.specs.dkv import Dkv
 from kernels_pallas.specs.work_items import WorkItem
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
@@ -26,7 +30,7 @@ def block_query_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec):
     """`(edges, *lists)` for `spec`, a `BlockQueryLists`: where the list of each key tile
     begins, and the lists one after another.
     """
-    arrays = block_indices, layout.position, layout.key_start
+    arrays = block_indices, layout.position, _list_starts(layout)
     edges = _edges(ops, arrays, spec)
     return edges, *ops.run(query_list_kernels.fill_lists(spec), *arrays, edges)
 
@@ -35,10 +39,43 @@ def selection_lists(ops: ArrayOps, block_indices, layout: QueryLayout, spec, cou
     """`(edges, entries)`: as `block_query_lists`, where an entry says where in the selection it
     stands; `counts`: of the tiles' block lists, if `spec` has a `limit`.
     """
-    arrays = block_indices, layout.position, layout.key_start
+    arrays = block_indices, layout.position, _list_starts(layout)
     arrays += () if counts is None else (counts,)
     edges = _edges(ops, arrays, spec)
     return edges, *ops.run(query_list_kernels.fill_gather_lists(spec), *arrays, edges)
+
+
+def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
+    """`S` and `packed` of the `BlockQueryLists` of a layout with so many keys: where sequences
+    have places of their own, tiles of places are like those of keys of one sequence.
+    """
+    if layout.varlen is None:
+        return keys, layout.packed
+    return layout.varlen.capacity.places, False
+
+
+def first_query(layout: QueryLayout) -> int | None:
+    """That of `WorkItems` of lists of `list_keys`."""
+    if layout.varlen is None:
+        return None
+    capacity = layout.varlen.capacity
+    return capacity.S - capacity.T
+
+
+def merged(ops: ArrayOps, spec: Dkv, partials, sums, layout: QueryLayout) -> list:
+    """dk and dv as `spec` wants them, `[B, S, Hkv, .]`: the sums of `partials` of the tiles that
+    `list_keys` counts.
+    """
+    if layout.varlen is None:
+        return [*ops.run(dkv.merge(spec), *partials, *sums)]
+    # A tile's last keys may be those of the next sequence: tiles are merged where each is alone.
+    placed = dataclasses.replace(spec, S=layout.varlen.capacity.places)
+    return [layout.varlen.of_keys(x) for x in ops.run(dkv.merge(placed), *partials, *sums)]
+
+
+def _list_starts(layout: QueryLayout):
+    """Where the blocks of each query begin, among what `list_keys` counts."""
+    return layout.key_start if layout.varlen is None else layout.varlen.tokens.place_start
 
 
 def gathered_lists(ops: ArrayOps, block_indices, counts, layout: QueryLayout, spec):
@@ -55,7 +92,11 @@ def work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):
     """The work items of the lists with these `edges`, and of each key tile its first partial
     and their count where `spec`, a `WorkItems`, has them.
     """
-    return ops.run(work_item_kernels.work_items(spec), edges, layout.position)
+    if layout.varlen is None:
+        of_tokens = layout.position
+    else:
+        of_tokens = layout.varlen.key_tiles.first
+    return ops.run(work_item_kernels.work_items(spec), edges, of_tokens)
 
 
 def sorted_work_items(ops: ArrayOps, edges, layout: QueryLayout, spec):

@@ -40,7 +40,7 @@ def serves(ops: ArrayOps, base: Dkv, slots: int, block: int, packed: bool) -> bo
       base: of the branch.
       slots: blocks that a token selects.
       block: keys of a block.
-      packed: whether sequences may begin at any key.
+      packed: whether blocks may begin anywhere in a tile of keys.
     """
     whole_tokens = base.query_tile.tokens == 1 and not base.single_token
     if not whole_tokens or block != ROWS or packed or slots > stored_ds.MOST_SLOTS:
@@ -74,16 +74,18 @@ def gradients(
     """
     query, key, _ = arrays
     slots = block_indices.shape[-1]
+    keys, _ = mosaic_lists.list_keys(layout, base.S)
     lists = BlockQueryLists(
-        base.B, base.T, base.S, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
+        base.B, base.T, keys, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS)
+    first_query = mosaic_lists.first_query(layout)
+    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS, first_query)
     table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
     )
-    of_query = _query_spec(base, slots)
+    of_query = _query_spec(base, slots, layout.packed)
     if block_lists is None or base.query_tile.used < base.query_tile.rows:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, of_query)
     starts, _, counts = block_lists
@@ -103,11 +105,12 @@ def gradients(
         for name in part.widths:
             partials.setdefault(name, []).append(found.pop(name))
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
-        arrays_of_dq = key, starts, counts, block_indices, layout.position, window
+        places = [layout.position, *([layout.key_start] if layout.packed else [])]
+        arrays_of_dq = key, starts, counts, block_indices, *places, window
         extra = [] if dq is None else [dq]
         # No name stays with dS: that of two windows would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
-    return Gradients(dq, *_merged(ops, whole, partials, sums))
+    return Gradients(dq, *_merged(ops, whole, partials, sums, layout))
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
@@ -119,10 +122,10 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
     return found
 
 
-def _query_spec(base: Dkv, slots: int) -> StoredDsQuery:
+def _query_spec(base: Dkv, slots: int, packed: bool = False) -> StoredDsQuery:
     """Of dq, all rows at once."""
     sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
-    return StoredDsQuery(**sizes, stored_rows=base.B * base.Hkv, n=slots)
+    return StoredDsQuery(**sizes, stored_rows=base.B * base.Hkv, n=slots, packed=packed)
 
 
 def _most_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
@@ -156,11 +159,11 @@ def _window_words(ops, like, *, count, most, items):
     return [words[i] for i in range(count)]
 
 
-def _merged(ops, whole, partials, sums) -> list[Any]:
+def _merged(ops, whole, partials, sums, layout) -> list[Any]:
     """dk and dv of the partials of all windows."""
     merged = []
     for part in dataclasses.replace(whole, slots=0).passes:
         arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
         arrays = [ops.side_by_side(x) for x in arrays]
-        merged += ops.run(dkv.merge(part), *arrays, *sums)
+        merged += mosaic_lists.merged(ops, part, arrays, sums, layout)
     return merged
