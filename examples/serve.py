@@ -6,7 +6,7 @@
 
 The manager is transformers' (`generate_batch`): it shares out pages, shares prefixes, mixes
 prefill with decode. Weights are random and texts are the standard library's source as bytes: what
-is measured is speed. All requests come at once. Needs the extra `hf`.
+is measured is speed. All requests come at once. Needs the extra `hf` and transformers 5.19.
 
     first token   from the call to a request's first token
     next token    between two tokens of a request
@@ -31,7 +31,7 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-ATTENTION = {"nsa": "paged|nsa", "dense": "paged|sdpa"}
+ATTENTION = "nsa", "dense"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -101,7 +101,6 @@ def model(flags: argparse.Namespace, attention: str) -> NSAForCausalLM:
 def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
     """One run: seconds, tokens a second, milliseconds to tokens."""
     lm, texts = model(flags, attention), prompts(flags.requests, flags.prompt_tokens)
-    lm.set_attn_implementation(ATTENTION[attention])
     page = lm.config.select_block
     pages = sum(-(-(len(x) + flags.new_tokens) // page) for x in texts)
     options = {

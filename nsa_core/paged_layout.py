@@ -11,6 +11,7 @@ no page depends on the one after it, so that rows can share their first pages.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,6 +103,14 @@ def shapes(
         missing = branch in ("sliding", "raw") and not separate
         found[name] = None if missing else (num_pages, count, kv_heads, sizes[kind])
     return found
+
+
+def page_elements(
+    kv_heads: int, key_width: int, value_width: int, config: NSAConfig, separate: bool
+) -> int:
+    """Elements of a page, in all `ARRAYS` together."""
+    found = shapes(1, kv_heads, key_width, value_width, config, separate)
+    return sum(math.prod(shape) for shape in found.values() if shape is not None)
 
 
 def allocate(

@@ -10,6 +10,7 @@ from nsa_core import extras
 extras.require("torch", "torch")
 
 from nsa_core.config import NSAConfig
+from nsa_core.paged_runs import plan_runs
 from nsa_core.types import Branches
 from nsa_torch.cache import NSACache, cached_attention, init_cache
 from nsa_torch.compress import MLPParams, PoolParams, RopeMLPParams
@@ -46,6 +47,7 @@ __all__ = [
     "explain",
     "init_cache",
     "paged_attention",
+    "plan_runs",
     "prepare",
     "select_blocks",
     "selected_attention",

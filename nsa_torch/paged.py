@@ -12,6 +12,7 @@ The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 
 import functools
 import importlib
+import math
 from typing import Any, Self
 
 import torch
@@ -107,6 +108,47 @@ class PagedCache(PagedArrays):
         checks.devices(key_pages, cache.tensors())
         return cache
 
+    @classmethod
+    def carve(
+        cls,
+        memory: Tensor,
+        kv_heads: int,
+        key_width: int,
+        value_width: int,
+        *,
+        config: NSAConfig = NSAConfig(),
+        separate: bool = False,
+    ) -> Self:
+        """A cache in the memory of another manager, of as many pages as fit.
+
+        Args:
+          memory: `[elements]`, contiguous, of the cache's dtype; what lies in it stays. The tensors
+            lie one behind the other, each with all of its pages
+            (`paged_layout.page_elements` says how many elements a page has).
+
+        Raises:
+          ValueError: `memory` is not such a tensor, or has no room for a page.
+        """
+        sizes = kv_heads, key_width, value_width, config, separate
+        if memory.ndim != 1 or not memory.is_contiguous():
+            raise ValueError(
+                f"memory must be contiguous and have one axis, got shape {tuple(memory.shape)} "
+                f"with strides {memory.stride()}"
+            )
+        page = paged_layout.page_elements(*sizes)
+        if memory.shape[0] < page:
+            raise ValueError(
+                f"memory must have {page} elements, those of a page, got {memory.shape[0]}"
+            )
+        begin, arrays = 0, {}
+        for name, shape in paged_layout.shapes(memory.shape[0] // page, *sizes).items():
+            if shape is not None:
+                end = begin + math.prod(shape)
+                arrays[name], begin = memory[begin:end].view(shape), end
+        cache = cls.__new__(cls)
+        PagedArrays.__init__(cache, config, **arrays)
+        return cache
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that there are, by name."""
         return {name: x for name in ARRAYS if (x := getattr(self, name)) is not None}
@@ -188,7 +230,7 @@ def append(
         raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
         raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
     for pages, new in raw_pages:
-        _write(pages, at, new)
+        write(pages, at, new)
     _compress(cache, page_table, tokens, params)
 
 
@@ -233,10 +275,10 @@ def _compress(cache, page_table, tokens, params) -> None:
     compressed = cache.compressed_key, cache.compressed_value
     for pages, raw, one in zip(compressed, cache.raw, params, strict=True):
         windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        _write(pages, into, apply_phi(windows[None], one, window[None, :, 0])[0])
+        write(pages, into, apply_phi(windows[None], one, window[None, :, 0])[0])
 
 
-def _write(pages: Tensor, at: Places, new: Tensor) -> None:
+def write(pages: Tensor, at: Places, new: Tensor) -> None:
     """`pages[at.page, at.offset] = new` where `at.there`. Static shapes: what is not there
     writes what the first that is there writes, or, where none is, what lies there already.
     """

@@ -2,6 +2,9 @@
 same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
 from nsa_core.paged_layout import first_slot, slots_of
+from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, triton_decode
 from nsa_core.types import Branches
 from nsa_torch import checks, dispatch, functional
@@ -30,6 +34,7 @@ def paged_attention(
     config: NSAConfig | None = None,
     scale: float | None = None,
     max_seqlen_q: int | None = None,
+    runs: Sequence[Run] | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
@@ -47,14 +52,33 @@ def paged_attention(
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
       max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device.
+      runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
+        each run are attended together, and nothing is read from the device. None: all rows are.
       implementation: a name of `REGISTRY` (`triton`: kernels on pages, for the same 1 to 8 queries
         a row), or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit.
+      ValueError: shapes or dtypes that do not fit, or `runs` without `cu_seqlens_q`.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     validate_paged.same_config(cache, config)
+    if runs is not None:
+        if cu_seqlens_q is None:
+            raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
+        if isinstance(gates, Branches):
+            gates = paged_dispatch.joined_gates(OPS, gates, query)
+        out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
+        options: Any = {"scale": scale, "implementation": implementation}
+        for run in runs:
+            starts, table = None, page_table[run.rows]
+            if not run.even:
+                bounds = slice(run.rows.start, run.rows.stop + 1)
+                starts = cu_seqlens_q[bounds] - run.tokens.start
+                table = table[:, : run.columns]
+            at = table, lengths[run.rows], starts
+            own, options["max_seqlen_q"] = (query[run.tokens], gates[run.tokens]), run.queries
+            out[run.tokens] = paged_attention(*own, cache, *at, **options)
+        return out
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")

@@ -1,23 +1,28 @@
-"""`generate_batch` of transformers over paged caches: the text of `generate`, row by row."""
+"""`generate_batch` of transformers over paged caches: text and log probabilities of `generate`."""
 
 import functools
-import weakref
+import itertools
+import re
+import threading
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig
-from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api, model_runner
 
 from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModelConfig,
+    cache_allocator,
+    compatibility,
     continuous,
     continuous_batching_config,
     paged_layer,
 )
+from nsa_torch.paged import PagedCache
 
 SIZES = dict(
     vocab_size=97,
@@ -37,8 +42,8 @@ SIZES = dict(
 )
 LENGTHS = (5, 40, 23)
 served = pytest.mark.skipif(
-    not hasattr(PagedAttentionCache, "copy_cache"),
-    reason="generate_batch is refused above transformers 5.17 (test_another_manager_is_refused)",
+    not hasattr(compatibility.FullAttentionCacheAllocator, "layer_type"),
+    reason="generate_batch is refused below transformers 5.19 (test_another_manager_is_refused)",
 )
 
 
@@ -55,29 +60,58 @@ def prompts():
     return [*found, found[1][:32] + [3, 4]]  # the first two pages of another
 
 
-def generated(model, prompts, tokens=6, name="paged|nsa", batch=24, **options):
-    """New tokens of each request, in their order."""
-    options = {"do_sample": False, "eos_token_id": -1} | options
-    greedy = GenerationConfig(max_new_tokens=tokens, **options)
-    sizes = {"num_blocks": 40, "max_batch_tokens": batch, "allow_block_sharing": True}
-    model.set_attn_implementation(name)
-    try:
-        found = model.generate_batch(
-            prompts,
-            generation_config=greedy,
-            continuous_batching_config=continuous_batching_config(model.config, **sizes),
-        )
-    finally:
-        model.set_attn_implementation("sdpa")
+def options(lm, tokens=6, batch=24, blocks=40, more=None, **generation):
+    """Keywords of `generate_batch`."""
+    generation = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": tokens} | generation
+    sizes = {"num_blocks": blocks, "max_batch_tokens": batch, "return_logprobs": True}
+    sizes |= more or {}
+    return {
+        "generation_config": GenerationConfig(**generation),
+        "continuous_batching_config": continuous_batching_config(lm.config, **sizes),
+    }
+
+
+def generated(lm, prompts, **given):
+    """Results of the requests, in their order."""
+    found = lm.generate_batch(prompts, **options(lm, **given))
     assert all(x.error is None for x in found.values()), [x.error for x in found.values()]
-    return found
+    return list(found.values())
 
 
-def alone(model, prompt, tokens=6):
+def alone(lm, prompt, tokens=6):
     greedy = GenerationConfig(max_new_tokens=tokens, do_sample=False)
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, generation_config=greedy)
+    ids = torch.tensor([prompt], device=lm.device)
+    out = lm.generate(ids, generation_config=greedy)
     return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def log_probabilities(lm, prompt, answer):
+    """Of `answer`, each token given those before it, in one pass without a cache."""
+    ids = torch.tensor([prompt + answer], device=lm.device)
+    logits = lm(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return (
+        logits.float()
+        .log_softmax(1)
+        .gather(1, torch.tensor(answer)[:, None].to(ids.device))[:, 0]
+    )
+
+
+def same_as_alone(lm, prompt, result, tokens=6):
+    assert result.generated_tokens == alone(lm, prompt, tokens)
+    want = log_probabilities(lm, prompt, result.generated_tokens)
+    got = torch.tensor(result.logprobs, device=want.device)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
+def replaced(monkeypatch, name, own):
+    """Of the allocator; `own(original, self, *arguments)`."""
+    original = getattr(cache_allocator.NSACacheAllocator, name)
+
+    def call(self, *arguments):
+        return own(functools.partial(original, self), *arguments)
+
+    monkeypatch.setattr(cache_allocator.NSACacheAllocator, name, call)
 
 
 @served
@@ -88,139 +122,256 @@ def alone(model, prompt, tokens=6):
         {"attention": ("nsa", "dense"), "phi": "mlp"},
         {"phi": "mlp_rope", "gate": "head"},
         {"phi": "mlp_pe", "kv": "shared"},
+        {"attention": ("dense", "nsa"), "kv": "shared", "v_head_dim": 16},
     ],
-    ids=["nsa", "with a dense layer and learned phi", "rotated after phi", "shared"],
+    ids=["nsa", "with a dense layer", "rotated after phi", "shared", "other widths"],
 )
-def test_text_is_that_of_generate(changes):
+@pytest.mark.parametrize("tables", [True, False], ids=["block tables", "no block tables"])
+def test_answers_are_those_of_generate(changes, tables):
     """Prompts longer than a step (24 tokens), shorter ones and decode in the same steps."""
     changes = {k: list(x) if isinstance(x, tuple) else x for k, x in changes.items()}
     lm = model.__wrapped__(**changes)
-    found = generated(lm, prompts())
-    for i, prompt in enumerate(prompts()):
-        assert found[f"req_{i}"].generated_tokens == alone(lm, prompt), i
+    found = generated(lm, prompts(), more={} if tables else {"max_blocks_per_request": 0})
+    for prompt, result in zip(prompts(), found, strict=True):
+        same_as_alone(lm, prompt, result)
+    assert lm.config._attn_implementation == "sdpa"  # as before
 
 
 @served
-def test_the_default_implementation_runs_too():
+def test_the_document_runs():
+    text = (Path(__file__).parents[1] / "docs/serving.md").read_text()
+    made, batch = re.findall(
+        r"^```py(?:thon)?\n(from transformers.*?|prompts = .*?)^```", text, re.S | re.M
+    )
+    exec(made + batch, {})
+
+
+@served
+def test_dense_models_run_as_transformers_runs_them():
+    lm = model.__wrapped__(attention="dense")
+    for prompt, result in zip(prompts(), generated(lm, prompts()), strict=True):
+        same_as_alone(lm, prompt, result)
+
+
+@served
+def test_with_a_configuration_of_transformers():
     lm, prompt = model(), prompts()[1]
-    found = generated(lm, [prompt], name="sdpa")
-    assert found["req_0"].generated_tokens == alone(lm, prompt)
+    for name, found in (
+        ("page_size=16", ContinuousBatchingConfig(page_size=16, num_blocks=9)),
+        ("page_size must be select_block=16, got 256", ContinuousBatchingConfig()),
+    ):
+        given = options(lm) | {"continuous_batching_config": found}
+        if found.page_size == 16:
+            result = lm.generate_batch([prompt], **given)["req_0"]
+            assert result.generated_tokens == alone(lm, prompt)
+        else:
+            with pytest.raises(ValueError, match=name):
+                lm.generate_batch([prompt], **given)
+
+
+@served
+def test_steps_see_no_padding_and_no_token_lists(monkeypatch):
+    """As where CUDA graphs have the manager pad all steps: rows of no token, and tokens of none."""
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(model_runner.ModelRunner, "pad_inputs", always, raising=False)
+    lists, steps = [], []
+    own = continuous.ContinuousBatch.__init__
+
+    def begin(self, config, x, position, **paged):
+        own(self, config, x, position, **paged)
+        steps.append((x.shape[1], self.x.shape[1], self.runs is None))
+
+    monkeypatch.setattr(continuous.ContinuousBatch, "__init__", begin)
+    replaced(
+        monkeypatch,
+        "get_read_indices",
+        lambda call, *x: lists.append((*x, call(*x))) or call(*x),
+    )
+    lm = model.__wrapped__(attention=["nsa", "dense"])
+    for prompt, result in zip(prompts(), generated(lm, prompts()), strict=True):
+        same_as_alone(lm, prompt, result)
+    assert any(decode for *_, decode in steps) and any(a > b for a, b, _ in steps)
+    assert all(len(blocks) == -(-(past + new) // 16) for _, past, new, blocks in lists)
+
+
+@served
+def test_decode_rows_are_not_gathered_beside_a_prompt(monkeypatch):
+    """The kernels on pages take rows of one token, whatever else a step has."""
+    seen, choose = set(), paged_attend.paged_dispatch.choose
+
+    def choosing(registry, attention, problem, name):
+        seen.add((problem.packed, problem.B, problem.T))
+        return choose(registry, attention, problem, name)
+
+    monkeypatch.setattr(paged_attend.paged_dispatch, "choose", choosing)
+    generated(model(), prompts()[:3], tokens=6)
+    assert (True, 1, 0) in seen  # a prompt
+    assert {(False, 1, 1), (False, 3, 1)} <= seen  # beside it, and alone
 
 
 @served
 def test_prefixes_are_shared_and_forks_copied(monkeypatch):
-    """What NSA keeps besides transformers' keys and values follows them."""
     lm, prompt = model(), prompts()[1]
     shared, copied = [], []
-    search = PagedAttentionCache.search_prefix_match
-    copy = continuous.PagedCache.copy_pages
-
-    def searching(self, *arguments):
-        shared.append(search(self, *arguments))
-        return shared[-1]
-
-    def copying(self, source, target):
-        copied.extend(zip(source.tolist(), target.tolist(), strict=True))
-        copy(self, source, target)
-
-    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", searching)
-    monkeypatch.setattr(continuous.PagedCache, "copy_pages", copying)
+    matching = lambda call, *x: shared.append(call(*x)) or shared[-1]
+    replaced(monkeypatch, "match_prefix_blocks", matching)
+    replaced(monkeypatch, "copy_blocks", lambda call, *x: (copied.append(x), call(*x)))
     # The second begins when the first has ended: one request a step.
     both = [prompt, prompt[:33] + [5, 6]]
-    found = generated(lm, both, batch=16)
-    for i, each in enumerate(both):
-        assert found[f"req_{i}"].generated_tokens == alone(lm, each)
-    assert max(shared) >= 16
+    for each, result in zip(both, generated(lm, both, batch=16), strict=True):
+        same_as_alone(lm, each, result)
+    assert max(map(len, shared)) >= 1
     # Two continuations of one prompt, in pages of their own from the fork on; both greedy.
-    # (generate_batch leaves out those that were forked.)
     found, get = {}, continuous_api.ContinuousBatchingManager.get_result
 
     def getting(self, *arguments, **options):
         result = get(self, *arguments, **options)
         if result is not None and result.is_finished():
-            found[result.request_id] = result.generated_tokens
+            found[result.request_id] = result
         return result
 
     monkeypatch.setattr(continuous_api.ContinuousBatchingManager, "get_result", getting)
     generated(lm, [prompt], num_return_sequences=2, do_sample=True, top_k=1)
-    assert copied and list(found.values()) == [alone(lm, prompt)] * 2
+    assert copied and len(found) == 2
+    assert all(x.generated_tokens == alone(lm, prompt) for x in found.values())
 
 
 @served
-def test_a_step_of_one_token_a_row_is_a_decode_step(monkeypatch):
-    """What the kernels on pages take: no bounds of rows."""
-    seen, choose = set(), paged_attend.paged_dispatch.choose
+def test_a_request_that_is_cancelled_within_its_prompt(monkeypatch):
+    """Its blocks are another's; the others' answers are what they were."""
+    lm, made = model(), []
+    long, others = (prompts()[1] * 6)[:230], prompts()[1:3]
+    begun, go_on = threading.Event(), threading.Event()
 
-    def choosing(registry, attention, problem, name):
-        seen.add((problem.packed, problem.T))
-        return choose(registry, attention, problem, name)
+    def copying(call, request, past, new):
+        if request == "long" and past:  # in its second chunk of 15
+            made.append(past)
+            begun.set()
+            assert go_on.wait(30)
+        return call(request, past, new)
 
-    monkeypatch.setattr(paged_attend.paged_dispatch, "choose", choosing)
-    generated(model(), prompts()[:2], tokens=4)
-    assert {(True, 0), (False, 1)} <= seen
+    replaced(monkeypatch, "get_read_indices", copying)
+    with lm.continuous_batching_context_manager(**options(lm, batch=16, blocks=17)) as manager:
+        manager.add_request(long, request_id="long", max_new_tokens=4)
+        assert begun.wait(30)
+        manager.cancel_request("long")
+        for i, prompt in enumerate(others):  # no room for these beside it
+            manager.add_request(prompt * 3, request_id=str(i), max_new_tokens=6)
+        go_on.set()
+        found = {}
+        while len(found) < 2:
+            result = manager.get_result(timeout=30)
+            assert result is not None and result.error is None
+            if result.is_finished():
+                found[result.request_id] = result
+    assert len(made) == 1 and "long" not in found
+    for i, prompt in enumerate(others):
+        same_as_alone(lm, prompt * 3, found[str(i)])
 
 
 @served
-def test_pages_go_with_the_manager():
-    assert isinstance(continuous._pages, weakref.WeakKeyDictionary)
-    generated(model(), prompts()[:1], tokens=2)
-    assert not list(continuous._pages)
+@pytest.mark.parametrize("kinds", [("nsa", "nsa"), ("nsa", "dense")])
+def test_all_that_is_kept_is_counted(kinds, monkeypatch):
+    """`num_blocks` blocks have room for compressed tokens and for all branches, in the manager's
+    memory, of which no two arrays share an element.
+    """
+    lm, made = model.__wrapped__(attention=list(kinds)), []
+    replaced(
+        monkeypatch,
+        "register_cache_tensor",
+        lambda call, *x: (call(*x), made.append((call.args[0], x[2]))),
+    )
+    generated(lm, prompts()[:1], tokens=2, blocks=11)
+    ((allocator, memory),) = made
+    assert allocator.num_blocks in (11, 12)
+    begin, arrays = memory.data_ptr(), []
+    for pages in allocator.pages.values():
+        arrays += pages.tensors().values() if isinstance(pages, PagedCache) else pages
+    spans = sorted((x.data_ptr() - begin, x.data_ptr() - begin + x.nbytes) for x in arrays)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert 0 <= spans[0][0] and spans[-1][1] <= memory.nbytes
+    width, heads, blocks = 8, 2, arrays[0].shape[0]
+    nsa = (3 * 16 + 4) * heads * 2 * width * 4
+    dense = 16 * heads * 2 * width * 4
+    assert sum(x.nbytes for x in arrays) == blocks * (
+        nsa + (nsa if kinds[1] == "nsa" else dense)
+    )
+    with pytest.raises(MemoryError, match="more than available memory"):
+        lm.generate_batch(prompts()[:1], **options(lm, blocks=1 << 40))
 
 
 def test_another_manager_is_refused(monkeypatch):
-    """That of later versions, which copies pages by another function."""
-    monkeypatch.delattr(PagedAttentionCache, "copy_cache", raising=False)
-    with pytest.raises(NotImplementedError, match=r"transformers 5\.17, got \d"):
-        continuous_batching_config(model().config)
-    with pytest.raises(NotImplementedError, match="keeps its pages in another order"):
-        model().generate_batch([[1, 2]])
+    """One whose allocators have other methods, or none; `generate` runs with it."""
+    monkeypatch.setattr(compatibility, "FullAttentionCacheAllocator", object)
+    lm = model()
+    for call in (
+        lambda: lm.generate_batch([[1, 2]]),
+        lambda: continuous_batching_config(lm.config),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"transformers 5\.19 to 5\.\d+, got 5\.\d"
+        ):
+            call()
+    assert lm.config._attn_implementation == "sdpa" and alone(lm, [1, 2], 1)
 
 
 @served
 def test_bad_configurations():
-    config = model().config
-    with pytest.raises(ValueError, match="block_size must be select_block=16, got 32"):
-        continuous_batching_config(config, block_size=32)
+    lm = model()
+    config = lm.config
+    for name in ("page_size", "block_size"):
+        with pytest.raises(ValueError, match="page_size must be select_block=16, got 32"):
+            continuous_batching_config(config, **{name: 32})
     with pytest.raises(ValueError, match="cpu_offload_space must be 0"):
         continuous_batching_config(config, cpu_offload_space=1.0)
-    whole = continuous_batching_config(config, max_memory_percent=0.65)
-    assert whole.max_memory_percent == pytest.approx(0.2)  # of 3 1/4 times as much
-    once = continuous_batching_config(
-        model.__wrapped__(kv="shared").config, max_memory_percent=0.65
-    )
-    assert once.max_memory_percent == pytest.approx(0.52)  # of 1 1/4
-
-    class Manager:
-        block_size = 256
-
-    bounds = torch.tensor([0, 1])
-    sizes = {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_seqlen_q": 1,
-        "max_seqlen_k": 1,
-        "read_index": [],
-        "write_index": [],
-    }
-    with pytest.raises(ValueError, match=r"select_block=16, got 256: pass continuous_batching"):
-        continuous.ContinuousBatch(config, bounds, None, cache=Manager(), **sizes)
+    with pytest.raises(
+        ValueError, match=r"use_cuda_graph must be None, a bool or \(False, bool"
+    ):
+        continuous_batching_config(config, use_cuda_graph=(True, True))
     mixed = Branches(None, "sdpa", None)
     with pytest.raises(NotImplementedError, match="all branches by one implementation, got"):
         paged_layer.one_name(mixed)
     assert paged_layer.one_name(Branches.each("sdpa")) == "sdpa"
-    with pytest.raises(ValueError, match="attends from pages"):
-        continuous.dense_attention(None, *[bounds] * 4)
+    with pytest.raises(ValueError, match="flash_nsa is for generate_batch alone"):
+        continuous.dense_attention(None, *[torch.zeros(1)] * 4)
+
+
+@served
+def test_bad_calls():
+    lm = model()
+    wrong = ContinuousBatchingConfig(page_size=32)
+    with pytest.raises(
+        ValueError, match=r"select_block=16, got 32: pass continuous_batching_c"
+    ):
+        lm.generate_batch([[1, 2]], continuous_batching_config=wrong)
+    make = functools.partial(
+        cache_allocator.NSACacheAllocator,
+        index=0,
+        config=lm.config,
+        cache_dtype=torch.float32,
+        layer_indices=[0, 1],
+        allow_block_sharing=True,
+    )
+    with pytest.raises(ValueError, match="page_size must be select_block=16, got 8"):
+        make(num_key_value_heads=2, page_size=8)
+    with pytest.raises(NotImplementedError, match="all 2 key/value heads, got 1"):
+        make(num_key_value_heads=1, page_size=16)
 
 
 @pytest.mark.gpu
 @served
-def test_text_is_that_of_generate_on_a_gpu():
-    """Both in float32, on kernels; the last prompt begins with three pages of the first."""
+def test_answers_are_those_of_generate_on_a_gpu():
+    """Both in float32, on kernels; the last prompt begins with three pages of the first. Decode
+    steps are CUDA graphs, which the manager captures for each number of rows.
+    """
     sizes = dict(compress_block=32, compress_stride=16, select_block=64, window=64, head_dim=64)
     made = model(**sizes).to("cuda")
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(1, 97, (n,), generator=generator).tolist() for n in (300, 70, 5)]
     texts.append(texts[0][:192] + [3, 4])
-    found = generated(made, texts, batch=128)
-    for text, result in zip(texts, found.values(), strict=True):
-        assert result.generated_tokens == alone(made, text), len(text)
+    for graph in (True, False):
+        found = generated(made, texts, batch=128, more={"use_cuda_graph": graph})
+        for text, result in zip(texts, found, strict=True):
+            assert result.generated_tokens == alone(made, text), (graph, len(text))
+            want = log_probabilities(made, text, result.generated_tokens).cpu()
+            torch.testing.assert_close(torch.tensor(result.logprobs), want, rtol=0, atol=1e-3)

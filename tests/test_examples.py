@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nsa_torch.huggingface import NSAForCausalLM
+from tests.test_continuous_batching import served
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--layers 1 --requests 2 --prompt_tokens 70 --new_tokens 2 --hidden 32 --heads 2"
@@ -22,6 +23,7 @@ def serve(*flags):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@served
 def test_serve_prints_a_row_a_measure(tmp_path):
     path = tmp_path / "rows.jsonl"
     kept = "--out", str(path), "--commit", "c0ffee"

@@ -13,6 +13,7 @@ import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
+from nsa_core.paged_runs import plan_runs
 from nsa_core.types import Branches
 from nsa_torch import paged_attend
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -319,6 +320,73 @@ def test_adopted_pages_are_written_in_place():
         nsa_torch.PagedCache.view(key, value, config=SMALL, compressed_key=compressed[0])
     with pytest.raises(ValueError, match=r"selected_value must have shape \(24, 16, 2, 6\)"):
         nsa_torch.PagedCache.view(key, value[:4], config=SMALL)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_memory_of_another_manager_is_carved(separate):
+    """One piece of it, of whole pages; what lies behind them stays."""
+    sizes = Sizes(separate=separate)
+    page = paged_layout.page_elements(2, 8, 6, SMALL, separate)
+    assert page == (16 * (3 if separate else 1) + 4) * 2 * (8 + 6)
+    memory = torch.full((POOL * page + 5,), torch.nan)
+    carve = functools.partial(nsa_torch.PagedCache.carve, config=SMALL, separate=separate)
+    paged = Torch(sizes)
+    paged.cache = carve(memory, 2, 8, 6)
+    assert paged.cache.num_pages == POOL and paged.cache.separate == separate
+    rows, table = Rows(sizes, [30]), tables([30], SMALL, POOL, WIDTH)
+    close(step(paged, rows, table, [0], [30]), rows.expected([0], [30]))
+    kept = paged.cache.tensors().values()
+    assert sum(x.isfinite().sum() for x in kept) == memory.isfinite().sum() > 0
+    assert memory[-5:].isnan().all()
+    with pytest.raises(ValueError, match=f"must have {page} elements, those of a page, got 3"):
+        carve(memory[:3], 2, 8, 6)
+    with pytest.raises(ValueError, match="must be contiguous and have one axis, got shape"):
+        carve(memory[::2], 2, 8, 6)
+
+
+def test_runs_of_a_step():
+    """Decode rows, rows of nothing, guesses, prompts: which are attended together."""
+    lengths = [30, 17, 0, 40, 8, 25, 61]
+    counts = [1, 1, 0, 3, 3, 25, 30]
+    found = plan_runs(bounds(counts).tolist(), lengths, 16)
+    assert [(x.rows, x.tokens, x.queries, x.columns, x.even) for x in found] == [
+        (slice(0, 2), slice(0, 2), 1, 2, True),
+        (slice(3, 5), slice(2, 8), 3, 3, True),
+        (slice(5, 7), slice(8, 63), 30, 4, False),
+    ]
+    much = plan_runs([0, 9, 18, 27], [65536, 65536, 65536], 64)  # 2^17 keys are copied at most
+    assert [x.rows for x in much] == [slice(0, 2), slice(2, 3)]
+    assert plan_runs([0, 0], [0], 16) == []
+    with pytest.raises(ValueError, match="starts must have 3 entries, one more than lengths"):
+        plan_runs([0, 1], [1, 1], 16)
+    with pytest.raises(ValueError, match="starts must not descend, got 5, 3 at row 1"):
+        plan_runs([0, 5, 3], [9, 9], 16)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
+        plan_runs([0, 1], [1], 0)
+
+
+def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
+    """Rows of decode and of prompts in one call, some of no token; tables are cut to each run."""
+    sizes = Sizes()
+    last = [38, 45, 1, 61, 20]
+    rows, paged = Rows(sizes, last), Torch(sizes)
+    table = tables(last, SMALL, POOL, WIDTH)
+    begin, end = [37, 44, 0, 0, 0], [38, 45, 0, 61, 20]
+    step(paged, rows, table, [0] * 5, [37, 44, 0, 0, 0])
+    gathered, side_by_side = [], paged_attend._side_by_side
+
+    def seen(page_table, per_page, *rest):
+        if per_page == 16:
+            gathered.append(tuple(page_table.shape))
+        return side_by_side(page_table, per_page, *rest)
+
+    monkeypatch.setattr(paged_attend, "_side_by_side", seen)
+    runs = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), end, 16)
+    found = step(paged, rows, table, begin, end, runs=runs)
+    close(found, rows.expected(begin, end))
+    assert gathered == [(2, WIDTH), (2, 4)]  # no kernels here; the prompts' pages alone
+    with pytest.raises(ValueError, match="runs need cu_seqlens_q"):
+        step(paged, rows, table, [37, 44, 0, 60, 19], [38, 45, 1, 61, 20], True, runs=runs)
 
 
 def _mutant_slot(monkeypatch):

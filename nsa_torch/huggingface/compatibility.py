@@ -5,12 +5,14 @@ classes: a hook that it renames is never called, and no error says so.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import transformers
 
 TRIED = "5.17 to 5.24"
+TRIED_BATCHES = "5.19 to 5.24"  # by `generate_batch`
 
 try:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -30,6 +32,10 @@ except ImportError as error:
         f"where a name has moved: {error}"
     ) from error
 
+# What keeps the tokens of `generate_batch`. No names of all versions: `cache_allocators` asks.
+_batches: Any = importlib.import_module("transformers.generation.continuous_batching.cache")
+FullAttentionCacheAllocator: Any = getattr(_batches, "FullAttentionCacheAllocator", object)
+
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "CACHE",
@@ -38,10 +44,12 @@ __all__ = [
     "CacheLayerMixin",
     "CausalLMOutputWithPast",
     "DynamicLayer",
+    "FullAttentionCacheAllocator",
     "GenerationMixin",
     "GradientCheckpointingLayer",
     "LlamaRMSNorm",
     "PreTrainedModel",
+    "cache_allocators",
     "cache_argument",
     "cache_named",
     "can_return_tuple",
@@ -51,7 +59,6 @@ __all__ = [
     "create_causal_mask",
     "eager_attention_forward",
     "is_of_capture_outputs",
-    "paged_attention_cache",
     "sdpa_attention_forward",
     "takes_past_key_values",
 ]
@@ -59,6 +66,17 @@ __all__ = [
 OLD, NEW = "past_key_values", "cache"
 # What transformers calls a cache among arguments and in outputs: NEW from 5.24 on.
 CACHE = NEW if NEW in CausalLMOutputWithPast.__dataclass_fields__ else OLD
+
+# Of a cache allocator: what ours calls and what it stands for.
+ALLOCATOR = (
+    "_after_cache_tensor_init",
+    "_before_cache_tensor_init",
+    "copy_blocks",
+    "get_read_indices",
+    "get_write_indices",
+    "layer_type",
+    "register_cache_tensor",
+)
 
 OVERRIDDEN: dict[type, tuple[str, ...]] = {
     GenerationMixin: (
@@ -109,22 +127,18 @@ OVERRIDDEN: dict[type, tuple[str, ...]] = {
 }
 
 
-def paged_attention_cache() -> Any:
-    """`PagedAttentionCache` of `generate_batch`, where it is that of 5.17.
+def cache_allocators() -> dict[str, Any]:
+    """Of `generate_batch`'s manager: the class that keeps the tokens of each kind of layer.
 
     Raises:
-      NotImplementedError: transformers keeps its pages in another way.
+      NotImplementedError: transformers has none, or one with other methods.
     """
-    try:
-        from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    except ImportError:
-        PagedAttentionCache = None
-    if not hasattr(PagedAttentionCache, "copy_cache"):
+    if not all(hasattr(FullAttentionCacheAllocator, name) for name in ALLOCATOR):
         raise NotImplementedError(
-            "generate_batch on NSA needs the paged cache of transformers 5.17, got "
-            f"{transformers.__version__}, which keeps its pages in another order"
+            f"generate_batch on NSA runs with transformers {TRIED_BATCHES}, got "
+            f"{transformers.__version__}, whose manager shares out its pages in another way"
         )
-    return PagedAttentionCache
+    return _batches.ATTN_TYPE_TO_ALLOCATOR
 
 
 def is_of_capture_outputs(hook: Callable[..., Any]) -> bool:

@@ -1,18 +1,19 @@
 """Continuous batching of transformers (`generate_batch`) over paged caches.
 
-transformers' `PagedAttentionCache` shares out pages and keeps one key and one value a token and
-layer: those of the selected branch, in place. What NSA keeps besides lies in pages of the same
-numbers, made here: the compressed tokens and, where branches have their own (`kv="separate"`), the
-other branches' keys and values.
+    generate_batch -> manager: transformers', which shares out blocks (`cache_allocator.py`)
+        a step: NSAModel.forward(cache=.., cu_seq_lens_q=.., ..) -> ContinuousBatch
+            each layer: project -> append -> paged_attention -> out
 
-    generate_batch -> NSAModel.forward(cache=.., read_index=.., ..) -> ContinuousBatch
-        each layer: project -> paged.append -> paged_attention -> out
-
-A prefix that requests share is shared here too: no page depends on the one after it.
+What a step does is planned once for all layers. Steps of one token a row bring a block table: their
+shapes follow from it alone, nothing is read on the host, and on a GPU the manager captures them as
+CUDA graphs, one for each power of two of rows. Other steps bring the blocks of all rows one after
+the other. Their rows' bounds are read once, padding is left out, and `plan_runs` says which rows
+are attended together.
 """
 
-import functools
-import weakref
+import copy
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,157 +22,225 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, ContinuousBatchingConfig
 
-from nsa_torch.huggingface.compatibility import paged_attention_cache
+from nsa_core import paged_layout
+from nsa_core.paged_runs import Run, plan_runs
+from nsa_torch.huggingface import cache_allocator
+from nsa_torch.huggingface.compatibility import cache_allocators
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.paged_layer import attend_pages
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache
+from nsa_torch.paged import write
+from nsa_torch.torch_ops import TORCH_OPS as OPS
 
-NAME = "paged|nsa"  # for set_attn_implementation: no mask of all tokens times all is made
-
-# Of each `PagedAttentionCache`, which stays theirs: `paged_attention_cache` says of which version.
-_pages: weakref.WeakKeyDictionary[Any, dict[int, PagedCache]] = weakref.WeakKeyDictionary()
+# The attention of a model while a manager serves it: "flash" says that no mask is made.
+NAME = "flash_nsa"
 
 
 def continuous_batching_config(
     config: NSAModelConfig, **options: Any
 ) -> ContinuousBatchingConfig:
-    """transformers' `ContinuousBatchingConfig` for a model with NSA.
-
-    Its pages have `select_block` tokens. transformers counts the selected branch's keys and values
-    alone, so that it is given the share of the memory which these are of all.
+    """transformers' `ContinuousBatchingConfig`, with pages of `select_block` tokens.
 
     Args:
-      options: other fields of it; `block_size` must be `config.select_block` where it is given,
-        `max_memory_percent` counts all pages.
+      options: other fields of it. `use_cuda_graph` is about steps of one token a row; None: where
+        there is a GPU. `max_blocks_per_request`: longer requests take no such steps; None: by the
+        prompts of `generate_batch`, else by `max_position_embeddings`.
+
+    Raises:
+      ValueError: `page_size` is not `select_block`, or prompts' steps are to be graphs, or pages
+        are to be moved to the host.
+      NotImplementedError: transformers has another manager than those that were tried.
     """
-    paged_attention_cache()
-    size = config.select_block
-    if options.setdefault("block_size", size) != size:
-        raise ValueError(f"block_size must be select_block={size}, got {options['block_size']}")
-    if options.get("cpu_offload_space"):
+    cache_allocators()
+    size = options.pop("block_size", config.select_block)  # its name before 5.17
+    options.setdefault("page_size", size)
+    made = ContinuousBatchingConfig(**options)
+    _check(made, config)
+    return made
+
+
+def _check(given: Any, config: NSAModelConfig) -> None:
+    if given.page_size != config.select_block:
         raise ValueError(
-            "cpu_offload_space must be 0: transformers would move the selected branch's pages only"
+            f"page_size must be select_block={config.select_block}, got {given.page_size}: pass "
+            "continuous_batching_config(model.config)"
         )
-    if "nsa" in config.layer_attention:
-        compressed = 1 / config.compress_stride
-        everything = options.get("max_memory_percent") or 0.9
-        raw = 3 if config.layer_spec.separate else 1
-        options["max_memory_percent"] = everything / (raw + compressed)
-    return ContinuousBatchingConfig(**options)
+    if given.cpu_offload_space:
+        raise ValueError(
+            "cpu_offload_space must be 0: transformers moves pages of one layout, got "
+            f"{given.cpu_offload_space}"
+        )
+    graphs = given.use_cuda_graph
+    if isinstance(graphs, tuple) and graphs[0]:
+        raise ValueError(
+            "use_cuda_graph must be None, a bool or (False, bool): prompts' steps read bounds of "
+            f"rows on the host, got {graphs}"
+        )
+
+
+def manager_of(
+    model: Any,
+    make: Callable[..., Any],
+    generation_config: Any,
+    given: ContinuousBatchingConfig | None,
+    hints: Any,
+) -> Any:
+    """transformers' manager for a model with NSA.
+
+    Args:
+      make: transformers' `init_continuous_batching`.
+
+    Raises:
+      NotImplementedError: transformers has another manager than those that were tried.
+      ValueError: as `continuous_batching_config`.
+    """
+    cache_allocator.install()
+    config = model.config
+    if given is None:
+        given = getattr(generation_config, "continuous_batching_config", None)
+        given = given or continuous_batching_config(config)
+    _check(given, config)
+    asked = copy.copy(given)
+    # transformers has block tables for FlashAttention alone: decided below.
+    asked.max_blocks_per_request = 0
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    attention, config._attn_implementation = config._attn_implementation, NAME
+    try:
+        manager = make(generation_config, asked, hints)
+    except BaseException:
+        config._attn_implementation = attention
+        raise
+    manager._original_attn_impl = attention  # which it sets when it stops
+    if manager is kept:
+        return manager
+    made = manager.continuous_batching_config
+    made.max_blocks_per_request = _blocks_of_a_request(given, config, hints)
+    made.use_cuda_graph = (False, made.cuda_graph_booleans[1])
+    if given.use_async_batching is None:
+        made.use_async_batching = made.use_cuda_graph[1]
+    if given.num_blocks is not None:  # the manager counts keys and values once a token
+        ours = cache_allocator.bytes_of_block(config, model.dtype)
+        theirs = 2 * config.num_hidden_layers * config.select_block * model.dtype.itemsize
+        theirs *= config.num_key_value_heads * config.head_dim
+        made.num_blocks = -(-given.num_blocks * ours // theirs)
+    return manager
+
+
+def _blocks_of_a_request(given: ContinuousBatchingConfig, config: Any, hints: Any) -> int:
+    """Columns of a block table."""
+    if given.max_blocks_per_request is not None:
+        return given.max_blocks_per_request
+    longest = config.max_position_embeddings
+    if hints is not None and hints.max_prompt_length:
+        longest = hints.max_prompt_length + hints.max_generated_length
+    return -(-longest // config.select_block)
 
 
 class ContinuousBatch:
-    """One step: some rows prefill, some decode.
+    """One step of a model with NSA: some rows prefill, some decode.
 
     Args:
       config: of the model.
-      position: `[1, N]`, of the new tokens; mask: for layers with dense attention, or None.
-      cu_seq_lens_q: int32 `[B + 1]`, where each row's new tokens begin.
-      cache .. block_table: what transformers hands to attention functions.
+      x: `[1, N, hidden_size]`, the new tokens of all rows, then padding.
+      position: `[1, N]`.
+      cache .. block_table: what transformers hands to attention functions; `read_index` and
+        `write_index` are those of `NSACacheAllocator`.
+
+    Attributes:
+      x: without the padding, which no logits are asked of.
+      page_table, lengths, starts, runs: as of `paged_attention`, of all layers.
     """
 
     def __init__(
         self,
         config: NSAModelConfig,
+        x: Tensor,
         position: Tensor,
-        mask: Tensor | None,
         *,
         cache: Any,
         cu_seq_lens_q: Tensor,
-        cu_seq_lens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
+        cu_seq_lens_k: dict[str, Tensor],
         read_index: list[Tensor],
         write_index: list[Tensor],
         block_table: Tensor | None = None,
         **rest: Any,
     ):
-        size = config.select_block
-        if "nsa" in config.layer_attention and cache.block_size != size:
-            raise ValueError(
-                f"block_size must be select_block={size}, got {cache.block_size}: pass "
-                "continuous_batching_config(model.config)"
-            )
-        self.position, self.mask, self.cache = position, mask, cache
-        self.starts, self.max_seqlen_q = cu_seq_lens_q, max_seqlen_q
-        self.lengths = cu_seq_lens_k[1:] - cu_seq_lens_k[:-1]
-        self.starts_k, self.max_seqlen_k = cu_seq_lens_k, max_seqlen_k
-        self.read_index, self.write_index = read_index, write_index
-        self.block_table = block_table
-        self.dense = rest | {
-            "cache": cache,
-            "cu_seq_lens_q": cu_seq_lens_q,
-            "cu_seq_lens_k": cu_seq_lens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-            "read_index": read_index,
-            "write_index": write_index,
-            "block_table": block_table,
-        }
+        self.allocator = cache.cache_allocators[cache_allocator.KIND]
+        self.page = config.select_block
+        (starts_k,) = cu_seq_lens_k.values()
+        self.starts: Tensor | None = None
+        self.runs: list[Run] | None = None
+        if block_table is not None:  # a token a row; rows of no token have length 0
+            self.x, self.position = x, position
+            self.page_table, self.lengths = block_table[0], starts_k.diff()
+            return
+        starts, before = torch.stack([cu_seq_lens_q, starts_k]).tolist()
+        rows = 1 + max(i for i, (a, b) in enumerate(itertools.pairwise(starts)) if a < b)
+        starts = starts[: rows + 1]
+        lengths = [b - a for a, b in itertools.pairwise(before[: rows + 1])]
+        self.x, self.position = x[:, : starts[-1]], position[:, : starts[-1]]
+        self.starts, self.lengths = cu_seq_lens_q[: rows + 1], starts_k[: rows + 1].diff()
+        self.runs, self.read = plan_runs(starts, lengths, self.page), (starts, lengths)
+        # Where all requests begin with this step, none is read.
+        blocks = read_index[0] if read_index[0].numel() else write_index[0]
+        self.page_table = self._table(blocks, lengths, cache.max_blocks_per_request)
 
-    @functools.cached_property
-    def page_table(self) -> Tensor:
-        """int32 `[B, M]`, from where transformers reads each token, or writes it."""
-        if self.block_table is not None:
-            return self.block_table[0]
-        size = self.cache.block_size
-        index, starts = self.read_index[0], self.starts_k
-        if index.numel() == 0:  # all rows begin with this step: what is written is all there is
-            index, starts = self.write_index[0], self.starts
-        columns = torch.arange(-(-self.max_seqlen_k // size), device=index.device) * size
-        first = (starts[:-1, None] + columns).clamp(max=index.shape[0] - 1)
-        return (index[first] // size).to(torch.int32)
+    def _table(self, blocks: Tensor, lengths: list[int], least: int) -> Tensor:
+        """int32 `[B, M]` of the rows' blocks, one after the other; as wide as a block table, so
+        that kernels on pages are those of a decode step.
+        """
+        counts = [-(-length // self.page) for length in lengths]
+        width, at, index = max(*counts, least), 0, []
+        for count in counts:
+            index += [*range(at, at + count), *[at] * (width - count)]
+            at += count
+        index = torch.tensor(index).to(blocks.device, non_blocking=True)
+        return blocks[index].to(torch.int32).view(len(counts), width)
 
     def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
         """The attention of layer `index` to its new tokens `x` [1, N, dim]."""
         if not isinstance(attention, NSAAttention):
-            return attention(x, self.position, self.mask, **self.dense)
-        # Rows of one token each are a decode step.
-        starts = self.starts
-        if self.max_seqlen_q == 1 and x.shape[1] == self.lengths.shape[0]:
-            starts = None
-        at = self.page_table, self.lengths, starts, self.max_seqlen_q
-        pages = self.pages(attention, index)
-        y, _ = attention(x, attend=lambda *own: attend_pages(*own, self.position, pages, *at))
+            return attention(x, self.position, None, batch=self)
+        at = self.page_table, self.lengths, self.starts
+        pages, runs = self.allocator.pages[index], self.runs
+        y, _ = attention(
+            x, attend=lambda *own: attend_pages(*own, self.position, pages, *at, runs=runs)
+        )
         return y
 
-    def pages(self, attention: NSAAttention, index: int) -> PagedCache:
-        """Those of layer `index`, made at its first step."""
-        found = _pages.get(self.cache)
-        if found is None:
-            found = _pages[self.cache] = {}
-            _copy_all(self.cache, found)
-        if index not in found:
-            spec = attention.spec
-            if spec.d_v != spec.d_k:
-                raise NotImplementedError(
-                    "continuous batching keeps values as wide as keys: v_head_dim must be "
-                    f"head_dim={spec.d_k}, got {spec.d_v}"
-                )
-            _, number = self.cache.layer_index_to_group_indices[index]
-            shape = -1, self.cache.block_size, spec.n_kv_groups, spec.d_k
-            key, value = (
-                x[number].view(shape) for x in (self.cache.key_cache, self.cache.value_cache)
-            )
-            found[index] = PagedCache.view(
-                key, value, config=spec.config, separate=spec.separate
-            )
-        return found[index]
+    def write(self, pages: tuple[Tensor, ...], *new: Tensor) -> None:
+        """`new` [N, Hkv, .] each, to the pages of the rows' new tokens."""
+        tokens = paged_layout.tokens_of(OPS, self.lengths, self.starts, self.x.shape[1])
+        at = paged_layout.places(self.page_table, *tokens, self.page, pages[0].shape[0])
+        for kept, x in zip(pages, new, strict=True):
+            write(kept, at, x)
+
+    def even_rows(self) -> Iterator[tuple[slice, slice, int, int | None]]:
+        """Rows with the same number of tokens, these tokens, and columns of the rows' page table;
+        of rows with more tokens than kernels on pages take each alone, and its length.
+        """
+        if self.runs is None:
+            yield slice(None), slice(None), self.page_table.shape[1], None
+            return
+        starts, lengths = self.read
+        for run in self.runs:
+            if run.even:
+                yield run.rows, run.tokens, run.columns, None
+                continue
+            for row in range(run.rows.start, run.rows.stop):
+                tokens = slice(*starts[row : row + 2])
+                yield slice(row, row + 1), tokens, run.columns, lengths[row]
 
 
-def _copy_all(cache: Any, found: dict[int, PagedCache]) -> None:
-    """Where transformers copies pages, as for requests that fork, ours are copied with them."""
-    copy = cache.copy_cache
+class DenseBatch:
+    """One step of a model of dense layers alone, over transformers' own pages."""
 
-    def copy_cache(list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
-        copy(list_source_blocks, list_forked_blocks)
-        blocks = list_source_blocks, list_forked_blocks
-        source, target = (torch.tensor(x, device=cache.device) for x in blocks)
-        for pages in found.values():
-            pages.copy_pages(source, target)
+    def __init__(self, x: Tensor, position: Tensor, mask: Any, *, cache: Any, **paged: Any):
+        self.x, self.position, self.mask = x, position, mask
+        self.cache, self.paged = cache, paged
 
-    cache.copy_cache = copy_cache
+    def attend(self, attention: Any, index: int, x: Tensor) -> Tensor:
+        return attention(x, self.position, self.mask, paged_cache=self.cache, **self.paged)
 
 
 def dense_attention(
@@ -182,31 +251,37 @@ def dense_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    cache: Any = None,
-    **paged: Any,
+    batch: ContinuousBatch | None = None,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
-    """`paged|nsa` of a layer with dense attention: causal, row after row, without a mask.
+    """Of a dense layer of a model with NSA: causal, from gathered pages.
 
-    The number of rows and their lengths are read on the host.
+    query, key, value: `[1, heads, N, .]`, the step's tokens.
     """
-    if cache is None:
-        raise ValueError(f"{NAME} attends from pages: use 'sdpa' outside generate_batch")
-    index = {name: paged[name] for name in ("read_index", "write_index")}
-    key, value = cache.update(key, value, module.layer_idx, **index)  # [tokens, Hkv, D]
-    starts = zip(*(paged[f"cu_seq_lens_{x}"].tolist() for x in "qk"), strict=True)
-    out = query.new_zeros(query.shape[2], query.shape[1], value.shape[2])
-    begin = next(starts)
-    for end in starts:
-        tokens, keys = (slice(a, b) for a, b in zip(begin, end, strict=True))
-        begin = end
-        if tokens.start == tokens.stop:
-            continue
-        heads = (x[keys].transpose(0, 1)[None] for x in (key, value))
-        mask = causal_lower_right(tokens.stop - tokens.start, keys.stop - keys.start)
+    if batch is None:
+        raise ValueError(f"{NAME} is for generate_batch alone, which sets it: use 'sdpa'")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    pages = batch.allocator.pages[module.layer_idx]
+    batch.write(pages, key, value)
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    for rows, tokens, columns, length in batch.even_rows():
+        table, lengths = batch.page_table[rows, :columns].clamp(min=0), batch.lengths[rows]
+        keys, values = (x[table].flatten(1, 2).transpose(1, 2) for x in pages)
+        queries = query[tokens].unflatten(0, (table.shape[0], -1)).transpose(1, 2)
+        width = queries.shape[2]
+        if length is not None:
+            keys, values = keys[:, :, :length], values[:, :, :length]
+            mask = causal_lower_right(width, length)
+        else:
+            after, column = (
+                torch.arange(n, device=table.device) for n in (width, keys.shape[2])
+            )
+            position = (lengths[:, None] - width + after).clamp(min=0)  # length 0: any number
+            mask = (column <= position[..., None])[:, None]
         found = F.scaled_dot_product_attention(
-            query[:, :, tokens], *heads, attn_mask=mask, scale=scaling, enable_gqa=True
+            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
         )
-        out[tokens] = found[0].transpose(0, 1)
+        out[tokens] = found.transpose(1, 2).flatten(0, 1)
     return out[None], None
 
 

@@ -13,8 +13,8 @@ from nsa_torch.huggingface.compatibility import (
     GenerationMixin,
     cache_argument,
     cache_named,
-    paged_attention_cache,
 )
+from nsa_torch.huggingface.continuous import manager_of
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
@@ -31,13 +31,18 @@ class NSAGenerationMixin(GenerationMixin):
         base: Any = super()
         return base.generate(*args, **cache_named(CACHE, kwargs))
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' manager of `generate_batch`; `NotImplementedError` as of
-        `compatibility.paged_attention_cache`, before it starts.
-        """
-        paged_attention_cache()
+    def init_continuous_batching(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """transformers' manager of `generate_batch`; errors as of `continuous.manager_of`."""
         base: Any = super()
-        return base.init_continuous_batching(*args, **kwargs)
+        given = generation_config, continuous_batching_config, workload_hints
+        if "nsa" not in self.config.layer_attention:
+            return base.init_continuous_batching(*given)
+        return manager_of(self, base.init_continuous_batching, *given)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs) -> Tensor:
         """Positions by the mask. Padding is at -1 before a row's tokens and at the last one's

@@ -33,7 +33,7 @@ from nsa_torch.huggingface.compatibility import (
     takes_past_key_values,
 )
 from nsa_torch.huggingface.configuration import NSAModelConfig
-from nsa_torch.huggingface.continuous import ContinuousBatch
+from nsa_torch.huggingface.continuous import ContinuousBatch, DenseBatch
 from nsa_torch.huggingface.generation import NSAGenerationMixin
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.rows import Rows, rows
@@ -87,13 +87,14 @@ class DenseAttention(nn.Module):
         mask: Tensor | None,
         layer=None,
         count: Tensor | None = None,
+        paged_cache: Any = None,
         **paged: Any,
     ) -> Tensor:
         """`x` [B, T, dim] at `position` [B, T].
 
         Args:
           layer: its `DenseLayer` of a cache, or None.
-          paged: what transformers' continuous batching hands to attention functions.
+          paged_cache, paged: what transformers' continuous batching hands to attention functions.
         """
         spec = self.spec
         query, (key,), (value,), *_ = heads.project(
@@ -103,8 +104,12 @@ class DenseAttention(nn.Module):
             key, value = layer.append(key, value, count)
         name = self.config._attn_implementation or "sdpa"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
-        by_head = (each.transpose(1, 2) for each in (query, key, value))
-        out, _ = attend(self, *by_head, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if paged_cache is not None:
+            key, value = paged_cache.update(key, value, self.layer_idx, paged)
+        out, _ = attend(
+            self, query, key, value, mask, scaling=spec.d_k**-0.5, dropout=0.0, **paged
+        )
         return self.out(out.flatten(2))
 
 
@@ -142,13 +147,13 @@ class NSADecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        where: Rows | ContinuousBatch,
+        where: Rows | ContinuousBatch | DenseBatch,
         position: Tensor | None = None,
         mask: Tensor | None = None,
         cache: NSAModelCache | None = None,
     ) -> Tensor:
         """`x` [B, T, dim]; `position` and `mask`, of aligned rows, are read by dense layers."""
-        if isinstance(where, ContinuousBatch):
+        if not isinstance(where, Rows):
             inputs = self.input_layernorm(x)
             x = x + where.attend(self.self_attn, self.index, inputs)
             return x + self.mlp(self.post_attention_layernorm(x))
@@ -321,7 +326,11 @@ class NSAModel(NSAPreTrainedModel):
 
     def _continuous(self, x, mask, position, **paged):
         """A step of transformers' continuous batching: `x` [1, N, hidden_size]."""
-        batch = ContinuousBatch(self.config, position, mask, **paged)
+        if "nsa" in self.config.layer_attention:
+            batch = ContinuousBatch(self.config, x, position, **paged)
+        else:
+            batch = DenseBatch(x, position, mask, **paged)
+        x = batch.x
         for layer in self.layers:
             x = layer(x, batch)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))

@@ -1,12 +1,14 @@
 """Layers on pages: what a layer of `NSAPagedModelCache` keeps, and attention from it."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
@@ -233,13 +235,14 @@ def attend_pages(
     page_table: Tensor,
     lengths: Tensor,
     starts: Tensor | None,
-    max_seqlen_q: int,
+    max_seqlen_q: int | None = None,
     order: Tensor | None = None,
+    runs: Sequence[Run] | None = None,
 ) -> Tensor:
     """`attention` of new tokens `x` [B, T, dim] at `position` [B, T], appended to `pages`.
 
     Args:
-      page_table .. max_seqlen_q: as of `paged_attention`.
+      page_table .. max_seqlen_q, runs: as of `paged_attention`.
       order: as of `Call`; None: tokens stand as they are in `x`.
     """
 
@@ -265,6 +268,7 @@ def attend_pages(
         starts,
         config=attention.spec.config,
         max_seqlen_q=max_seqlen_q,
+        runs=runs,
         implementation=one_name(attention.implementation),
     )
     if order is not None:
