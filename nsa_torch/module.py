@@ -281,8 +281,7 @@ class NSAAttention(nn.Module):
             gates = self.gate(mean)[:, :, :, None].expand(-1, -1, -1, group, -1).flatten(2, 3)
         else:
             gates = (logits if spec.gate_temp == 1 else logits / spec.gate_temp).sigmoid()
-        if not spec.separate:
-            key, value = key * 3, value * 3
+        key, value = (x + x[-1:] * (len(Branches._fields) - len(x)) for x in (key, value))
         return query, Branches(*key), Branches(*value), gates
 
     def forward(

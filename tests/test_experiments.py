@@ -145,7 +145,17 @@ def test_convolved_keys_are_what_loops_say():
         torch.testing.assert_close(found[:, token], want)
 
 
-@pytest.mark.parametrize("changes", [{"dense_first": 1}, {"key_taps": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dense_first": 1},
+        {"key_taps": 3},
+        {"shared_window": True},
+        {"selection_loss": 0.5},
+        {"selection_loss": 0.5, "selection_query": True},
+    ],
+    ids=str,
+)
 def test_variants_of_the_model(changes, tmp_path):
     """Products are what is counted, a step moves all weights, and what they cannot is refused."""
     todo = task("nsa")
@@ -168,9 +178,11 @@ def test_variants_of_the_model(changes, tmp_path):
     assert measures.loss(learner, batch) == measures.loss(again, batch)
     with pytest.raises(NotImplementedError, match="must be 0 in JAX"):
         variants.learner(run_of(tmp_path, "jax", todo).variant, todo, tmp_path)
-    if model.key_taps:
+    for name in ("key_taps", "selection_loss"):
+        if not changes.get(name):
+            continue
         packed = batch._replace(segment_ids=np.zeros(batch.tokens.shape, np.int32))
-        with pytest.raises(NotImplementedError, match="key_taps must be 0 for packed rows"):
+        with pytest.raises(NotImplementedError, match=f"{name} must be 0 for packed rows"):
             measures.loss(learner, packed)
 
 
@@ -179,8 +191,12 @@ def test_variants_of_a_model_that_are_refused():
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "nsa", 2, 8, dense_first=2)
     with pytest.raises(ValueError, match="dense_first must be below the layers"):
         spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, dense_first=1)
-    with pytest.raises(ValueError, match="key_taps must be >= 0"):
-        spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, key_taps=-1)
+    for name in ("key_taps", "selection_loss"):
+        with pytest.raises(ValueError, match=f"{name} must be >= 0"):
+            spec.ModelSpec(spec.MODELS["tiny"]["layer"], "dense", 2, 8, **{name: -1})
+    shared = dataclasses.replace(spec.MODELS["tiny"]["layer"], kv="shared")
+    with pytest.raises(ValueError, match="shared_window must be False where kv is 'shared'"):
+        spec.ModelSpec(shared, "nsa", 2, 8, shared_window=True)
 
 
 @pytest.mark.gpu

@@ -71,10 +71,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head_mlp_pe": HEAD | {"phi": "mlp_pe"},
     "head_mlp_rope": HEAD | {"phi": "mlp_rope"},
     "head_first_dense": HEAD | {"dense_first": 1},
+    "head_all": HEAD | {"n_sel": 32},
+    "head_shared_all": HEAD | {"kv": "shared", "n_sel": 32},
+    "head_shared_022": HEAD | {"kv": "shared", "gate_bias": (0.0, 2.0, 2.0)},
+    "head_shared_half": HEAD | {"kv": "shared", "l": 16, "d": 8, "l_sel": 32, "n_sel": 32},
+    "head_win": HEAD | {"shared_window": True},
+    "head_win_all": HEAD | {"shared_window": True, "n_sel": 32},
+    "head_index": HEAD | {"selection_loss": 0.1},
+    "head_win_index": HEAD | {"shared_window": True, "selection_loss": 0.1},
+    "head_win_index_q": HEAD
+    | {"shared_window": True, "selection_loss": 0.1, "selection_query": True},
+    "head_win_index_half": HEAD
+    | {"shared_window": True, "selection_loss": 0.1}
+    | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},
     "dense_taps": {"attention": "dense", "key_taps": 3},
     "head_taps": HEAD | {"key_taps": 3},
 }
-OF_MODEL = ("dense_first", "key_taps")  # all else is of the layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +107,7 @@ class Setting:
 
 
 SETTINGS = {
+    "13m_2k": Setting("13m", 4, 2048, 3000, 1.5e-3),
     "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
     "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
     "125m_2k": Setting("125m", 4, 2048, 4000, 6e-4),
@@ -115,6 +128,20 @@ class Experiment:
 
 
 EXPERIMENTS = {
+    "recall": Experiment(
+        "What costs recall beyond the window: keys and values of each branch, or the selection?",
+        "13m_2k",
+        (
+            "dense",
+            "head",
+            "head_all",
+            "head_shared",
+            "head_win",
+            "head_index",
+            "head_win_index",
+        ),
+        (0, 1),
+    ),
     "table_2k": Experiment(
         "Is NSA as good as dense attention at rows of 2k?",
         "52m_2k",
@@ -205,7 +232,7 @@ def task(job: Job, vocabulary: int, dtype: str) -> spec.Task:
     attention, factor = changes.pop("attention", "nsa"), changes.pop("lr", 1)
     plain = spec.model(at.model, attention)
     hidden = plain.hidden + changes.pop("hidden", 0)
-    own = {name: changes.pop(name) for name in OF_MODEL if name in changes}
+    own = {name: changes.pop(name) for name in spec.TORCH_ONLY if name in changes}
     layer = dataclasses.replace(plain.layer, **changes)
     model = dataclasses.replace(plain, layer=layer, hidden=hidden, vocabulary=vocabulary, **own)
     training = spec.Training(

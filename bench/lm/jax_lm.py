@@ -15,7 +15,7 @@ from nsa_jax import api
 from nsa_jax.nn import NSAAttention, apply_rope
 
 from . import jax_parallel
-from .spec import ModelSpec
+from .spec import TORCH_ONLY, ModelSpec
 
 
 class RMSNorm(nnx.Module):
@@ -124,11 +124,9 @@ class LM(nnx.Module):
     """Logits `[B, T, vocabulary]` in `dtype` of integer tokens `[B, T]` (`ModelSpec`)."""
 
     def __init__(self, spec: ModelSpec, *, dtype, implementation=None, axis: str | None = None):
-        if spec.dense_first or spec.key_taps:
-            raise NotImplementedError(
-                "dense_first and key_taps must be 0 in JAX, got "
-                f"{spec.dense_first} and {spec.key_taps}"
-            )
+        for name in TORCH_ONLY:
+            if getattr(spec, name):
+                raise NotImplementedError(f"{name} must be 0 in JAX, got {getattr(spec, name)}")
         rngs = nnx.Rngs(0)
         self.spec, self.dtype = spec, dtype
         self.embedding = nnx.Param(jnp.zeros((spec.vocabulary, spec.layer.dim)))

@@ -29,6 +29,10 @@ class ModelSpec:
       key_taps: keys `k` become `k + silu(c)` before the rotation, where `c` is their causal
         depthwise convolution of so many taps, in NSA and in dense attention; 0: they stay; torch
         only, and for rows of one sequence.
+      shared_window: NSA's sliding branch reads the selected branch's keys and values; torch only.
+      selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
+        rows of one sequence.
+      selection_query: whether it trains the queries, too.
     """
 
     layer: LayerSpec
@@ -39,6 +43,9 @@ class ModelSpec:
     norm_eps: float = 1e-6
     dense_first: int = 0
     key_taps: int = 0
+    shared_window: bool = False
+    selection_loss: float = 0.0
+    selection_query: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
@@ -46,8 +53,11 @@ class ModelSpec:
                 "dense_first must be below the layers of a model with NSA, and 0 in others, got "
                 f"{self.dense_first}"
             )
-        if self.key_taps < 0:
-            raise ValueError(f"key_taps must be >= 0, got {self.key_taps}")
+        for name in ("key_taps", "selection_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.shared_window and not self.layer.separate:
+            raise ValueError("shared_window must be False where kv is 'shared', got True")
         if self.attention == "dense" and (
             self.layer.bias or self.layer.qk_norm_eps is not None
         ):
@@ -77,13 +87,14 @@ class ModelSpec:
             taps = views * keys * self.key_taps
             return at.dim * heads + taps + gates + 3 * at.dim * self.hidden
 
-        nsa = block(3 if at.separate else 1, at.gate_heads * inputs)
+        nsa = block(3 - self.shared_window if at.separate else 1, at.gate_heads * inputs)
         dense = self.layers if self.attention == "dense" else self.dense_first
         blocks = dense * block(1, 0) + (self.layers - dense) * nsa
         return blocks + at.dim * self.vocabulary
 
 
-UNSTATED = ("norm_eps", "dense_first", "key_taps")
+TORCH_ONLY = ("dense_first", "key_taps", "shared_window", "selection_loss", "selection_query")
+UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 # "125m": bytes need next to no embedding, so that its MLP is
 # wider than usual: 124 million parameters with NSA, 120 with dense attention.
@@ -93,6 +104,11 @@ _TINY = LayerSpec(
 _SEED = LayerSpec(dim=768, n_heads=12, n_kv_groups=2, d_k=64, d_v=64)
 MODELS = {
     "tiny": {"layer": _TINY, "layers": 2, "hidden": 192},
+    "13m": {
+        "layer": LayerSpec(dim=384, n_heads=6, n_kv_groups=1, d_k=64, d_v=64),
+        "layers": 4,
+        "hidden": 1024,
+    },
     "52m": {"layer": _SEED, "layers": 6, "hidden": 2048},  # with 8192 tokens, NSA
     "125m": {"layer": _SEED, "layers": 12, "hidden": 3712},
 }

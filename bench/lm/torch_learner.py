@@ -280,7 +280,8 @@ class Learner:
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """The loss, and float32 gradients in the order of the parameters."""
         loss, used = total_loss(self.model, rows), list(self.model.parameters())
-        grads = torch.autograd.grad(loss, used, allow_unused=True)
+        beside = [x.selection_loss for x in self._blocks() if x.selection_loss is not None]
+        grads = torch.autograd.grad([loss, *beside], used, allow_unused=True)
         pairs = zip(used, grads, strict=True)
         return loss.detach(), [
             (torch.zeros_like(x) if g is None else g).float() for x, g in pairs

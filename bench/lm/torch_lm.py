@@ -19,6 +19,7 @@ from nsa_interop import weights
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
 
+from . import selection
 from .spec import ModelSpec
 
 BACKENDS = {
@@ -116,6 +117,13 @@ class DenseAttention(nn.Module):
         return out.unflatten(0, rows).flatten(2)
 
 
+class SharedWindow(NSAAttention):
+    """The sliding branch reads the selected branch's keys and values."""
+
+    def _key_values(self) -> list[tuple[str, str]]:
+        return super()._key_values()[:2]
+
+
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
@@ -140,8 +148,10 @@ class Block(nn.Module):
             self.attention = DenseAttention(spec.layer, None)
         else:
             options = spec.layer.as_dict() | spec.layer.start()
-            self.attention = NSAAttention(**options, implementation=implementation)
-        self.one_sequence = spec.key_taps > 0
+            kind = SharedWindow if spec.shared_window else NSAAttention
+            self.attention = kind(**options, implementation=implementation)
+        self.spec = spec
+        self.selection_loss: Tensor | None = None  # of the last pass that records gradients
         for name, each in list(self.attention.named_children()):
             if spec.key_taps and name.startswith("W_K"):
                 assert isinstance(each, nn.Linear)
@@ -154,14 +164,20 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_mlp(x))
 
     def _attend(self, x: Tensor, packing: Packing | None) -> Tensor:
+        attention, spec = self.attention, self.spec
         if packing is None:
-            return self.attention(x)[0]
-        if self.one_sequence:
-            raise NotImplementedError("key_taps must be 0 for packed rows")
-        if isinstance(self.attention, DenseAttention):
-            return self.attention(x, packing)[0]
+            trains = spec.selection_loss and torch.is_grad_enabled()
+            if trains and isinstance(attention, NSAAttention):
+                found = selection.loss(attention, x, spec.selection_query)
+                self.selection_loss = spec.selection_loss * found
+            return attention(x)[0]
+        for name in ("key_taps", "selection_loss"):
+            if getattr(spec, name):
+                raise NotImplementedError(f"{name} must be 0 for packed rows")
+        if isinstance(attention, DenseAttention):
+            return attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
-        return self.attention(flat, cu_seqlens=packing.cu_seqlens)[0].view_as(x)
+        return attention(flat, cu_seqlens=packing.cu_seqlens)[0].view_as(x)
 
 
 class LM(nn.Module):

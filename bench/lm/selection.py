@@ -1,0 +1,60 @@
+"""A loss that trains what is selected, which the loss of the model does not: blocks are chosen, and
+a choice has no gradient.
+
+The compressed scores are to say where the selected branch would attend if it read every block:
+
+    p[j] = sum of softmax(q . k_sel) over the keys of block j and the query heads of a group
+    s[j] = the block's score of the selection
+    loss = sum of p log((p / sum p) / (s / sum s)) / sum of p      over blocks that are not forced
+
+so that each query counts by what it looks for in those blocks. `p` has no gradient, nor does the
+layer's input: the loss trains the projection of compressed keys, and that of queries where asked.
+"""
+
+import torch
+from torch import Tensor
+
+from nsa_torch import functional
+from nsa_torch.module import NSAAttention
+from nsa_torch.select import map_to_blocks
+
+EVERY = 7  # of so many queries one is looked at; no divisor of a block
+SMALL = 1e-9
+
+
+def loss(attention: NSAAttention, x: Tensor, of_query: bool) -> Tensor:
+    """Of the layer's input `x` [B, T, dim], rows of one sequence; float32 []."""
+    spec, config = attention.spec, attention.spec.config
+    length = x.shape[1]
+    where = torch.arange(length, device=x.device)
+    query, key, _, _ = attention.project(x.detach(), where.expand(x.shape[:2]))
+    at = where[EVERY // 2 :: EVERY]
+    query = query[:, EVERY // 2 :: EVERY].unflatten(
+        2, (spec.n_kv_groups, -1)
+    )  # [B, t, g, h, D]
+    query = (query if of_query else query.detach()) * spec.d_k**-0.5
+    compressed = functional.compress(
+        key.compressed, attention.compress_params()[0], config=config
+    )
+    blocks = config.num_blocks(length)
+
+    def attend(query: Tensor, key: Tensor, last: Tensor) -> Tensor:
+        """Probabilities [B, g, h, t, keys] of keys that end at `last`."""
+        logits = torch.einsum("btghd,bsgd->bghts", query, key).float()
+        return logits.masked_fill(last > at[:, None], -1e30).softmax(-1)
+
+    with torch.no_grad():
+        p = attend(query, key.selected, where)
+        rest = blocks * config.select_block - length
+        p = torch.nn.functional.pad(p, (0, rest)).unflatten(-1, (blocks, -1))
+        p = p.sum((2, -1))  # [B, g, t, blocks]
+    ends = torch.arange(compressed.shape[1], device=x.device) * config.compress_stride
+    p_cmp = attend(query, compressed, ends + config.compress_block - 1)
+    s = map_to_blocks(p_cmp.sum(2), blocks, config)
+    block, own = torch.arange(blocks, device=x.device), at[:, None] // config.select_block
+    free = (block >= config.num_initial) & (block <= own - config.num_local)
+    p, s = p * free, s * free + SMALL * free
+    mass = p.sum(-1, keepdim=True)
+    wanted = (p / mass.clamp(min=SMALL)).clamp(min=SMALL).log()
+    given = (s / s.sum(-1, keepdim=True).clamp(min=SMALL)).clamp(min=SMALL).log()
+    return (p * (wanted - given)).sum() / mass.sum().clamp(min=SMALL)
