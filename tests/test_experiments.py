@@ -15,10 +15,12 @@ from bench.lm import (
     log,
     measures,
     quality,
+    selection,
     spec,
     torch_lm,
     variants,
 )
+from nsa_torch import NSAAttention, functional
 from tests.test_train import run_of, task
 
 TINY = experiments.Setting("tiny", batch=1, length=300, steps=3, lr=1e-2)
@@ -197,6 +199,68 @@ def test_variants_of_a_model_that_are_refused():
     shared = dataclasses.replace(spec.MODELS["tiny"]["layer"], kv="shared")
     with pytest.raises(ValueError, match="shared_window must be False where kv is 'shared'"):
         spec.ModelSpec(shared, "nsa", 2, 8, shared_window=True)
+
+
+def small_layer():
+    torch.manual_seed(0)
+    sizes = dict(
+        dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=4, w=12
+    )
+    x = torch.randn(2, 100, 16) + 3 * torch.randn(2, 25, 16).repeat_interleave(4, dim=1)
+    return NSAAttention(**sizes, gate="head", phi="avg"), x
+
+
+def test_the_selection_s_loss_is_what_loops_say():
+    attention, x = small_layer()
+    group = 2
+    query, key, _, _ = attention.project(x, torch.arange(100).expand(2, 100))
+    total, mass = 0.0, 0.0
+    for row, t, head in itertools.product(range(2), range(3, 100, selection.EVERY), range(2)):
+        free = range(1, t // 8 - 1)  # not the first block, nor the last two
+        if not free:
+            continue
+        p, s = np.zeros(13), np.zeros(13)
+        for q in query[row, t, head * group : (head + 1) * group] / 8**0.5:
+            full = (key.selected[row, : t + 1, head] @ q).softmax(0)
+            for at, each in enumerate(full.tolist()):
+                p[at // 8] += each
+            windows = [key.compressed[row, i : i + 8, head].mean(0) for i in range(0, t - 6, 4)]
+            for i, each in enumerate((torch.stack(windows) @ q).softmax(0).tolist()):
+                for token in (4 * i, 4 * i + 4):  # the strides that it shares with blocks
+                    s[token // 8] += each
+        p, s = p[list(free)], s[list(free)]
+        total += (p * np.log((p / p.sum()) / (s / s.sum()))).sum()
+        mass += p.sum()
+    found = selection.loss(attention, x, of_query=False)
+    assert float(found.detach()) == pytest.approx(total / mass, rel=1e-5)
+
+
+@pytest.mark.parametrize("of_query", [False, True])
+def test_the_selection_s_loss_finds_what_full_attention_reads(of_query):
+    """Trained by it alone, a selection has more of the blocks that full attention reads most."""
+    attention, x = small_layer()
+
+    @torch.no_grad()
+    def found():
+        query, key, _, _ = attention.project(x, torch.arange(100).expand(2, 100))
+        have = functional.select_blocks(
+            query, functional.compress(key.compressed, config=attention.spec.config),
+            config=attention.spec.config,
+        )[:, -16:]  # fmt: skip
+        q = query[:, -16:].unflatten(2, (2, 2))
+        p = torch.einsum("btghd,bsgd->btghs", q, key.selected[:, :80]) / 8**0.5
+        best = p.softmax(-1).sum(3)[..., 8:].unflatten(-1, (9, 8)).sum(-1).argmax(-1) + 1
+        return (have == best[..., None]).any(-1).float().mean().item()
+
+    before, optimizer = found(), torch.optim.Adam(attention.parameters(), lr=0.02)
+    given = {name: value.detach().clone() for name, value in attention.named_parameters()}
+    for _ in range(60):
+        optimizer.zero_grad()
+        selection.loss(attention, x, of_query).backward()
+        optimizer.step()
+    moved = {k for k, v in attention.named_parameters() if (v != given[k]).any()}
+    assert moved == {"W_K_cmp.weight", "W_Q.weight"} if of_query else {"W_K_cmp.weight"}
+    assert found() > before + 0.2, (before, found())
 
 
 @pytest.mark.gpu
