@@ -280,8 +280,9 @@ class Learner:
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """The loss, and float32 gradients in the order of the parameters."""
         loss, used = total_loss(self.model, rows), list(self.model.parameters())
-        beside = [x.selection_loss for x in self._blocks() if x.selection_loss is not None]
-        grads = torch.autograd.grad([loss, *beside], used, allow_unused=True)
+        grads = torch.autograd.grad(
+            [loss, *selection_losses(self._blocks())], used, allow_unused=True
+        )
         pairs = zip(used, grads, strict=True)
         return loss.detach(), [
             (torch.zeros_like(x) if g is None else g).float() for x, g in pairs
@@ -314,6 +315,16 @@ class Learner:
         found += first_bad("gradient of", ((n, p.grad) for n, p in named))
         found += first_bad("weight", named)
         return ", ".join(found)
+
+
+def selection_losses(blocks: Iterable[Block]) -> list[Tensor]:
+    """Those of the last forward pass, which blocks then no longer hold."""
+    found = []
+    for block in blocks:
+        if block.selection_loss is not None:
+            found.append(block.selection_loss)
+            block.selection_loss = None
+    return found
 
 
 def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str]:

@@ -46,9 +46,7 @@ class RMSNorm(nn.Module):
         self.scale, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        square = wide.square().mean(dim=-1, keepdim=True)
-        return (wide * torch.rsqrt(square + self.eps)).to(x.dtype) * self.scale
+        return F.rms_norm(x, self.scale.shape, eps=self.eps) * self.scale
 
 
 def _linear(size_in: int, size_out: int) -> nn.Linear:
