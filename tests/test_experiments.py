@@ -14,6 +14,7 @@ from bench.lm import (
     experiments,
     log,
     measures,
+    parallel,
     quality,
     selection,
     spec,
@@ -199,6 +200,17 @@ def test_variants_of_a_model_that_are_refused():
     shared = dataclasses.replace(spec.MODELS["tiny"]["layer"], kv="shared")
     with pytest.raises(ValueError, match="shared_window must be False where kv is 'shared'"):
         spec.ModelSpec(shared, "nsa", 2, 8, shared_window=True)
+
+
+def test_the_selection_s_loss_of_several_devices_is_refused(tmp_path):
+    todo = task("nsa")
+    todo = dataclasses.replace(todo, model=dataclasses.replace(todo.model, selection_loss=0.5))
+    variant = run_of(tmp_path, "torch", todo).variant
+    variant = dataclasses.replace(variant, parallel=parallel.Parallel("ddp", 2))
+    with pytest.raises(
+        NotImplementedError, match="selection_loss must be 0 on several devices"
+    ):
+        variants.learner(variant, todo, tmp_path)
 
 
 def small_layer():

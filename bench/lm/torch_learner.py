@@ -280,9 +280,8 @@ class Learner:
     def _gradients(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
         """The loss, and float32 gradients in the order of the parameters."""
         loss, used = total_loss(self.model, rows), list(self.model.parameters())
-        grads = torch.autograd.grad(
-            [loss, *selection_losses(self._blocks())], used, allow_unused=True
-        )
+        beside = [x / self.accumulate for x in selection_losses(self._blocks())]
+        grads = torch.autograd.grad([loss, *beside], used, allow_unused=True)
         pairs = zip(used, grads, strict=True)
         return loss.detach(), [
             (torch.zeros_like(x) if g is None else g).float() for x, g in pairs

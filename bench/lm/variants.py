@@ -150,7 +150,7 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
 
     Raises:
       ValueError: the task cannot be spread as `variant.parallel` says.
-      NotImplementedError: torch, over heads.
+      NotImplementedError: torch, over heads, or a `selection_loss` on several devices.
     """
     from . import torch_learner, torch_lm
 
@@ -169,6 +169,8 @@ def learner(variant: Variant, task: Task, scratch: Path, ranks: Ranks = Ranks())
     at = task, initial, variant.implementation
     if spread.kind == "none":
         return torch_learner.Learner(*at, graph=variant.graph, **options)
+    if task.model.selection_loss:
+        raise NotImplementedError("selection_loss must be 0 on several devices")
     if spread.devices != ranks.size:
         raise ValueError(
             f"devices must be the {ranks.size} processes that there are, got {spread.devices}"
