@@ -307,7 +307,7 @@ def five(apart, recall=1.0, spread=0.001):
 )
 def test_bounds_decide(runs, broken, tmp_path, capsys):
     (group,) = quality.groups(runs)
-    told = quality.verdicts(group)
+    told = quality.verdicts(group, group.kinds[1])
     assert [x.question.split()[0] for x in told if not x.ok] == broken
     assert [x.question.split()[0] for x in told][-1] == "selection" and "layer 1" in str(
         told[-1]
@@ -326,7 +326,9 @@ def test_a_selection_that_finds_no_copies():
             dataclasses.replace(x, hits=hits) if getattr(x, "hits", None) else x for x in each
         ]
     (group,) = quality.groups(runs)
-    assert [x.question.split()[0] for x in quality.verdicts(group) if not x.ok] == ["selection"]
+    assert [
+        x.question.split()[0] for x in quality.verdicts(group, group.kinds[1]) if not x.ok
+    ] == ["selection"]
 
 
 def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, capsys):
@@ -345,10 +347,20 @@ def test_the_command_prints_tables_and_decides_nothing_of_few_pairs(tmp_path, ca
     )
 
 
+def test_a_kind_of_few_pairs_hides_no_verdict_on_others(tmp_path, capsys):
+    runs = {"one": lines("nsa", 0, 1.0, 1.0, gate="sigmoid"), **five(0.05)}
+    for name, each in runs.items():
+        log.append(tmp_path / name, each)
+    status = quality.main(["", *(str(tmp_path / name) for name in runs)])
+    said = capsys.readouterr()
+    assert status == quality.exit_status.WRONG and "new as good, nsa, 10M" in said.out
+    assert "needs 5 seeds, got [0]" in said.err
+
+
 def test_runs_without_measures_are_not_decided():
     runs = {
         k: [x for x in v if not isinstance(x, log.Evaluation)] for k, v in five(0.0).items()
     }
     (group,) = quality.groups(runs)
     with pytest.raises(NotImplementedError, match=r"lack \['new', 'far'\]"):
-        quality.verdicts(group)
+        quality.verdicts(group, group.kinds[1])

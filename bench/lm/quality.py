@@ -24,7 +24,8 @@ Bounds decide, over five pairs at least, as upper bounds of 95 % where no mean i
     least dense's less 0.03; where chance is under a quarter, the best layer's hit over chance by
     three standard errors
 
-Exit status 1 where a bound is passed, 3 where there are fewer pairs or a measure is missing.
+Exit status 1 where a bound is passed, else 3 where of a kind there are fewer pairs or a measure is
+missing.
 """
 
 import dataclasses
@@ -204,7 +205,8 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     kinds: dict[str, dict[int, Ended]] = {}
     for (name, run), own in zip(runs, settings, strict=True):
         names = differ[own["attention"]]
-        label = " ".join([own["attention"], *(f"{x}={own.get(x)}" for x in names)])
+        stated = [f"{x}={own[x]}" for x in names if own.get(x) is not None]
+        label = " ".join([own["attention"], *stated])
         if run.seed in kinds.setdefault(label, {}):
             raise ValueError(
                 f"{name} must have a seed of its own of {label}, got {run.seed} again"
@@ -252,51 +254,42 @@ def difference(kind: Kind, dense: Kind, measure: str) -> Difference | None:
     return Difference(float(apart.mean()), error, len(apart), float(values[:, 1].mean()))
 
 
-def verdicts(group: Group) -> list[Verdict]:
-    """Whether each kind of NSA keeps the bounds.
+def verdicts(group: Group, kind: Kind) -> list[Verdict]:
+    """Whether a kind of NSA keeps the bounds.
 
     Raises:
       NotImplementedError: there are too few pairs to say, or a measure is missing.
     """
-    found = []
-    for kind in group.kinds:
-        if kind.label.startswith("dense"):
-            continue
-        if len(kind.runs) < LEAST_PAIRS:
-            raise NotImplementedError(
-                f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got "
-                f"{[*kind.runs]}"
-            )
-        of = {
-            name: difference(kind, group.dense, name)
-            for name in ("new", "end", "far", "recall")
-        }
-        missing = [name for name, each in of.items() if each is None]
-        if missing:
-            raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack {missing}")
-        new, end, far, recall = (x for x in of.values() if x is not None)
-        about = f"{kind.label}, {group.name}"
-        found += [
+    if len(kind.runs) < LEAST_PAIRS:
+        raise NotImplementedError(
+            f"a verdict on {kind.label} ({group.name}) needs {LEAST_PAIRS} seeds, got "
+            f"{[*kind.runs]}"
+        )
+    of = {name: difference(kind, group.dense, name) for name in ("new", "end", "far", "recall")}
+    missing = [name for name, each in of.items() if each is None]
+    if missing:
+        raise NotImplementedError(f"runs of {kind.label} ({group.name}) lack {missing}")
+    new, end, far, recall = (x for x in of.values() if x is not None)
+    about = f"{kind.label}, {group.name}"
+    found = [
+        Verdict(f"{name} as good, {about}", x.upper / x.dense, WORSE, ", upper bound of 95 %")
+        for name, x in (("new", new), ("end", end))
+    ]
+    found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
+    found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
+    hits = np.array([run.hits for run in kind.runs.values()])
+    if hits.size and hits[..., 1].mean() < CHANCE:
+        over = hits[..., 0] - hits[..., 1]
+        layer = int(over.mean(axis=0).argmax())
+        mean, error = over[:, layer].mean(), over[:, layer].std(ddof=1) / len(over) ** 0.5
+        found.append(
             Verdict(
-                f"{name} as good, {about}", x.upper / x.dense, WORSE, ", upper bound of 95 %"
+                f"selection finds copies, {about}",
+                float(ERRORS * error - mean),
+                0.0,
+                f", layer {layer}: {mean:+.3f} ± {error:.3f} over chance",
             )
-            for name, x in (("new", new), ("end", end))
-        ]
-        found.append(Verdict(f"far as good, {about}", far.mean / far.dense, FAR_WORSE))
-        found.append(Verdict(f"recall as good, {about}", -recall.mean, RECALL_LESS))
-        hits = np.array([run.hits for run in kind.runs.values()])
-        if hits.size and hits[..., 1].mean() < CHANCE:
-            over = hits[..., 0] - hits[..., 1]
-            layer = int(over.mean(axis=0).argmax())
-            mean, error = over[:, layer].mean(), over[:, layer].std(ddof=1) / len(over) ** 0.5
-            found.append(
-                Verdict(
-                    f"selection finds copies, {about}",
-                    float(ERRORS * error - mean),
-                    0.0,
-                    f", layer {layer}: {mean:+.3f} ± {error:.3f} over chance",
-                )
-            )
+        )
     return found
 
 
@@ -369,9 +362,12 @@ def main(argv: Sequence[str]) -> int:
     print(table(HEAD, itertools.chain.from_iterable(map(rows, found))))
     print("\n" + table(PART_HEAD, itertools.chain.from_iterable(map(part_rows, found))) + "\n")
     status = exit_status.OK
-    for group in found:
+    kinds = [(group, kind) for group in found for kind in group.kinds]
+    for group, kind in kinds:
+        if kind.label.startswith("dense"):
+            continue
         try:
-            told = verdicts(group)
+            told = verdicts(group, kind)
         except NotImplementedError as error:
             print(f"not decided: {error}", file=sys.stderr)
             status = status or exit_status.NOT_MEASURED
