@@ -37,8 +37,6 @@ class KernelLayout:
         scale,
         *,
         clean=False,
-        max_seqlen=None,
-        padded=True,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
@@ -48,7 +46,6 @@ class KernelLayout:
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
-        self.max_seqlen, self.last_padded = max_seqlen, padded
 
     @property
     def padded(self) -> bool:
@@ -59,12 +56,12 @@ class KernelLayout:
     @functools.cached_property
     def varlen(self) -> Varlen | None:
         """The tables of a packed row; None where its sequences would leave most places empty."""
-        if not self.packed:
-            return None
         (batch, length), borders = self.shape, self.cu_seqlens
+        if borders is None:
+            return None
         count = borders.shape[0]
         longest = self.kv_len if self.max_seqlen is None else self.max_seqlen
-        numbers = self.kv_len, count - 1, longest, self.last_padded
+        numbers = self.kv_len, count - 1, longest, self.may_be_padded
         capacity = Capacity(batch, length, *numbers, self.config)
         return Varlen(self.ops, capacity, borders.reshape(1, count)) if capacity.fits else None
 

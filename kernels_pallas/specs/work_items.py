@@ -332,7 +332,7 @@ class WorkItems:
             "longest": self.longest,
             "most": max(self.capacities),
         }
-        if self.placed:
+        if self.first_query is not None:
             sizes["first_query"] = self.first_query
         if not self.halving:
             return sizes | {"step": self.segment // lists.chunk, "rows": lists.rows}
