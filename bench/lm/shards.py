@@ -8,6 +8,7 @@ writes the whole files of the sharded checkpoint into a folder: `weights.safeten
 
 import dataclasses
 import json
+import pickle
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from absl import app
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nsa_core.layer import LayerSpec
@@ -27,11 +29,46 @@ from . import checkpoint, torch_lm
 from .spec import ModelSpec
 
 PARTS = "weights", "mean", "square"
+# What the description of shards names beside the classes of `torch.distributed.checkpoint.metadata`
+# and dtypes.
+DESCRIBED = {
+    "pathlib.PosixPath",
+    "torch.Size",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+}
 
 
 def key(part: str, name: str) -> str:
     """How a tensor is called in shards."""
     return f"{part}/{name}"
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads shards of which the description, which torch pickles, names what describes tensors and
+    nothing else: a checkpoint runs no code.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
+        """
+        Raises:
+          ValueError: it names something else.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            _Description(file).load()
+        return super().read_metadata(*args, **kwargs)
+
+
+class _Description(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        place = f"{module_name}.{global_name}"
+        of_torch = getattr(torch, global_name, None) if module_name == "torch" else None
+        if place in DESCRIBED or isinstance(of_torch, torch.dtype):
+            return super().find_class(module_name, global_name)
+        found = getattr(described, global_name, None)
+        if isinstance(found, type) and found.__module__ == module_name == described.__name__:
+            return found
+        raise ValueError(f"shards must be described by tensors' sizes alone, got {place}")
 
 
 def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -40,7 +77,7 @@ def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not path.exists():
         parts = {part: load_file(folder / f"{part}.safetensors") for part in PARTS}
         return {key(part, n): x for part, some in parts.items() for n, x in some.items()}
-    reader = dcp.FileSystemReader(path)
+    reader = Reader(path)
     known = reader.read_metadata().state_dict_metadata
     found: dict[str, Any] = {
         name: torch.empty(about.size, dtype=about.properties.dtype)

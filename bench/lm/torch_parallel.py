@@ -241,7 +241,7 @@ class FSDPLearner(DDPLearner):
         tensors: dict[str, Tensor] = {}
         if path.exists():
             tensors = self._tensors()
-            dcp.load(tensors, checkpoint_id=path)
+            dcp.load(tensors, storage_reader=shards.Reader(path))
         else:
             tensors = shards.whole_tensors(folder)
 

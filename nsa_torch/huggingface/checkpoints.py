@@ -1,4 +1,6 @@
-"""`from_pretrained` that takes a checkpoint only if it is one of this model."""
+"""`from_pretrained` that takes a checkpoint only if it is one of this model, in safetensors: other
+files of weights are pickles, which may run code.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,11 @@ def load(cls, from_pretrained: Callable, path, args: tuple, kwargs: dict[str, An
     strict = kwargs.pop("strict", True)
     wants_info = kwargs.pop("output_loading_info", False)
     other_sizes = kwargs.pop("ignore_mismatched_sizes", False)
+    if kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            "use_safetensors must be True or not given, got False: weights in pickles are not read"
+        )
+    kwargs["use_safetensors"] = True
     stated: dict[str, Any] = {}
     if path is not None:
         place = {name: kwargs[name] for name in PLACE if name in kwargs}

@@ -389,7 +389,7 @@ def _compare(folder: Path, scratch: Path, count: int, config: NSAModelConfig) ->
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    dense = load(folder, dtype=config.dtype).float().eval()
+    dense = load(folder, dtype=config.dtype, use_safetensors=True).float().eval()
     ways = []
     for way in ("eager", "sdpa"):
         dense.set_attn_implementation(way)

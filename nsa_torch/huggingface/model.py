@@ -204,6 +204,7 @@ class NSAPreTrainedModel(PreTrainedModel):
             unknown left out, with transformers' warning.
 
         Raises:
+          OSError: there are no weights in safetensors.
           ValueError: gate or phi differ from the checkpoint's, or weights are missing, unknown
             or of another shape; the message names the first.
         """
