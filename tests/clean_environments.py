@@ -152,7 +152,9 @@ ENVIRONMENTS = {
     ),
     "nnx": Environment("[nnx]", ("torch", "matplotlib"), JAX + NNX),
     "torch": Environment(
-        "[torch]", ("jax", "flax", "matplotlib", "rich"), TORCH + BUILT + NO_JAX
+        "[torch]",
+        ("jax", "flax", "matplotlib", "rich"),
+        TORCH + BUILT + NO_JAX + examples("torch"),
     ),
     "both": Environment("[torch,jax]", ("flax", "matplotlib"), JAX + TORCH + BUILT),
     "hf": Environment("[hf]", ("jax", "flax", "matplotlib"), TORCH + HF + NO_JAX),

@@ -189,7 +189,8 @@ assert nsa_bench.harness.process.module("bench.train") == "nsa_bench.train"
 }
 
 
-@pytest.mark.parametrize("uses, first", [("base", True), ("base", False), ("torch", True)])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("uses", USES)
 def test_a_project_with_packages_called_as_ours(installed, tmp_path, uses, first):
     """It imports its own and runs the installed library, wherever on the path it is."""
     code = beside(project(tmp_path), first, USES[uses] + HOME.format(installed=str(installed)))

@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -325,6 +327,36 @@ def test_a_folder_of_another_user_is_refused(store, builds, caplog, monkeypatch)
     assert store.fetch([kernel(1)]) == [built_of(kernel(1))]
     (warning,) = warnings(caplog)
     assert f"is refused: it must belong to user {user + 1}, not to {user}" in warning
+
+
+OTHER_USER = """
+import os, sys
+from kernels_pallas.runtime import build
+from kernels_pallas.runtime.store import Store
+from tests.runtime_samples import built_of, kernel
+folder, wanted = sys.argv[1], built_of(kernel(1))
+os.setuid(65534)
+build.build = lambda kernels, *_: enumerate([wanted])
+assert Store(folder).get(kernel(1)) is None
+assert Store(folder).fetch([kernel(1)]) == [wanted]
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_two_users_of_one_folder(tmp_path):
+    """The second one is told, uses nothing of the first and writes nothing."""
+    with tempfile.TemporaryDirectory() as shared:  # that of a test is closed to others
+        os.chmod(shared, 0o755)
+        store = Store(Path(shared) / "kernels")
+        store.put(kernel(1), built_of(kernel(1), b"planted"))
+        store.folder.chmod(0o755)
+        before = {x: x.stat().st_mtime_ns for x in store.folder.rglob("*")}
+        command = [sys.executable, "-c", OTHER_USER, store.folder]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "must belong to user 65534, not to 0" in done.stderr
+        assert {x: x.stat().st_mtime_ns for x in store.folder.rglob("*")} == before
+        assert store.get(kernel(1)) == built_of(kernel(1), b"planted")
 
 
 def test_a_file_that_is_removed_while_it_is_in_use(store, builds):
