@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from nsa_core.config import NSAConfig
 from nsa_interop import weights
 from nsa_torch import functional
 from nsa_torch.module import NSAAttention
+from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
 from ..harness import timing
 from . import share
@@ -80,7 +82,7 @@ class Learner:
     ):
         self.training = training = task.training
         self.dtype = getattr(torch, task.dtype)
-        self.accumulate = accumulate
+        self.accumulate, self.config = accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
         self.captured = {}
@@ -256,7 +258,7 @@ class Learner:
             narrow = part.tokens.dtype == np.uint16
             host = part.tokens.astype(np.int32) if narrow else part.tokens
             tokens = torch.from_numpy(np.ascontiguousarray(host)).to(self.place)
-            found.append(Rows(tokens, total, _packing(part, self.place)))
+            found.append(Rows(tokens, total, _packing(part, self.config, self.place)))
         return found
 
     def _backward(self, rows: list[Rows]) -> Tensor:
@@ -292,9 +294,9 @@ class Learner:
         leaves, form = tree_flatten(rows)
         # A leaf of rows without documents is None, in some versions of torch.
         given = [each for each in leaves if each is not None]
-        shapes = tuple(each.shape for each in given)
+        shapes = tuple(map(_shape, given))
         if shapes not in self.captured:
-            static = [each.clone() for each in given]
+            static = [_own(each) for each in given]
             following = iter(static)
             inputs = [None if each is None else next(following) for each in leaves]
             replay, found = timing.cuda_graph(
@@ -302,7 +304,11 @@ class Learner:
             )
             self.captured[shapes] = replay, static, found
         replay, static, found = self.captured[shapes]
-        torch._foreach_copy_(static, given)
+        for mine, each in zip(static, given, strict=True):
+            if isinstance(mine, VarlenMetadata):
+                mine.update(each.cu_seqlens)
+            else:
+                mine.copy_(each)
         replay()
         return found
 
@@ -334,7 +340,20 @@ def first_bad(kind: str, named: Iterable[tuple[str, Tensor | None]]) -> list[str
     return []
 
 
-def _packing(batch: Batch, place: torch.device) -> Packing | None:
+def _shape(leaf: Tensor | VarlenMetadata) -> torch.Size:
+    return leaf.cu_seqlens.shape if isinstance(leaf, VarlenMetadata) else leaf.shape
+
+
+def _own(leaf: Any) -> Any:
+    """A copy."""
+    if isinstance(leaf, Tensor):
+        return leaf.clone()
+    names = "max_seqlen", "total", "padded", "max_sequences", "config", "device"
+    sizes: dict[str, Any] = {name: getattr(leaf, name) for name in names}
+    return varlen_metadata(leaf.cu_seqlens.clone(), **sizes)
+
+
+def _packing(batch: Batch, config: NSAConfig, place: torch.device) -> Packing | None:
     """That of the inputs of `batch`; padding is a document of its own, without a loss."""
     which = share.counted(batch)
     if which is None or batch.segment_ids is None:
@@ -346,13 +365,12 @@ def _packing(batch: Batch, place: torch.device) -> Packing | None:
     position = index - np.maximum.accumulate(np.where(begins, index, 0).ravel()).reshape(
         ids.shape
     )
-    starts = np.flatnonzero(begins)
-    # A power of two of bounds, the last repeated: few shapes, so few graphs are captured.
-    room = 1 << int(starts.size).bit_length()
-    bounds = np.full(room + 1, ids.size, np.int32)
-    bounds[: starts.size] = starts
-    arrays = bounds, ids.astype(np.int32), position, which
-    return Packing(*(torch.from_numpy(each).to(place) for each in arrays))
+    bounds = torch.from_numpy(np.append(np.flatnonzero(begins), ids.size))
+    # Room for a power of two of documents: few shapes, so few graphs are captured.
+    sizes = {"max_seqlen": ids.shape[1], "total": ids.size}
+    varlen = varlen_metadata(bounds, **sizes, config=config, device=place)
+    arrays = ids.astype(np.int32), position, which
+    return Packing(varlen, *(torch.from_numpy(each).to(place) for each in arrays))
 
 
 def _observed(attention: NSAAttention, x: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from nsa_core.layer import LayerSpec
 from nsa_interop import weights
 from nsa_torch import heads
 from nsa_torch.module import NSAAttention
+from nsa_torch.varlen import VarlenMetadata
 
 from . import selection
 from .spec import ModelSpec
@@ -32,7 +33,7 @@ BACKENDS = {
 class Packing(NamedTuple):
     """Where the documents of rows `[B, T]` are; positions restart in each."""
 
-    cu_seqlens: Tensor  # int32 [sequences + 1], of the rows one after the other
+    varlen: VarlenMetadata  # of the rows one after the other
     segment: Tensor  # int32 [B, T]
     position: Tensor  # int64 [B, T]
     counted: Tensor  # bool [B, T]: the next token is of the same document, and no padding
@@ -105,7 +106,7 @@ class DenseAttention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         group = self.spec.n_heads // self.spec.n_kv_groups
-        rows, bounds = query.shape[:2], packing.cu_seqlens
+        rows, bounds = query.shape[:2], packing.varlen.cu_seqlens
         longest = rows[1]  # at most: no value is read on the host
         key, value = (each.repeat_interleave(group, dim=2) for each in (key, value))
         query, key, value = (each.flatten(0, 1) for each in (query, key, value))
@@ -175,7 +176,7 @@ class Block(nn.Module):
         if isinstance(attention, DenseAttention):
             return attention(x, packing)[0]
         flat = x.flatten(0, 1)[None]
-        return attention(flat, cu_seqlens=packing.cu_seqlens)[0].view_as(x)
+        return attention(flat, varlen=packing.varlen)[0].view_as(x)
 
 
 class LM(nn.Module):
