@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nsa_jax.cache import NSACache, cached_attention, init_cache
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
+    from nsa_jax.varlen import varlen_metadata
     from nsa_jax.warm_up import prepare
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "select_blocks",
     "selected_attention",
     "sliding_attention",
+    "varlen_metadata",
 ]
 
 _MODULES = ("debug", "nn")
@@ -64,6 +66,7 @@ _HOMES = {
     "init_cache": "cache",
     "paged_attention": "paged_attend",
     "prepare": "warm_up",
+    "varlen_metadata": "varlen",
 }
 
 

@@ -27,7 +27,9 @@ from nsa_jax.compression import CompressParams
 from nsa_jax.compression import compress as compress_windows
 from nsa_jax.dispatch import REGISTRY
 from nsa_jax.eager import any_rank, compiled, compiled_plan
+from nsa_jax.geometry import PackedRows
 from nsa_jax.jax_problem import problem_of
+from nsa_jax.varlen import rows_of
 
 type KeyLength = int | Int[Array, ""] | Int[Array, " B"] | None
 type OutLse = tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]
@@ -44,6 +46,7 @@ def attention(
     compressed: tuple[Array, Array] | None = None,
     block_indices: Int[Array, "B T Hkv n"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
     scale: float | None = None,
     recompute: bool = False,
     implementation: str | Branches[str | None] | None = None,
@@ -64,6 +67,7 @@ def attention(
         from the compressed scores.
       segment_ids: int `[B, S]`, one id for each run of tokens of a packed sequence; negative:
         padding, which sees nothing (output 0) and is not seen.
+      varlen: in its place, what `varlen_metadata` made of it once for all layers.
       scale: of the logits; None: `D**-0.5`.
       recompute: keep inputs and selection for the backward pass, which then computes the
         branches again; else three arrays like the output are kept besides.
@@ -77,6 +81,8 @@ def attention(
     """
     key, value = Branches.each(key), Branches.each(value)
     gates = validate.gates(gates, query)
+    rows = rows_of(segment_ids, varlen, config, *key.selected.shape[:2])
+    segment_ids = geometry.ids_of(rows)
     for *names, k, v in validate.named(key, value):
         validate.attention(query, k, v, config, segment_ids, scale, *names)
     if context_axis is not None:
@@ -100,8 +106,8 @@ def attention(
     if compressed is None:
         phi = debug.watch(jax_debug.JAX, "compress", "xla", compiled(compress_windows))
         compressed = (
-            phi(key.compressed, config=config, segment_ids=segment_ids),
-            phi(value.compressed, config=config, segment_ids=segment_ids),
+            phi(key.compressed, config=config, segment_ids=rows),
+            phi(value.compressed, config=config, segment_ids=rows),
         )
     return attend(
         query,
@@ -112,7 +118,7 @@ def attention(
         config=config,
         block_indices=block_indices,
         kv_len=key.selected.shape[1],
-        segment_ids=segment_ids,
+        segment_ids=rows,
         scale=scale,
         recompute=recompute,
         implementation=implementation,
@@ -187,6 +193,7 @@ def compress(
     *,
     config: NSAConfig,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
 ) -> Float[Array, "B C Hkv D"]:
     """`phi` over windows of `l` tokens, one each `d` tokens (Eq. 7).
 
@@ -201,8 +208,9 @@ def compress(
     """
     validate.array("x", x, 4)
     validate.phi(params, x, config)
-    validate.segments(segment_ids, x.shape[0], x.shape[1])
-    return compiled(compress_windows)(x, params, config=config, segment_ids=segment_ids)
+    rows = rows_of(segment_ids, varlen, config, *x.shape[:2])
+    validate.segments(geometry.ids_of(rows), x.shape[0], x.shape[1])
+    return compiled(compress_windows)(x, params, config=config, segment_ids=rows)
 
 
 @any_rank
@@ -213,6 +221,7 @@ def select_blocks(
     config: NSAConfig,
     kv_len: KeyLength = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B T Hkv n"]:
@@ -227,16 +236,18 @@ def select_blocks(
     Returns:
       int32 `[B, T, Hkv, n]`, ascending, -1 in the empty slots at the end.
     """
-    kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
+    rows = rows_of(segment_ids, varlen, config, query.shape[0])
+    ids = geometry.ids_of(rows)
+    kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
     plan = plan_of(
-        query, compressed_key, query.shape[-1], config, segment_ids, implementation, "scores"
+        query, compressed_key, query.shape[-1], config, rows, implementation, "scores"
     )
     return plan.scores.load()(
         query,
         compressed_key,
         config=config,
         kv_len=kv_len,
-        segment_ids=segment_ids,
+        segment_ids=rows,
         scale=scale,
     )
 
@@ -250,6 +261,7 @@ def compressed_attention(
     config: NSAConfig,
     kv_len: KeyLength = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> OutLse:
@@ -260,14 +272,16 @@ def compressed_attention(
     Returns:
       `(out, lse)`: `[B, T, H, Dv]`, and the natural log-sum-exp `[B, T, H]` in float32.
     """
-    kv_len = validate.scoring(query, compressed_key, config, kv_len, segment_ids, scale)
+    rows = rows_of(segment_ids, varlen, config, query.shape[0])
+    ids = geometry.ids_of(rows)
+    kv_len = validate.scoring(query, compressed_key, config, kv_len, ids, scale)
     validate.compressed(query, compressed_key, compressed_value, config, kv_len)
     plan = plan_of(
         query,
         compressed_key,
         compressed_value.shape[-1],
         config,
-        segment_ids,
+        rows,
         implementation,
         "compressed",
     )
@@ -277,7 +291,7 @@ def compressed_attention(
         compressed_value,
         config=config,
         kv_len=kv_len,
-        segment_ids=segment_ids,
+        segment_ids=rows,
         scale=scale,
     )
 
@@ -292,6 +306,7 @@ def selected_attention(
     config: NSAConfig,
     kv_len: KeyLength = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> OutLse:
@@ -302,10 +317,11 @@ def selected_attention(
         sequence in a packed batch. Keys behind the query are not seen, whatever it names.
       kv_len: number of valid keys, int or int32 `[]` or `[B]`; None: `S`.
     """
-    validate.attention(query, key, value, config, segment_ids, scale)
+    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
+    validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
     validate.indices(block_indices, query, key, config)
-    validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = plan_of(query, key, value.shape[-1], config, segment_ids, implementation, "selected")
+    validate.length(kv_len, query, rows, key.shape[1])
+    plan = plan_of(query, key, value.shape[-1], config, rows, implementation, "selected")
     return plan.selected.load()(
         query,
         key,
@@ -313,7 +329,7 @@ def selected_attention(
         block_indices,
         config=config,
         kv_len=kv_len,
-        segment_ids=segment_ids,
+        segment_ids=rows,
         scale=scale,
     )
 
@@ -327,20 +343,22 @@ def sliding_attention(
     config: NSAConfig,
     kv_len: KeyLength = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    varlen: PackedRows | None = None,
     scale: float | None = None,
     implementation: str | None = None,
 ) -> OutLse:
     """Attention over the last `window` keys, the query's own included: `(out, lse)`."""
-    validate.attention(query, key, value, config, segment_ids, scale)
-    validate.length(kv_len, query, segment_ids, key.shape[1])
-    plan = plan_of(query, key, value.shape[-1], config, segment_ids, implementation, "sliding")
+    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
+    validate.attention(query, key, value, config, geometry.ids_of(rows), scale)
+    validate.length(kv_len, query, rows, key.shape[1])
+    plan = plan_of(query, key, value.shape[-1], config, rows, implementation, "sliding")
     return plan.sliding.load()(
         query,
         key,
         value,
         config=config,
         kv_len=kv_len,
-        segment_ids=segment_ids,
+        segment_ids=rows,
         scale=scale,
     )
 
@@ -352,12 +370,14 @@ def explain(
     *,
     config: NSAConfig = NSAConfig(),
     segment_ids=None,
+    varlen: PackedRows | None = None,
     implementation: str | Branches[str | None] | None = None,
 ) -> Plan:
     """What `attention` would run for these arguments, and why not what stands before it."""
     key, value = Branches.each(key).selected, Branches.each(value).selected
-    validate.attention(query, key, value, config, segment_ids, None)
-    return plan_of(query, key, value.shape[-1], config, segment_ids, implementation)
+    rows = rows_of(segment_ids, varlen, config, *key.shape[:2])
+    validate.attention(query, key, value, config, geometry.ids_of(rows), None)
+    return plan_of(query, key, value.shape[-1], config, rows, implementation)
 
 
 def plan_of(query, key, value_width, config, segment_ids, implementation, step=None) -> Plan:

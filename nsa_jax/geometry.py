@@ -1,6 +1,8 @@
 """Where each query stands: in its sequence, in the key array, in the compressed array."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,46 @@ class QueryLayout:
     varlen: None = None
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segment_ids", "position", "key_start", "compressed_start", "window_starts"],
+    meta_fields=["config", "max_segments", "max_seqlen"],
+)
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """`segment_ids` and what follows from them, made once (`nsa_jax.varlen_metadata`); the
+    functions here take either. Arrays are int `[B, S]`; a transform may put others there.
+    """
+
+    segment_ids: Any
+    position: Any
+    key_start: Any
+    compressed_start: Any
+    window_starts: Any  # [B, C]
+    config: NSAConfig
+    max_segments: int | None  # runs of equal ids of a row at most
+    max_seqlen: int | None  # tokens of a sequence at most
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(B, S)`."""
+        return self.segment_ids.shape
+
+
+Segments = Int[Array, "B S"] | PackedRows
+
+
+def ids_of(segment_ids: Any) -> Any:
+    """The ids themselves."""
+    return segment_ids.segment_ids if isinstance(segment_ids, PackedRows) else segment_ids
+
+
 def query_layout(
     batch: int,
     num_queries: int,
     *,
     kv_len: "int | Int[Array, ''] | Int[Array, ' B']",
-    segment_ids: "Int[Array, 'B S'] | None",
+    segment_ids: Segments | None,
     config: NSAConfig,
 ) -> QueryLayout:
     """That of the last `num_queries` of `kv_len` tokens; of a packed row, of all or, where
@@ -43,16 +79,23 @@ def query_layout(
         start = jnp.zeros_like(index)
         padded = not isinstance(kv_len, int) or kv_len < num_queries
         return QueryLayout(index, start, start, first, packed=False, padded=padded)
-    position, window = _packed(segment_ids, config)
-    before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
-    start = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - jnp.maximum(position, 0)
-    slot = jax.vmap(lambda row, at: row[at])(before, start)
+    position, start, slot = places(segment_ids, config)
     if isinstance(kv_len, int):
         tail = lambda x, first: x[:, kv_len - num_queries :]
     else:
         tail = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, num_queries))
     arrays = *(tail(x, first) for x in (position, start, slot)), first
     return QueryLayout(*arrays, packed=True, padded=True)
+
+
+def places(segment_ids: Segments, config: NSAConfig) -> tuple[Array, Array, Array]:
+    """Of each token: `position`, `key_start`, `compressed_start` of a `QueryLayout`."""
+    if isinstance(segment_ids, PackedRows):
+        return segment_ids.position, segment_ids.key_start, segment_ids.compressed_start
+    position, window = _packed(segment_ids, config)
+    before = jnp.cumsum(window, axis=1, dtype=jnp.int32) - window
+    start = jnp.arange(segment_ids.shape[1], dtype=jnp.int32) - jnp.maximum(position, 0)
+    return position, start, jax.vmap(lambda row, at: row[at])(before, start)
 
 
 def _packed(segment_ids, config):
@@ -70,13 +113,17 @@ def _packed(segment_ids, config):
     return position, (window & (position >= 0)).astype(jnp.int32)
 
 
-def positions(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Array, "B S"]:
+def positions(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B S"]:
     """Of each token of a packed row in its own sequence; -1: padding."""
+    if isinstance(segment_ids, PackedRows):
+        return segment_ids.position
     return _packed(segment_ids, config)[0]
 
 
-def window_starts(segment_ids: Int[Array, "B S"], config: NSAConfig) -> Int[Array, "B C"]:
+def window_starts(segment_ids: Segments, config: NSAConfig) -> Int[Array, "B C"]:
     """Key index of each compressed token's first token in a packed row; -1: unused slot."""
+    if isinstance(segment_ids, PackedRows):
+        return segment_ids.window_starts
     length = segment_ids.shape[1]
     count = config.num_compressed(length)
     _, window = _packed(segment_ids, config)
@@ -90,7 +137,7 @@ def without_padding(x, kv_len, segment_ids):
     """`x` [B, S, ...] with zeros where no query may look, so that not even NaN gets out."""
     length = x.shape[1]
     if segment_ids is not None:
-        valid = segment_ids >= 0
+        valid = ids_of(segment_ids) >= 0
     elif kv_len is None or (isinstance(kv_len, int) and kv_len == length):
         return x
     else:

@@ -17,6 +17,8 @@ from nsa_core.layer import KIND, LayerSpec
 from nsa_core.types import Branches
 from nsa_jax import api, cache, geometry
 from nsa_jax.eager import any_rank
+from nsa_jax.geometry import PackedRows
+from nsa_jax.varlen import rows_of
 
 try:
     from flax import nnx
@@ -295,43 +297,48 @@ class NSAAttention(nnx.Module):
         return query, key, value, gates
 
     @any_rank
-    def __call__(self, x, kv: cache.NSACache | None = None, *, segment_ids=None):
+    def __call__(
+        self,
+        x,
+        kv: cache.NSACache | None = None,
+        *,
+        segment_ids=None,
+        varlen: PackedRows | None = None,
+    ):
         """`(y, kv)`: `y` [B, T, dim]; with a cache the tokens are appended to it.
 
         Args:
           x: `[B, T, dim]`.
           kv: from `init_cache`; None: the tokens are whole sequences, and None comes back.
           segment_ids: `[B, T]`, a packed batch (`nsa_jax.attention`), without a cache only.
+          varlen: in its place what `varlen_metadata` made of it, once for all layers.
         """
         spec = self.spec
         validate.layer_input(x, spec.dim, kv, cache.NSACache)
-        if kv is not None and segment_ids is not None:
-            raise ValueError("segment_ids must be None where a cache is given, got both")
+        for name, given in (("segment_ids", segment_ids), ("varlen", varlen)):
+            if kv is not None and given is not None:
+                raise ValueError(f"{name} must be None where a cache is given, got both")
         batch, length, _ = x.shape
+        rows = rows_of(segment_ids, varlen, spec.config, batch, length)
         where = geometry.query_layout(
             batch,
             length,
             kv_len=length if kv is None else kv.length + length,
-            segment_ids=segment_ids,
+            segment_ids=rows,
             config=spec.config,
         )
-        if segment_ids is not None:
+        if rows is not None:
             # The gradient of a weight is a product with x, in which 0 times NaN is NaN.
-            x = jnp.where(segment_ids[..., None] >= 0, x, jnp.zeros((), x.dtype))
+            x = jnp.where(geometry.ids_of(rows)[..., None] >= 0, x, jnp.zeros((), x.dtype))
         query, key, value, gates = self.project(x.astype(self.dtype), where.position)
         options = dict(config=spec.config, implementation=self.implementation)
         if kv is None:
             key_params, value_params = self.compress_params()
+            packed = dict(segment_ids=segment_ids, varlen=varlen)
+            sizes = dict(config=spec.config, **packed)
             compressed = (
-                api.compress(
-                    key.compressed, key_params, config=spec.config, segment_ids=segment_ids
-                ),
-                api.compress(
-                    value.compressed,
-                    value_params,
-                    config=spec.config,
-                    segment_ids=segment_ids,
-                ),
+                api.compress(key.compressed, key_params, **sizes),
+                api.compress(value.compressed, value_params, **sizes),
             )
             out = api.attention(
                 query,
@@ -339,7 +346,7 @@ class NSAAttention(nnx.Module):
                 value,
                 gates,
                 compressed=compressed,
-                segment_ids=segment_ids,
+                **packed,
                 **options,
             )
         else:

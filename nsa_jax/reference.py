@@ -32,6 +32,7 @@ def _tokens(batch, num_keys, num_queries, kv_len, segment_ids):
     lengths = jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32), (batch,))
     sequence = jnp.where(index < lengths[:, None], 0, -1)
     if segment_ids is not None:
+        segment_ids = getattr(segment_ids, "segment_ids", segment_ids)  # of metadata
         new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
         sequence = jnp.where(segment_ids < 0, -1, jnp.cumsum(new, axis=1, dtype=jnp.int32))
     border = jnp.pad(sequence[:, 1:] != sequence[:, :-1], ((0, 0), (1, 0)))

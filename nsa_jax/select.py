@@ -63,7 +63,8 @@ def choose(
 def num_blocks(query, compressed_key, kv_len, segment_ids, config) -> int:
     """The most selection blocks that a sequence of these arrays can have."""
     if segment_ids is not None:
-        kv_len = segment_ids.shape[1]
+        limit = getattr(segment_ids, "max_seqlen", None)
+        kv_len = min(segment_ids.shape[1], limit or segment_ids.shape[1])
     kv_len = query.shape[1] if kv_len is None else kv_len
     if not isinstance(kv_len, int):
         count = compressed_key.shape[1]

@@ -13,6 +13,7 @@ from flax import nnx
 from nsa_core.layer import LayerSpec
 from nsa_jax import api
 from nsa_jax.nn import NSAAttention, apply_rope
+from nsa_jax.varlen import varlen_metadata
 
 from . import jax_parallel
 from .spec import TORCH_ONLY, ModelSpec
@@ -100,8 +101,9 @@ class Block(nnx.Module):
         self.norm_mlp = RMSNorm(spec.layer.dim, spec.norm_eps)
         self.mlp = MLP(spec.layer.dim, spec.hidden, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x, segment_ids=None):
-        x = x + self._sum(self.attention(self.norm_attention(x), segment_ids=segment_ids)[0])
+    def __call__(self, x, **packed: Any):
+        """`packed`: what the attention takes of packed rows."""
+        x = x + self._sum(self.attention(self.norm_attention(x), **packed)[0])
         return x + self._sum(self.mlp(self.norm_mlp(x)))
 
     def _sum(self, x):
@@ -143,10 +145,16 @@ class LM(nnx.Module):
         the backward pass `again`, or they are kept."""
         x = self.embedding[...][tokens].astype(self.dtype)
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
+        packed: dict[str, Any] = {}
+        if segment_ids is not None and self.spec.attention == "nsa":
+            # Here, so that no block makes it, nor a backward pass.
+            packed["varlen"] = varlen_metadata(segment_ids, config=self.spec.layer.config)
+        elif segment_ids is not None:
+            packed["segment_ids"] = segment_ids
 
         def block(x, stored):
             used = stored if prepare is None else prepare(stored)
-            return nnx.merge(graphs[0], used)(x, segment_ids)
+            return nnx.merge(graphs[0], used)(x, **packed)
 
         if again:
             block = jax.checkpoint(block, policy=jax_parallel.KEEP)

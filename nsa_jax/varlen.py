@@ -1,0 +1,118 @@
+"""Where the sequences of packed rows stand, made once for all layers.
+
+    meta = nsa_jax.varlen_metadata(segment_ids, config=config)
+    for layer in layers:  # or jax.lax.scan, jax.checkpoint
+        y = nsa_jax.attention(query, key, value, gates, config=config, varlen=meta)
+
+A pytree of arrays `[B, ..]`: made outside of a scan over layers and of `jax.checkpoint`, it exists
+once a step, and no backward pass computes it again.
+"""
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from nsa_core import debug, validate
+from nsa_core.config import NSAConfig
+from nsa_jax import geometry
+from nsa_jax.eager import any_rank, compiled
+from nsa_jax.geometry import PackedRows
+
+
+@any_rank
+def varlen_metadata(
+    segment_ids: Int[Array, "B S"],
+    *,
+    config: NSAConfig = NSAConfig(),
+    max_segments: int | None = None,
+    max_seqlen: int | None = None,
+) -> PackedRows:
+    """What calls on packed rows take as `varlen`, in place of `segment_ids`.
+
+    The two limits are checked where the numbers are on the host (not under `jax.jit`), on a GPU
+    while `nsa_jax.debug` tells events; there they are the caller's word.
+
+    Args:
+      segment_ids: `[B, S]`, as of `attention`.
+      config: of the calls.
+      max_segments: runs of equal ids of a row at most, those of padding too; None: `S`.
+      max_seqlen: tokens of a run at most; None: `S`. Blocks of a longer one that begin beyond may
+        not be selected.
+
+    Raises:
+      ValueError: an argument contradicts another, or what the host reads.
+    """
+    validate.array("segment_ids", segment_ids, 2, validate.INTEGERS)
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
+    limits = {"max_segments": max_segments, "max_seqlen": max_seqlen}
+    for name, limit in limits.items():
+        whole = isinstance(limit, numbers.Integral) and not isinstance(limit, bool)
+        if limit is not None and not (whole and limit >= 1):
+            raise ValueError(f"{name} must be an int of at least 1, got {limit!r}")
+    if any(limits.values()) and _is_read(segment_ids):
+        _check(np.asarray(segment_ids), limits)
+    return compiled(_made)(segment_ids, config=config, **limits)
+
+
+def _made(segment_ids, *, config, **limits):
+    places = geometry.places(segment_ids, config)
+    starts = geometry.window_starts(segment_ids, config)
+    return PackedRows(segment_ids, *places, starts, config=config, **limits)
+
+
+def rows_of(
+    segment_ids: Any, varlen: Any, config: NSAConfig, batch: int, length: int | None = None
+) -> Any:
+    """What the steps take as `segment_ids`: these, or the `PackedRows` of `varlen`.
+
+    Args:
+      batch, length: of the rows; length: None: any.
+
+    Raises:
+      ValueError: both are given, or `varlen` is of other rows or another config.
+    """
+    if varlen is None:
+        return segment_ids
+    if segment_ids is not None:
+        raise ValueError("segment_ids must be None where varlen is given, got both")
+    if not isinstance(varlen, PackedRows):
+        raise ValueError(
+            f"varlen must be what nsa_jax.varlen_metadata returns, got {type(varlen).__name__}"
+        )
+    if config != varlen.config:
+        raise ValueError(f"varlen must be made with {config}, got one of {varlen.config}")
+    wanted = batch, varlen.shape[1] if length is None else length
+    if varlen.shape != wanted:
+        raise ValueError(f"varlen must be of rows {wanted}, got {varlen.shape}")
+    return varlen
+
+
+def _is_read(x: Any) -> bool:
+    """Whether the host reads the numbers: nothing waits for it, or `debug` asks."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    here = isinstance(x, np.ndarray) or {each.platform for each in x.devices()} == {"cpu"}
+    return here or debug.on
+
+
+def _check(segment_ids: np.ndarray, limits: dict[str, int | None]) -> None:
+    new = np.ones(segment_ids.shape, bool)
+    new[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    found = {"max_segments": int(new.sum(axis=1).max(initial=0)), "max_seqlen": 0}
+    for row, ids in zip(new, segment_ids, strict=True):
+        starts = np.flatnonzero(row)
+        lengths = np.diff(np.append(starts, row.size))[ids[starts] >= 0]
+        found["max_seqlen"] = max(found["max_seqlen"], int(lengths.max(initial=0)))
+    for name, least in found.items():
+        limit = limits[name]
+        if limit is not None and limit < least:
+            raise ValueError(
+                f"{name} must be {least} at least, as segment_ids have, got {limit}"
+            )
+
+
+__all__ = ["PackedRows", "varlen_metadata"]
