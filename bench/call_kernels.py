@@ -118,11 +118,12 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     inputs = Inputs(query, Branches.each(key), Branches.each(value), gates)
     layout = KernelLayout(ops, query, *operators.arguments(config, length, None, None))
     steps = mosaic_attention.STEPS
-    inputs = fused.with_means(steps, ops, inputs, config)
+    inputs = fused.with_means(steps, ops, inputs, config, layout)
     rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
     _, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest)
     found = mosaic_attention.backward(ops, inputs, residuals, do, *layout.rest)
-    return fused.gradients_of_tokens(steps, ops, found, length, config, SHARED.shared)
+    of_tokens = length, config, layout, SHARED.shared
+    return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, float]:

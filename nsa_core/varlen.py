@@ -32,9 +32,6 @@ from kernels_pallas.specs.tile import ROWS
 from nsa_core.array_ops import derived, int32, like
 from nsa_core.config import NSAConfig
 
-MOST_PLACES = 4  # a token: with more, sequences are shorter than 20 tokens
-LEAST_PLACES = 2**14  # that are few for any row
-
 
 class Sequences(NamedTuple):
     """Of each sequence, and of padding, `[B, sequences]`; neither starts nor places decrease."""
@@ -80,7 +77,6 @@ class Capacity:
       B, T, S: batch rows, queries and keys; the queries are the last of the keys.
       max_sequences: of a row, without padding.
       max_seqlen: keys of a sequence at most.
-      padded: whether anything may follow the last sequence.
     """
 
     B: int
@@ -88,7 +84,6 @@ class Capacity:
     S: int
     max_sequences: int
     max_seqlen: int
-    padded: bool
     config: NSAConfig
 
     @property
@@ -105,11 +100,6 @@ class Capacity:
     def places(self) -> int:
         """Of a row."""
         return self._multiples(self.S, self.unit) * self.unit
-
-    @property
-    def fits(self) -> bool:
-        """Whether the places are few enough for arrays of all of them."""
-        return self.places <= max(MOST_PLACES * self.S, LEAST_PLACES)
 
     @property
     def key_tiles(self) -> int:
@@ -162,7 +152,27 @@ class Varlen:
     def of_keys(self, x) -> Any:
         """`[B, S, ...]`: what each key has in `x` `[B, places, ...]`."""
         start, place = self.sequences.start, self.sequences.place
-        return self.ops.derive(_of_keys, x, start, place, keys=self.capacity.S)[0]
+        places = self.ops.derive(_places_of_keys, start, place, capacity=self.capacity)
+        return self.ops.derive(_taken, x, *places)[0]
+
+    def in_slots(self, x) -> Any:
+        """Compressed tokens `[B, C, ...]` that stand without gaps in their sequences' slots,
+        `[B, slots, ...]`, with zeros where none is.
+        """
+        if x.shape[1] == 0:
+            return x
+        arrays = self.sequences.length, self.sequences.place, self.sequences.window
+        sources = self.ops.derive(_tokens_of_slots, *arrays, capacity=self.capacity)
+        return self.ops.derive(_taken, x, *sources)[0]
+
+    def of_slots(self, x, count: int) -> Any:
+        """`[B, count, ...]`: what each compressed token of `in_slots` has in `x`."""
+        if x.shape[1] == 0:
+            return x
+        static: Any = {"capacity": self.capacity, "count": count}
+        arrays = self.sequences.place, self.sequences.window
+        slots = self.ops.derive(_slots_of_tokens, *arrays, **static)
+        return self.ops.derive(_taken, x, *slots)[0]
 
 
 def sequences(ops, borders, capacity: Capacity) -> Sequences:
@@ -225,12 +235,40 @@ def _key_tiles(ops, start, end, place, *, capacity):
     return (start + at - place).clip(0, capacity.S), end
 
 
-@derived(lambda x, *arrays, keys: [like(x, x.shape[0], keys, *x.shape[2:])])
-def _of_keys(ops, x, start, place, *, keys):
-    key = ops.xp.broadcast_to(ops.arange(start, keys), (start.shape[0], keys))
+@derived(lambda x, at: [like(x, *at.shape, *x.shape[2:])])
+def _taken(ops, x, at):
+    """`x[b, at[b]]`, and zeros where `at` is negative."""
+    found = ops.take_rows(x, at.clip(0, None))
+    return [ops.xp.where((at >= 0).reshape(*at.shape, *[1] * (x.ndim - 2)), found, 0)]
+
+
+@derived(lambda *arrays, capacity: [int32(capacity.B, capacity.S)])
+def _places_of_keys(ops, start, place, *, capacity):
+    key = ops.xp.broadcast_to(ops.arange(start, capacity.S), (capacity.B, capacity.S))
     sequence = _last_before(ops, start, key)
     start, place = (ops.take_rows(each, sequence) for each in (start, place))
-    return [ops.take_rows(x, place + key - start)]
+    return [place + key - start]
+
+
+@derived(lambda *arrays, capacity: [int32(capacity.B, capacity.slots)])
+def _tokens_of_slots(ops, length, place, window, *, capacity):
+    config, xp = capacity.config, ops.xp
+    slot = xp.broadcast_to(ops.arange(place, capacity.slots), (capacity.B, capacity.slots))
+    sequence = _last_before(ops, place // config.compress_stride, slot)
+    length, place, window = (ops.take_rows(each, sequence) for each in (length, place, window))
+    index = slot - place // config.compress_stride
+    last = index * config.compress_stride + config.compress_block
+    return [xp.where(last <= length, window + index, -1)]
+
+
+@derived(lambda *arrays, capacity, count: [int32(capacity.B, count)])
+def _slots_of_tokens(ops, place, window, *, capacity, count):
+    xp, stride = ops.xp, capacity.config.compress_stride
+    token = xp.broadcast_to(ops.arange(place, count), (capacity.B, count))
+    exists = token < window[:, -1:]  # that of padding
+    sequence = _last_before(ops, window, token)
+    place, window = (ops.take_rows(each, sequence) for each in (place, window))
+    return [xp.where(exists, place // stride + token - window, -1)]
 
 
 def query_tiles(ops, sequences: Sequences, capacity: Capacity, tokens: int) -> QueryTiles:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_core.steps.fused import Inputs
 from nsa_core.types import Branches
+from nsa_core.varlen import Capacity
 from nsa_torch import operators
 
 BRANCHES_OF = "Tensor compressed_{0}, Tensor selected_{0}, Tensor sliding_{0}"
@@ -88,7 +89,10 @@ def form_of(key, value, compressed) -> Form:
 def mean_shapes(key, value, place):
     """The means of a call, unwritten; `place`: `operators.PLACE`."""
     config = operators.config_of(*operators.numbers_in(place))
+    borders, length = place[2], key.compressed.shape[1]
     multiple = config.select_block // config.compress_stride
-    count = -(-config.num_compressed(key.compressed.shape[1]) // multiple) * multiple
+    count = -(-config.num_compressed(length) // multiple) * multiple
+    if borders is not None and count:
+        count = Capacity(1, length, length, borders.shape[0] - 1, length, config).slots
     for x in (key.compressed, value.compressed):
         yield x.new_empty(x.shape[0], count, *x.shape[2:])

@@ -20,8 +20,8 @@ class KernelLayout:
       query: `[B, T, H, D]`.
       kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: as `operators.PLACE` has them.
       clean: whether rows of padding, and keys and values that no query sees, are finite.
-      max_seqlen: keys of a sequence of a packed row at most; None: unknown.
-      padded: whether tokens may follow the last sequence of a packed row.
+      placed: whether sequences of a packed row have places (`nsa_core.varlen`), in whose slots
+        their compressed tokens stand.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class KernelLayout:
         scale,
         *,
         clean=False,
+        placed=False,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
@@ -46,6 +47,7 @@ class KernelLayout:
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
+        self.placed = placed and self.packed
 
     @property
     def padded(self) -> bool:
@@ -55,15 +57,16 @@ class KernelLayout:
 
     @functools.cached_property
     def varlen(self) -> Varlen | None:
-        """The tables of a packed row; None where its sequences would leave most places empty."""
+        """The tables of a row that is `placed`."""
         (batch, length), borders = self.shape, self.cu_seqlens
-        if borders is None:
+        if borders is None or not self.placed:
             return None
-        count = borders.shape[0]
-        longest = self.kv_len if self.max_seqlen is None else self.max_seqlen
-        numbers = self.kv_len, count - 1, longest, self.may_be_padded
+        count, longest = borders.shape[0], self.kv_len
+        if self.max_seqlen is not None:
+            longest = min(longest, self.max_seqlen)
+        numbers = self.kv_len, count - 1, longest
         capacity = Capacity(batch, length, *numbers, self.config)
-        return Varlen(self.ops, capacity, borders.reshape(1, count)) if capacity.fits else None
+        return Varlen(self.ops, capacity, borders.reshape(1, count))
 
     @property
     def rest(self):
@@ -72,6 +75,8 @@ class KernelLayout:
 
     @functools.cached_property
     def _arrays(self) -> Places:
+        if self.varlen is not None:
+            return Places(*(getattr(self.varlen.tokens, name) for name in Places._fields))
         given = [x for x in (self.lengths, self.cu_seqlens) if x is not None]
         sizes = {"shape": self.shape, "kv_len": self.kv_len, "packed": self.packed}
         with torch.device(self.device) if self.device else contextlib.nullcontext():
@@ -107,10 +112,18 @@ class KernelLayout:
 
     def seen_compressed(self, x):
         """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
-        if self.fixed:
+        if self.fixed or (self.placed and not self.may_be_padded):
             return x
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
         return self.ops.derive(_compressed_tokens, x, bounds[1])[0]
+
+    def in_slots(self, *arrays):
+        """Compressed tokens that stand without gaps, as kernels want them."""
+        return [x if self.varlen is None else self.varlen.in_slots(x) for x in arrays]
+
+    def of_slots(self, count: int, *arrays):
+        """Gradients of the `count` compressed tokens that `in_slots` was given."""
+        return [x if self.varlen is None else self.varlen.of_slots(x, count) for x in arrays]
 
     def num_blocks(self, compressed_key) -> int:
         """The most selection blocks that a sequence can have."""

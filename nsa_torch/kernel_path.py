@@ -62,13 +62,16 @@ class KernelPath:
         self._define()
 
     def _layout(self, ops, query, place, clean=False):
-        return KernelLayout(ops, query, *place, clean=clean or self.masks)
+        placed = self.steps.compression is not None
+        return KernelLayout(ops, query, *place, clean=clean or self.masks, placed=placed)
 
     # One branch, or the selection alone.
 
     def _branch(self, step, seen, ops, query, key, value, *rest):
         indices, place = _split(rest, -operators.PLACE_COUNT)
         layout = self._layout(ops, query, place)
+        if seen is KernelLayout.seen_compressed:
+            key, value = layout.in_slots(key, value)
         value = seen(layout, value)
         if indices:
             (query,) = padding_zeroed(ops, layout, query)
@@ -80,12 +83,17 @@ class KernelPath:
         layout = self._layout(ops, query, place)
         query, do = padding_zeroed(ops, layout, query, do)
         (delta,) = self.steps.backward.delta_of(ops, do, out)
-        rows = RowResiduals(lse, delta)
+        rows, count = RowResiduals(lse, delta), key.shape[1]
+        compressed = seen is KernelLayout.seen_compressed
+        if compressed:
+            key, value = layout.in_slots(key, value)
         key, value = seen(layout, key), seen(layout, value)
-        return step(ops, query, key, value, *indices, do, rows, *layout.rest)
+        dq, *pair = step(ops, query, key, value, *indices, do, rows, *layout.rest)
+        return [dq, *(layout.of_slots(count, *pair) if compressed else pair)]
 
     def _select(self, ops, query, key, *place):
         layout, forward = self._layout(ops, query, place), self.steps.forward
+        (key,) = layout.in_slots(key)
         # Only the log-sum-exp is read: the narrowest values do.
         (value,) = ops.derive(_narrow, key, width=self.steps.narrowest(key.shape[-1]))
         _, lse = forward.compressed(ops, query, key, value, *layout.rest)
@@ -143,12 +151,16 @@ class KernelPath:
         length = inputs.key.compressed.shape[1]
         if form.compresses:
             inputs = inputs.with_compressed(*means)
+        else:
+            inputs, _ = self._compressed(form, ops, inputs, layout)
         inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
         found = fused.backward(self.steps, ops, inputs, residuals, do, *layout.rest)
         if form.compresses:
-            found = fused.gradients_of_tokens(
-                self.steps, ops, found, length, layout.config, form.shared
-            )
+            of_tokens = length, layout.config, layout, form.shared
+            found = fused.gradients_of_tokens(self.steps, ops, found, *of_tokens)
+        else:
+            pair = found.key.compressed, found.value.compressed
+            found = found.with_compressed(*layout.of_slots(length, *pair))
         gates = zip(found.gates, inputs.gates, strict=True)
         gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in gates))
         return form.gradients(found._replace(gates=gates))
@@ -156,8 +168,9 @@ class KernelPath:
     def _compressed(self, form, ops, inputs, layout):
         """`inputs` with compressed tokens, and those that were made."""
         if not form.compresses:
-            return inputs, ()
-        inputs = fused.with_means(self.steps, ops, inputs, layout.config)
+            pair = inputs.key.compressed, inputs.value.compressed
+            return inputs.with_compressed(*layout.in_slots(*pair)), ()
+        inputs = fused.with_means(self.steps, ops, inputs, layout.config, layout)
         return inputs, (inputs.key.compressed, inputs.value.compressed)
 
     def _arguments(self, form, ops, arguments):

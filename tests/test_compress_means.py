@@ -165,10 +165,11 @@ def test_fewer_tokens_than_a_window(others):
     """No kernel runs: there is no GPU here."""
     config = NSAConfig()
     key, value = torch.randn(2, 31, 3, 16), torch.randn(2, 31, 3, 32)
-    means = mosaic_compress.means(TORCH_OPS, key, value, config)
+    rows = config, types.SimpleNamespace(varlen=None)
+    means = mosaic_compress.means(TORCH_OPS, key, value, *rows)
     assert [x.shape for x in means] == [(2, 0, 3, 16), (2, 0, 3, 32)]
     branches = [(key, value), (key * 2, value * 2)][:others]
-    found = mosaic_compress.gradients(TORCH_OPS, means, branches, 31, config)
+    found = mosaic_compress.gradients(TORCH_OPS, means, branches, 31, *rows)
     for x, want in zip(found, (key, value), strict=True):
         torch.testing.assert_close(x, want * 3 if others else torch.zeros_like(want))
 

@@ -2,18 +2,22 @@
 interpreter with its race detector, against the oracle.
 """
 
-import dataclasses
 import functools
 from unittest import mock
 
 import pytest
+import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_stored_ds
+from nsa_torch import mosaic
 from tests import planned
+from tests.cross_compile import compile_report
 from tests.inputs import Case
-from tests.test_torch_mosaic import interpret
-from tests.torch_inputs import check_branch, on_the_cpu
+from tests.test_mosaic_compiled import ALLOWED
+from tests.test_torch_mosaic import inputs, interpret
+from tests.torch_inputs import check_branch, check_selection, check_whole, on_the_cpu
 
 FEW = NSAConfig(16, 8, 64, num_selected=3, num_local=1, window=50)
 # A tile of each walk has tokens of several sequences; the last of them is padding.
@@ -21,7 +25,6 @@ SEGMENTS = 70, 0, 1, 13, -6
 PACKED = functools.partial(Case, 90, 90, B=1, config=FEW, segments=SEGMENTS, dtype="bfloat16")
 G16 = PACKED(H=16, Hkv=1, Dv=48)
 G3 = PACKED(H=6, Hkv=2, D=64, Dv=64)
-LATE = dataclasses.replace(G16, T=40, S=150, segments=(100, 30, 1, 19))
 
 
 @pytest.fixture
@@ -41,3 +44,72 @@ def test_ds_is_stored(ran, monkeypatch):
 def test_list_entries_are_single_tokens(ran):
     check_branch(G3, "selected", "mosaic")
     assert [x.spec.single_token for x in ran if x.name == "dkv_partials"] == [True]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+def test_means_are_made_in_slots(ran, shared):
+    check_whole(G3, "mosaic", shared=shared)
+    names = [kernel.name for kernel in ran]
+    assert names[0] == "compress_means" and names[-1] == "merge_key_gradients"
+
+
+def test_compressed_tokens_that_are_given(ran):
+    for branch in ("compressed", "sliding"):
+        check_branch(G3, branch, "mosaic")
+    check_selection(G3, "mosaic")
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (6, 2)], ids=str)
+def test_the_last_queries(ran, heads):
+    """As a chunk of context parallelism asks: they have the gradients that they have among all."""
+    H, kv_heads = heads
+    query, key, value = inputs(90, 90, H, kv_heads, 64, 64)[:3]
+    rng = torch.Generator().manual_seed(0)
+    own = torch.arange(90)[None, :, None, None] // 64
+    indices = torch.randint(0, 2, (1, 90, kv_heads, 1), generator=rng).minimum(own)
+    indices = torch.cat([indices, torch.full((1, 90, kv_heads, 2), -1)], -1).to(torch.int32)
+    do = torch.randn(1, 90, H, 64, generator=rng).bfloat16()
+    do[:, :50] = 0
+    borders = torch.tensor([0, 70, 70, 71, 84])
+    found = []
+    for first in (0, 50):
+        tokens = query[:, first:].contiguous()
+        options = {"config": FEW, "kv_len": 90, "cu_seqlens": borders}
+        out, _ = mosaic.selected_attention(tokens, key, value, indices[:, first:], **options)
+        dq, *pair = torch.autograd.grad(out, [tokens, key, value], do[:, first:])
+        found.append([out[:, -40:], dq[:, -40:], *pair])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+LAYERS = {
+    "paper": {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128},
+    "small": {"heads": 12, "kv_heads": 2, "key_width": 64, "value_width": 64},
+}
+
+
+def kernels(layer, packed):
+    """Those of a forward pass and of its gradients, for any length."""
+    options = {"dtype": "bfloat16", "config": NSAConfig(), "gradients": True, "length": 65536}
+    options |= {"compresses": True, "shared": True}
+    found = kernels_of(**LAYERS[layer], **options, packed=packed)
+    return list(dict.fromkeys(kernel.for_any_length() for kernel in found))
+
+
+def only_packed(layer):
+    """The kernels that rows of one sequence do not have."""
+    rows = kernels(layer, False)
+    return [kernel for kernel in kernels(layer, True) if kernel not in rows]
+
+
+def build(layer, index):
+    return only_packed(layer)[index]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_fit_the_chip(layer):
+    every = only_packed(layer)
+    builders = [(f"{__name__}:build", {"layer": layer, "index": i}) for i in range(len(every))]
+    for report in compile_report(builders):
+        assert report["registers"] <= ALLOWED.get(report["name"], 255), report
+        assert not report["spill_store_bytes"] and not report["remarks"], report

@@ -35,7 +35,7 @@ class Packed:
         S = sum(self.lengths) + padding
         T = S // 2 if lengths == "a chunk" else S
         config = NSAConfig(16, 16, block, num_selected=3, num_local=1)
-        self.capacity = Capacity(1, T, S, len(self.lengths), max(self.lengths), True, config)
+        self.capacity = Capacity(1, T, S, len(self.lengths), max(self.lengths), config)
         borders = torch.tensor(np.cumsum([0, *self.lengths]))[None]
         tables = Varlen(TORCH_OPS, self.capacity, borders)
         self.tokens = varlen.Tokens(*(x.numpy() for x in tables.tokens))

@@ -78,7 +78,7 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
         spare = S - sum(given)
     T = max(S - 17, 1) if queries != "all" else S
     at_capacity = len(given) + (0 if lengths == "many" else 3)
-    capacity = Capacity(1, T, S, at_capacity, max(given), True, CONFIGS[config])
+    capacity = Capacity(1, T, S, at_capacity, max(given), CONFIGS[config])
     found, tokens, tiles, ranges = loops(given, spare, capacity)
 
     sequences = varlen.sequences(ops, array(borders), capacity)
@@ -116,8 +116,8 @@ def test_tables_are_those_of_loops(config, lengths, queries, framework):
 def test_rows_of_a_batch_have_tables_of_their_own():
     rows = [[0, 70, 90, 90], [0, 1, 2, 128]]
     config = NSAConfig()
-    both = Capacity(2, 128, 128, 4, 128, True, config)
-    one = Capacity(1, 128, 128, 4, 128, True, config)
+    both = Capacity(2, 128, 128, 4, 128, config)
+    one = Capacity(1, 128, 128, 4, 128, config)
     make = lambda borders, capacity: varlen.sequences(JAX_OPS, jnp.array(borders), capacity)
     together = make(rows, both)
     for i, row in enumerate(rows):
@@ -134,7 +134,7 @@ def test_no_table_is_too_small(seed):
     numbers = np.random.default_rng(seed)
     lengths = [int(x) * 64 + 1 for x in numbers.integers(0, 3, 30)]
     S = sum(lengths)
-    capacity = Capacity(1, S, S, len(lengths), max(lengths), False, NSAConfig())
+    capacity = Capacity(1, S, S, len(lengths), max(lengths), NSAConfig())
     borders = torch.tensor(np.cumsum([0, *lengths]))[None]
     sequences = varlen.sequences(TORCH_OPS, borders, capacity)
     first, end = varlen.key_tiles(TORCH_OPS, sequences, capacity)

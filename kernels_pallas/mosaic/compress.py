@@ -16,7 +16,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic.warp_kernel import WARPS, warp_kernel
 from kernels_pallas.specs.compress import Means
-from kernels_pallas.specs.tile import LANES
+from kernels_pallas.specs.tile import LANES, ROWS
 
 LOADS = 16  # that a lane starts before it waits for one of them
 
@@ -49,6 +49,15 @@ class Side:
         """Two float32, `tokens` tokens after an address."""
         word = self.warp.fetch(address, tokens * 4 * self.words)
         return self.warp.unpack(word, self.spec.dtype)
+
+    def keys_of_slot(self, sizes, slot, first, end) -> tuple:
+        """The key at the place of a slot of packed rows, and the end of its sequence's keys, where
+        `first` and `end` are those of tiles of places.
+        """
+        place = slot * self.spec.stride
+        at = (self.row * sizes.key_tiles + place // ROWS, 4)
+        first, end = (self.warp.fetch(self.warp.element(x, at)) for x in (first, end))
+        return first + place % ROWS, end
 
     def store(self, address, pair: Sequence, only) -> None:
         """Two float32, rounded, where `only` holds."""
@@ -89,22 +98,28 @@ class Average:
 
     def __call__(self, warp: Any, sizes, *refs) -> None:
         *arrays, row, cta = refs
-        inputs, outputs = arrays[:2], arrays[2:]
+        inputs, tiles, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
 
         def run(side, i, part):
-            self._windows(warp, sizes, side, inputs[i], outputs[i], part * self.spec.windows)
+            first = part * self.spec.windows
+            self._windows(warp, sizes, side, inputs[i], tiles, outputs[i], first)
 
         on_each_side(warp, self.spec, row, cta, run)
 
-    def _windows(self, warp, sizes, side, tokens, means, first) -> None:
+    def _windows(self, warp, sizes, side, tokens, tiles, means, first) -> None:
         """The windows from `first` on."""
         spec = self.spec
+        if spec.packed:
+            near = warp.smaller(first, sizes.rows - 1)
+            first_key, end = side.keys_of_slot(sizes, near, *tiles)
+        else:
+            first_key = first * spec.stride
         loads = largest_divisor(spec.stride, LOADS)
         nothing = [warp.word(0.0)] * 2
 
         def add_block(block, totals):
             # Of windows that do not exist the blocks may not exist either: any other does.
-            start = warp.smaller((first + block) * spec.stride, sizes.S - spec.stride)
+            start = warp.smaller(first_key + block * spec.stride, sizes.S - spec.stride)
 
             def add(i, total):
                 address = side.at(tokens, sizes.S, start + i * loads)
@@ -124,7 +139,10 @@ class Average:
         for window, total in enumerate(totals):
             index = first + window
             address = side.at(means, sizes.rows, index)
-            exists = index < sizes.C
+            if spec.packed:
+                exists = first_key + (window * spec.stride + spec.block) <= end
+            else:
+                exists = index < sizes.C
             mean = [warp.where(exists, x * (1 / spec.block), 0.0) for x in total]
             side.store(address, mean, index < sizes.rows)
 
@@ -138,32 +156,44 @@ class Merge:
     def __call__(self, warp: Any, sizes, *refs) -> None:
         *arrays, row, cta = refs
         others = self.spec.others
-        compressed, added, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
+        compressed, arrays, outputs = arrays[:2], arrays[2:-2], arrays[-2:]
+        added, tiles = arrays[: 2 * others], arrays[2 * others :]
 
         def run(side, i, part):
             own = added[i * others : (i + 1) * others]
-            self._stride_block(warp, sizes, side, compressed[i], own, outputs[i], part)
+            self._stride_block(warp, sizes, side, compressed[i], own, tiles, outputs[i], part)
 
         on_each_side(warp, self.spec, row, cta, run)
 
-    def _stride_block(self, warp, sizes, side, compressed, others, output, block) -> None:
-        """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`."""
+    def _stride_block(
+        self, warp, sizes, side, compressed, others, tiles, output, block
+    ) -> None:
+        """The tokens of stride block `block`: windows from `block - l / d + 1` to `block`, of
+        which those of the sequence before have no keys, and so a gradient of 0.
+        """
         spec = self.spec
+        count, first_key, end = sizes.rows, block * spec.stride, sizes.S
+        if spec.packed:
+            near = warp.smaller(block, sizes.rows - 1)
+            first_key, end = side.keys_of_slot(sizes, near, *tiles)
+            end = warp.where(block < sizes.rows, end, 0)
+        else:
+            count = sizes.C
         nothing = [warp.word(0.0)] * 2
 
         def add_window(i, total):
             window = block - (spec.strides - 1) + i
-            exists = warp.below(window, sizes.C)
-            near = warp.smaller(warp.larger(window, 0), sizes.C - 1)
+            exists = warp.below(window, count)
+            near = warp.smaller(warp.larger(window, 0), count - 1)
             x = side.load(side.at(compressed, sizes.rows, near))
             return plus(total, [warp.where(exists, each, 0.0) for each in x])
 
         total = warp.repeat(spec.strides, add_window, nothing)
         share = [x * (1 / spec.block) for x in total]
-        count = largest_divisor(spec.stride, LOADS // max(spec.others, 1))
+        each_time = largest_divisor(spec.stride, LOADS // max(spec.others, 1))
 
         def write(i, state):
-            tokens = [block * spec.stride + (i * count + each) for each in range(count)]
+            tokens = [first_key + (i * each_time + each) for each in range(each_time)]
             near = [warp.smaller(token, sizes.S - 1) for token in tokens]
             loaded = [
                 [side.load(side.at(other, sizes.S, token)) for other in others]
@@ -173,10 +203,10 @@ class Merge:
                 total = share
                 for x in gradients:
                     total = plus(total, x)
-                side.store(side.at(output, sizes.S, place), total, token < sizes.S)
+                side.store(side.at(output, sizes.S, place), total, token < end)
             return state
 
-        warp.repeat(spec.stride // count, write, [])
+        warp.repeat(spec.stride // each_time, write, [])
 
 
 def compress_means(kernel: Kernel) -> Callable:

@@ -7,6 +7,8 @@ A window of `l` tokens, one each `d` tokens, becomes one token (Eq. 7 with phi =
                           windows i that p is in / l
 
 Both take keys and values in one launch. Sums are float32, rounded once to the dtype of the tokens.
+In packed rows compressed tokens stand in the slots of their sequences (`nsa_core.varlen`), which
+say the keys that there are: no window crosses a border.
 """
 
 import dataclasses
@@ -27,6 +29,8 @@ class Means:
       block, stride: `l` and `d` of the windows, tokens; `l` is a multiple of `d`.
       others: branches whose gradients of the same tokens `merge_key_gradients` adds.
       multiple: of which the number of compressed tokens is one: zeros follow the last window's.
+      places, unit: of packed rows, how many and of which each sequence has a multiple; 0: rows of
+        one sequence.
     """
 
     B: int
@@ -39,12 +43,22 @@ class Means:
     dtype: str
     others: int = 0
     multiple: int = 1
+    places: int = 0
+    unit: int = 0
     interpret: bool | object = False
     any_length: bool = False
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths."""
-        return dataclasses.replace(self, any_length=True, B=2, S=NOMINAL_LENGTH)
+        lengths = {"B": 2, "S": NOMINAL_LENGTH}
+        if self.packed:
+            lengths["places"] = NOMINAL_LENGTH // self.unit * self.unit
+        return dataclasses.replace(self, any_length=True, **lengths)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row has several sequences."""
+        return self.unit > 0
 
     @property
     def C(self) -> int:
@@ -54,7 +68,14 @@ class Means:
     @property
     def rows(self) -> int:
         """Compressed tokens, zeros included."""
+        if self.packed:
+            return self.places // self.stride
         return tile.cdiv(self.C, self.multiple) * self.multiple
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 places."""
+        return self.places // tile.ROWS
 
     @property
     def strides(self) -> int:
@@ -64,7 +85,11 @@ class Means:
     @property
     def windows(self) -> int:
         """Windows of a warp, neighbours: tokens in several of them are read once."""
-        return min(self.strides, WINDOWS)
+        most = min(self.strides, WINDOWS)
+        if not self.packed:
+            return most
+        slots = self.unit // self.stride  # all in one sequence
+        return next(i for i in range(most, 0, -1) if slots % i == 0)
 
     @property
     def words(self) -> tuple[int, int]:
@@ -98,9 +123,11 @@ class Means:
 def compress_means(spec: Means) -> Kernel:
     """Inputs: `key` `[B, S, Hkv, D]`, `value` `[B, S, Hkv, Dv]`.
 
+    Of packed rows then `tile_first`, `tile_end`, int32 `[B, key_tiles]`: `varlen.KeyTiles`.
+
     Outputs: `[B, rows, Hkv, D]`, `[B, rows, Hkv, Dv]`, the means of their windows, then zeros.
     """
-    inputs = dict(zip(("key", "value"), spec.tokens, strict=True))
+    inputs = dict(zip(("key", "value"), spec.tokens, strict=True)) | _key_tiles(spec)
     outputs = dict(zip(("compressed_key", "compressed_value"), spec.means, strict=True))
     return _kernel("compress_means", spec, inputs, outputs, tile.cdiv(spec.rows, spec.windows))
 
@@ -108,7 +135,8 @@ def compress_means(spec: Means) -> Kernel:
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
     """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then of
-    each of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`.
+    each of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`;
+    of packed rows `tile_first` and `tile_end`. Slots without a window have zeros.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """
@@ -116,7 +144,15 @@ def merge_key_gradients(spec: Means) -> Kernel:
     for name, array in zip(("dk", "dv"), spec.tokens, strict=True):
         inputs |= {f"{name}_{i}": array for i in range(spec.others)}
     outputs = dict(zip(("dk", "dv"), spec.tokens, strict=True))
-    return _kernel("merge_key_gradients", spec, inputs, outputs, tile.cdiv(spec.S, spec.stride))
+    parts = spec.rows if spec.packed else tile.cdiv(spec.S, spec.stride)
+    return _kernel("merge_key_gradients", spec, inputs | _key_tiles(spec), outputs, parts)
+
+
+def _key_tiles(spec: Means) -> dict[str, Array]:
+    if not spec.packed:
+        return {}
+    array = Array((spec.B, spec.key_tiles), "int32")
+    return {"tile_first": array, "tile_end": array}
 
 
 def _kernel(name: str, spec: Means, inputs, outputs, parts: int) -> Kernel:
@@ -127,7 +163,8 @@ def _kernel(name: str, spec: Means, inputs, outputs, parts: int) -> Kernel:
         f"kernels_pallas.mosaic.compress:{name}",
         inputs,
         outputs,
-        sizes={"S": spec.S, "C": spec.C, "rows": spec.rows},
+        sizes={"S": spec.S, "rows": spec.rows}
+        | ({"key_tiles": spec.key_tiles} if spec.packed else {"C": spec.C}),
         grid=tile.warp_grid(spec.B, parts * sum(spec.columns)),
         source=f"kernels_pallas.specs.compress:{name}",
     )

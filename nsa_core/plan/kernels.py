@@ -52,7 +52,8 @@ def kernels_of(
       gradients: of a forward pass that keeps residuals and its backward pass, in place of a
         forward pass alone.
       packed: of rows with several sequences.
-      compresses: of compression by means too (torch), with the gradients of tokens.
+      compresses: of compression by means too (torch), with the gradients of tokens, and of packed
+        rows whose sequences have places (`nsa_core.varlen`).
       shared: of tokens that all branches look at.
       device_name: of the GPU whose measured tiles count; None: of none.
     """
@@ -60,11 +61,12 @@ def kernels_of(
     array = lambda *shape: ops.argument((batch, *shape), dtype)
     place = lambda: ops.argument((batch, length), "int32")
     varlen = None
-    if packed:
-        capacity = Capacity(batch, length, length, SEQUENCES, length, False, config)
+    if packed and compresses:
+        capacity = Capacity(batch, length, length, SEQUENCES, length, config)
         borders = ops.argument((batch, SEQUENCES + 1), "int32")
         varlen = Varlen(ops, capacity, borders)
-    rest = _Layout(place(), place(), place(), packed, varlen), config, scale
+    layout = _Layout(place(), place(), place(), packed, varlen)
+    rest = layout, config, scale
     count = length if compresses else config.num_compressed(length)
     key, value = (
         Branches(array(count, kv_heads, width), *[array(length, kv_heads, width)] * 2)
@@ -73,7 +75,7 @@ def kernels_of(
     gates = Branches.each(array(length, heads))
     inputs = Inputs(array(length, heads, key_width), key, value, gates)
     if compresses:
-        inputs = fused.with_means(STEPS, ops, inputs, config)
+        inputs = fused.with_means(STEPS, ops, inputs, config, layout)
     blocks = config.num_blocks(length)
     if not gradients:
         out, _ = mosaic_attention.forward(ops, inputs, None, *rest, blocks)
@@ -81,7 +83,8 @@ def kernels_of(
     out, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest, blocks)
     found = mosaic_attention.backward(ops, inputs, residuals, out, *rest)
     if compresses:
-        found = fused.gradients_of_tokens(STEPS, ops, found, length, config, shared)
+        of_tokens = length, config, layout, shared
+        found = fused.gradients_of_tokens(STEPS, ops, found, *of_tokens)
     made = out, found.query, *found.key, *found.value, *found.gates
     return ops.plan([x for x in made if x is not None]).kernels
 
@@ -90,18 +93,18 @@ def kernels_of_layer(
     lengths: Sequence[int], *, gradients: bool = True, packed: bool = False, **layer: Any
 ) -> list[Kernel]:
     """The kernels of torch's calls of a layer, each once: without gradients, and with them where
-    `gradients`. Rows of one sequence are compressed in the plan.
+    `gradients`. Tokens are compressed in the plan.
 
     Args:
       lengths: of sequences.
       layer: the other arguments of `kernels_of`.
     """
-    calls = [(length, each, not packed) for length in lengths for each in {False, gradients}]
-    if gradients and not packed:
+    calls = [(length, each, True) for length in lengths for each in {False, gradients}]
+    if gradients:
         # Whether the branches share their tokens matters to one kernel, of any length.
         calls += [(length, True, False) for length in lengths[:1]]
     found: dict[Kernel, None] = {}
     for length, each, shared in calls:
         call = {"length": length, "gradients": each, "shared": shared, "packed": packed}
-        found |= dict.fromkeys(kernels_of(**layer, **call, compresses=not packed))
+        found |= dict.fromkeys(kernels_of(**layer, **call, compresses=True))
     return list(found)

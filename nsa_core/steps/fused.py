@@ -70,17 +70,25 @@ class Residuals(NamedTuple):
         return cls(block_indices, None, None, None)
 
 
-def with_means(steps: Steps, ops: ArrayOps, inputs: Inputs, config: NSAConfig) -> Inputs:
-    """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]` of one sequence a
-    row, with the means of their windows in place of these.
+def with_means(
+    steps: Steps, ops: ArrayOps, inputs: Inputs, config: NSAConfig, layout: QueryLayout
+) -> Inputs:
+    """`inputs` whose compressed keys and values are tokens, `[B, S, Hkv, .]`, with the means of
+    their windows in place of these.
     """
     _, key, value, _ = inputs
-    means = steps.compression.means(ops, key.compressed, value.compressed, config)
+    means = steps.compression.means(ops, key.compressed, value.compressed, config, layout)
     return inputs.with_compressed(*means)
 
 
 def gradients_of_tokens(
-    steps: Steps, ops: ArrayOps, found: Inputs, length: int, config: NSAConfig, shared: bool
+    steps: Steps,
+    ops: ArrayOps,
+    found: Inputs,
+    length: int,
+    config: NSAConfig,
+    layout: QueryLayout,
+    shared: bool,
 ) -> Inputs:
     """The gradients `found` by `backward`, with those of tokens in place of their means'.
 
@@ -92,7 +100,7 @@ def gradients_of_tokens(
     _, key, value, _ = found
     others = [*zip(key[1:], value[1:], strict=True)] if shared else []
     means = key.compressed, value.compressed
-    merged = steps.compression.gradients(ops, means, others, length, config)
+    merged = steps.compression.gradients(ops, means, others, length, config, layout)
     key, value = (
         Branches(x, None, None) if shared else branches._replace(compressed=x)
         for x, branches in zip(merged, (key, value), strict=True)

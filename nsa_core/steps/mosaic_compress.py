@@ -4,25 +4,26 @@ from typing import Any
 
 from kernels_pallas.mosaic.capability import interpret
 from kernels_pallas.specs.compress import Means, compress_means, merge_key_gradients
-from nsa_core.array_ops import ArrayOps, derived, like
+from nsa_core.array_ops import ArrayOps, QueryLayout, derived, like
 from nsa_core.config import NSAConfig
 from nsa_core.validate import dtype_name
 
 
-def means(ops: ArrayOps, key, value, config: NSAConfig) -> tuple[Any, Any]:
-    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]` of one sequence a row:
-    the means of their windows, and zeros up to a whole selection block, which no query sees and
-    the scores' kernel wants there.
+def means(ops: ArrayOps, key, value, config: NSAConfig, layout: QueryLayout) -> tuple[Any, Any]:
+    """`[B, C, Hkv, D]` and `[B, C, Hkv, Dv]` of the tokens `[B, S, Hkv, .]`: the means of their
+    windows, and zeros up to a whole selection block, which no query sees and the scores' kernel
+    wants there; of packed rows in the slots of their sequences.
     """
     if not config.num_compressed(key.shape[1]):
         key, value = (ops.zeros(x, (x.shape[0], 0, *x.shape[2:])) for x in (key, value))
         return key, value
-    key, value = ops.run(compress_means(_spec(key, value, config)), key, value)
+    spec = _spec(key, value, config, layout)
+    key, value = ops.run(compress_means(spec), key, value, *_key_tiles(layout))
     return key, value
 
 
 def gradients(
-    ops: ArrayOps, compressed, others, length: int, config: NSAConfig
+    ops: ArrayOps, compressed, others, length: int, config: NSAConfig, layout: QueryLayout
 ) -> tuple[Any, Any]:
     """dk and dv, `[B, length, Hkv, .]`, of tokens of which `means` were made.
 
@@ -33,9 +34,14 @@ def gradients(
     keys, values = ([pair[i] for pair in others] for i in range(2))
     if not config.num_compressed(length):
         return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
-    spec = _spec(compressed[0], compressed[1], config, length, len(others))
-    key, value = ops.run(merge_key_gradients(spec), *compressed, *keys, *values)
+    spec = _spec(compressed[0], compressed[1], config, layout, length, len(others))
+    arrays = *compressed, *keys, *values, *_key_tiles(layout)
+    key, value = ops.run(merge_key_gradients(spec), *arrays)
     return key, value
+
+
+def _key_tiles(layout: QueryLayout):
+    return () if layout.varlen is None else layout.varlen.key_tiles
 
 
 def _sum(ops, compressed, arrays, length):
@@ -50,8 +56,14 @@ def _total(ops, first, *others):
     return [sum(others, first)]
 
 
-def _spec(key, value, config: NSAConfig, length: int | None = None, others: int = 0) -> Means:
+def _spec(
+    key, value, config: NSAConfig, layout, length: int | None = None, others: int = 0
+) -> Means:
     batch, found, kv_heads, width = key.shape
+    packed = {}
+    if layout.varlen is not None:
+        capacity = layout.varlen.capacity
+        packed = {"places": capacity.places, "unit": capacity.unit}
     return Means(
         B=batch,
         S=found if length is None else length,
@@ -63,5 +75,6 @@ def _spec(key, value, config: NSAConfig, length: int | None = None, others: int 
         dtype=dtype_name(key),
         multiple=config.select_block // config.compress_stride,
         others=others,
+        **packed,
         interpret=interpret.get(),
     )

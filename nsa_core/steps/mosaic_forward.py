@@ -207,7 +207,10 @@ def select_blocks(
     ratio = config.select_block // config.compress_stride
     first, last = VisibleCompressed(config).of(ops, layout)
     base = layout.compressed_start
-    if layout.packed:
+    if layout.varlen is not None:
+        (base,) = ops.derive(_blocks_of_slots, base, ratio=ratio)
+        num_blocks += key.shape[1] // ratio
+    elif layout.packed:
         key, base, first, last = align_sequences(ops, key, base, first, last, config)
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
@@ -245,6 +248,11 @@ def select_blocks(
         _candidates, first, last, base, layout.position, spec=spec, block=config.select_block
     )
     return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
+
+
+@derived(lambda slot, *, ratio: [like(slot)])
+def _blocks_of_slots(ops, slot, *, ratio):
+    return [slot // ratio]
 
 
 def _candidate_shapes(*arrays, spec, block):
