@@ -3,6 +3,7 @@ item has a partial of its own; the oracle counts pairs in plain Python.
 """
 
 import dataclasses
+import heapq
 import itertools
 
 import numpy as np
@@ -16,6 +17,7 @@ from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
 from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.mosaic_backward import _interval_cuts
+from nsa_core.varlen import Capacity
 from nsa_torch.torch_ops import TorchOps
 
 CONFIG = NSAConfig()
@@ -24,7 +26,9 @@ CUTS = {"compressed": work_items.causal_cuts, "window": work_items.window_cuts}
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`lengths` of packed sequences; `before`: tokens before the queries."""
+    """`lengths` of packed sequences; `before`: tokens before the queries; `placed`: compressed
+    tokens are in slots of their sequences.
+    """
 
     branch: str
     B: int = 1
@@ -36,6 +40,13 @@ class Problem:
     lengths: tuple[int, ...] = ()
     unused: int = 0  # keys behind all that is seen
     width: int = 128
+    placed: bool = False
+
+    @property
+    def capacity(self):
+        if not self.placed:
+            return None
+        return Capacity(1, self.T, self.T, len(self.lengths), max(self.lengths), CONFIG)
 
     @property
     def bounds(self):
@@ -48,6 +59,8 @@ class Problem:
     def S(self):
         if self.branch == "window":
             return self.T + self.before + self.unused
+        if self.placed:
+            return self.capacity.slots
         parts = self.lengths or (self.T + self.before,)
         return sum(CONFIG.num_compressed(x) for x in parts) + self.unused
 
@@ -60,6 +73,8 @@ class Problem:
             begins = np.cumsum([0, *self.lengths])[:-1]
             start = np.repeat(begins, self.lengths)
             counts = [CONFIG.num_compressed(x) for x in self.lengths]
+            if self.placed:
+                counts = [-(-x // 64) * 64 // CONFIG.compress_stride for x in self.lengths]
             compressed_start = np.repeat(np.cumsum([0, *counts])[:-1], self.lengths)
         if self.branch == "window":
             return np.maximum(start, end - self.window), end
@@ -77,6 +92,15 @@ PROBLEMS = {
     "compressed, one more": Problem("compressed", T=8192, unused=1),
     "compressed, as many as strides": Problem("compressed", T=8192, before=31),
     "compressed, packed": Problem("compressed", T=3000, lengths=(20, 1500, 31, 32, 1417)),
+    "compressed, placed": Problem(
+        "compressed", T=3000, lengths=(20, 1500, 31, 32, 1417), placed=True
+    ),
+    "compressed, placed, alike": Problem(
+        "compressed", T=8192, lengths=(2048,) * 4, group=6, width=64, placed=True
+    ),
+    "compressed, placed, short": Problem(
+        "compressed", T=4000, lengths=(65, 15) * 50, placed=True
+    ),
     "compressed, one tile of queries": Problem("compressed", T=33, group=1),
     "window": Problem("window", T=9000),
     "window, rows": Problem("window", B=5, T=2048, group=6, width=64),
@@ -107,7 +131,8 @@ def found(problem):
         scale=1.0,
         work_items=0,
     )
-    cuts = _interval_cuts(CUTS[problem.branch], spec, problem.bounds, bool(problem.lengths))
+    packed = bool(problem.lengths), problem.capacity
+    cuts = _interval_cuts(CUTS[problem.branch], spec, problem.bounds, *packed)
     return spec, cuts, cut_by(problem, spec, cuts)
 
 
@@ -180,6 +205,31 @@ def test_cuts_do_not_depend_on_an_unused_token(unused):
     problem = Problem("compressed", T=8192, Hkv=4, unused=unused)
     _, cuts, _ = found(problem)
     assert (cuts.segments, cuts.partials) == (12, 33)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        ({"T": 65536, "Hkv": 4, "lengths": (8192,) * 8}, 1.35),
+        ({"T": 32768, "group": 6, "width": 64, "lengths": (2048,) * 16}, 2.0),
+    ],
+    ids=["8192", "2048"],
+)
+def test_packed_rows_are_cut_as_finely_as_rows(sizes, most):
+    """Query tiles of the SM that is done last, if SMs take items in their order."""
+
+    def longest(problem):
+        _, _, (table, *_) = found(problem)
+        lengths = [row[5] - row[2] for row in table.tolist() if row[0] >= 0]
+        sms = [0] * work_items.SMS
+        for length in lengths:
+            heapq.heapreplace(sms, sms[0] + length)
+        return max(sms)
+
+    lengths = sizes["lengths"]
+    rows = {**sizes, "lengths": (), "B": len(lengths), "T": lengths[0]}
+    packed = longest(Problem("compressed", **sizes, placed=True))
+    assert packed <= most * longest(Problem("compressed", **rows))
 
 
 def test_streams():

@@ -97,18 +97,24 @@ class IntervalCuts:
     streams: bool = False
 
 
-def causal_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCuts:
+def causal_cuts(
+    spec: Any,
+    tiles_seen: Callable[[int, int], int],
+    sees: Callable[[int], int] | None = None,
+) -> IntervalCuts:
     """Where a query sees all keys before it: of some numbers of segments the one by which an SM
     has the fewest steps to do. The last segment, which has most items, comes first.
 
     Args:
       spec: a `Dkv`.
       tiles_seen: of the tokens `first .. end - 1`, how many tiles of keys they see at most.
+      sees: of the token `end - 1`, how many it sees about; None: all that a token before sees.
     """
 
     heads, samples = spec.B * spec.Hkv, 64
     ends = (spec.T * (2 * i + 1) // (2 * samples) for i in range(samples))
-    total = heads * spec.query_tiles / samples * sum(tiles_seen(0, end) for end in ends)
+    sees = sees or (lambda end: tiles_seen(0, end))
+    total = heads * spec.query_tiles / samples * sum(sees(end) for end in ends)
 
     def steps(cuts):
         """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""

@@ -11,6 +11,7 @@ from typing import Any
 from kernels_pallas.specs.tile import cdiv
 from nsa_core.array_ops import ArrayOps, Places, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
+from nsa_core.varlen import Capacity
 
 
 def visible_compressed(layout: Any, config: NSAConfig) -> tuple[Any, Any]:
@@ -66,6 +67,13 @@ class VisibleCompressed:
         if keys <= tokens // stride:
             keys = min(keys, cdiv(end, stride))
         return cdiv(keys, tile)
+
+    def tiles_seen_packed(self, first: int, end: int, tile: int, capacity: Capacity) -> int:
+        """The same of a packed row, whose compressed tokens are in slots."""
+        # The first one's sequence may begin so long before; each has slots of its own.
+        keys = min(end + capacity.S - capacity.T, end - first + capacity.max_seqlen)
+        places = keys + (capacity.unit - 1) * min(capacity.sequences, keys)
+        return cdiv(places // self.config.compress_stride, tile) + 1
 
 
 @dataclasses.dataclass(frozen=True)

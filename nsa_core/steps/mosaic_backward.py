@@ -29,7 +29,7 @@ from kernels_pallas.specs import selected as selected_spec
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.bwd_preprocess import RowStats
 from kernels_pallas.specs.dkv import Dkv
-from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS
+from kernels_pallas.specs.tile import ROW_STATS_MIN_ROWS, ROWS, cdiv
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists, mosaic_stored_ds
@@ -37,6 +37,7 @@ from nsa_core.steps.gradients import Gradients, RowResiduals
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import sizes_of
 from nsa_core.validate import dtype_name
+from nsa_core.varlen import Capacity
 
 
 def gated_sum(ops: ArrayOps, outputs, gates):
@@ -123,7 +124,8 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     kernel = interval.dq(spec)
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
-    cuts = _interval_cuts(cut, base, bounds, layout.packed)
+    capacity = None if layout.varlen is None else layout.varlen.capacity
+    cuts = _interval_cuts(cut, base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
     items = heads * cuts.segments * cuts.tiles
     spec = dataclasses.replace(base, work_items=items, interval_partials=heads * cuts.partials)
@@ -143,13 +145,27 @@ def _interval_items(ops, first, last, *, spec, cuts):
 
 
 @functools.lru_cache(1024)
-def _interval_cuts(cut, base: Dkv, bounds: Bounds, packed: bool) -> work_items.IntervalCuts:
-    def tiles_seen(first, end):
-        if packed:
-            return base.key_tiles
-        return bounds.tiles_seen(first, end, base.T, base.S, base.tile_keys)
+def _interval_cuts(
+    cut, base: Dkv, bounds: Bounds, packed: bool, capacity: Capacity | None = None
+) -> work_items.IntervalCuts:
+    sizes = base.T, base.S, base.tile_keys
 
-    return cut(base, tiles_seen)
+    def tiles_seen(first, end):
+        if isinstance(bounds, Window) or not packed:
+            return bounds.tiles_seen(first, end, *sizes)
+        if capacity is None:
+            return base.key_tiles
+        return bounds.tiles_seen_packed(first, end, base.tile_keys, capacity)
+
+    if cut is work_items.window_cuts or capacity is None:
+        return cut(base, tiles_seen)
+    stride = bounds.config.compress_stride
+
+    def sees(end):
+        """As if all sequences were as long as one may be."""
+        return cdiv(cdiv((end - 1) % capacity.max_seqlen + 1, stride), base.tile_keys)
+
+    return cut(base, tiles_seen, sees)
 
 
 def selected(
