@@ -5,6 +5,7 @@ import contextlib
 import nsa_interop.launch
 
 from kernels_pallas.kernel import Array, Kernel
+from nsa_core.plan.kernels import SEQUENCES
 from nsa_torch import alike, operators, plans, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
@@ -39,7 +40,8 @@ def described(
         for count in (compressed, length, length)
     ]
     tokens = [tokens[1], tokens[4]] if form.shared else tokens
-    place = operators.arguments(config, length, Array((2,), "int32") if packed else None, None)
+    borders = Array((SEQUENCES + 1,), "int32")
+    place = operators.arguments(config, length, borders if packed else None, None)
     return (
         array(length, heads, key_width),
         *tokens,

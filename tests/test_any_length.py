@@ -27,7 +27,7 @@ LAYERS = {
     "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
     "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
 }
-FORMS = {"packed": call_forms.GIVEN, "wide": call_forms.APART}  # of the others: SHARED
+FORMS = {"wide": call_forms.APART}  # of the others: SHARED
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 

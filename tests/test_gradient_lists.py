@@ -211,7 +211,7 @@ def told(ops, shape, branch, indices=None, **options):
     layout = shape.layout
     if xp is torch:
         fields = {name: torch.from_numpy(np.array(getattr(layout, name))) for name in FIELDS}
-        tensors = types.SimpleNamespace(**fields, packed=layout.packed)
+        tensors = types.SimpleNamespace(**fields, packed=layout.packed, varlen=None)
         arrays = ask(tensors, torch.from_numpy(indices_np))
     else:
         arrays = jax.jit(functools.partial(ask, layout))(jnp.asarray(indices_np))

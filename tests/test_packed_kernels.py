@@ -3,11 +3,13 @@ interpreter with its race detector, against the oracle.
 """
 
 import functools
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 
+import nsa_torch
 from nsa_core.config import NSAConfig
 from nsa_core.plan.kernels import kernels_of
 from nsa_core.steps import mosaic_stored_ds
@@ -57,6 +59,31 @@ def test_compressed_tokens_that_are_given(ran):
     for branch in ("compressed", "sliding"):
         check_branch(G3, branch, "mosaic")
     check_selection(G3, "mosaic")
+
+
+SMALL_BLOCKS = NSAConfig(8, 4, 16, num_selected=4, num_local=1, window=37)
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (6, 2), (20, 1)], ids=str)
+def test_each_sequence_selects_what_it_selects_alone(ran, heads):
+    """Bit by bit."""
+    H, kv_heads = heads
+    lengths, S = (70, 0, 1, 98, 13), 190
+    query, key = (x.detach() for x in inputs(S, S, H, kv_heads, 16, 16)[:2])
+    borders = torch.tensor([0, *itertools.accumulate(lengths)])
+    place = {"config": SMALL_BLOCKS, "cu_seqlens": borders}
+    compressed_key = nsa_torch.compress(key, **place)
+    options = {"implementation": "mosaic"}
+    found = nsa_torch.select_blocks(query, compressed_key, **place, **options)
+    assert (found[:, sum(lengths) :] == -1).all()
+    assert found.amax() == 6  # of which four are selected
+    for first, end in itertools.pairwise(borders.tolist()):
+        if first == end:
+            continue
+        own, tokens = (x[:, first:end].clone() for x in (query, key))
+        compressed_key = nsa_torch.compress(tokens, config=SMALL_BLOCKS)
+        alone = nsa_torch.select_blocks(own, compressed_key, config=SMALL_BLOCKS, **options)
+        assert torch.equal(found[:, first:end], alone)
 
 
 @pytest.mark.parametrize("heads", [(16, 1), (6, 2)], ids=str)

@@ -98,7 +98,7 @@ def check(change, seed=0):
     tokens, first = 64 // heads, spec.tile.tokens + WG * (64 // heads)
     length = first + tokens - 1
     out = np.full((2, length, 2, spec.n), -99, np.int32)
-    numbers = [lanes(x) for x in (WG, 1, 1, 1, length)]
+    numbers = [lanes(x) for x in (WG, 1, spec.tile.tokens, 1, length, length)]
     for machine.number_of_warp in range(4):
         rows = slice(16 * machine.number_of_warp, 16 * machine.number_of_warp + 16)
         for k in range(spec.chunks):

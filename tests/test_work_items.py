@@ -184,7 +184,7 @@ def test_longest_first(ops, name, full, monkeypatch):
     monkeypatch.setattr(
         type(ops), "run", lambda *_: [array(np.asarray(x)) for x in by_emulation(spec, given)]
     )
-    layout = types.SimpleNamespace(position=array(position), cached=lambda name, make: make())
+    layout = types.SimpleNamespace(position=array(position), varlen=None)
     found = mosaic_lists.sorted_work_items(ops, array(edges), layout, spec)
     assert check(spec, *given, *map(np.asarray, found), longest_first=True)
 

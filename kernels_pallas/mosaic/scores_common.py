@@ -12,6 +12,13 @@ from kernels_pallas.specs.tile import LOG2E
 NO_BLOCK = 1 << 30  # in place of a block, sorts behind all of them
 
 
+def tokens_of_tile(spec: Scores, refs, mine, tile_index) -> tuple:
+    """The first token of tile `mine`, the `tile_index`-th of its row, and where its tokens end."""
+    if spec.query_tiles:
+        return refs.first_token[mine] + 0, refs.end_token[mine] + 0
+    return tile_index * spec.tile.tokens, refs.sizes.T
+
+
 def lse_log2_of_rows(spec: Scores, tokens: int, lse, b, first_token, g, length):
     """lse * log2(e) by row of `tokens` tokens from `first_token` on; +inf, which makes every
     probability zero, where a row sees nothing or is padding; `length`: T.

@@ -25,7 +25,12 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_COLUMN, ROWS
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.scores_common import NO_BLOCK, lse_log2_of_rows, walk_chunk
+from kernels_pallas.mosaic.scores_common import (
+    NO_BLOCK,
+    lse_log2_of_rows,
+    tokens_of_tile,
+    walk_chunk,
+)
 from kernels_pallas.mosaic.warp import Word
 from kernels_pallas.specs.scores import KEYS, KQ_WARPS, Scores
 
@@ -54,7 +59,8 @@ def best_blocks(kernel: Kernel):
         tiles = refs.sizes.tiles
         tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
-        tokens = pl.ds(tile_index * tile.tokens, tile.tokens)
+        first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
+        tokens = pl.ds(first_of_tile, tile.tokens)
         group = pl.ds(g * spec.group, heads)
         buffers.load_rows(
             lambda columns: refs.query.at[b, tokens, group, columns],
@@ -114,7 +120,7 @@ def best_blocks(kernel: Kernel):
 
         for row in range(0, rows, ROWS):
             count = min(ROWS, tile.used - row) // heads
-            first_token = tile_index * tile.tokens + row // heads
+            first_token = first_of_tile + row // heads
             refs.lse_log2_s.at[pl.ds(row, ROWS)][...] = lse_log2_of_rows(
                 spec, count, refs.lse, b, first_token, g, refs.sizes.T
             )
@@ -280,7 +286,8 @@ def best_blocks(kernel: Kernel):
                 x, y = chosen[low], chosen[high]
                 chosen[low], chosen[high] = jnp.minimum(x, y), jnp.maximum(x, y)
             chosen = [jnp.where(index == NO_BLOCK, -1, index) for index in chosen]
-            _write(spec, chosen, refs.selection, b, tile_index, four.start, g, refs.sizes.T)
+            places = first_of_tile + four.start, g, refs.sizes.T, last_of_tile
+            _write(spec, chosen, refs.selection, four.start, b, *places)
 
         if several_chunks:
             refs.value_s[...] = jnp.full((score_rows, winners), -1.0, jnp.float32)
@@ -316,31 +323,31 @@ def best_blocks(kernel: Kernel):
     )
 
 
-def _write(spec: Scores, chosen, selection, b, tile, first: int, g, length):
-    """Puts the blocks of four tokens, a warp each, from the tile's token `first` on: `chosen`,
-    `n` arrays `[4]`, into `selection` `[B, T, Hkv, n]`; `length` is T.
+def _write(spec: Scores, chosen, selection, first: int, b, token, g, length, end):
+    """Puts the blocks of four tokens, a warp each, from the tile's token `first` on, which is
+    `token`: `chosen`, `n` arrays `[4]`, into `selection` `[B, T, Hkv, n]`; `length` is T, `end`
+    where the tile's tokens end.
     """
     tokens = min(KQ_WARPS, spec.tile.tokens - first)
-    token = tile * spec.tile.tokens + first
     if spec.interpret:
         for i in range(tokens):
 
-            @pl.when(token + i < length)
+            @pl.when(token + i < end)
             def _(i=i):
                 selection.at[b, token + i, g][...] = jnp.stack([x[i] for x in chosen])
 
         return
 
-    def put(selection, b, token, g, length, *chosen):
+    def put(selection, b, token, g, length, end, *chosen):
         number, n = warp.warp(), spec.n
         token = token + number
-        only = warp.same(warp.lane(), 0) & (number < tokens) & (token < length)
+        only = warp.same(warp.lane(), 0) & (number < tokens) & (token < end)
         address = (b * length + token, 4 * n * spec.Hkv), (g, 4 * n)
         for i, x in enumerate(chosen):
             block = Word(vector.extract(x.registers.flat[0], [], [0]))
             warp.put(warp.element(selection, *address, (i, 4)), block, only)
 
-    warp.each(put, [selection], [b, token, g, length], chosen, ROW_PER_WARP.reduce(1))
+    warp.each(put, [selection], [b, token, g, length, end], chosen, ROW_PER_WARP.reduce(1))
 
 
 def _batcher(n: int):

@@ -37,7 +37,11 @@ from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import interpreter, operands, warp
 from kernels_pallas.mosaic.operands import LOG2E, MATRIX, PER_ROW, ROWS, across
 from kernels_pallas.mosaic.refs import build_kernel
-from kernels_pallas.mosaic.scores_common import lse_log2_of_rows, walk_chunk
+from kernels_pallas.mosaic.scores_common import (
+    lse_log2_of_rows,
+    tokens_of_tile,
+    walk_chunk,
+)
 from kernels_pallas.mosaic.warp import Word
 from kernels_pallas.mosaic.warp_topk import WarpTopK
 from kernels_pallas.specs.scores import KEYS, Scores
@@ -72,11 +76,14 @@ def best_blocks(kernel: Kernel):
         tiles = refs.sizes.tiles
         tile_index = tiles - 1 - refs.cta.tile  # later tokens have more to do
         mine = b * tiles + tile_index
+        first_of_tile, last_of_tile = tokens_of_tile(spec, refs, mine, tile_index)
         base = refs.base_block[mine, 0]
         end = refs.key_end[mine, tile.rows - 1]
         steps = lax.div(jnp.maximum(end - base * r, 0) + step_keys - 1, jnp.int32(step_keys))
         if topk.takes_all_of_few and not spec.packed:
-            last_token = jnp.minimum(tile.tokens, refs.sizes.T - tile_index * tile.tokens) - 1
+            last_token = jnp.minimum(tile.tokens, last_of_tile - first_of_tile) - 1
+            if spec.query_tiles:
+                last_token = jnp.maximum(last_token, 0)
             # Then no token has more than `spec.free` blocks to choose from (`WarpTopK.extract`).
             all_win = refs.own_block[mine, last_token] < spec.n
             steps = jnp.where(all_win, 0, steps)
@@ -106,7 +113,7 @@ def best_blocks(kernel: Kernel):
         def rows_of(ref):
             return plgpu.load(ref.at[mine, here], layout=PER_ROW, optimized=False)
 
-        first_token = tile_index * tile.tokens + wg * tokens
+        first_token = first_of_tile + wg * tokens
         queries = _queries(spec, refs.query, b, g, first_token, refs.sizes.T)  # [64, D]
         key_end = rows_of(refs.key_end)  # [64]
         key_begin = rows_of(refs.key_begin) if spec.packed else None
@@ -196,7 +203,7 @@ def best_blocks(kernel: Kernel):
         else:
             take(jnp.int32(0), jnp.int32(0))
         if interpret:
-            _write(spec, run, refs, own_block, wg, b, first_token, g)
+            _write(spec, run, refs, own_block, wg, b, first_token, g, last_of_tile)
             key_free = refs.key_free
 
             def drain(q, _):  # the interpreter wants every completed phase waited for
@@ -210,7 +217,7 @@ def best_blocks(kernel: Kernel):
             "write",
             [refs.winners_s],
             [own_block, refs.selection],
-            [wg, b, tile_index, g, refs.sizes.T],
+            [wg, b, first_of_tile, g, refs.sizes.T, last_of_tile],
         )
 
     score_rows = spec.tiling.score_rows
@@ -400,18 +407,17 @@ def _each_interpreted_warp(topk: WarpTopK, name: str, rows, arrays, numbers, sum
     return written
 
 
-def _write(spec: Scores, run, refs, own_block, wg, b, first_token, g):
+def _write(spec: Scores, run, refs, own_block, wg, b, first_token, g, end):
     """`WarpTopK.write` where it is interpreted: the tokens of a warpgroup, one by one."""
-    count, length = ROWS // spec.tiling.heads, refs.sizes.T
-    tokens = spec.tile.tokens
+    count, tokens = ROWS // spec.tiling.heads, spec.tile.tokens
     # In an array of one tile, of one row and one head.
     of_tile = jax.ShapeDtypeStruct((1, tokens, spec.Hkv, spec.n), jnp.int32)
     zero = jnp.int32(0)
-    numbers = [wg, zero, zero, zero, jnp.int32(tokens)]
+    numbers = [wg, zero, zero, zero, jnp.int32(tokens), jnp.int32(tokens)]
     (found,) = run("write", [refs.winners_s], [own_block, of_tile], numbers)
     for i in range(count):
 
-        @pl.when(first_token + i < length)
+        @pl.when(first_token + i < end)
         def _(i=i):
             mine = lax.dynamic_index_in_dim(found[0, :, 0], wg * count + i, keepdims=False)
             refs.selection[b, first_token + i, g] = mine

@@ -232,11 +232,11 @@ class WarpTopK:
                     warp.write(column.score_row + lane * 4, value, 4 * STRIPE_WORDS * t)
         warp.sync()
 
-    def write(self, winners, own_block, selection, wg, b, tile, g, length) -> None:
+    def write(self, winners, own_block, selection, wg, b, first, g, length, end) -> None:
         """Adds the forced blocks to the winners and writes them, ascending.
 
         They are distinct: the place of a block is the number of smaller ones. `selection`:
-        `[B, T, Hkv, n]`; `length` is T.
+        `[B, T, Hkv, n]`; `length` is T; the tile has the tokens `first .. end - 1` at most.
         """
         warp = self.warp
         spec, lane = self.spec, warp.lane()
@@ -266,8 +266,8 @@ class WarpTopK:
                     rank + warp.number(other < block)
                     for rank, block in zip(ranks, blocks, strict=True)
                 ]
-            token = tile * spec.tile.tokens + number
-            exists = token < length
+            token = first + number
+            exists = token < end
             row = (b * length + token, 4 * n * spec.Hkv), (g, 4 * n)
             for t, (rank, block) in enumerate(zip(ranks, blocks, strict=True)):
                 place = lane + LANES * t

@@ -69,6 +69,8 @@ class Scores:
       candidates: the most blocks that the tokens of one tile can choose from.
       ratio, cover: l'/d, l/d.
       packed: sequences may begin within a tile.
+      query_tiles: of a row, where a tile's tokens are of one sequence of several; 0: tiles are of
+        neighbouring tokens, whatever their sequences.
       stages: of the ring buffer of keys, at most; fewer where there is no room, or no use.
       held: blocks whose scores a token holds at a time, at most.
     """
@@ -88,6 +90,7 @@ class Scores:
     packed: bool
     dtype: str
     scale: float
+    query_tiles: int = 0
     stages: int = 4
     held: int = 1024
     interpret: bool | object = False
@@ -96,6 +99,8 @@ class Scores:
     def for_any_length(self) -> Self:
         """The same with nominal lengths, for as many candidates as have its tiling."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "blocks": NOMINAL_LENGTH}
+        if self.query_tiles:
+            lengths["query_tiles"] = NOMINAL_LENGTH
         candidates = self.most_candidates
         return dataclasses.replace(self, any_length=True, candidates=candidates, **lengths)
 
@@ -131,7 +136,7 @@ class Scores:
 
     @property
     def tiles(self) -> int:
-        return cdiv(self.T, self.tile.tokens)
+        return self.query_tiles or cdiv(self.T, self.tile.tokens)
 
     @property
     def chunks(self) -> int:
@@ -152,7 +157,8 @@ def best_blocks(spec: Scores) -> Kernel:
       own_block, base_block: int32 `[B * tiles, score_rows]`, a token's own block in its sequence
         (-1: padding) and the block where its sequence begins;
       span: int32 `[B * tiles]`, blocks from `base_block` of the tile's first token to the end of
-        the last candidate.
+        the last candidate;
+      first_token, end_token: with `query_tiles`, int32 `[B * tiles]`, the tokens of a tile.
 
     Output: int32 `[B, T, Hkv, n]`, ascending, -1 in empty places.
     """
@@ -168,6 +174,8 @@ def best_blocks(spec: Scores) -> Kernel:
         "base_block": ints(by_token),
         "span": ints((tiles,)),
     }
+    if spec.query_tiles:
+        inputs |= {"first_token": ints((tiles,)), "end_token": ints((tiles,))}
     return Kernel.named(
         "best_blocks",
         spec,

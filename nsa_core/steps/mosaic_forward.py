@@ -9,6 +9,7 @@ take part in the gated sum: `gate` `[B, T, H]` scales its output, `added` `[B, T
 sum so far, is added to it, perhaps in place; the log-sum-exp is None then.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -207,10 +208,8 @@ def select_blocks(
     ratio = config.select_block // config.compress_stride
     first, last = VisibleCompressed(config).of(ops, layout)
     base = layout.compressed_start
-    if layout.varlen is not None:
-        (base,) = ops.derive(_blocks_of_slots, base, ratio=ratio)
-        num_blocks += key.shape[1] // ratio
-    elif layout.packed:
+    crossing = layout.packed and layout.varlen is None
+    if crossing:
         key, base, first, last = align_sequences(ops, key, base, first, last, config)
         num_blocks += key.shape[1] // ratio
     blocks = max(-(-key.shape[1] // ratio), 1)
@@ -230,7 +229,7 @@ def select_blocks(
         n=config.num_selected,
         num_initial=config.num_initial,
         num_local=config.num_local,
-        packed=layout.packed,
+        packed=crossing,
         dtype=dtype_name(query),
         scale=scale_of(scale, width),
         interpret=interpret.get(),
@@ -244,15 +243,18 @@ def select_blocks(
             config=config,
         ),
     )
-    arrays = ops.derive(
-        _candidates, first, last, base, layout.position, spec=spec, block=config.select_block
-    )
-    return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
-
-
-@derived(lambda slot, *, ratio: [like(slot)])
-def _blocks_of_slots(ops, slot, *, ratio):
-    return [slot // ratio]
+    static: Any = {"block": config.select_block}
+    if layout.varlen is None:
+        arrays = ops.derive(
+            _candidates, first, last, base, layout.position, spec=spec, **static
+        )
+        return ops.run(scores.best_blocks(spec), query, key, lse, *arrays)[0]
+    count = layout.varlen.capacity.query_tiles(spec.tile.tokens)
+    spec = dataclasses.replace(spec, query_tiles=count)
+    tiles = layout.varlen.query_tiles(spec.tile.tokens)
+    bounds = first, last, layout.position, *tiles
+    arrays = ops.derive(_candidates_of_tiles, *bounds, spec=spec, **static)
+    return ops.run(scores.best_blocks(spec), query, key, lse, *arrays, *tiles)[0]
 
 
 def _candidate_shapes(*arrays, spec, block):
@@ -280,6 +282,23 @@ def _candidates(ops, first, last, base, position, *, spec, block):
     )
     bounds = key_bounds.by_row(ops, first, last, tile=tile, tiles=tiles)
     return *bounds, own, start, span
+
+
+@derived(_candidate_shapes)
+def _candidates_of_tiles(ops, first, last, position, first_token, end_token, *, spec, block):
+    """`_candidates` of tiles of one sequence each, whose `first` is the slot where it begins."""
+    xp, tile, tiles, rows = ops.xp, spec.tile, spec.tiles, spec.tiling.score_rows
+    token = first_token[..., None] + ops.arange(first, tile.tokens)
+    exists = token < end_token[..., None]
+    near = xp.minimum(token, end_token[..., None] - 1).clip(0, spec.T - 1)
+    near = near.reshape(spec.B, tiles * tile.tokens)
+    shape = spec.B, tiles, tile.tokens
+    own = ops.take_rows(position // block, near).reshape(shape)
+    own = ops.extend(ops.to_int32(xp.where(exists, own, -1)), 2, rows, -1)
+    first, last = (ops.take_rows(x, near) for x in (first, last))
+    base = ops.extend(ops.to_int32(first.reshape(shape) // spec.ratio), 2, rows)
+    bounds = key_bounds.by_row(ops, first, last, tile=tile, tiles=tiles)
+    return *bounds, own, base, ops.to_int32(xp.amax(own, axis=-1) + 1)
 
 
 def sizes_of(query, key, value, scale: float | None) -> dict[str, Any]:
