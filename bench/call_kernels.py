@@ -28,7 +28,7 @@ from nsa_core.steps import fused, mosaic_attention
 from nsa_core.steps.fused import Inputs
 from nsa_core.types import Branches
 from nsa_torch import operators
-from nsa_torch.call_forms import SHARED
+from nsa_torch.input_modes import SHARED_KV
 from nsa_torch.kernel_layout import KernelLayout
 from nsa_torch.torch_ops import TorchOps
 
@@ -122,7 +122,7 @@ def run(ops: TorchOps, tensors: Sequence[torch.Tensor], do: torch.Tensor) -> Inp
     rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
     _, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest)
     found = mosaic_attention.backward(ops, inputs, residuals, do, *layout.rest)
-    of_tokens = length, config, layout, SHARED.shared
+    of_tokens = length, config, layout, SHARED_KV.shared
     return fused.gradients_of_tokens(steps, ops, found, *of_tokens)
 
 

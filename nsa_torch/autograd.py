@@ -1,5 +1,5 @@
-"""The functions of `nsa_jax` on torch tensors (implementation `jax`): operators `nsa::jax_*` with
-their gradients: one jitted call forward, one backward, which computes the forward pass again.
+"""The functions of `nsa_jax` on torch tensors (implementation `jax`), and their gradients: one
+jitted call forward, one backward, which computes the forward pass again.
 """
 
 import functools
@@ -13,7 +13,8 @@ from torch import Tensor
 import nsa_jax
 from nsa_core.types import Branches
 from nsa_interop import dlpack
-from nsa_torch import call_forms, operators
+from nsa_torch import operators
+from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV, InputMode, mode_of
 
 type Static = tuple[tuple[str, Any], ...]
 
@@ -31,16 +32,16 @@ class _Branch(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """`nsa_jax.attention` of the arrays of a form, `block_indices` and `segment_ids`."""
+    """`nsa_jax.attention` of the arrays of an input mode, `block_indices` and `segment_ids`."""
 
-    form: call_forms.Form
+    mode: InputMode
     static: Static
 
     def __call__(self, *arrays):
         *given, block_indices, segment_ids = arrays
-        query, key, value, gates = self.form.inputs(given)
+        query, key, value, gates = self.mode.inputs(given)
         compressed = None
-        if not self.form.compresses:
+        if not self.mode.compresses:
             compressed = key.compressed, value.compressed
             key, value = (x._replace(compressed=x.selected) for x in (key, value))
         options = {"block_indices": block_indices, "segment_ids": segment_ids}
@@ -92,13 +93,19 @@ def _segment_ids(cu_seqlens: Tensor | None, length: int, device: torch.device):
     return torch.where(token < bounds[-1], sequence, -1).to(torch.int32)[None]
 
 
-def _define_branch(name: str, tensors: str) -> Callable[..., Any]:
-    """Registers `nsa::jax_<name>`; returns the function that `dispatch.py` names."""
-    words = tuple(each.removeprefix("Tensor ") for each in tensors.split(", "))
-    count, operator, selects = len(words), f"jax_{name}", name == "select_blocks"
+def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
+    """Makes a kind of calls known; returns the function that `dispatch.py` names.
+
+    Args:
+      words: the names of its tensors in `nsa_jax`.
+    """
+    count, selects = len(words), branch == "scores"
+    name = "select_blocks" if selects else f"{branch}_attention"
+    kind = "select_blocks/jax" if selects else f"branch_attention/jax/{branch}"
 
     def run(arguments, grad=None):
-        tensors, place = arguments[:count], operators.lengths(*arguments[count:])
+        tensors, (_, *place) = arguments[:count], arguments[count:]
+        place = operators.lengths(*place)
         kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
         extra = {"segment_ids": _segment_ids(cu_seqlens, kv_len, tensors[0].device)}
         if cu_seqlens is None:
@@ -107,60 +114,55 @@ def _define_branch(name: str, tensors: str) -> Callable[..., Any]:
         return _run(function, [*tensors, *extra.values()], grad)
 
     if selects:
-        select = lambda *given: run(given)[0]
-        operators.define(operator, tensors, "Tensor", select, operators.index_shapes)
+        operators.define(kind, lambda *given: run(given), operators.index_shapes)
     else:
-        forward, backward = lambda *given: run(given), lambda grad, *given: [*run(given, grad)]
-        results = "(Tensor out, Tensor lse)"
-        operators.define(operator, tensors, results, forward, operators.branch_shapes)
-        operators.differentiate(operator, tensors, 3, "", backward, 2)
+        functions = lambda *given: run(given), operators.branch_shapes
+        backward = lambda grad, *given: run(given, grad)
+        operators.define(kind, *functions, backward, floats=3, returned=2)
 
-    def branch(*given, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
+    def call(*given, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
         place = operators.arguments(config, kv_len, cu_seqlens, scale)
         if selects:
-            return operators.call(operator, *(x.detach() for x in given), *place)
-        out, lse = operators.call(operator, *given, *place)
+            return operators.call(kind, *(x.detach() for x in given), False, *place)[0]
+        out, lse = operators.call(kind, *given, False, *place)
         return out, lse.detach()
 
-    return branch
+    return call
 
 
 compressed_attention = _define_branch(
-    "compressed_attention", "Tensor query, Tensor compressed_key, Tensor compressed_value"
+    "compressed", "query", "compressed_key", "compressed_value"
 )
-select_blocks = _define_branch("select_blocks", operators.SCORING)
-selected_attention = _define_branch("selected_attention", operators.CHOSEN)
-sliding_attention = _define_branch("sliding_attention", operators.THREE)
+select_blocks = _define_branch("scores", "query", "compressed_key")
+selected_attention = _define_branch("selected", "query", "key", "value", "block_indices")
+sliding_attention = _define_branch("sliding", "query", "key", "value")
 
 
-def _define_whole(form: call_forms.Form) -> None:
-    """Registers all steps in one call, `nsa::jax_<form>`."""
+def _define_whole(mode: InputMode) -> None:
+    """Makes all steps in one call known."""
 
     def run(arguments, grad=None):
-        *tensors, block_indices = arguments[: form.count + 1]
-        place = operators.lengths(*arguments[form.count + 2 :])
+        *tensors, block_indices = arguments[: mode.count + 1]
+        place = operators.lengths(*arguments[mode.count + 2 :])
         kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
         segment_ids = _segment_ids(cu_seqlens, kv_len, tensors[0].device)
-        function = _Whole(form, tuple(place.items()))
+        function = _Whole(mode, tuple(place.items()))
         return _run(function, [*tensors, block_indices, segment_ids], grad)
 
     def shapes(*arguments):
-        query, _, value, _ = form.inputs(arguments)
-        out = query.new_empty(*query.shape[:3], value.selected.shape[-1])
-        return out, query.new_empty(0)
+        query, _, value, _ = mode.inputs(arguments)
+        return operators.branch_shapes(query, None, value.selected)[:1]
 
-    def forward(*arguments):
-        (out,) = run(arguments)
-        return out, out.new_empty(0)
-
-    backward = lambda grad, *arguments: [*run(arguments, grad)]
-    name, schema = f"jax_{form.name}", form.schema
-    operators.define(name, schema, "(Tensor out, Tensor nothing)", forward, shapes)
-    operators.differentiate(name, schema, form.count, "", backward, 1)
+    forward, backward = lambda *given: run(given), lambda grad, *given: run(given, grad)
+    operators.define(_kind(mode), forward, shapes, backward, floats=mode.count)
 
 
-for _form in (call_forms.GIVEN, call_forms.APART, call_forms.SHARED):
-    _define_whole(_form)
+def _kind(mode: InputMode) -> str:
+    return f"attention/jax/{mode.name}"
+
+
+for _mode in (PRECOMPRESSED, SEPARATE_KV, SHARED_KV):
+    _define_whole(_mode)
 
 
 def attention(
@@ -175,13 +177,13 @@ def attention(
     kv_len,
     cu_seqlens=None,
     scale=None,
-    clean=False,
+    assume_finite=False,
     recompute=False,
 ) -> Tensor:
     """All steps in one call; `compressed` None: compressed there. The backward pass always computes
     the forward pass again.
     """
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    form = call_forms.form_of(key, value, compressed)
-    given = query, *form.tokens(key, value, compressed), *gates, block_indices, clean
-    return operators.call(f"jax_{form.name}", *given, *place)[0]
+    mode = mode_of(key, value, compressed)
+    given = query, *mode.tokens(key, value, compressed), *gates, block_indices
+    return operators.call(_kind(mode), *given, assume_finite, *place)[0]

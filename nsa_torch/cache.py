@@ -181,7 +181,7 @@ def cached_attention(
     keys, values = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     lengths = {"config": config, "kv_len": kv_len, "cu_seqlens": None, "scale": scale}
     tensors = query, keys, values, gates, compressed, None
-    return functional.attend(*tensors, chosen, lengths, clean=True), cache
+    return functional.attend(*tensors, chosen, lengths, assume_finite=True), cache
 
 
 def update(cache, key, value, config, compress_params, new_lengths=None) -> NSACache:

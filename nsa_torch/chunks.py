@@ -133,51 +133,48 @@ class Work(NamedTuple):
         return [grad_query, *grads]
 
 
-def chunked(name: str, tensors: str) -> Callable[[Callable[..., Work | None]], Callable]:
-    """Makes a branch of a function that says how to work on it, as the operator `nsa::name`.
+def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Callable]:
+    """Makes a branch of a function that says how to work on it, as `nsa::branch_attention`.
 
     Args:
-      tensors: in the words of a schema. They are the positional arguments of the function,
-        which takes `with_lse` and `operators.LENGTHS` by name. It returns None where no query
-        sees a key.
+      name: in the kind of the call.
+      count: tensors that are the positional arguments of the function, which takes `with_lse` and
+        what `operators.lengths` gives by name. It returns None where no query sees a key.
     """
-    count = tensors.count("Tensor")
 
     def define(work_of):
-        def work(arguments):
-            with_lse, *place = arguments[count:]
-            lengths = operators.lengths(*place)
-            return work_of(*arguments[:count], with_lse=with_lse, **lengths), with_lse
+        def work(with_lse, arguments):
+            lengths = operators.lengths(*arguments[count + 1 :])
+            return work_of(*arguments[:count], with_lse=with_lse, **lengths)
 
-        def shapes(query, key, value, *rest):
-            with_lse = rest[count - 3]
+        def shapes(with_lse, query, key, value, *rest):
             out = query.new_empty(*query.shape[:3], value.shape[-1])
             rows = query.shape[:3] if with_lse else (0,)
             return out, query.new_empty(rows, dtype=wide(query.dtype))
 
-        def forward(*arguments):
-            todo, _ = work(arguments)
+        def forward(with_lse, *arguments):
+            todo = work(with_lse, arguments)
             if todo is None:
-                out, lse = shapes(*arguments)
+                out, lse = shapes(with_lse, *arguments)
                 return out.zero_(), lse.fill_(float("-inf"))
             out, lse = todo.forward(*arguments[:3])
-            return out, shapes(*arguments)[1] if lse is None else lse
+            return out, shapes(with_lse, *arguments)[1] if lse is None else lse
 
-        def backward(grad, *arguments):
-            todo, _ = work(arguments)
+        def backward(with_lse, grad, *arguments):
+            todo = work(with_lse, arguments)
             if todo is None:
                 return [torch.zeros_like(x) for x in arguments[:3]]
             return todo.backward(grad, *arguments[:3])
 
-        results = "(Tensor out, Tensor lse)"
-        schema = f"{tensors}, bool with_lse"
-        operators.define(name, schema, results, forward, shapes, composed=True)
-        operators.differentiate(name, schema, 3, "", backward, 2)
+        kinds = [f"branch_attention/{name}{end}" for end in ("/without_lse", "")]
+        for with_lse, kind in enumerate(kinds):
+            bound = (functools.partial(f, bool(with_lse)) for f in (forward, shapes, backward))
+            operators.define(kind, *bound, floats=3, returned=2, composed=True)
 
         @functools.wraps(work_of)
         def branch(*given, with_lse=True, config, kv_len, cu_seqlens=None, scale=None):
             place = operators.arguments(config, kv_len, cu_seqlens, scale)
-            out, lse = operators.call(name, *given, with_lse, *place)
+            out, lse = operators.call(kinds[with_lse], *given, False, *place)
             return out, lse.detach() if with_lse else None
 
         return branch

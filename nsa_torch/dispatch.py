@@ -2,7 +2,7 @@
 
 A target takes the arguments of its public function, `kv_len` never None, and, of a branch,
 `with_lse`: False allows it to return None for the log-sum-exp. Targets of the step `attention`,
-which is all steps at once, take those of `mosaic.attention`.
+which is all steps at once, take those of `kernel_path.KernelPath`.
 """
 
 import functools
@@ -119,11 +119,11 @@ TABLE = {step: _table(step) for step in FUNCTIONS if step != WHOLE}
 TABLE[WHOLE] = (
     Implementation(
         "mosaic",
-        "nsa_torch.mosaic:attention",
+        "nsa_torch.mosaic:PATH",
         mosaic_why_not,
         compresses=lambda problem: True,
     ),
-    Implementation("triton", "nsa_torch.triton:attention", triton_why_not),
+    Implementation("triton", "nsa_torch.triton:PATH", triton_why_not),
     Implementation(
         "jax",
         "nsa_torch.autograd:attention",

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from nsa_torch import first_order, ranges
 from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
 from nsa_torch.geometry import geometry_of
-from nsa_torch.operators import CHOSEN, refuse_transforms
+from nsa_torch.operators import refuse_transforms
 from nsa_torch.packing import (
     gather,
     pack_selected,
@@ -235,7 +235,7 @@ def selected_attention(
     )
 
 
-@chunked("fa2_selected_attention", f"{CHOSEN}, Tensor? ranges")
+@chunked("fa2/selected", 5)
 def _selected_attention(
     query, key, value, block_indices, handed, *, config, kv_len, cu_seqlens, scale, with_lse
 ):

@@ -24,7 +24,7 @@ def before(
     """
     if device.type != "cuda" or capability.interpret.get():
         return
-    # Lengths are axes of tensors, and the first number of `operators.PLACE`.
+    # Lengths are axes of tensors, and the first number of `operators.LAYOUT_ARGS`.
     sizes = [(x.shape[2:], x.dtype) if isinstance(x, Tensor) else None for x in arguments]
     *_, config, scale = arguments
     layer = planned, device, tuple(sizes), tuple(config), scale

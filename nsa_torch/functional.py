@@ -39,14 +39,12 @@ from nsa_core.config import NSAConfig
 from nsa_core.context_layout import Layout
 from nsa_core.dispatch import Plan
 from nsa_core.types import Branches
-from nsa_torch import alike, checks
+from nsa_torch import checks, signature
 from nsa_torch.combine import combine
 from nsa_torch.compress import compress as compress_windows
 from nsa_torch.debug import TORCH
 from nsa_torch.dispatch import REGISTRY, choose, description, problem_of
 from nsa_torch.geometry import geometry_of
-from nsa_torch.operators import requires_grad
-from nsa_torch.plans import Known
 from nsa_torch.varlen import VarlenMetadata, borders_of
 
 type Names = str | Branches[str | None] | None
@@ -94,24 +92,24 @@ def attention(
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
     """
-    options: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
-    call = None
+    decided: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     if varlen is not None:
         length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
         cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)
+    given = query, key, value, gates, compressed, block_indices, cu_seqlens
     if context_mesh is None and cu_seqlens is not None:
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
+        given = *given[:-1], cu_seqlens
+    called = None
     if context_mesh is None and not torch.compiler.is_compiling():
-        tensors = query, key, value, gates, compressed, block_indices, cu_seqlens
-        call = alike.key_of(
-            tensors, **options, implementation=implementation, borders=cu_seqlens
-        )
-        if call is not None and (decided := alike.DECIDED.get(call)) is not None:
-            return _again(decided, *tensors, **options)
+        called = signature.signature_of(given, implementation, cu_seqlens, **decided)
+        if called is not None and (again := signature.CALLS.get(called)) is not None:
+            with as_given(query):
+                return again(*given)
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)
     gates = validate.gates(gates, query)
-    options |= {
+    options = decided | {
         "compressed": compressed,
         "block_indices": block_indices,
         "cu_seqlens": cu_seqlens,
@@ -130,38 +128,11 @@ def attention(
     if block_indices is not None:
         checks.indices(block_indices, query, key.selected, config)
     chosen = _choose(query, key, value, gates, config, cu_seqlens, compressed, implementation)
-    out = _run(query, key, value, gates, chosen=chosen, **options)
-    if call is not None and chosen.attention in alike.KERNELS:
-        whole = chosen.load("attention")
-        joins = not requires_grad(query, *key, *value, *gates, *(compressed or ()))
-        decided = alike.Decided(whole, chosen.compresses, joins, Known())
-        alike.DECIDED.keep(call, decided)
-    return out
-
-
-def _again(decided, query, key, value, gates, compressed, block_indices, cu_seqlens, **options):
-    """A call like one that was decided: all steps on kernels."""
-    key, value = Branches.each(key), Branches.each(value)
-    with as_given(query):
-        if compressed is None and not decided.compresses:
-            packed = {"config": options["config"], "cu_seqlens": cu_seqlens}
-            compressed = [compress_windows(x.compressed, **packed) for x in (key, value)]
-        if (quick := decided.known.quick) is not None:
-            return quick(query, key, value, gates, compressed, block_indices, cu_seqlens)
-        if isinstance(gates, Tensor) and not decided.joins:
-            gates = gates.unbind(-1)
-        return decided.whole(
-            query,
-            key,
-            value,
-            gates,
-            compressed,
-            block_indices,
-            kv_len=key.selected.shape[1],
-            cu_seqlens=cu_seqlens,
-            known=decided.known,
-            **options,
-        )
+    if called is not None and chosen.attention in signature.KERNELS:
+        with as_given(query):
+            path: Any = chosen.load("attention")
+            return signature.CALLS.keep(called, path.again(*given, **decided))(*given)
+    return _run(query, key, value, gates, chosen=chosen, **options)
 
 
 def after_checks(
@@ -224,7 +195,7 @@ def attend(
     block_indices,
     chosen,
     lengths,
-    clean=False,
+    assume_finite=False,
     recompute=False,
 ):
     """The steps as `chosen`, on compressed tokens that are there already (see `cache.py`).
@@ -232,13 +203,13 @@ def attend(
     Args:
       compressed: None only where `chosen` runs all steps at once and `compresses`.
       lengths: `config`, `kv_len`, `cu_seqlens` and `scale` by name.
-      clean: keys and values that no query may look at are finite.
+      assume_finite: keys and values that no query may look at are finite.
     """
     with as_given(query):
         tensors = query, key, value, gates, compressed, block_indices
         if chosen.attention is not None and not debug.stepwise(TORCH, query):
             whole = chosen.load("attention")
-            return whole(*tensors, **lengths, clean=clean, recompute=recompute)
+            return whole(*tensors, **lengths, assume_finite=assume_finite, recompute=recompute)
         if block_indices is None:
             block_indices = chosen.load("scores")(query, compressed[0], **lengths)
         tensors = query, key, value, gates, compressed, block_indices, chosen, lengths

@@ -18,7 +18,7 @@ class KernelLayout:
 
     Args:
       query: `[B, T, H, D]`.
-      kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: as `operators.PLACE` has them.
+      kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: `operators.LAYOUT_ARGS`.
       clean: whether rows of padding, and keys and values that no query sees, are finite.
       placed: whether sequences of a packed row have places (`nsa_core.varlen`), in whose slots
         their compressed tokens stand.

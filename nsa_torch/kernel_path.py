@@ -9,7 +9,6 @@ backward pass, and the selection. It cannot be differentiated once more (`first_
 """
 
 import functools
-import operator
 from collections.abc import Callable
 
 import torch
@@ -22,77 +21,92 @@ from nsa_core.steps.fused import Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import Branches
 from nsa_torch import operators
-from nsa_torch.call_forms import APART, GIVEN, SHARED, Form, form_of, mean_shapes
-from nsa_torch.kernel_layout import KernelLayout
-from nsa_torch.plans import Known, Planned
-
-BRANCHES = (
-    ("compressed", operators.THREE, KernelLayout.seen_compressed),
-    ("selected", operators.CHOSEN, KernelLayout.seen_tokens),
-    ("sliding", operators.THREE, KernelLayout.seen_tokens),
+from nsa_torch.compress import compress
+from nsa_torch.input_modes import (
+    PRECOMPRESSED,
+    SEPARATE_KV,
+    SHARED_KV,
+    InputMode,
+    mean_shapes,
+    mode_of,
 )
+from nsa_torch.kernel_layout import KernelLayout
+from nsa_torch.plans import Planned, Ready
+
+# How the layout zeroes what no query of a branch may look at.
+BRANCHES = {
+    "compressed": KernelLayout.seen_compressed,
+    "selected": KernelLayout.seen_tokens,
+    "sliding": KernelLayout.seen_tokens,
+}
+FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
 
 
 class KernelPath:
-    """The functions of an implementation that runs on kernels; makes its operators.
+    """The functions of an implementation that runs on kernels; makes its kinds of calls known.
 
     Args:
-      prefix: of the operators' names.
+      name: of the implementation.
       steps: on its kernels.
       masks: whether the kernels read nothing that no query may see, so that it need not be
         finite; else such keys, values and rows of padding are zeroed in copies.
       before: of the plans of all steps, as in `Planned`.
       list_shapes: shapes of what `steps.lists` names, from query, key, value, and as numbers the
-        slots of a selection and `select_block`.
+        entries of a selection and `select_block`.
+
+    Attributes:
+      planned: functions of all steps, by input mode and what they keep: `FORWARD` nothing, `SAVING`
+        what a gradient needs, `RECOMPUTING` what one needs that computes the branches again.
+      joined: by input mode, `FORWARD` of gates `[B, T, H, 3]`.
     """
 
     def __init__(
         self,
-        prefix: str,
+        name: str,
         steps: Steps,
         *,
         masks: bool,
         before: Callable[..., None] = lambda planned, plan, arguments, device: None,
         list_shapes: Callable[..., list[tuple[int, ...]]] = lambda *arguments: [],
     ):
-        self.prefix, self.steps, self.masks = prefix, steps, masks
+        self.name, self.steps, self.masks = name, steps, masks
         self.before, self.list_shapes = before, list_shapes
-        self.planned: dict[str, Planned] = {}
-        self.joined: dict[Form, Planned] = {}
+        self.planned: dict[tuple[InputMode, str], Planned] = {}
+        self.joined: dict[InputMode, Planned] = {}
         self._define()
 
-    def _layout(self, ops, query, place, clean=False):
-        placed = self.steps.compression is not None
-        return KernelLayout(ops, query, *place, clean=clean or self.masks, placed=placed)
+    def _layout(self, ops, query, assume_finite, *place):
+        placed, clean = self.steps.compression is not None, assume_finite or self.masks
+        return KernelLayout(ops, query, *place, clean=clean, placed=placed)
 
     # One branch, or the selection alone.
 
-    def _branch(self, step, seen, ops, query, key, value, *rest):
-        indices, place = _split(rest, -operators.PLACE_COUNT)
-        layout = self._layout(ops, query, place)
-        if seen is KernelLayout.seen_compressed:
+    def _branch(self, branch, ops, query, key, value, *rest):
+        indices, rest = _split(rest, -operators.REST_COUNT)
+        layout = self._layout(ops, query, *rest)
+        if branch == "compressed":
             key, value = layout.in_slots(key, value)
-        value = seen(layout, value)
+        value = BRANCHES[branch](layout, value)
         if indices:
             (query,) = padding_zeroed(ops, layout, query)
+        step = getattr(self.steps.forward, branch)
         return step(ops, query, key, value, *indices, *layout.rest)
 
-    def _branch_backward(self, step, seen, ops, do, out, lse, query, key, value, *rest):
-        """`step`: of `steps.backward`; `seen`: the method of the layout for its keys."""
-        indices, place = _split(rest, -operators.PLACE_COUNT)
-        layout = self._layout(ops, query, place)
+    def _branch_backward(self, branch, ops, do, out, lse, query, key, value, *rest):
+        indices, rest = _split(rest, -operators.REST_COUNT)
+        layout = self._layout(ops, query, *rest)
         query, do = padding_zeroed(ops, layout, query, do)
         (delta,) = self.steps.backward.delta_of(ops, do, out)
         rows, count = RowResiduals(lse, delta), key.shape[1]
-        compressed = seen is KernelLayout.seen_compressed
-        if compressed:
+        if branch == "compressed":
             key, value = layout.in_slots(key, value)
-        key, value = seen(layout, key), seen(layout, value)
+        key, value = (BRANCHES[branch](layout, x) for x in (key, value))
+        step = getattr(self.steps.backward, branch)
         dq, *pair = step(ops, query, key, value, *indices, do, rows, *layout.rest)
-        return [dq, *(layout.of_slots(count, *pair) if compressed else pair)]
+        return [dq, *(layout.of_slots(count, *pair) if branch == "compressed" else pair)]
 
-    def _select(self, ops, query, key, *place):
-        layout, forward = self._layout(ops, query, place), self.steps.forward
+    def _select(self, ops, query, key, *rest):
+        layout, forward = self._layout(ops, query, *rest), self.steps.forward
         (key,) = layout.in_slots(key)
         # Only the log-sum-exp is read: the narrowest values do.
         (value,) = ops.derive(_narrow, key, width=self.steps.narrowest(key.shape[-1]))
@@ -100,165 +114,147 @@ class KernelPath:
         rest = *layout.rest, layout.num_blocks(key)
         return [forward.select_blocks(ops, query, key, lse, *rest)]
 
-    # All steps. An operator returns `selection`: the block indices, or nothing where the caller
-    # gave them, because no output may be an input. What is kept of a compression comes next.
+    # All steps. They return `selection`: the block indices, or nothing where the caller gave them,
+    # because no output of an operator may be an input. What is kept of a compression comes next.
 
-    def _forward(self, form, ops, *arguments, keep=False):
+    def _forward(self, mode, ops, *arguments, keep=False):
         """`keep`: return the means too."""
-        inputs, given, layout = self._arguments(form, ops, arguments)
-        inputs, means = self._compressed(form, ops, inputs, layout)
-        inputs = inputs._replace(value=layout.seen(inputs.value))
-        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+        inputs, given, means, rest = self._forward_arguments(mode, ops, arguments)
         out, indices = fused.forward(self.steps, ops, inputs, given, *rest)
         return out, _selection(ops, given, indices), *(means if keep else ())
 
-    def _forward_joined(self, form, ops, *arguments):
+    def _forward_joined(self, mode, ops, *arguments):
         """`_forward` of gates `[B, T, H, 3]`, the output alone."""
-        before, (gates, *rest) = _split(arguments, form.count - 3)
-        return self._forward(form, ops, *before, *ops.unbound_float32(gates), *rest)[:1]
+        before, (gates, *rest) = _split(arguments, mode.count - 3)
+        return self._forward(mode, ops, *before, *ops.unbound_float32(gates), *rest)[:1]
 
-    def _forward_with_residuals(self, form, ops, *arguments):
-        """`_forward`, and what its gradients need: the branches one by one (`_residuals`)."""
-        inputs, given, layout = self._arguments(form, ops, arguments)
-        inputs, means = self._compressed(form, ops, inputs, layout)
-        inputs = inputs._replace(value=layout.seen(inputs.value))
-        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
-        out, (indices, lists, outputs, lses) = fused.forward_with_residuals(
-            self.steps, ops, inputs, given, *rest
-        )
-        kept = *outputs, *lses, *(lists or ())
-        return out, _selection(ops, given, indices), *means, *kept
+    def _forward_with_residuals(self, mode, ops, *arguments):
+        """`_forward`, and what its gradients need: the branches one by one."""
+        inputs, given, means, rest = self._forward_arguments(mode, ops, arguments)
+        found = fused.forward_with_residuals(self.steps, ops, inputs, given, *rest)
+        out, (indices, lists, outputs, lses) = found
+        return out, _selection(ops, given, indices), *means, *outputs, *lses, *(lists or ())
 
-    def _backward(self, form, ops, do, selection, *tensors):
+    def _backward(self, mode, ops, do, selection, *tensors):
         """The branches are computed again."""
-        means, arguments = _split(tensors, len(form.means))
-        given = arguments[form.count]
+        means, arguments = _split(tensors, 2 * mode.compresses)
+        given = arguments[mode.count]
         residuals = Residuals.recomputed(selection if given is None else given)
-        return self._gradients(form, ops, do, residuals, means, arguments)
+        return self._gradients(mode, ops, do, residuals, means, arguments)
 
-    def _backward_from_residuals(self, form, ops, do, selection, *tensors):
-        means, tensors = _split(tensors, len(form.means))
+    def _backward_from_residuals(self, mode, ops, do, selection, *tensors):
+        means, tensors = _split(tensors, 2 * mode.compresses)
         branches, tensors = _split(tensors, 6)
         lists, arguments = _split(tensors, len(self.steps.lists))
-        given = arguments[form.count]
+        given = arguments[mode.count]
         indices = selection if given is None else given
         outputs, lses = Branches(*branches[:3]), Branches(*branches[3:])
         residuals = Residuals(indices, lists or None, outputs, lses)
-        return self._gradients(form, ops, do, residuals, means, arguments)
+        return self._gradients(mode, ops, do, residuals, means, arguments)
 
-    def _gradients(self, form, ops, do, residuals, means, arguments):
-        inputs, _, layout = self._arguments(form, ops, arguments)
+    def _gradients(self, mode, ops, do, residuals, means, arguments):
+        inputs, _, layout = self._arguments(mode, ops, arguments)
         length = inputs.key.compressed.shape[1]
-        if form.compresses:
+        if mode.compresses:
             inputs = inputs.with_compressed(*means)
         else:
-            inputs, _ = self._compressed(form, ops, inputs, layout)
+            inputs, _ = self._compressed(mode, ops, inputs, layout)
         inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
         found = fused.backward(self.steps, ops, inputs, residuals, do, *layout.rest)
-        if form.compresses:
-            of_tokens = length, layout.config, layout, form.shared
+        if mode.compresses:
+            of_tokens = length, layout.config, layout, mode.shared
             found = fused.gradients_of_tokens(self.steps, ops, found, *of_tokens)
         else:
             pair = found.key.compressed, found.value.compressed
             found = found.with_compressed(*layout.of_slots(length, *pair))
         gates = zip(found.gates, inputs.gates, strict=True)
         gates = Branches(*(ops.copied(x, gate.dtype) for x, gate in gates))
-        return form.gradients(found._replace(gates=gates))
+        return mode.gradients(found._replace(gates=gates))
 
-    def _compressed(self, form, ops, inputs, layout):
+    def _compressed(self, mode, ops, inputs, layout):
         """`inputs` with compressed tokens, and those that were made."""
-        if not form.compresses:
+        if not mode.compresses:
             pair = inputs.key.compressed, inputs.value.compressed
             return inputs.with_compressed(*layout.in_slots(*pair)), ()
         inputs = fused.with_means(self.steps, ops, inputs, layout.config, layout)
         return inputs, (inputs.key.compressed, inputs.value.compressed)
 
-    def _arguments(self, form, ops, arguments):
+    def _forward_arguments(self, mode, ops, arguments):
+        """`Inputs` with compressed tokens, block indices or None, the means that were taken, and
+        the last arguments of `fused.forward`.
+        """
+        inputs, given, layout = self._arguments(mode, ops, arguments)
+        inputs, means = self._compressed(mode, ops, inputs, layout)
+        inputs = inputs._replace(value=layout.seen(inputs.value))
+        rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
+        return inputs, given, means, rest
+
+    def _arguments(self, mode, ops, arguments):
         """`Inputs`, the block indices or None, and the layout, from those of an operator."""
-        given, clean, *place = arguments[form.count :]
-        inputs = form.inputs(arguments)
-        layout = self._layout(ops, inputs.query, place, clean)
+        given, assume_finite, *place = arguments[mode.count :]
+        inputs = mode.inputs(arguments)
+        layout = self._layout(ops, inputs.query, assume_finite, *place)
         if self.masks:  # keys and queries; a gate multiplies what the kernels found
-            rows = KernelLayout(ops, inputs.query, *place, clean=clean)
+            rows = KernelLayout(ops, inputs.query, *place, clean=assume_finite)
             gates = padding_zeroed(ops, rows, *inputs.gates)
             inputs = inputs._replace(gates=Branches(*gates))
         return inputs, given, layout
 
-    def _shapes(self, form, *arguments, keep=False):
-        """Of the results of `_forward`."""
-        query, key, value, _ = form.inputs(arguments)
-        given, _, *place = arguments[form.count :]
-        out, _ = operators.branch_shapes(query, key.selected, value.selected)
-        means = mean_shapes(key, value, place) if keep and form.compresses else ()
+    def _shapes(self, mode, keep, *arguments):
+        """Of results, unwritten; `keep`: what is kept."""
+        query, key, value, _ = mode.inputs(arguments)
+        given, _, *place = arguments[mode.count :]
+        out, lse = operators.branch_shapes(query, key.selected, value.selected)
         selection = query.new_empty(0, dtype=torch.int32)
         if given is None:
-            selection = operators.index_shapes(query, key.selected, *place)
-        return out, selection, *means
-
-    def _residual_shapes(self, form, *arguments):
-        query, key, value, _ = form.inputs(arguments)
-        given, _, *place = arguments[form.count :]
-        out, selection, *means = self._shapes(form, *arguments, keep=True)
-        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        n = (selection if given is None else given).shape[-1]
-        block = operators.numbers_in(place)[operators.FIELDS.index("select_block")]
-        shapes = self.list_shapes(query, key.selected, value.selected, n, block)
-        lists = (query.new_empty(shape, dtype=torch.int32) for shape in shapes)
-        branches = (x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3)
-        return out, selection, *means, *branches, *lists
-
-    @property
-    def _residuals(self) -> list[str]:
-        """What an operator keeps besides the selection and the means."""
-        branches = (f"{name}_{x}" for x in ("out", "lse") for name in Branches._fields)
-        return [*branches, *self.steps.lists]
+            (selection,) = operators.index_shapes(query, key.selected, *place)
+        found = [out, selection]
+        if keep != FORWARD and mode.compresses:
+            found += mean_shapes(key, value, place)
+        if keep == SAVING:
+            n = (selection if given is None else given).shape[-1]
+            block = operators.numbers_in(place)[operators.FIELDS.index("select_block")]
+            lists = self.list_shapes(query, key.selected, value.selected, n, block)
+            found += [x.new_empty(x.shape) for x in [out] * 3 + [lse] * 3]
+            found += [query.new_empty(shape, dtype=torch.int32) for shape in lists]
+        return found
 
     def _define(self):
-        for branch, tensors, seen in BRANCHES:
+        for branch in BRANCHES:
             forward, backward = (
-                Planned(functools.partial(method, getattr(steps, branch), seen), returns)
-                for method, steps, returns in (
-                    (self._branch, self.steps.forward, tuple),
-                    (self._branch_backward, self.steps.backward, list),
-                )
+                Planned(functools.partial(function, branch))
+                for function in (self._branch, self._branch_backward)
             )
-            name = f"{self.prefix}{branch}_attention"
-            operators.define_branch(name, tensors, forward, "Tensor out, Tensor lse", backward)
-        name, shapes = f"{self.prefix}select_blocks", operators.index_shapes
-        select = Planned(self._select, operator.itemgetter(0))
-        operators.define(name, operators.SCORING, "Tensor", select, shapes)
+            kind, kept = f"branch_attention/{self.name}/{branch}", slice(None)
+            gradient = {"floats": 3, "kept": kept, "returned": 2}
+            operators.define(kind, forward, operators.branch_shapes, backward, **gradient)
+        kind = f"select_blocks/{self.name}"
+        operators.define(kind, Planned(self._select), operators.index_shapes)
+        whole = {
+            FORWARD: (self._forward, None),
+            RECOMPUTING: (functools.partial(self._forward, keep=True), self._backward),
+            SAVING: (self._forward_with_residuals, self._backward_from_residuals),
+        }
+        for mode in (
+            *([SEPARATE_KV, SHARED_KV] if self.steps.compression else []),
+            PRECOMPRESSED,
+        ):
+            self.joined[mode] = Planned(functools.partial(self._forward_joined, mode))
+            for keep, (forward, backward) in whole.items():
+                pull_back = (
+                    None if backward is None else Planned(functools.partial(backward, mode))
+                )
+                forward = functools.partial(forward, mode)
+                function = Planned(forward, backward=pull_back, before=self.before)
+                self.planned[mode, keep] = function
+                shapes = functools.partial(self._shapes, mode, keep)
+                gradient = {"floats": mode.count, "kept": slice(1, None)}
+                operators.define(
+                    self._kind(mode, keep), function, shapes, pull_back, **gradient
+                )
 
-        for form in (GIVEN, APART, SHARED) if self.steps.compression else (GIVEN,):
-            self._define_whole(form)
-
-    def _define_whole(self, form):
-        """Operators of all steps: without gradients, with those of residuals, or of branches that
-        are computed again.
-        """
-
-        def define(suffix, kept, function, shapes, backward=None):
-            pull_back = backward and Planned(functools.partial(backward, form), list)
-            own = functools.partial(function, form)
-            forward = Planned(own, backward=pull_back, before=self.before)
-            name, kept = f"{form.name}{suffix}", _tensors(*kept)
-            self.planned[name], name = forward, f"{self.prefix}{name}"
-            shapes = functools.partial(shapes, form)
-            operators.define(name, form.schema, f"(Tensor out, {kept})", forward, shapes)
-            if backward:
-                operators.differentiate(name, form.schema, form.count, kept, pull_back, 1)
-
-        means = "selection", *form.means
-        with_means, shapes = (
-            functools.partial(function, keep=True) for function in (self._forward, self._shapes)
-        )
-        define("", ["selection"], self._forward, self._shapes)
-        self.joined[form] = Planned(functools.partial(self._forward_joined, form))
-        define("_recomputing", means, with_means, shapes, self._backward)
-        saving = self._forward_with_residuals, self._residual_shapes
-        define("_saving", (*means, *self._residuals), *saving, self._backward_from_residuals)
-
-    def _call(self, name, *arguments, known=None):
-        return operators.call(f"{self.prefix}{name}", *arguments, known=known)
+    def _kind(self, mode: InputMode, keep: str) -> str:
+        return f"attention/{self.name}/{mode.name}/{keep}"
 
     # The functions that `dispatch.py` names.
 
@@ -275,18 +271,8 @@ class KernelPath:
         with_lse=True,
     ):
         """`functional.compressed_attention`."""
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
         tensors = query, compressed_key, compressed_value
-        out, lse = self._call("compressed_attention", *tensors, *place)
-        return out, lse.detach()
-
-    def select_blocks(
-        self, query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
-    ):
-        """`functional.select_blocks`; the normalisation is a pass of its own here."""
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        pair = query.detach(), compressed_key.detach()
-        return self._call("select_blocks", *pair, *place)
+        return self._call_branch("compressed", tensors, config, kv_len, cu_seqlens, scale)
 
     def selected_attention(
         self,
@@ -302,19 +288,30 @@ class KernelPath:
         with_lse=True,
     ):
         """`functional.selected_attention`."""
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        out, lse = self._call("selected_attention", query, key, value, block_indices, *place)
-        return out, lse.detach()
+        tensors = query, key, value, block_indices
+        return self._call_branch("selected", tensors, config, kv_len, cu_seqlens, scale)
 
     def sliding_attention(
         self, query, key, value, *, config, kv_len, cu_seqlens=None, scale=None, with_lse=True
     ):
         """`functional.sliding_attention`."""
-        place = operators.arguments(config, kv_len, cu_seqlens, scale)
-        out, lse = self._call("sliding_attention", query, key, value, *place)
+        tensors = query, key, value
+        return self._call_branch("sliding", tensors, config, kv_len, cu_seqlens, scale)
+
+    def _call_branch(self, branch, tensors, *place):
+        kind = f"branch_attention/{self.name}/{branch}"
+        out, lse = operators.call(kind, *tensors, False, *operators.arguments(*place))
         return out, lse.detach()
 
-    def attention(
+    def select_blocks(
+        self, query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
+    ):
+        """`functional.select_blocks`; the normalisation is a pass of its own here."""
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        pair = query.detach(), compressed_key.detach()
+        return operators.call(f"select_blocks/{self.name}", *pair, False, *place)[0]
+
+    def __call__(
         self,
         query: Tensor,
         key: Branches,
@@ -327,9 +324,8 @@ class KernelPath:
         kv_len: int | Tensor,
         cu_seqlens: Tensor | None = None,
         scale: float | None = None,
-        clean: bool = False,
+        assume_finite: bool = False,
         recompute: bool = False,
-        known: Known | None = None,
     ) -> Tensor:
         """All steps. Each branch's kernel adds to the gated sum; where residuals are kept, a
         kernel of its own adds the branches.
@@ -337,47 +333,80 @@ class KernelPath:
         Args:
           key, value: the compressed field is not read where `compressed` is given.
           compressed: `(k_cmp, v_cmp)`; None, of one sequence a row: the means.
-          clean: whether keys and values that no query may look at are finite, as in a cache, so
+          assume_finite: keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.
-          known: of calls like this one; gates may then be one tensor `[B, T, H, 3]` where no
-            gradient is wanted.
         """
-        if known is None or known.call is None:
-            form = form_of(key, value, compressed)
-            name = f"{self.prefix}{form.name}"
-            if operators.requires_grad(query, *key, *value, *gates, *(compressed or ())):
-                name += "_recomputing" if recompute else "_saving"
-            call = form, name, operators.arguments(config, kv_len, cu_seqlens, scale)
-            if known is not None:
-                known.call = call
-        else:
-            call = known.call
-        form, name, (kv_len, lengths, _, *sizes) = call
-        tokens = form.tokens(key, value, compressed)
-        place = kv_len, lengths, cu_seqlens, *sizes
-        if known is not None and isinstance(gates, Tensor):
-            given = query, *tokens, gates, block_indices, clean, *place
-            out = known.run(self.joined[form], given)[0]
-            known.quick = functools.partial(_quick, form, known.plan)
-            return out
-        given = query, *tokens, *gates, block_indices, clean, *place
-        return operators.call(name, *given, known=known)[0]
+        mode = mode_of(key, value, compressed)
+        keep = _keep(recompute, query, *key, *value, *gates, *(compressed or ()))
+        place = operators.arguments(config, kv_len, cu_seqlens, scale)
+        tensors = query, *mode.tokens(key, value, compressed), *gates, block_indices
+        return operators.call(self._kind(mode, keep), *tensors, assume_finite, *place)[0]
+
+    def again(self, *given, **options) -> "Again":
+        """What runs calls of the signature of this one of `functional.attention`."""
+        return Again(self, *given, **options)
 
 
-def _quick(form, plan, query, key, value, gates, compressed, *integers):
-    """A call of `KernelPath.joined` whose plan is known; `integers`: block indices and borders."""
-    tensors = [query, *form.tokens(key, value, compressed), gates]
-    return plan([*tensors, *(x for x in integers if x is not None)])[0]
+class Again:
+    """Calls of one signature: all is decided, and their plans are found at the first of them."""
+
+    def __init__(
+        self,
+        path: KernelPath,
+        query,
+        key,
+        value,
+        gates,
+        compressed,
+        block_indices,
+        cu_seqlens,
+        *,
+        config,
+        scale,
+        recompute,
+    ):
+        key, value = Branches.each(key), Branches.each(value)
+        # Packed rows, and kernels without a compression of their own.
+        packs = cu_seqlens is not None or not path.steps.compression
+        self.phi = None
+        if compressed is None and packs:
+            compressed, self.phi = (key[0], value[0]), config
+        self.mode = mode_of(key, value, compressed)
+        each = [gates] if isinstance(gates, Tensor) else gates
+        keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
+        self.call = operators.call_of(path._kind(self.mode, keep))
+        self.joined = keep == FORWARD and isinstance(gates, Tensor)
+        self.unbinds = isinstance(gates, Tensor) and not self.joined
+        place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
+        self.before, self.after = (False, *place[:2]), place[3:]
+        self.forward = Ready(path.joined[self.mode] if self.joined else self.call.run)
+        self.backward = Ready(self.call.backward)
+
+    def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
+        key, value = Branches.each(key), Branches.each(value)
+        if self.phi is not None:
+            compressed = [
+                compress(x.compressed, config=self.phi, cu_seqlens=cu_seqlens)
+                for x in (key, value)
+            ]
+        gates = (gates,) if self.joined else gates.unbind(-1) if self.unbinds else gates
+        tensors = query, *self.mode.tokens(key, value, compressed), *gates, block_indices
+        arguments = *tensors, *self.before, cu_seqlens, *self.after
+        if self.call.backward is None:
+            return self.forward(arguments)[0]
+        return operators.Differentiable.apply(self.call, self, True, *arguments)[0]
+
+
+def _keep(recompute: bool, *tensors: Tensor) -> str:
+    """What a call keeps."""
+    if not operators.requires_grad(*tensors):
+        return FORWARD
+    return RECOMPUTING if recompute else SAVING
 
 
 def _split(tensors, count):
     return tensors[:count], tensors[count:]
-
-
-def _tensors(*names):
-    """In the words of a schema."""
-    return ", ".join(f"Tensor {name}" for name in names)
 
 
 def _selection(ops, given, indices):

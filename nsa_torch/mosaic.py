@@ -18,7 +18,7 @@ def _list_shapes(query, key, value, n, block) -> list[tuple[int, ...]]:
 
 
 PATH = KernelPath(
-    "",
+    "mosaic",
     mosaic_attention.STEPS,
     masks=False,
     before=first_call.before,
@@ -28,4 +28,4 @@ compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention
 select_blocks = PATH.select_blocks
-attention = PATH.attention
+attention = PATH

@@ -1,7 +1,12 @@
-"""Kernels as operators `nsa::*`, bounds and launches included: `torch.compile` keeps each as it
-is, and a gradient is an operator of its own.
+"""Attention as operators `nsa::*` of torch, bounds and launches included: `torch.compile` keeps
+each as it is, and a gradient is an operator of its own.
 
-An operator takes its tensors, then `PLACE`; a backward one the gradient first.
+    attention, attention_backward                  all steps
+    branch_attention, branch_attention_backward    one branch
+    select_blocks
+
+What an operator runs is a `Call`, whose kind it takes first, `attention/mosaic/shared_kv/saving`
+for example: which implementation, in what form. Then come tensors, then `REST`.
 
 torch's dispatcher needs longer for such a call than a launch takes. Where it would do nothing
 but find the function (`plain`), `call` does without it.
@@ -10,7 +15,7 @@ but find the function (`plain`), `call` does without it.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,26 +27,20 @@ from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, early_release
 from nsa_torch.first_order import first_order, refuse, under_transforms
 from nsa_torch.plain import plain, traced
-from nsa_torch.plans import Known
 
-PLACE = (
+LAYOUT_ARGS = (
     "SymInt kv_len, Tensor? lengths, Tensor? cu_seqlens, SymInt? max_seqlen, bool padded, "
     "SymInt[] config, float? scale"
 )
-PLACE_COUNT = PLACE.count(",") + 1
+# `assume_finite`: whether keys and values that no query may look at are finite.
+REST = f"bool assume_finite, {LAYOUT_ARGS}"
+REST_COUNT = REST.count(",") + 1
+FORWARD = "(str kind, Tensor?[] tensors, {}) -> Tensor[]"
+BACKWARD = "(str kind, Tensor grad, Tensor[] kept, Tensor?[] tensors, {}) -> Tensor[]"
 DEVICES = ("cpu", "cuda")
 FIELDS = tuple(NSAConfig.__dataclass_fields__)
-THREE = "Tensor query, Tensor key, Tensor value"
-CHOSEN = f"{THREE}, Tensor block_indices"
-SCORING = "Tensor query, Tensor compressed_key"
 
 config_of = functools.cache(NSAConfig)
-
-# By name, the functions of the operators, and what gives them their gradients.
-_functions: dict[str, Any] = {}
-_differentiable: dict[str, Callable[..., Any]] = {}
-_transformed: dict[str, Callable[..., Any]] = {}
-_composed: set[str] = set()  # of operators of torch
 
 NO_JVP = (
     "nsa_torch has no forward-mode derivatives (jvp, jacfwd, dual numbers): use reverse mode "
@@ -54,35 +53,82 @@ NO_VMAP = (
 REFUSED = {TransformType.Jvp: NO_JVP, TransformType.Vmap: NO_VMAP}
 
 
-def call(name: str, *arguments: Any, known: Known | None = None) -> Any:
-    """What `torch.ops.nsa.<name>` returns; where it has a gradient, perhaps without what is kept
-    for it.
+class Call(NamedTuple):
+    """What operators run for a kind of call. Functions take arguments flat: tensors, or None in
+    place of one, then `REST`.
 
-    Args:
-      known: what is known of calls like this one, all of them plain.
+    Attributes:
+      run: gives the results.
+      shapes: gives them unwritten.
+      backward: gradients of the first `floats` tensors. It takes the gradient of the first result,
+        the results that were `kept`, then the arguments. None: there are none.
+      returned: results that a caller wants; the others are there for the gradient.
+      composed: whether operators of torch are all that it runs.
     """
-    if known is not None:
-        if differentiable := _differentiable.get(name):
-            return differentiable(known, *arguments)
-        return known.run(_functions[name], arguments)
+
+    kind: str
+    run: Callable[..., Iterable[Tensor]]
+    shapes: Callable[..., Iterable[Tensor]]
+    backward: Callable[..., Iterable[Tensor]] | None = None
+    floats: int = 0
+    kept: slice = slice(0)
+    returned: int = 1
+    composed: bool = False
+
+
+_calls: dict[str, Call] = {}
+call_of = _calls.__getitem__
+
+
+def define(kind: str, run, shapes, backward=None, **attributes) -> Call:
+    """Makes a kind of call known; its name begins with that of its operator."""
+    _calls[kind] = Call(kind, run, shapes, backward, **attributes)
+    return _calls[kind]
+
+
+def call(kind: str, *arguments: Any) -> Sequence[Tensor]:
+    """What the operator gives; where it has a gradient, perhaps without what is kept for it."""
     if torch.compiler.is_compiling():
-        return getattr(torch.ops.nsa, name)(*arguments)
+        return _dispatched(kind, *arguments)
     if under_transforms():
-        return _transform(name, arguments)
-    if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
-        # A pull-back of torch.func.vjp runs when the transform has ended; kernels need memory.
-        arguments = tuple(unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments)
-    if _direct(name, arguments):
-        if differentiable := _differentiable.get(name):
-            return differentiable(None, *arguments)
-        return _functions[name](*arguments)
-    return getattr(torch.ops.nsa, name)(*arguments)
+        refuse_transforms(*_tensors(arguments))
+        differentiable = _calls[kind].backward is not None
+        return (Transformed.apply if differentiable else _dispatched)(kind, *arguments)
+    found, given = _calls[kind], _alive(arguments)
+    if not _direct(found, given):
+        return _dispatched(kind, *given)
+    if found.backward is None:
+        return list(found.run(*given))
+    return Differentiable.apply(found, None, True, *given)
 
 
-def _transform(name: str, arguments: Sequence[Any]) -> Any:
-    """Under transforms of torch.func."""
-    refuse_transforms(*_tensors(arguments))
-    return _transformed.get(name, getattr(torch.ops.nsa, name))(*arguments)
+def _call_backward(kind: str, grad, kept, arguments) -> Sequence[Tensor]:
+    """The same of the gradient."""
+    if under_transforms() and not torch.compiler.is_compiling():
+        refuse_transforms(*_tensors([grad, *kept, *arguments]))
+        return Gradient.apply(kind, len(kept), grad, *kept, *arguments)
+    grad, *flat = _alive([grad, *kept, *arguments])
+    kept, arguments = flat[: len(kept)], flat[len(kept) :]
+    found = _calls[kind]
+    if torch.compiler.is_compiling() or not _direct(found, [grad, *flat]):
+        return _backward_dispatched(kind, grad, kept, arguments)
+    assert found.backward is not None
+    return list(found.backward(grad, *kept, *arguments))
+
+
+def _operator(kind: str) -> str:
+    return kind.partition("/")[0]
+
+
+def _dispatched(kind: str, *arguments: Any) -> list[Tensor]:
+    tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
+    return getattr(torch.ops.nsa, _operator(kind))(kind, tensors, *rest)
+
+
+def _backward_dispatched(kind: str, grad, kept, arguments) -> list[Tensor]:
+    tensors, rest = arguments[:-REST_COUNT], arguments[-REST_COUNT:]
+    gradient = getattr(torch.ops.nsa, f"{_operator(kind)}_backward")
+    return gradient(kind, grad, kept, tensors, *rest)
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
@@ -101,12 +147,19 @@ def refuse_transforms(*tensors: Tensor) -> None:
         raise NotImplementedError(NO_JVP)
 
 
-def _direct(name: str, arguments: Sequence[Any]) -> bool:
+def _alive(arguments: Sequence[Any]) -> Sequence[Any]:
+    """A pull-back of torch.func.vjp runs when the transform has ended; kernels need memory."""
+    if any(map(is_functorch_wrapped_tensor, _tensors(arguments))):
+        return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
+    return arguments
+
+
+def _direct(found: Call, arguments: Sequence[Any]) -> bool:
     """Whether the dispatcher would do nothing but call the function, or need not: of operators of
     torch a mode sees more.
     """
     device = next(x for x in arguments if isinstance(x, Tensor)).device
-    composed = name in _composed and not traced(arguments)
+    composed = found.composed and not traced(arguments)
     return device.type in DEVICES and (composed or plain(arguments))
 
 
@@ -120,7 +173,7 @@ def numbers_of(config: NSAConfig) -> tuple[int, ...]:
 
 
 def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None, scale):
-    """What `PLACE` describes."""
+    """What `LAYOUT_ARGS` describes."""
     lengths = kv_len if isinstance(kv_len, Tensor) else None
     kv_len = 0 if isinstance(kv_len, Tensor) else kv_len
     return (
@@ -134,7 +187,9 @@ def arguments(config: NSAConfig, kv_len: int | Tensor, cu_seqlens: Tensor | None
 
 
 def lengths(kv_len, lengths, cu_seqlens, max_seqlen, padded, numbers, scale) -> dict[str, Any]:
-    """By name, what `arguments` made `PLACE` of; what the borders' sizes say is not among it."""
+    """By name, what `arguments` made `LAYOUT_ARGS` of; what the borders' sizes say is not among
+    it.
+    """
     return {
         "config": config_of(*numbers),
         "kv_len": kv_len if lengths is None else lengths,
@@ -159,145 +214,162 @@ def branch_shapes(query, key, value, *rest):
     return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def index_shapes(query, key, *place):
+def index_shapes(query, key, *rest):
     """Selected blocks, unwritten."""
-    shape = *query.shape[:2], key.shape[2], numbers_in(place)[FIELDS.index("num_selected")]
-    return query.new_empty(shape, dtype=torch.int32)
+    shape = *query.shape[:2], key.shape[2], numbers_in(rest)[FIELDS.index("num_selected")]
+    return (query.new_empty(shape, dtype=torch.int32),)
 
 
-def define_branch(name, tensors, function, kept, backward) -> None:
-    """Registers `nsa::name`, a branch, with the gradients of query, key and value."""
-    define(name, tensors, "(Tensor out, Tensor lse)", function, branch_shapes)
-    differentiate(name, tensors, 3, kept, backward, 2)
+# Gradients
 
 
-def define(name, tensors, results, function, shapes, composed=False) -> None:
-    """Registers `nsa::name`; `shapes` gives outputs as `function` does, unwritten; `composed`:
-    whether operators of torch are all that it runs.
-    """
-    torch.library.define(f"nsa::{name}", f"({tensors}, {PLACE}) -> {results}")
-    torch.library.impl(f"nsa::{name}", "CompositeExplicitAutograd", function)
-    torch.library.register_fake(f"nsa::{name}", shapes)
-    _functions[name] = function
-    if composed:
-        _composed.add(name)
-
-
-def _refuse_empty(name: str, saved: Sequence[Any]) -> None:
+def _refuse_empty(kind: str, saved: Sequence[Any]) -> None:
     """Raises where memory of what was saved is gone (`early_release`)."""
     if any(x.numel() and not x.is_meta and not x.data_ptr() for x in _tensors(saved)):
         raise RuntimeError(
-            f"the last backward pass of {name} did not end, and has given back memory of what it "
+            f"the last backward pass of {kind} did not end, and has given back memory of what it "
             "needs: run the forward pass again, or pass retain_graph=True"
         )
 
 
-def differentiate(name, tensors, floats, kept, backward, returned) -> None:
-    """Gradients of the first `floats` inputs of `nsa::name`, by `nsa::name_backward`. The first
-    `returned` outputs are what a caller wants, the others are there for the gradients.
+def _save(ctx, kept: Sequence[Tensor], inputs: Sequence[Any]) -> None:
+    arguments = *kept, *inputs
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.kept = len(kept)
 
-    `backward` takes the gradient of the first output, the last outputs (`kept`: as the schema has
-    them), then the inputs.
+
+def _saved(ctx) -> list[Any]:
+    pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
+    return [other if x is None else x for x, other in pairs]
+
+
+class Differentiable(torch.autograd.Function):
+    """A call whose gradient is its `backward`, not torch.library.register_autograd's, which at each
+    call lists all arguments of the schema once for each of them.
     """
-    overload, function = getattr(torch.ops.nsa, name).default, _functions[name]
-    count = kept.count("Tensor")
-    first = len(overload._schema.returns) - count
 
-    def shapes(grad, *arguments):
-        return [x.new_empty(x.shape) for x in arguments[count : count + floats]]
-
-    # An operator of its own: what it calls need not be traceable. It has no autograd kernel,
-    # and one of torch.library.custom_op would keep autograd from working inside.
-    schema = ", ".join(filter(None, ("Tensor grad", kept, tensors)))
-    define(f"{name}_backward", schema, "Tensor[]", backward, shapes, name in _composed)
-    gradient = _functions[f"{name}_backward"]
-
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, run, results, known, *inputs):
-            with torch._C._AutoDispatchBelowAutograd():
-                output = known.run(run, inputs) if known else run(*inputs)
-            arguments = *output[first:], *inputs
-            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-            ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-            hooks = early_release.has_hooks()
-            # What a hook brings back may be anything.
-            ctx.known = None if hooks else known
-            # Whether what was kept is this node's alone.
-            ctx.alone = results is not None and results <= first and not hooks
-            ctx.set_materialize_grads(False)
-            return tuple(output[:results])
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            raise NotImplementedError(NO_JVP)
-
-        @staticmethod
-        @first_order
-        def backward(ctx, grad, *_):
-            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-            arguments = [other if x is None else x for x, other in pairs]
-            nothing = (None for _ in arguments[count + floats :])
-            direct = plain([grad])
-            addresses = (
-                [x.data_ptr() for x in arguments if isinstance(x, Tensor)] if direct else []
-            )
-            if 0 in addresses:
-                _refuse_empty(name, arguments)
-            last = ctx.alone and direct and early_release.is_last_pass()
-            # The gradient that comes in may lie in what was kept, which then stays.
-            apart = last and grad.untyped_storage().data_ptr() not in addresses
-            with early_release.allowed(apart):
-                if ctx.known and direct:
-                    found = ctx.known.run_backward(gradient, (grad, *arguments))
-                else:
-                    found = call(f"{name}_backward", grad, *arguments)
-            return None, None, None, *found, *nothing
-
-    class Transformed(torch.autograd.Function):
-        """The same as torch.func asks for it, which `Differentiable`, since it keeps what it does
-        not return, cannot be.
+    @staticmethod
+    def forward(ctx, call: Call, again, direct: bool, *inputs):
         """
+        Args:
+          again: what runs calls of this signature from their plans; None: `call` does.
+          direct: without the dispatcher; a caller then gets `call.returned`, else all results.
+        """
+        with torch._C._AutoDispatchBelowAutograd():
+            if again is not None:
+                output = again.forward(inputs)
+            else:
+                output = tuple(call.run(*inputs) if direct else _dispatched(call.kind, *inputs))
+        _save(ctx, output[call.kept], inputs)
+        hooks = early_release.has_hooks()
+        ctx.call = call
+        # What a hook brings back may be anything.
+        ctx.again = None if hooks else again
+        # Whether what was kept is this node's alone.
+        ctx.alone = direct and call.returned <= (call.kept.start or 0) and not hooks
+        ctx.set_materialize_grads(False)
+        return tuple(output[: call.returned] if direct else output)
 
-        @staticmethod
-        def forward(*inputs):
-            with torch._C._AutoDispatchBelowAutograd():
-                return tuple(overload(*inputs))
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(NO_JVP)
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            arguments = *output[first:], *inputs
-            ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-            ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+    @staticmethod
+    @first_order
+    def backward(ctx, grad, *_):
+        saved, call, count = _saved(ctx), ctx.call, ctx.kept
+        direct = plain([grad])
+        addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)] if direct else []
+        if 0 in addresses:
+            _refuse_empty(call.kind, saved)
+        last = ctx.alone and direct and early_release.is_last_pass()
+        # The gradient that comes in may lie in what was kept, which then stays.
+        apart = last and grad.untyped_storage().data_ptr() not in addresses
+        with early_release.allowed(apart):
+            if ctx.again is not None and direct:
+                found = ctx.again.backward([grad, *saved])
+            else:
+                found = _call_backward(call.kind, grad, saved[:count], saved[count:])
+        nothing = [None] * (len(saved) - count - call.floats)
+        return None, None, None, *found, *nothing
 
-        @staticmethod
-        def backward(ctx, grad, *_):
-            pairs = zip(ctx.saved_tensors, ctx.others, strict=True)
-            arguments = [other if x is None else x for x, other in pairs]
-            found = call(f"{name}_backward", grad, *arguments)
-            return *found, *(None for _ in arguments[count + floats :])
 
-    class Gradient(torch.autograd.Function):
-        """`nsa::name_backward`, which has no gradient itself."""
+class Transformed(torch.autograd.Function):
+    """The same as torch.func asks for it, which `Differentiable`, since it keeps what it does not
+    return, cannot be.
+    """
 
-        @staticmethod
-        def forward(*inputs):
-            return tuple(getattr(torch.ops.nsa, f"{name}_backward")(*inputs))
+    @staticmethod
+    def forward(kind, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(_dispatched(kind, *inputs))
 
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        kind, *inputs = inputs
+        ctx.call = _calls[kind]
+        _save(ctx, output[ctx.call.kept], inputs)
 
-        backward = staticmethod(refuse)
+    @staticmethod
+    def backward(ctx, grad, *_):
+        saved, call, count = _saved(ctx), ctx.call, ctx.kept
+        found = _call_backward(call.kind, grad, saved[:count], saved[count:])
+        return None, *found, *[None] * (len(saved) - count - call.floats)
 
-    def dispatched(*inputs):
-        return Differentiable.apply(overload, None, None, *inputs)
 
-    def direct(known, *inputs):
-        return Differentiable.apply(function, returned, known, *inputs)
+class Gradient(torch.autograd.Function):
+    """The operator of a gradient, which has no gradient itself."""
 
-    # Not torch.library.register_autograd, which at each call lists all arguments of the schema
-    # once for each of them.
-    torch.library.impl(f"nsa::{name}", "Autograd", dispatched)
-    _differentiable[name], _transformed[name] = direct, Transformed.apply
-    _transformed[f"{name}_backward"] = Gradient.apply
+    @staticmethod
+    def forward(kind, count, grad, *inputs):
+        return tuple(_backward_dispatched(kind, grad, inputs[:count], inputs[count:]))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(refuse)
+
+
+# The operators
+
+
+def _run(kind, tensors, *rest):
+    return list(_calls[kind].run(*tensors, *rest))
+
+
+def _shapes(kind, tensors, *rest):
+    return list(_calls[kind].shapes(*tensors, *rest))
+
+
+def _differentiable(kind, tensors, *rest):
+    found = _calls[kind]
+    if found.backward is None:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _dispatched(kind, *tensors, *rest)
+    return list(Differentiable.apply(found, None, False, *tensors, *rest))
+
+
+def _run_backward(kind, grad, kept, tensors, *rest):
+    # What it calls need not be traceable. An autograd kernel, and that of torch.library.custom_op,
+    # would keep autograd from working inside.
+    backward: Any = _calls[kind].backward
+    return list(backward(grad, *kept, *tensors, *rest))
+
+
+def _backward_shapes(kind, grad, kept, tensors, *rest):
+    return [x.new_empty(x.shape) for x in tensors[: _calls[kind].floats]]
+
+
+def _register(name: str, schema: str, function, shapes) -> None:
+    torch.library.define(f"nsa::{name}", schema.format(REST))
+    torch.library.impl(f"nsa::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"nsa::{name}", shapes)
+
+
+for _name in ("attention", "branch_attention", "select_blocks"):
+    _register(_name, FORWARD, _run, _shapes)
+    torch.library.impl(f"nsa::{_name}", "Autograd", _differentiable)
+for _name in ("attention", "branch_attention"):
+    _register(f"{_name}_backward", BACKWARD, _run_backward, _backward_shapes)

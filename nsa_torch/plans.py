@@ -6,9 +6,10 @@ device. Strides, addresses and which arguments are one tensor are not in it.
 
 import collections
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +57,10 @@ def forget() -> None:
 
 
 class Planned:
-    """A function that is traced once for all calls alike.
+    """A function that is traced once for all calls of one signature.
 
     Args:
       function: of an `ArrayOps` and of an operator's arguments, tensors among them; returns arrays.
-      returns: makes what the operator returns of the results.
       backward: of its gradient: takes a gradient like the first result, the other results, and the
         arguments.
       before: called with this object, a plan of it, the arguments and the device before the plan
@@ -70,19 +70,17 @@ class Planned:
     def __init__(
         self,
         function: Callable[..., Iterable[Any]],
-        returns: Callable[[list[Tensor]], Any] = tuple,
         backward: "Planned | None" = None,
         before: Callable[..., None] = lambda planned, plan, arguments, device: None,
     ):
-        self.function, self.returns = function, returns
-        self.backward, self.before = backward, before
+        self.function, self.backward, self.before = function, backward, before
         self.__name__ = getattr(function, "__name__", "planned")
         self._known: LruCache[BoundPlan] = LruCache()
         _planned.append(self)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any) -> list[Tensor]:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        return self.returns(self.bound(arguments, tensors)(tensors))
+        return self.bound(arguments, tensors)(tensors)
 
     def bound(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Bound:
         """The plan of a call on its device."""
@@ -130,54 +128,22 @@ class Planned:
         self._known.clear()
 
 
-class Known:
-    """The plans of calls that are known to be alike, and of their gradients.
+class Ready:
+    """A function in calls of one signature: its plan is looked up at the first of them."""
 
-    Attributes:
-      call: what else follows from their likeness, for whoever makes the calls.
-      quick: makes one whose gates are one tensor, of its tensors by role; None: not yet known.
-    """
+    __slots__ = ("_function", "_pick", "_plan")
 
-    __slots__ = ("_backward", "_forward", "call", "quick")
-
-    def __init__(self):
-        self.call: Any = None
-        self.quick: Callable[..., Tensor] | None = None
-        self._forward: _Ready | None = None
-        self._backward: _Ready | None = None
-
-    @property
-    def plan(self) -> Bound:
-        """That of calls forward, one of which was run."""
-        assert self._forward is not None
-        return self._forward.plan
-
-    def run(self, function: Planned, arguments: Sequence[Any]) -> list[Tensor]:
-        """What `function(*arguments)` returns."""
-        if self._forward is None:
-            self._forward = _Ready.of(function, arguments)
-        return self._forward(arguments)
-
-    def run_backward(self, function: Planned, arguments: Sequence[Any]) -> list[Tensor]:
-        """The same of the gradient."""
-        if self._backward is None:
-            self._backward = _Ready.of(function, arguments)
-        return self._backward(arguments)
-
-
-class _Ready(NamedTuple):
-    """A plan, and which of the arguments of an operator are tensors."""
-
-    plan: Bound
-    at: Sequence[int]
-
-    @classmethod
-    def of(cls, function: Planned, arguments: Sequence[Any]) -> "_Ready":
-        at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-        return cls(function.bound(arguments, [arguments[i] for i in at]), at)
+    def __init__(self, function: Any):
+        self._function, self._plan = function, None
+        self._pick: Any = None
 
     def __call__(self, arguments: Sequence[Any]) -> list[Tensor]:
-        return self.plan([arguments[i] for i in self.at])
+        """What the function returns; of the arguments the tensors alone may be others each time."""
+        if self._plan is None:
+            at = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+            self._pick = operator.itemgetter(*at)
+            self._plan = self._function.bound(arguments, self._pick(arguments))
+        return self._plan(self._pick(arguments))
 
 
 def plan_ops(device: torch.device | None) -> PlanOps:

@@ -12,13 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_torch.chunks import Chunk, Rows, Span, Work, chunked, wide
 from nsa_torch.geometry import geometry_of
-from nsa_torch.operators import CHOSEN, THREE
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 SHORT_CHUNK = {"cpu": 64, "cuda": 1024}  # queries, however short the window is
 
 
-@chunked("sdpa_compressed_attention", THREE)
+@chunked("sdpa/compressed", 3)
 def compressed_attention(
     query, compressed_key, compressed_value, *, config, kv_len, cu_seqlens, scale, with_lse
 ):
@@ -40,7 +39,7 @@ def compressed_attention(
     return Work(plan, batch * heads * count * 4)
 
 
-@chunked("sdpa_sliding_attention", THREE)
+@chunked("sdpa/sliding", 3)
 def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, with_lse):
     """The last `window` keys of the sequence, the query's own included."""
     batch, _, heads, _ = query.shape
@@ -74,7 +73,7 @@ def sliding_attention(query, key, value, *, config, kv_len, cu_seqlens, scale, w
     return Work(plan, row_bytes, most)
 
 
-@chunked("sdpa_selected_attention", CHOSEN)
+@chunked("sdpa/selected", 4)
 def selected_attention(
     query, key, value, block_indices, *, config, kv_len, cu_seqlens, scale, with_lse
 ):

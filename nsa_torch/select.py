@@ -19,30 +19,23 @@ def select_blocks(
 ) -> Tensor:
     """The selected blocks, int32 `[B, T, Hkv, n]`; scores never exist for all queries."""
     place = operators.arguments(config, kv_len, cu_seqlens, scale)
-    return operators.call(OPERATOR, query.detach(), compressed_key.detach(), *place)
+    return operators.call(KIND, query.detach(), compressed_key.detach(), False, *place)[0]
 
 
 @torch.no_grad()
-def _select_blocks(query, compressed_key, *place) -> Tensor:
+def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
     config, kv_len, cu_seqlens, scale = operators.lengths(*place).values()
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
-    indices = operators.index_shapes(query, compressed_key, *place)
+    (indices,) = operators.index_shapes(query, compressed_key, *place)
     for part in _parts(query, compressed_key):
         scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
         indices[:, part] = select_from_scores(scores, own, config)
-    return indices
+    return [indices]
 
 
-OPERATOR = "torch_select_blocks"
-operators.define(
-    OPERATOR,
-    operators.SCORING,
-    "Tensor",
-    _select_blocks,
-    operators.index_shapes,
-    composed=True,
-)
+KIND = "select_blocks/sdpa"
+operators.define(KIND, _select_blocks, operators.index_shapes, composed=True)
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ No length compiles anything. A CUDA graph can capture a call whose layer has run
 from nsa_core.steps import triton_attention
 from nsa_torch.kernel_path import KernelPath
 
-PATH = KernelPath("triton_", triton_attention.STEPS, masks=True)
+PATH = KernelPath("triton", triton_attention.STEPS, masks=True)
 compressed_attention = PATH.compressed_attention
 selected_attention = PATH.selected_attention
 sliding_attention = PATH.sliding_attention
 select_blocks = PATH.select_blocks
-attention = PATH.attention
+attention = PATH

@@ -6,20 +6,20 @@ import nsa_interop.launch
 
 from kernels_pallas.kernel import Array, Kernel
 from nsa_core.plan.kernels import SEQUENCES
-from nsa_torch import alike, operators, plans, torch_ops
+from nsa_torch import operators, plans, signature, torch_ops
 from nsa_torch.torch_ops import TorchOps
 from nsa_torch.triton_ops import TRITON_OPS
 from tests.torch_inputs import tensors_at
 
 
 def forget():
-    """All that is known of calls alike."""
-    alike.DECIDED.clear()
+    """All that is known of signatures."""
+    signature.CALLS.clear()
     plans.forget()
 
 
 def described(
-    form,
+    mode,
     batch,
     length,
     *,
@@ -33,13 +33,13 @@ def described(
 ):
     """Arguments of an operator of all steps, without memory."""
     array = lambda *shape: Array((batch, *shape), dtype)
-    compressed = length if form.compresses else config.num_compressed(length)
+    compressed = length if mode.compresses else config.num_compressed(length)
     tokens = [
         array(count, kv_heads, width)
         for width in (key_width, value_width)
         for count in (compressed, length, length)
     ]
-    tokens = [tokens[1], tokens[4]] if form.shared else tokens
+    tokens = [tokens[1], tokens[4]] if mode.shared else tokens
     borders = Array((SEQUENCES + 1,), "int32")
     place = operators.arguments(config, length, borders if packed else None, None)
     return (
@@ -109,7 +109,7 @@ def on_the_cpu(monkeypatch, run):
     monkeypatch.setattr(nsa_interop.launch, "current_stream", lambda device: 0)
     for module in (nsa_interop.launch, torch_ops):
         monkeypatch.setattr(module, "ALIGNMENT", 16)
-    monkeypatch.setattr(alike, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(signature, "DEVICE_TYPES", ("cpu",))
     forget()
     yield ran
     forget()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nsa_torch
-from nsa_torch import Branches, alike, plans
+from nsa_torch import Branches, plans, signature
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_ins
@@ -175,7 +175,7 @@ def test_arguments_in_the_same_memory(kind, monkeypatch):
         for _ in range(4):
             problem = Problem(kind, draw, "cpu", SMALL, 24, 2, 16, "mosaic")
             check_calls(problem, CALLS, monkeypatch)
-        assert alike.DECIDED._values
+        assert signature.CALLS._values
 
 
 def test_numbers_by_identity_are_found(monkeypatch):
@@ -223,7 +223,7 @@ def test_tokens_of_a_cache_in_the_same_memory(monkeypatch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("implementation", alike.KERNELS)
+@pytest.mark.parametrize("implementation", signature.KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_in_the_same_memory_on_gpu(kind, implementation, monkeypatch):
     draw = random.Random(kind)

@@ -1,4 +1,4 @@
-"""Public calls alike decide once (`nsa_torch.alike`), and what decides is seen.
+"""Public calls of one signature decide once (`nsa_torch.signature`), and what decides is seen.
 
 Kernels are stand-ins here. What real ones give: `test_any_length.py`, on a GPU.
 """
@@ -18,7 +18,7 @@ import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy, tiles
 from nsa_core.plan import planner
-from nsa_torch import Branches, alike, checks, early_release, mosaic, operators, plans
+from nsa_torch import Branches, checks, early_release, mosaic, operators, plans, signature
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_in, stand_ins
@@ -71,10 +71,9 @@ def good(**changes):
 def key_of(arguments):
     names = "query", "key", "value", "gates", "compressed", "block_indices", "cu_seqlens"
     given = [arguments.get(name) for name in names]
-    options = {"config": arguments["config"], "implementation": arguments["implementation"]}
-    rest = {"scale": None, "recompute": False}
+    rest = {"config": None, "scale": None, "recompute": False}
     rest |= {name: arguments[name] for name in rest if name in arguments}
-    return alike.key_of(given, **options, **rest)
+    return signature.signature_of(given, arguments["implementation"], None, **rest)
 
 
 def by_steps(monkeypatch, arguments):
@@ -194,11 +193,11 @@ def test_outputs_of_branches_go_once_they_were_read(released):
 
 
 @pytest.mark.parametrize("how", ["a mode forward", "recomputed", "hooks"])
-def test_what_others_may_have_stays(how, released, monkeypatch):
+def test_what_others_may_have_stays(how, released):
     options = {"recompute": how == "recomputed", "scale": 0.4}
-    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if how == "a mode forward":
-            patch.setattr(operators, "plain", lambda tensors: False)
+            stack.enter_context(Watching())
         if how == "hooks":
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
             stack.enter_context(hooks)
@@ -301,7 +300,7 @@ def test_what_no_plan_depends_on_does_not_count(change):
     assert key_of(one) == key_of(other)
     with torch.no_grad():
         found = [nsa_torch.attention(**x) for x in (one, other)]
-    assert len(alike.DECIDED._values) == 1
+    assert len(signature.CALLS._values) == 1
     copies = {x: y.clone() if isinstance(y, torch.Tensor) else y for x, y in other.items()}
     assert torch.equal(found[1], nsa_torch.attention(**copies))
 
@@ -345,7 +344,8 @@ def test_tiles_that_a_tuner_forces_are_not_kept():
         with tiles.forced(sliding={"stages": 3}):
             assert key_of(arguments) is None
             nsa_torch.attention(**arguments)
-            (planned,) = (x for x in mosaic.PATH.planned.values() if x._known._values)
+            functions = [*mosaic.PATH.planned.values(), *mosaic.PATH.joined.values()]
+            (planned,) = (x for x in functions if x._known._values)
             assert len(planned._known._values) == 1
         assert torch.equal(nsa_torch.attention(**arguments), want)
 
@@ -522,20 +522,36 @@ def test_other_implementations_decide_at_every_call(checked):
         checked.clear()
         nsa_torch.attention(**arguments)
         assert checked
-    assert not alike.DECIDED._values
+    assert not signature.CALLS._values
 
 
-def test_an_operator_is_called_without_the_dispatcher(monkeypatch):
+def test_an_operator_is_called_without_the_dispatcher():
     """Where nothing else has a say; else torch finds its function."""
     query = torch.randn(1, 24, 4, 16, dtype=torch.bfloat16)
     key = torch.randn(1, 5, 2, 16, dtype=torch.bfloat16)
-    place = operators.arguments(SMALL, 24, None, None)
-    calls = []
-    monkeypatch.setitem(operators._functions, "select_blocks", lambda *a: calls.append(a))
-    operators.call("select_blocks", query, key, *place)
-    assert len(calls) == 1
-    with Watching() as watching:
-        operators.call("select_blocks", query, key, *place)
-    assert len(calls) == 1 and "nsa.select_blocks.default" in watching.seen
-    operators.call("select_blocks", query.as_subclass(Own), key, *place)
-    assert len(calls) == 1
+    rest = False, *operators.arguments(SMALL, 24, None, None)
+    with torch.autograd.profiler.profile() as profile, Watching() as watching:
+        operators.call("select_blocks/mosaic", query, key, *rest)
+    assert "nsa.select_blocks.default" in watching.seen
+    assert "nsa::select_blocks" in [x.name for x in profile.function_events]
+    with torch.autograd.profiler.profile() as profile:
+        operators.call("select_blocks/mosaic", query, key, *rest)
+    names = [x.name for x in profile.function_events]
+    assert names and "nsa::select_blocks" not in names
+
+
+def test_operators_are_few():
+    """What differs between implementations and input modes is a kind of call, no operator."""
+    from nsa_torch import autograd, fa2, sdpa  # noqa: F401
+
+    schemas = (x.name.partition("::") for x in torch._C._jit_get_all_schemas())
+    names = {name for space, _, name in schemas if space == "nsa"}
+    kinds = {kind.partition("/")[0] for kind in operators._calls}
+    assert kinds == {"attention", "branch_attention", "select_blocks"}
+    assert {x for x in names if "attention" in x or "select" in x} == {
+        "attention",
+        "attention_backward",
+        "branch_attention",
+        "branch_attention_backward",
+        "select_blocks",
+    }

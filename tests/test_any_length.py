@@ -15,7 +15,7 @@ from kernels_pallas.runtime import loaded, lowering, sequence
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_interop import launch
-from nsa_torch import call_forms, mosaic, plans
+from nsa_torch import input_modes, mosaic, plans
 from tests import planned
 from tests.planned import Eager
 from tests.test_block_query_lists import needs_gpu
@@ -27,13 +27,13 @@ LAYERS = {
     "G24": {"heads": 24, "kv_heads": 1, "key_width": 64, "value_width": 64},
     "packed": {"heads": 32, "kv_heads": 2, "key_width": 64, "value_width": 64, "packed": True},
 }
-FORMS = {"wide": call_forms.APART}  # of the others: SHARED
+MODES = {"wide": input_modes.SEPARATE_KV}  # of the others: SHARED_KV
 by_layer = pytest.mark.parametrize("name", LAYERS)
 by_pass = pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 
 
 def kernels_of(name, length, gradients, batch=1):
-    form = FORMS.get(name, call_forms.SHARED)
+    mode = MODES.get(name, input_modes.SHARED_KV)
     return kernels.kernels_of(
         batch=batch,
         length=length,
@@ -41,8 +41,8 @@ def kernels_of(name, length, gradients, batch=1):
         dtype="bfloat16",
         config=NSAConfig(),
         gradients=gradients,
-        compresses=form.compresses,
-        shared=form.shared,
+        compresses=mode.compresses,
+        shared=mode.shared,
     )
 
 
@@ -53,11 +53,11 @@ def generic(kernels):
 @by_pass
 @by_layer
 def test_an_operator_of_torch_runs_these_kernels(name, gradients):
-    form = FORMS.get(name, call_forms.SHARED)
-    function = mosaic.PATH.planned[form.name + "_saving" * gradients]
-    given = planned.described(form, 1, 9000, **LAYERS[name], config=NSAConfig())
+    mode = MODES.get(name, input_modes.SHARED_KV)
+    function = mosaic.PATH.planned[mode, "saving" if gradients else "forward"]
+    given = planned.described(mode, 1, 9000, **LAYERS[name], config=NSAConfig())
     found = [x for plan in function.plans(given, None) for x in plan.kernels]
-    assert ("compress_means" in {x.name for x in found}) == form.compresses
+    assert ("compress_means" in {x.name for x in found}) == mode.compresses
     assert list(dict.fromkeys(found)) == kernels_of(name, 9000, gradients)
 
 

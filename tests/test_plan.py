@@ -11,7 +11,8 @@ from nsa_core.plan import workspace
 from nsa_core.steps import mosaic_gather, mosaic_stored_ds
 from nsa_interop import launch
 from nsa_torch import first_call, mosaic, operators, plans, triton
-from nsa_torch.call_forms import APART, GIVEN, SHARED
+from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
+from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.inputs import SMALL
@@ -38,7 +39,7 @@ WHERE = {
     "lengths": {"kv_len": torch.tensor([20, 9])},
     "a length": {"kv_len": torch.tensor(19)},
 }
-FORMS = {"shared": SHARED, "apart": APART, "given": GIVEN}
+MODES = {"shared": SHARED_KV, "apart": SEPARATE_KV, "given": PRECOMPRESSED}
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -46,14 +47,14 @@ def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, generator=make).to(dtype)
 
 
-def call(form, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=torch.bfloat16):
+def call(mode, sizes, kv_len=None, cu_seqlens=None, indices=False, gate_dtype=torch.bfloat16):
     """Arguments of an operator of all steps."""
     B, T, S, H, Hkv, D, Dv, config = sizes
     if cu_seqlens is not None:
         B, S = 1, T
-    C = S if form.compresses else config.num_compressed(S)
+    C = S if mode.compresses else config.num_compressed(S)
     tokens = [normal(B, n, Hkv, width) for width in (D, Dv) for n in (C, S, S)]
-    tokens = [tokens[1], tokens[4]] if form.shared else tokens
+    tokens = [tokens[1], tokens[4]] if mode.shared else tokens
     gates = normal(B, T, H, 3, dtype=gate_dtype).sigmoid().unbind(-1)
     chosen = None
     if indices:
@@ -94,49 +95,48 @@ def path(request, monkeypatch):
         yield (mosaic if request.param == "mosaic" else triton).PATH
 
 
-def check_all(path, form, arguments):
+def check_all(path, mode, arguments):
     """Forward alone, with residuals and gradients, and with branches computed again."""
-    name = form.name
-    both_ways(path.planned[name], arguments)
-    for suffix in "_saving", "_recomputing":
-        function = path.planned[name + suffix]
+    both_ways(path.planned[mode, FORWARD], arguments)
+    for keep in SAVING, RECOMPUTING:
+        function = path.planned[mode, keep]
         out, *kept = both_ways(function, arguments)
         grads = both_ways(function.backward, [out.flip(1), *kept, *arguments])
-        assert len(grads) == form.count
+        assert len(grads) == mode.count
 
 
-OF_PATHS = {f"mosaic-{name}": ("mosaic", form) for name, form in FORMS.items()} | {
-    "triton": ("triton", GIVEN)
+OF_PATHS = {f"mosaic-{name}": ("mosaic", mode) for name, mode in MODES.items()} | {
+    "triton": ("triton", PRECOMPRESSED)
 }
 
 
-@pytest.mark.parametrize(("path", "form"), OF_PATHS.values(), ids=OF_PATHS, indirect=["path"])
+@pytest.mark.parametrize(("path", "mode"), OF_PATHS.values(), ids=OF_PATHS, indirect=["path"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_sizes(form, sizes, path):
-    check_all(path, form, call(form, sizes))
+def test_sizes(mode, sizes, path):
+    check_all(path, mode, call(mode, sizes))
 
 
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 @pytest.mark.parametrize("indices", [False, True], ids=["selected", "given indices"])
 def test_where(where, indices, path):
-    check_all(path, GIVEN, call(GIVEN, ROWS, indices=indices, **where))
+    check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, ROWS, indices=indices, **where))
 
 
 @pytest.mark.parametrize("most", [0, 2**12])
 def test_a_workspace_of_any_size(most, path, monkeypatch):
     monkeypatch.setattr(workspace, "MOST_BYTES", most)
-    check_all(path, GIVEN, call(GIVEN, SIZES["gathered"]))
+    check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, SIZES["gathered"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["rows", "packed"])
 def test_gates_in_one_tensor(dtype, where, path):
-    arguments = call(GIVEN, ROWS, gate_dtype=dtype, **WHERE[where])
-    check_all(path, GIVEN, arguments)
-    *before, a, b, c = arguments[: GIVEN.count]
-    joined = [*before, torch.stack([a, b, c], -1), *arguments[GIVEN.count :]]
-    (out,) = both_ways(path.joined[GIVEN], joined)
-    assert torch.equal(out, path.planned[GIVEN.name](*arguments)[0])
+    arguments = call(PRECOMPRESSED, ROWS, gate_dtype=dtype, **WHERE[where])
+    check_all(path, PRECOMPRESSED, arguments)
+    *before, a, b, c = arguments[: PRECOMPRESSED.count]
+    joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
+    (out,) = both_ways(path.joined[PRECOMPRESSED], joined)
+    assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*arguments)[0])
 
 
 def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
@@ -148,10 +148,10 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
     monkeypatch.setattr(first_call, "_prepared", set())
     monkeypatch.setattr(plans, "device_name", lambda index: None)
     monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))
-    function, device = mosaic.PATH.planned["attention_saving"], torch.device("cuda", 0)
+    function, device = mosaic.PATH.planned[PRECOMPRESSED, SAVING], torch.device("cuda", 0)
     gone = []
     for length in (24, 40):
-        arguments = call(GIVEN, (1, length, length, *ROWS[3:]))
+        arguments = call(PRECOMPRESSED, (1, length, length, *ROWS[3:]))
         plan = function.plan(arguments, device)
         first_call.before(function, plan, arguments, device)
         gone.append(weakref.ref(arguments[0]))
@@ -171,4 +171,4 @@ def test_a_wrong_lifetime_is_found(path, monkeypatch):
     monkeypatch.setattr(workspace, "placed", earlier)
     monkeypatch.setattr(plan_checks, "check", lambda plan: None)
     with pytest.raises(AssertionError):
-        check_all(path, GIVEN, call(GIVEN, ROWS))
+        check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, ROWS))

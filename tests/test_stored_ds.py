@@ -22,7 +22,7 @@ from nsa_core.steps import mosaic_stored_ds
 from nsa_core.types import Branches
 from nsa_jax import eager, ffi, mosaic, xla_call
 from nsa_jax.jax_ops import JaxOps
-from nsa_torch import call_forms
+from nsa_torch import input_modes
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import planned
 from tests.inputs import PAPER, Case, problem
@@ -153,8 +153,8 @@ def test_torch_has_one_window_at_a_time(monkeypatch):
     """A plan drops dS of one before it makes that of the next."""
     monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
-    given = planned.described(call_forms.SHARED, 1, 2048, **sizes, config=PAPER)
-    function = nsa_torch.mosaic.PATH.planned["attention_compressing_shared_saving"]
+    given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
+    function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
     _, plan = function.plans(given, None)
     there, made = set(), 0
     for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):

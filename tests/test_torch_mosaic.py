@@ -25,7 +25,7 @@ from nsa_torch import (
     mosaic,
     plans,
 )
-from nsa_torch.operators import arguments
+from nsa_torch.operators import REST_COUNT, arguments
 from tests import planned
 from tests.inputs import PAPER, SMALL, Case, any_blocks
 from tests.reach import NUMBERS
@@ -42,14 +42,17 @@ from tests.torch_inputs import (
     run,
 )
 
-OPERATORS = ("compressed_attention", "select_blocks", "selected_attention", "sliding_attention")
-WHOLE = (
-    "attention",
-    "attention_saving",
-    "attention_recomputing",
-    "attention_compressing_shared",
-    "attention_compressing_shared_saving",
-    "attention_compressing_recomputing",
+KINDS = (
+    "attention/mosaic/precompressed/forward",
+    "attention/mosaic/precompressed/saving",
+    "attention/mosaic/precompressed/recomputing",
+    "attention/mosaic/separate_kv/recomputing",
+    "attention/mosaic/shared_kv/forward",
+    "attention/mosaic/shared_kv/saving",
+    "branch_attention/mosaic/compressed",
+    "branch_attention/mosaic/selected",
+    "branch_attention/mosaic/sliding",
+    "select_blocks/mosaic",
 )
 
 
@@ -273,8 +276,8 @@ def check_compiled(device, backend):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def operators(device):
-    """The operators with arguments of one small problem."""
+def operator_arguments(device):
+    """Of operators, by kind, for one small problem."""
     query, key, value, gates = inputs(*SIZES, device=device)
     place = arguments(FEW, 21, None, None)
     pair = [nsa_torch.compress(x, config=FEW).detach().requires_grad_() for x in (key, value)]
@@ -286,30 +289,38 @@ def operators(device):
     lengths = torch.tensor([20], device=device)
     # The one without gradients is never called where they are wanted.
     whole = query, pair[0], key, key, pair[1], value, value, *gates
-    rest = None, False, *place
-    shared = query, key, value, *gates, *rest
+    rest = False, *place
+    shared = query, key, value, *gates
     # Leaves of their own: the order of a sum of three rounded gradients is nobody's promise.
     apart = [x.detach().clone().requires_grad_() for x in (key, value) for _ in range(3)]
-    return {
-        "attention_compressing_shared": (*map(torch.Tensor.detach, shared[:6]), *rest),
-        "attention_compressing_shared_saving": shared,
-        "attention_compressing_recomputing": (query, *apart, *gates, *rest),
-        "compressed_attention": (query, *pair, *place),
-        "select_blocks": (query.detach(), pair[0].detach(), *place),
-        "selected_attention": (query, key, value, indices, 21, lengths, *place[2:]),
-        "sliding_attention": (*packed, *arguments(FEW, 21, bounds, 0.5)),
-        "attention": (*map(torch.Tensor.detach, whole), *rest),
-        "attention_saving": (*whole, *rest),
-        "attention_recomputing": (*whole, *rest),
+    detached = functools.partial(map, torch.Tensor.detach)
+    lengths = arguments(FEW, lengths, None, None)
+    packing = arguments(FEW, 21, bounds, 0.5)
+    calls = {
+        "attention/mosaic/shared_kv/forward": (*detached(shared), None, *rest),
+        "attention/mosaic/shared_kv/saving": (*shared, None, *rest),
+        "attention/mosaic/separate_kv/recomputing": (query, *apart, *gates, None, *rest),
+        "attention/mosaic/precompressed/forward": (*detached(whole), None, *rest),
+        "attention/mosaic/precompressed/saving": (*whole, None, *rest),
+        "attention/mosaic/precompressed/recomputing": (*whole, None, *rest),
+        "branch_attention/mosaic/compressed": (query, *pair, *rest),
+        "branch_attention/mosaic/selected": (query, key, value, indices, False, *lengths),
+        "branch_attention/mosaic/sliding": (*packed, False, *packing),
+        "select_blocks/mosaic": (query.detach(), pair[0].detach(), *rest),
     }
+    return {kind: (kind, [*x[:-REST_COUNT]], *x[-REST_COUNT:]) for kind, x in calls.items()}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("name", [*OPERATORS, *WHOLE])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("interpreted")
-def test_operator(name):
-    arguments = operators("cpu")[name]
-    torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
+def test_operator(kind):
+    check_operator("cpu", kind)
+
+
+def check_operator(device, kind):
+    operator = getattr(torch.ops.nsa, kind.partition("/")[0]).default
+    torch.library.opcheck(operator, operator_arguments(device)[kind])
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "sdpa"])
@@ -520,11 +531,9 @@ def test_compiled_on_gpu():
 
 @gpu
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("name", [*OPERATORS, *WHOLE])
-def test_operator_on_gpu(name):
-    arguments = operators("cuda")[name]
-    operator = getattr(torch.ops.nsa, name).default
-    torch.library.opcheck(operator, arguments)
+@pytest.mark.parametrize("kind", KINDS)
+def test_operator_on_gpu(kind):
+    check_operator("cuda", kind)
 
 
 @gpu

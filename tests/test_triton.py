@@ -314,9 +314,10 @@ def test_operators():
     pairs = [[x, y, y] for x, y in zip(compressed, (key, value), strict=True)]
     inputs = [query, *pairs[0], *pairs[1], *(gates[..., i].contiguous() for i in range(3))]
     inputs = [x.requires_grad_() for x in inputs]
-    operator = torch.ops.nsa.triton_attention_saving.default
+    operator = torch.ops.nsa.attention.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operator, (*inputs, None, False, *place), test_utils=checks)
+    given = "attention/triton/precompressed/saving", [*inputs, None], False, *place
+    torch.library.opcheck(operator, given, test_utils=checks)
 
 
 @kernel

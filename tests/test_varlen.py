@@ -9,12 +9,14 @@ from kernels_pallas.mosaic import capability
 from nsa_core import debug
 from nsa_core.plan.buffers import Launch, Place
 from nsa_torch import NSAAttention, mosaic, triton
+from nsa_torch.input_modes import PRECOMPRESSED
+from nsa_torch.kernel_path import SAVING
 from nsa_torch.plans import Planned
 from tests import planned
 from tests.inputs import SMALL
 from tests.stand_in_kernels import stand_in
 from tests.test_block_query_lists import needs_gpu
-from tests.test_plan import FORMS, call
+from tests.test_plan import call
 
 PATHS = {"mosaic": mosaic.PATH, "triton": triton.PATH}
 T = 90
@@ -73,8 +75,9 @@ def path(request, monkeypatch):
 def test_what_follows_from_the_borders_is_apart(path):
     """No step of a layer reads nothing but what follows from `cu_seqlens`."""
     sizes = 1, T, T, 4, 2, 16, 16, SMALL
-    arguments = call(FORMS["given"], sizes, cu_seqlens=borders(BATCHES["documents"]))
-    for plan in path.planned["attention_saving"].plans(arguments, torch.device("cpu")):
+    arguments = call(PRECOMPRESSED, sizes, cu_seqlens=borders(BATCHES["documents"]))
+    function = path.planned[PRECOMPRESSED, SAVING]
+    for plan in function.plans(arguments, torch.device("cpu")):
         fixed = {plan.shared}
         fixed |= {
             n for n, x in enumerate(plan.buffers) if x.place in (Place.CONSTANT, Place.BATCH)

@@ -1,12 +1,12 @@
-"""What a public call decides, once for all calls like it: checks, choice, plans.
+"""What a public call decides, once for all calls of its signature: checks, choice, plans.
 
-All of it follows from the key of the call: of its tensors what kernels and the choice between them
-ask, which of them want a gradient, its other arguments, and what is in force about choices. A call
-that anything else has a say in, a mode or a transform, has no key and decides anew.
+All of it follows from the signature: of its tensors what kernels and the choice between them ask,
+which of them want a gradient, its other arguments, and what is in force about choices. A call that
+anything else has a say in, a mode or a transform, has no signature and decides anew.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +18,28 @@ from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables
 from nsa_torch.plain import TENSORS, plain
-from nsa_torch.plans import Known, LruCache, is_stepwise
+from nsa_torch.plans import LruCache, is_stepwise
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps are planned
-DEVICE_TYPES = ("cuda",)  # where calls alike are known
+DEVICE_TYPES = ("cuda",)  # whose calls have signatures
 NAMES = frozenset({type(None), str, Branches})
 NUMBERS = frozenset({type(None), int, float})
 
 
-class Decided(NamedTuple):
-    """Of calls alike.
-
-    Attributes:
-      whole: what runs all steps at once.
-      compresses: whether that makes the compressed tokens too.
-      joins: whether it takes gates as one tensor too.
-    """
-
-    whole: Callable[..., Tensor]
-    compresses: bool
-    joins: bool
-    known: Known
+# By signature, what runs such calls.
+CALLS: LruCache[Callable[..., Tensor]] = LruCache()
 
 
-DECIDED: LruCache[Decided] = LruCache()
-
-
-def key_of(
+def signature_of(
     given: Iterable[Any],
+    implementation: Any,
+    borders: Tensor | None,
+    *,
     config: Any,
     scale: Any,
     recompute: Any,
-    implementation: Any,
-    borders: Tensor | None = None,
 ) -> Hashable | None:
-    """The key of a call, or None.
+    """The signature of a call, or None.
 
     Args:
       given: its tensors, None or several together in place of one.

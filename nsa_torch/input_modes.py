@@ -1,9 +1,8 @@
-"""What the operators of all steps on kernels take (`kernel_path.py`): the tensors of three forms of
-a call.
+"""In which form the tokens of a call come (`kernel_path.py`).
 
-    GIVEN    query, compressed keys and values, and those of the other branches
-    APART    query, tokens of each branch: the kernels take the means of the compressed one's
-    SHARED   query, tokens that all branches look at
+PRECOMPRESSED    query, compressed keys and values, and those of the other branches
+SEPARATE_KV      query, tokens of each branch: the kernels take the means of the compressed one's
+SHARED_KV        query, tokens that all branches look at
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,12 @@ from nsa_core.types import Branches
 from nsa_core.varlen import Capacity
 from nsa_torch import operators
 
-BRANCHES_OF = "Tensor compressed_{0}, Tensor selected_{0}, Tensor sliding_{0}"
 
-
-class Form(NamedTuple):
-    """What the operators of all steps take, and their name.
+class InputMode(NamedTuple):
+    """The tensors of a call of all steps: query, keys, values, three gates, `block_indices`.
 
     Attributes:
-      name: without the prefix of the implementation.
+      name: in the kinds of operators.
       compresses: the compressed branch's keys and values are tokens, of whose windows the means
         are taken.
       shared: the tokens of all branches are the same, given once.
@@ -38,21 +35,8 @@ class Form(NamedTuple):
         """Tensors that have a gradient."""
         return 6 if self.shared else 10
 
-    @property
-    def schema(self) -> str:
-        names = ("key", "value", "gate")
-        key, value, gates = map(BRANCHES_OF.format, names)
-        if self.shared:
-            key, value = "Tensor key", "Tensor value"
-        return f"Tensor query, {key}, {value}, {gates}, Tensor? block_indices, bool clean"
-
-    @property
-    def means(self) -> tuple[str, ...]:
-        """What is kept of the compression."""
-        return ("compressed_key_means", "compressed_value_means") if self.compresses else ()
-
     def tokens(self, key, value, compressed) -> Sequence[Tensor]:
-        """Keys and values of a call as `schema` lists them."""
+        """Keys and values of a call, in order."""
         if self.shared:
             return key[0], value[0]
         if compressed is None:
@@ -60,7 +44,7 @@ class Form(NamedTuple):
         return compressed[0], *key[1:], compressed[1], *value[1:]
 
     def inputs(self, arguments) -> Inputs:
-        """Those that `schema` lists, by branch."""
+        """Tensors by branch."""
         query, *rest = arguments[: self.count]
         if self.shared:
             key, value, *gates = rest
@@ -68,26 +52,26 @@ class Form(NamedTuple):
         return Inputs(query, *(Branches(*rest[i : i + 3]) for i in (0, 3, 6)))
 
     def gradients(self, found: Inputs) -> list[Tensor]:
-        """Those of the tensors that `schema` lists."""
+        """Those of the tensors, in order."""
         listed = found.query, *found.key, *found.value, *found.gates
         return [x for x in listed if x is not None]
 
 
-GIVEN = Form("attention")
-APART = Form("attention_compressing", compresses=True)
-SHARED = Form("attention_compressing_shared", compresses=True, shared=True)
+PRECOMPRESSED = InputMode("precompressed")
+SEPARATE_KV = InputMode("separate_kv", compresses=True)
+SHARED_KV = InputMode("shared_kv", compresses=True, shared=True)
 
 
-def form_of(key, value, compressed) -> Form:
-    """The form of a call."""
+def mode_of(key, value, compressed) -> InputMode:
+    """The mode of a call."""
     if compressed is not None:
-        return GIVEN
+        return PRECOMPRESSED
     shared = key[0] is key[1] is key[2] and value[0] is value[1] is value[2]
-    return SHARED if shared else APART
+    return SHARED_KV if shared else SEPARATE_KV
 
 
 def mean_shapes(key, value, place):
-    """The means of a call, unwritten; `place`: `operators.PLACE`."""
+    """The means of a call, unwritten; `place`: `operators.LAYOUT_ARGS`."""
     config = operators.config_of(*operators.numbers_in(place))
     borders, length = place[2], key.compressed.shape[1]
     multiple = config.select_block // config.compress_stride
