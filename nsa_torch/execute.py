@@ -6,6 +6,7 @@ writes addresses, so only what torch reads too is a tensor.
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,16 +14,17 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.kernel import Kernel
-from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View
+from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View, by_address
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
 from nsa_torch.recipes import Known, followed, recipes_of
-from nsa_torch.shared import SHARED
+from nsa_torch.shared import SHARED, Kept
 from nsa_torch.torch_ops import TORCH_OPS, readable
 
 # Of what may be allocated early or dropped late, so that launches are one row.
 LATE_BYTES = 2**20
 ROW = 3  # launches that become one step; of fewer a graph would save the host little
+NOTHING = Kept()
 
 
 class BoundPlan:
@@ -50,16 +52,21 @@ class BoundPlan:
         ]
         self.aligned = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
+        by_torch = {x.buffer for s in plan.steps if not by_address(s) for x in s.reads}
+        self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.batch_parts = [slots.parts_of(n) for n in self.batch]
         self.blank = [None] * (len(buffers) - plan.arguments)
-        self.nowhere = [0] * slots.count
+        # Constants, and the addresses that follow from them.
+        self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
         self.results = [x.buffer for x in plan.results]
         self.launches = bool(plan.kernels)  # Triton finds the stream itself
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The results for the arguments of a call, which may lie anyhow and be one tensor."""
         tensors: list[Any] = [*given, *self.blank]
-        addresses = self.nowhere.copy()
+        constants, addresses = self._constants()
+        for i, number in self.read_by_torch:
+            tensors[number] = constants[i]
         for number, parts in self.aligned:
             x = tensors[number]
             address = x.data_ptr()
@@ -69,13 +76,12 @@ class BoundPlan:
             addresses[number] = address
             for slot, offset in parts:
                 addresses[slot] = address + offset
-        if self.constants:
-            found = SHARED.get(self.key, self.device, self._made)
-            _place(found, self.constants, self.constant_parts, tensors, addresses)
         if self.batch:
             borders = given[self.plan.shared or 0]
             found = batch_tables.of(borders, self.key, self.batch_recipes, self.device)
-            _place(found, self.batch, self.batch_parts, tensors, addresses)
+            for number, parts, x in zip(self.batch, self.batch_parts, found, strict=True):
+                tensors[number] = x
+                _put(x, number, parts, addresses)
         workspace = None  # until the last launch is queued
         if self.plan.workspace_bytes:
             size = self.plan.workspace_bytes
@@ -89,6 +95,17 @@ class BoundPlan:
             step(tensors, addresses, stream)
         return [tensors[number] for number in self.results]
 
+    def _constants(self) -> tuple[Kept, list[int]]:
+        """The constants, and addresses of which theirs are there."""
+        kept = SHARED.get(self.key, self.device, self._made) if self.constants else NOTHING
+        same, addresses = self.known
+        if same() is not kept:
+            addresses = [0] * len(addresses)
+            for number, parts, x in zip(self.constants, self.constant_parts, kept, strict=True):
+                _put(x, number, parts, addresses)
+            self.known = weakref.ref(kept), addresses
+        return kept, addresses.copy()
+
     def _made(self) -> list[Tensor]:
         """The constants; another plan on this device may have made them."""
         found: list[Tensor] = []
@@ -100,13 +117,11 @@ class BoundPlan:
         return found
 
 
-def _place(found, numbers, all_parts, tensors: list[Any], addresses: list[int]) -> None:
-    """Puts what is kept in the lists of a call."""
-    for number, parts, x in zip(numbers, all_parts, found, strict=True):
-        tensors[number] = x
-        address = addresses[number] = x.data_ptr()
-        for slot, offset in parts:
-            addresses[slot] = address + offset
+def _put(x: Tensor, number: int, parts, addresses: list[int]) -> None:
+    """Notes where a buffer and its parts are."""
+    address = addresses[number] = x.data_ptr()
+    for slot, offset in parts:
+        addresses[slot] = address + offset
 
 
 class _Slots:
@@ -140,7 +155,7 @@ def _bound(plan: Plan, device: torch.device, slots: _Slots, launched: set[int]) 
     found: list[_Bound] = []
     row: list[_Launches] = []
     for step, begins, ends in zip(plan.steps, plan.begins, plan.ends, strict=True):
-        if isinstance(step, Launch) and isinstance(step.kernel, Kernel):
+        if by_address(step):
             numbers = [slots.at(x) for x in (*step.reads, *step.writes)]
             allocated = [
                 (n, plan.buffers[n].shape, _dtype(plan.buffers[n].dtype), slots.parts_of(n))
@@ -191,9 +206,7 @@ class _Launches:
     def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
         for number, shape, dtype, parts in self.allocated:
             x = tensors[number] = torch.empty(shape, dtype=dtype, device=self.device)
-            address = addresses[number] = x.data_ptr()
-            for slot, offset in parts:
-                addresses[slot] = address + offset
+            _put(x, number, parts, addresses)
         self.start(stream, self.addresses(addresses))
         for number in self.drops:
             tensors[number] = None
@@ -263,9 +276,7 @@ class _TensorStep:
     def keep(self, found, tensors: list[Any], addresses: list[int]) -> None:
         for (number, parts), x in zip(self.results, found, strict=True):
             tensors[number] = x
-            address = addresses[number] = x.data_ptr()
-            for slot, offset in parts:
-                addresses[slot] = address + offset
+            _put(x, number, parts, addresses)
         for number in self.drops:
             tensors[number] = None
 

@@ -92,20 +92,21 @@ def attention(
     Returns:
       `[B, T, H, Dv]` in the dtype of `query`.
     """
-    decided: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     if varlen is not None:
         length = query.shape[1] * (1 if context_mesh is None else context_mesh.size())
         cu_seqlens = borders_of(cu_seqlens, varlen, query, "query", config, length)
-    given = query, key, value, gates, compressed, block_indices, cu_seqlens
     if context_mesh is None and cu_seqlens is not None:
         cu_seqlens = checks.clamped(cu_seqlens, query.shape[1])
-        given = *given[:-1], cu_seqlens
+    given = query, key, value, gates, compressed, block_indices, cu_seqlens
     called = None
     if context_mesh is None and not torch.compiler.is_compiling():
-        called = signature.signature_of(given, implementation, cu_seqlens, **decided)
+        called = signature.signature_of(
+            given, implementation, cu_seqlens, config, scale, recompute
+        )
         if called is not None and (again := signature.CALLS.get(called)) is not None:
             with as_given(query):
                 return again(*given)
+    decided: dict[str, Any] = {"config": config, "scale": scale, "recompute": recompute}
     key, value = Branches.each(key), Branches.each(value)
     checks.tensors(query=query, gates=gates)
     gates = validate.gates(gates, query)

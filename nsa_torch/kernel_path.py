@@ -366,6 +366,7 @@ class Again:
         scale,
         recompute,
     ):
+        one_pair = isinstance(key, Tensor) and isinstance(value, Tensor)
         key, value = Branches.each(key), Branches.each(value)
         # Packed rows, and kernels without a compression of their own.
         packs = cu_seqlens is not None or not path.steps.compression
@@ -373,6 +374,7 @@ class Again:
         if compressed is None and packs:
             compressed, self.phi = (key[0], value[0]), config
         self.mode = mode_of(key, value, compressed)
+        self.one_pair = one_pair and self.mode.shared
         each = [gates] if isinstance(gates, Tensor) else gates
         keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
         self.call = operators.call_of(path._kind(self.mode, keep))
@@ -384,14 +386,16 @@ class Again:
         self.backward = Ready(self.call.backward)
 
     def __call__(self, query, key, value, gates, compressed, block_indices, cu_seqlens):
-        key, value = Branches.each(key), Branches.each(value)
         if self.phi is not None:
             compressed = [
-                compress(x.compressed, config=self.phi, cu_seqlens=cu_seqlens)
+                compress(Branches.each(x).compressed, config=self.phi, cu_seqlens=cu_seqlens)
                 for x in (key, value)
             ]
+        tokens = key, value
+        if not self.one_pair:
+            tokens = self.mode.tokens(Branches.each(key), Branches.each(value), compressed)
         gates = (gates,) if self.joined else gates.unbind(-1) if self.unbinds else gates
-        tensors = query, *self.mode.tokens(key, value, compressed), *gates, block_indices
+        tensors = query, *tokens, *gates, block_indices
         arguments = *tensors, *self.before, cu_seqlens, *self.after
         if self.call.backward is None:
             return self.forward(arguments)[0]

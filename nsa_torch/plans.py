@@ -4,7 +4,6 @@ A plan follows from the key of a call: shapes and dtypes by role, all other argu
 device. Strides, addresses and which arguments are one tensor are not in it.
 """
 
-import collections
 import contextlib
 import operator
 import threading
@@ -23,7 +22,7 @@ from nsa_core.plan.planner import PlanOps
 from nsa_torch.execute import BoundPlan
 from nsa_torch.torch_ops import INTERPRETED, capability_of, device_name
 
-KEPT = 256  # plans of a function at most, the least recently used ones dropped first
+KEPT = 256  # plans of a function at most
 
 
 type Bound = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -75,7 +74,7 @@ class Planned:
     ):
         self.function, self.backward, self.before = function, backward, before
         self.__name__ = getattr(function, "__name__", "planned")
-        self._known: LruCache[BoundPlan] = LruCache()
+        self._known: Cache[BoundPlan] = Cache()
         _planned.append(self)
 
     def __call__(self, *arguments: Any) -> list[Tensor]:
@@ -174,27 +173,18 @@ def _part_of_key(x: Any) -> Hashable:
     return tuple(x) if isinstance(x, list) else x
 
 
-class LruCache[Value]:
-    """Values by key, the least recently used ones dropped first."""
+class Cache[Value]:
+    """Values by key, the oldest ones dropped first. To look one up is all that most calls do."""
 
     def __init__(self):
-        self._values: collections.OrderedDict[Hashable, Value] = collections.OrderedDict()
+        self._values: dict[Hashable, Value] = {}
         self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> Value | None:
-        with self._lock:
-            value = self._values.get(key)
-            if value is not None:
-                self._values.move_to_end(key)
-            return value
+        self.get = self._values.get
+        self.clear = self._values.clear
 
     def keep(self, key: Hashable, value: Value) -> Value:
         with self._lock:
             self._values[key] = value
             while len(self._values) > KEPT:
-                self._values.popitem(last=False)
+                self._values.pop(next(iter(self._values)))
         return value
-
-    def clear(self) -> None:
-        with self._lock:
-            self._values.clear()

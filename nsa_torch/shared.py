@@ -17,6 +17,12 @@ RECENT = 32  # uses of tensors: more than a call has, forward and backward
 MANY_PINNED = 512 * 2**20  # bytes of CUDA graphs beyond which a warning says so
 
 
+class Kept(list[Tensor]):
+    """Tensors that are kept, which nobody changes; weak references say whether they still are."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Shared:
     """Tensors by key, the least recently used ones dropped first. What was among the last
     `recent` uses stays: the calls that run now need it, however large it is.
@@ -36,8 +42,8 @@ class Shared:
 
     def get(
         self, key: Hashable, device: torch.device, make: Callable[[], Iterable[Tensor]]
-    ) -> list[Tensor]:
-        """What `make()` gave for `key`."""
+    ) -> "Kept":
+        """What `make()` gave for `key`: the same list each time, while it is kept."""
         capturing = is_capturing(device)
         with self._lock:
             found = self._pinned.get(key)
@@ -47,7 +53,7 @@ class Shared:
         if found is None:
             found = _made(device, make)
             if capturing:
-                return list(found[0])
+                return found[0]
             self._keep(key, found)
         tensors, stream, event = found
         if capturing:
@@ -57,7 +63,7 @@ class Shared:
             current.wait_event(event)
             for x in tensors:
                 x.record_stream(current)
-        return list(tensors)
+        return tensors
 
     def _pin(self, key, found):
         """The tensors are ready now, and stay."""
@@ -150,7 +156,7 @@ def _made(device, make):
     """What `make()` gives, the address of the stream that makes it, and an event at its end."""
     with torch.inference_mode(False), torch.no_grad():
         # Contiguous, so that a kernel can read them as they are.
-        tensors = [x.contiguous() for x in make()]
+        tensors = Kept(x.contiguous() for x in make())
     if device.type != "cuda":
         return tensors, None, None
     event = torch.cuda.Event()

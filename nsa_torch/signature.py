@@ -18,7 +18,7 @@ from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import batch_tables
 from nsa_torch.plain import TENSORS, plain
-from nsa_torch.plans import LruCache, is_stepwise
+from nsa_torch.plans import Cache, is_stepwise
 
 KERNELS = ("mosaic", "triton")  # implementations whose steps are planned
 DEVICE_TYPES = ("cuda",)  # whose calls have signatures
@@ -27,14 +27,13 @@ NUMBERS = frozenset({type(None), int, float})
 
 
 # By signature, what runs such calls.
-CALLS: LruCache[Callable[..., Tensor]] = LruCache()
+CALLS: Cache[Callable[..., Tensor]] = Cache()
 
 
 def signature_of(
     given: Iterable[Any],
     implementation: Any,
     borders: Tensor | None,
-    *,
     config: Any,
     scale: Any,
     recompute: Any,
@@ -72,7 +71,7 @@ def signature_of(
                 return None
             if device is None and (device := x.device).type not in DEVICE_TYPES:
                 return None
-            start = x.storage_offset() * x.itemsize % launch.ALIGNMENT
-            key += (x.shape, x.dtype, x.get_device(), x.is_contiguous(), start)
-            key.append(recorded and x.requires_grad)
+            start = x.data_ptr() % launch.ALIGNMENT
+            wanted = recorded and x.requires_grad
+            key += (x.shape, x.dtype, x.get_device(), x.is_contiguous(), start, wanted)
     return tuple(key) if device is not None else None

@@ -52,14 +52,12 @@ class TorchOps(ArrayOps):
         return [row[: x.numel()].view(x.shape) for row, x in zip(rows, arrays, strict=True)]
 
     def float32_rows(self, arrays, length):
-        first = arrays[0]
-        count, shape, size = len(arrays), first.shape, first.numel()
-        if size == length:
-            found = places = first.new_empty((count, *shape), dtype=torch.float32)
-        else:
-            found = first.new_empty((count, length), dtype=torch.float32)
-            places = found[:, :size].view(count, *shape)
         together = arrays if isinstance(arrays, torch.Tensor) else _parts_of_one(arrays)
+        if together is not None and together.numel() == length * len(arrays):
+            return self.copied(together, torch.float32)
+        first = arrays[0]
+        found = first.new_empty((len(arrays), length), dtype=torch.float32)
+        places = found[:, : first.numel()].view(-1, *first.shape)
         if together is not None:
             places.copy_(together)
         else:

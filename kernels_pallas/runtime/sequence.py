@@ -116,7 +116,7 @@ class _Graph:
         quick = driver.quick()
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
-        self._start, self._asked = library.cuGraphLaunch, library.cuStreamIsCapturing
+        self._start, self._asked = library.cuGraphLaunch, quick.cuStreamIsCapturing
         self._lock = threading.Lock()  # the driver takes one call at a time of such a graph
         with driver.current(sequence.context, self.of), driver.relaxed(self.of):
             with driver.graph(self.of) as graph:

@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.triton.kernel import TritonKernel
@@ -123,6 +123,11 @@ class Release(NamedTuple):
 
 
 type Step = Launch | Derived | Release
+
+
+def by_address(step: Step) -> TypeGuard[Launch]:
+    """Whether it needs no tensors of a framework."""
+    return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 
 class Plan(NamedTuple):

@@ -16,8 +16,8 @@ from nsa_core.plan.buffers import (
     Place,
     Plan,
     Release,
-    Step,
     View,
+    by_address,
 )
 
 # Of what is derived before the first launch, so that launches stay together.
@@ -44,7 +44,7 @@ class PlanOps(ArrayOps):
         self._constants: list[Derived] = []
         self._batch: list[Derived] = []
         self._shared: int | None = None
-        self._steps: list[Step] = []
+        self._steps: list[Any] = []
         self._released: list[int] = []
         self._known: dict[Hashable, tuple[View, ...]] = {}
         self._written: dict[int, int] = {}  # how often a buffer was written over
@@ -260,7 +260,7 @@ class PlanOps(ArrayOps):
         tensors = kept | {
             x.buffer
             for step in steps
-            if not _by_address(step)
+            if not by_address(step)
             for x in (*step.reads, *step.writes)
         }
         small = [[n for n in each if n not in tensors] for each in begins]
@@ -313,11 +313,6 @@ def _check(kernel: Kernel, arrays: Sequence[View]) -> None:
     wanted = [(x.size, x.dtype) for x in kernel.inputs]
     if got != wanted:
         raise ValueError(f"{kernel.name} takes elements {wanted}, got {got}")
-
-
-def _by_address(step: Step) -> bool:
-    """Whether it needs no tensors of a framework."""
-    return isinstance(step, Launch) and isinstance(step.kernel, Kernel)
 
 
 def _needed(steps: Sequence[Any], wanted: set[int]) -> list[Any]:
