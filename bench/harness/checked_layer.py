@@ -64,6 +64,15 @@ LAYERS: Mapping[str, Layer] = {
     "G=6, D=64, packed": Layer(
         H=12, Hkv=2, D=64, Dv=64, T=700, cu_seqlens=(0, 130, 131, 520, 660)
     ),
+    "G=16, packed": Layer(
+        H=32,
+        Hkv=2,
+        D=128,
+        Dv=128,
+        T=700,
+        cu_seqlens=(0, 130, 131, 131, 520, 660),
+        kernels=("compress_means", "dkv_partials", "stored_ds_dq"),
+    ),
     "G=6, D=64, 70 tokens": Layer(H=12, Hkv=2, D=64, Dv=64, B=2, T=70),
     "G=16, D=64": Layer(H=32, Hkv=2, D=64, Dv=64, T=333),
     "G=4, D=32, Dv=64": Layer(H=8, Hkv=2, D=32, Dv=64, B=3, T=300),
