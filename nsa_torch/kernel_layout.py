@@ -47,7 +47,7 @@ class KernelLayout:
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
-        self.placed = placed and self.packed
+        self.placed = placed
 
     @property
     def padded(self) -> bool:
@@ -112,7 +112,7 @@ class KernelLayout:
 
     def seen_compressed(self, x):
         """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
-        if self.fixed or (self.placed and not self.may_be_padded):
+        if self.fixed or (self.varlen is not None and not self.may_be_padded):
             return x
         bounds = key_bounds.VisibleCompressed(self.config).of(self.ops, self)
         return self.ops.derive(_compressed_tokens, x, bounds[1])[0]

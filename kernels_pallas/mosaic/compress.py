@@ -109,11 +109,10 @@ class Average:
     def _windows(self, warp, sizes, side, tokens, tiles, means, first) -> None:
         """The windows from `first` on."""
         spec = self.spec
+        first_key, end = first * spec.stride, sizes.S
         if spec.packed:
             near = warp.smaller(first, sizes.rows - 1)
             first_key, end = side.keys_of_slot(sizes, near, *tiles)
-        else:
-            first_key = first * spec.stride
         loads = largest_divisor(spec.stride, LOADS)
         nothing = [warp.word(0.0)] * 2
 
@@ -172,13 +171,12 @@ class Merge:
         which those of the sequence before have no keys, and so a gradient of 0.
         """
         spec = self.spec
-        count, first_key, end = sizes.rows, block * spec.stride, sizes.S
+        first_key, end = block * spec.stride, sizes.S
         if spec.packed:
             near = warp.smaller(block, sizes.rows - 1)
             first_key, end = side.keys_of_slot(sizes, near, *tiles)
             end = warp.where(block < sizes.rows, end, 0)
-        else:
-            count = sizes.C
+        count = sizes.rows if spec.packed else sizes.C
         nothing = [warp.word(0.0)] * 2
 
         def add_window(i, total):
