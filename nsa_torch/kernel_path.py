@@ -160,7 +160,8 @@ class KernelPath:
         else:
             inputs, _ = self._compressed(mode, ops, inputs, layout)
         inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
-        found = fused.backward(self.steps, ops, inputs, residuals, do, *layout.rest)
+        rest = *layout.rest, mode.shared
+        found = fused.backward(self.steps, ops, inputs, residuals, do, *rest)
         if mode.compresses:
             of_tokens = length, layout.config, layout, mode.shared
             found = fused.gradients_of_tokens(self.steps, ops, found, *of_tokens)

@@ -191,12 +191,19 @@ class Merge:
         each_time = largest_divisor(spec.stride, LOADS // max(spec.others, 1))
 
         def write(i, state):
-            tokens = [first_key + (i * each_time + each) for each in range(each_time)]
+            steps = [i * each_time + each for each in range(each_time)]
+            tokens = [first_key + step for step in steps]
             near = [warp.smaller(token, sizes.S - 1) for token in tokens]
             loaded = [
-                [side.load(side.at(other, sizes.S, token)) for other in others]
+                [side.load(side.at(other, sizes.S, token)) for other in others[spec.placed :]]
                 for token in near
             ]
+            if spec.placed:
+                places = sizes.rows * spec.stride
+                for step, found in zip(steps, loaded, strict=True):
+                    place = warp.smaller(block * spec.stride + step, places - 1)
+                    by_place = [side.at(x, places, place) for x in others[: spec.placed]]
+                    found[:0] = [side.load(address) for address in by_place]
             for token, place, gradients in zip(tokens, near, loaded, strict=True):
                 total = share
                 for x in gradients:

@@ -28,6 +28,7 @@ class Means:
     Attributes:
       block, stride: `l` and `d` of the windows, tokens; `l` is a multiple of `d`.
       others: branches whose gradients of the same tokens `merge_key_gradients` adds.
+      placed: of these, how many of the first have gradients by places.
       multiple: of which the number of compressed tokens is one: zeros follow the last window's.
       places, unit: of packed rows, how many and of which each sequence has a multiple; 0: rows of
         one sequence.
@@ -45,6 +46,7 @@ class Means:
     multiple: int = 1
     places: int = 0
     unit: int = 0
+    placed: int = 0
     interpret: bool | object = False
     any_length: bool = False
 
@@ -135,14 +137,17 @@ def compress_means(spec: Means) -> Kernel:
 @described
 def merge_key_gradients(spec: Means) -> Kernel:
     """Inputs: `compressed_dk` `[B, rows, Hkv, D]`, `compressed_dv` `[B, rows, Hkv, Dv]`, then of
-    each of the `others` `dk` `[B, S, Hkv, D]`, and after these of each its `dv` `[B, S, Hkv, Dv]`;
-    of packed rows `tile_first` and `tile_end`. Slots without a window have zeros.
+    each of the `others` `dk` `[B, S, Hkv, D]`, or `[B, places, Hkv, D]` of the `placed` ones, and
+    after these of each its `dv` likewise; of packed rows `tile_first` and `tile_end`. Slots
+    without a window have zeros.
 
     Outputs: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`, the sums.
     """
     inputs = dict(zip(("compressed_dk", "compressed_dv"), spec.means, strict=True))
-    for name, array in zip(("dk", "dv"), spec.tokens, strict=True):
-        inputs |= {f"{name}_{i}": array for i in range(spec.others)}
+    by_place = spec._arrays(spec.places)
+    for name, array, placed in zip(("dk", "dv"), spec.tokens, by_place, strict=True):
+        for i in range(spec.others):
+            inputs[f"{name}_{i}"] = placed if i < spec.placed else array
     outputs = dict(zip(("dk", "dv"), spec.tokens, strict=True))
     parts = spec.rows if spec.packed else tile.cdiv(spec.S, spec.stride)
     return _kernel("merge_key_gradients", spec, inputs | _key_tiles(spec), outputs, parts)

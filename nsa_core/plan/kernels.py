@@ -81,7 +81,8 @@ def kernels_of(
         out, _ = mosaic_attention.forward(ops, inputs, None, *rest, blocks)
         return ops.plan([out]).kernels
     out, residuals = mosaic_attention.forward_with_residuals(ops, inputs, None, *rest, blocks)
-    found = mosaic_attention.backward(ops, inputs, residuals, out, *rest)
+    shared = compresses and shared
+    found = mosaic_attention.backward(ops, inputs, residuals, out, *rest, shared)
     if compresses:
         of_tokens = length, config, layout, shared
         found = fused.gradients_of_tokens(STEPS, ops, found, *of_tokens)

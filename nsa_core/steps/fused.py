@@ -181,11 +181,15 @@ def backward(
     layout: QueryLayout,
     config: NSAConfig,
     scale: float | None,
+    shared: bool = False,
 ) -> Inputs:
     """Gradients of the inputs from that of the output, `do` `[B, T, H, Dv]`; gates in float32.
 
     dO_c = g_c dO and delta_c = rowsum(dO * O_c) = dg_c: the kernels take dO, g_c and delta_c.
     dq is one array, to which the branches add in place, in a fixed order.
+
+    Args:
+      shared: `gradients_of_tokens` comes next, of branches that look at the same tokens.
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, layout, query, do, *gates)
@@ -223,8 +227,9 @@ def backward(
         "selected",
         lambda: steps.forward.selected(ops, *selected, *rest, block_lists=block_lists),
     )
+    options = {"placed": True} if shared else {}
     dq, *selected_pair = steps.backward.selected(
-        ops, *selected, do, selected_rows, *rest, added=dq, block_lists=block_lists
+        ops, *selected, do, selected_rows, *rest, added=dq, block_lists=block_lists, **options
     )
     pairs = zip(compressed_pair, selected_pair, sliding_pair, strict=True)
     dk, dv = (Branches(*each) for each in pairs)

@@ -181,11 +181,13 @@ def selected(
     scale: float | None,
     added=None,
     block_lists=None,
+    placed: bool = False,
 ) -> Gradients:
     """Of the selected branch.
 
     Args:
       block_lists: `mosaic_forward.tile_block_lists` where they are there already.
+      placed: dk and dv of packed rows may be by places, `[B, places, Hkv, .]`.
       query, key, value, do, rows, added: as of `compressed`.
     """
     block = config.select_block
@@ -200,7 +202,7 @@ def selected(
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
         arrays = query, key, value
         return mosaic_stored_ds.gradients(
-            ops, base, arrays, block_indices, do, stats, layout, added, block_lists
+            ops, base, arrays, block_indices, do, stats, layout, added, block_lists, placed
         )
     widths = query.shape[-1], value.shape[-1]
     stages: dict[str, Any] = selected_spec.dq_stages(*widths, block)
@@ -243,7 +245,7 @@ def selected(
     gradients = []
     for part in spec.passes:
         partial = ops.run(dkv.partials(part), *arrays)
-        gradients += mosaic_lists.merged(ops, part, partial, sums, layout)
+        gradients += mosaic_lists.merged(ops, part, partial, sums, layout, placed)
     return Gradients(dq, *gradients)
 
 

@@ -1,5 +1,6 @@
 """Compression by means on Mosaic kernels, and its gradient, for either framework."""
 
+import dataclasses
 from typing import Any
 
 from kernels_pallas.mosaic.capability import interpret
@@ -29,12 +30,17 @@ def gradients(
 
     Args:
       compressed: the gradients of these means.
-      others: `(dk, dv)` of each branch that looked at the same tokens.
+      others: `(dk, dv)` of each branch that looked at the same tokens; of packed rows those of
+        the first may be by places, `[B, places, Hkv, .]`.
     """
     keys, values = ([pair[i] for pair in others] for i in range(2))
+    placed = sum(x.shape[1] != length for x in keys)
     if not config.num_compressed(length):
+        for arrays in (keys, values):
+            arrays[:placed] = map(layout.varlen.of_keys, arrays[:placed]) if placed else []
         return _sum(ops, compressed[0], keys, length), _sum(ops, compressed[1], values, length)
     spec = _spec(compressed[0], compressed[1], config, layout, length, len(others))
+    spec = dataclasses.replace(spec, placed=placed)
     arrays = *compressed, *keys, *values, *_key_tiles(layout)
     key, value = ops.run(merge_key_gradients(spec), *arrays)
     return key, value

@@ -62,15 +62,18 @@ def first_query(layout: QueryLayout) -> int | None:
     return capacity.S - capacity.T
 
 
-def merged(ops: ArrayOps, spec: Dkv, partials, sums, layout: QueryLayout) -> list:
+def merged(
+    ops: ArrayOps, spec: Dkv, partials, sums, layout: QueryLayout, placed: bool = False
+) -> list:
     """dk and dv as `spec` wants them, `[B, S, Hkv, .]`: the sums of `partials` of the tiles that
-    `list_keys` counts.
+    `list_keys` counts; `placed`: of packed rows by places, if they have any.
     """
     if layout.varlen is None:
         return [*ops.run(dkv.merge(spec), *partials, *sums)]
     # A tile's last keys may be those of the next sequence: tiles are merged where each is alone.
-    placed = dataclasses.replace(spec, S=layout.varlen.capacity.places)
-    return [layout.varlen.of_keys(x) for x in ops.run(dkv.merge(placed), *partials, *sums)]
+    whole = dataclasses.replace(spec, S=layout.varlen.capacity.places)
+    found = ops.run(dkv.merge(whole), *partials, *sums)
+    return [*found] if placed else [layout.varlen.of_keys(x) for x in found]
 
 
 def _list_starts(layout: QueryLayout):

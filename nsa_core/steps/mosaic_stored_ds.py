@@ -63,6 +63,7 @@ def gradients(
     layout: QueryLayout,
     added,
     block_lists,
+    placed: bool = False,
 ) -> Gradients:
     """Of query, key and value; dq with `added`, if given, perhaps in its memory.
 
@@ -71,6 +72,7 @@ def gradients(
       arrays: query, key and value.
       stats: `row_stats` of `base`.
       block_lists: of the tiles of forward, or None.
+      placed: as of `mosaic_lists.merged`.
     """
     query, key, _ = arrays
     slots = block_indices.shape[-1]
@@ -110,7 +112,7 @@ def gradients(
         extra = [] if dq is None else [dq]
         # No name stays with dS: that of two windows would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
-    return Gradients(dq, *_merged(ops, whole, partials, sums, layout))
+    return Gradients(dq, *_merged(ops, whole, partials, sums, layout, placed))
 
 
 def _dkv(ops, spec, arrays) -> dict[str, Any]:
@@ -159,11 +161,11 @@ def _window_words(ops, like, *, count, most, items):
     return [words[i] for i in range(count)]
 
 
-def _merged(ops, whole, partials, sums, layout) -> list[Any]:
+def _merged(ops, whole, partials, sums, layout, placed) -> list[Any]:
     """dk and dv of the partials of all windows."""
     merged = []
     for part in dataclasses.replace(whole, slots=0).passes:
         arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
         arrays = [ops.side_by_side(x) for x in arrays]
-        merged += mosaic_lists.merged(ops, part, arrays, sums, layout)
+        merged += mosaic_lists.merged(ops, part, arrays, sums, layout, placed)
     return merged
