@@ -13,6 +13,9 @@ from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
 
 
+FEWEST = 8  # sequences that tables have room for
+
+
 def tensors(**given):
     """That no array is another framework's, by itself or as one of `Branches`."""
     for name, x in given.items():
@@ -114,26 +117,39 @@ def is_read(x: Tensor) -> bool:
 
 
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """The borders that hold: where `borders` has not read them, each is at least the one before it
-    and at most `length`, and the first is 0, so that nothing outside is read whatever they are.
+    """The borders that hold: each is at least the one before it and at most `length`, and the first
+    is 0, so that nothing outside is read whatever they are. The last one is repeated as often as
+    there is `room`, so that calls of other numbers of sequences are alike.
+
+    Raises:
+      ValueError: as `borders`.
     """
-    if tables_of(cu_seqlens) is not None:
+    if tables_of(cu_seqlens) is not None or not isinstance(cu_seqlens, Tensor):
         return cu_seqlens
-    if not isinstance(cu_seqlens, Tensor) or is_read(cu_seqlens):
-        return cu_seqlens
+    if torch.compiler.is_compiling():
+        return held(cu_seqlens, length)
     # Dozens of calls of a model take what the first has made; no tensor of the caller's is marked.
-    known = not torch.compiler.is_compiling()
-    if known and getattr(cu_seqlens, "clamped_to", None) == length:
+    if getattr(cu_seqlens, "clamped_to", None) == length:
         return cu_seqlens
-    found = held(cu_seqlens, length)
-    if known:
-        setattr(found, "clamped_to", length)  # noqa: B010, torch's stubs have no such name
+    borders_array(cu_seqlens)
+    borders(cu_seqlens, length)
+    found = held(cu_seqlens, length, room(cu_seqlens.shape[0] - 1))
+    setattr(found, "clamped_to", length)  # noqa: B010, torch's stubs have no such name
     return found
 
 
-def held(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Borders of a row of `length` tokens, whatever the numbers are."""
-    return F.pad(cu_seqlens[1:].clamp(0, length).cummax(0).values, (1, 0))
+def room(sequences: int) -> int:
+    """Of tables of so many sequences."""
+    return max(FEWEST, 1 << (sequences - 1).bit_length())
+
+
+def held(cu_seqlens: Tensor, length: int, sequences: int | None = None) -> Tensor:
+    """Borders of a row of `length` tokens, whatever the numbers are, with room for `sequences`."""
+    ends = cu_seqlens[1:].clamp(0, length).cummax(0).values
+    found = F.pad(ends, (1, 0))
+    if sequences is None or sequences == ends.shape[0]:
+        return found
+    return torch.cat([found, found[-1:].expand(sequences - ends.shape[0])])
 
 
 def length(kv_len, query, cu_seqlens, capacity):

@@ -19,7 +19,6 @@ from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, checks
 from nsa_torch.batch_tables import Tables
 
-FEWEST = 8  # sequences that there is room for
 NO_LIMIT = 2**31 - 1
 
 
@@ -89,7 +88,7 @@ class VarlenMetadata:
             raise ValueError(f"config must be an NSAConfig, got {type(config).__name__}")
         count = cu_seqlens.shape[0] - 1
         self.config = config
-        self.max_sequences = max_sequences or max(FEWEST, 1 << (count - 1).bit_length())
+        self.max_sequences = max_sequences or checks.room(count)
         self.total, self.max_seqlen, self.padded = total, max_seqlen, padded
         numbers = self._numbers(cu_seqlens)
         if numbers is not None:

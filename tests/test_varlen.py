@@ -106,7 +106,7 @@ def test_made_once_for_all_layers(path, monkeypatch):
         borders(BATCHES["one"]), total=T, padded=True, max_seqlen=T, config=SMALL
     )
     with_gradients(inputs, varlen=meta, implementation=name)
-    known = len(planned_calls)
+    known, bares = len(planned_calls), 0
     for numbers in BATCHES.values():
         meta.update(borders(numbers))
         found = with_gradients(inputs, varlen=meta, implementation=name)
@@ -117,9 +117,11 @@ def test_made_once_for_all_layers(path, monkeypatch):
         )
         assert same(found, with_gradients(inputs, varlen=fresh, implementation=name))
         assert len(planned_calls) == known
-        room = [*numbers, *[numbers[-1]] * (meta.max_sequences + 1 - len(numbers))]
-        bare = with_gradients(inputs, cu_seqlens=borders(room), implementation=name)
+        bare = with_gradients(inputs, cu_seqlens=borders(numbers), implementation=name)
         assert same(found, bare)
+        # Plans of bare borders know no longest sequence; they too are alike.
+        assert len(planned_calls) == known + (not bares) * 2
+        bares += 1
         known = len(planned_calls)
 
 
@@ -349,11 +351,22 @@ def test_no_wait_on_a_gpu(implementation):
             found = [with_gradients(inputs, varlen=x, **options) for x in (meta, fresh)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert same(found[0], want) and same(found[1], want)
+        for each in found:
+            if implementation == "sdpa":  # which adds up gradients in any order
+                assert all(
+                    torch.allclose(x, y, atol=1e-2, rtol=1e-2)
+                    for x, y in zip(each, want, strict=True)
+                )
+            else:
+                assert same(each, want)
+
+
+STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
 
 @pytest.mark.gpu
 @needs_gpu
+@STREAMS
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_other_documents_at_each_replay(implementation):
     """A training step of two layers as a CUDA graph; the tables are made before the capture, or
@@ -393,6 +406,7 @@ def test_other_documents_at_each_replay(implementation):
 
 @pytest.mark.gpu
 @needs_gpu
+@STREAMS
 def test_two_streams():
     inputs = on_a_gpu()
     numbers = borders(GPU_BATCHES[0]).cuda()
@@ -412,6 +426,7 @@ def test_two_streams():
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_on_a_gpu():
     """The metadata of a compiled call is read by its operators, forward and backward."""
     inputs = on_a_gpu()
