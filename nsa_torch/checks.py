@@ -12,7 +12,6 @@ from nsa_core.types import Branches
 from nsa_torch.batch_tables import sizes_of, tables_of
 from nsa_torch.plain import TENSORS
 
-
 FEWEST = 8  # sequences that tables have room for
 
 
