@@ -656,12 +656,12 @@ def installed(device: str) -> str:
     parts = "import_s", "start_s", "forward_backward_s", "prefill_s", "decode_s", "total_s"
     rows = []
     for (preset, stage, jax), line in last.items():
-        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s")]
+        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s", "layer_s")]
         beside = line["versions"]["jax"] if jax else "none"
         faults = "; ".join(line["faults"]) or "nothing"
         rows.append([preset, stage, beside, *seconds, faults, (line["commit"] or MISSING)[:7]])
     steps = "import torch", "start the GPU", "forward, backward", "prefill", "decode"
-    head = ["preset", "process", "JAX", *steps, "**these three**", "again"]
+    head = ["preset", "process", "JAX", *steps, "**these three**", "again", "a layer"]
     return table([*head, "built or written", "commit"], rows)
 
 

@@ -6,9 +6,7 @@ A line for each thing: `ok`; `note`, where something is slower or missing withou
 
 import importlib.metadata
 import os
-import shutil
 import sys
-import sysconfig
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -18,7 +16,7 @@ from packaging.requirements import Requirement
 from kernels_pallas.mosaic.capability import HOPPER
 from kernels_pallas.runtime import build, loaded
 from kernels_pallas.runtime.cubin import Cubin
-from kernels_pallas.triton.capability import AMPERE
+from kernels_pallas.triton.capability import AMPERE, launcher_why_not
 
 LIBRARY = "native-sparse-attention"
 OPTIONAL = "jax", "triton", "transformers", "flax"  # of the extras; torch is here
@@ -138,11 +136,8 @@ def folder() -> Finding:
 
 def compilers() -> Finding:
     """Whether kernels can be built: those of Mosaic, and Triton's, which need C as well."""
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        words = "no C compiler: Triton's kernels and Mosaic's are not built here, install gcc"
-        return Finding("compiler", "note", words)
-    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        words = "no Python.h, which Triton's kernels need: install python3-dev"
+    if reason := launcher_why_not():
+        words = f"Triton {reason}; torch's operators run in place of its kernels"
         return Finding("compiler", "note", words)
     if reason := build.why_not():
         return Finding("compiler", "note", f"only kernels that are on disk run: {reason}")

@@ -4,11 +4,13 @@
     python -m nsa_torch.installed --preset paper --out installed.jsonl
 
 Each process imports torch, starts the GPU, and then calls attention forward and backward, prefills
-a paged cache and decodes a token from it. Its cache folders are new and empty. The exit status is 1
-where a process built or wrote something, or imported JAX. A Hopper GPU is needed, and torch.
+a paged cache and decodes a token from it; then a layer of these heads does the same with a cache of
+its own. Its cache folders are new and empty. The exit status is 1 where a process built or wrote
+something, or imported JAX. A Hopper GPU is needed, and torch.
 
     import_s   torch and nsa_torch          forward_backward_s, prefill_s, decode_s   first calls
     start_s    the GPU's first tensor       total_s   of the three     again_s   of all three again
+    layer_s    first calls of a layer: forward and backward, prompt, token
 """
 
 import argparse
@@ -82,6 +84,18 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
             query, gates, cache, table, lengths + 1, implementation="mosaic"
         )
 
+    def whole_layer():
+        windows = config.compress_block, config.compress_stride, config.select_block
+        sizes = model["dim"], heads, kv_heads, width, value_width, *windows
+        layer = nsa_torch.NSAAttention(
+            *sizes, config.num_selected, config.window, device="cuda", dtype=torch.bfloat16
+        )
+        x = random(1, length, model["dim"])
+        layer(x)[0].sum().backward()
+        with torch.no_grad():
+            _, kept = layer(x, layer.init_cache(batch=1, capacity=length + 1))
+            layer(x[:, :1], kept, prefill=False)
+
     def start():
         return [
             random(1, length, heads, width).requires_grad_(),
@@ -103,6 +117,7 @@ def first_calls(preset: str, length: int) -> dict[str, float]:
     found |= {name: seconds(each) for name, each in calls.items()}
     found["total_s"] = sum(found[name] for name in calls)
     found["again_s"] = sum(map(seconds, calls.values()))
+    found["layer_s"] = seconds(whole_layer)
     return found
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+import kernels_pallas
 from kernels_pallas.runtime import loaded, plugin
 from kernels_pallas.runtime.store import Store
+from kernels_pallas.triton import capability
 from nsa_torch import doctor
 from tests.runtime_samples import built_of, kernel
+from tests.test_triton import pose
 
 
 @pytest.fixture(autouse=True)
@@ -116,10 +119,29 @@ def test_a_folder_of_another_user_and_one_that_cannot_be_written(store, monkeypa
 
 
 def test_no_compiler_and_no_plugin(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "no Python.h" in doctor.compilers().words
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+    assert "Triton needs Python.h" in doctor.compilers().words
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(plugin, "_found", lambda name: False)
     assert "only kernels that are on disk run: JAX's CUDA plugin" in doctor.compilers().words
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert doctor.compilers().words.startswith("no C compiler: ")
+    assert doctor.compilers().words.startswith("Triton needs a C compiler")
+
+
+def test_without_a_compiler_triton_kernels_refuse(monkeypatch):
+    """Torch's operators run in their place; a kernel that is named says why not."""
+    pytest.importorskip("triton")
+    capability._missing.cache_clear()
+    monkeypatch.delenv("CC", raising=False)
+    try:
+        assert kernels_pallas.why_not("triton", pose()) is None
+        capability._missing.cache_clear()
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        for reason in (
+            kernels_pallas.why_not("triton", pose()),
+            capability.copies_why_not((9, 0), torch.bfloat16),
+        ):
+            assert reason.startswith("needs a C compiler") and reason.endswith("install gcc")
+    finally:
+        capability._missing.cache_clear()

@@ -2,6 +2,9 @@
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
 from typing import Any
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
@@ -97,4 +100,14 @@ def _missing(framework: str) -> str | None:
     for name in wanted:
         if importlib.util.find_spec(name) is None:
             return f"needs {name}, which is not installed"
+    return launcher_why_not() if framework == "torch" else None
+
+
+def launcher_why_not() -> str | None:
+    """What Triton lacks here to build what launches a kernel from torch, which is C; or None."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "needs a C compiler, which builds what launches Triton's kernels: install gcc"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
+    if not os.path.exists(os.path.join(sysconfig.get_path("include", scheme), "Python.h")):
+        return "needs Python.h, with which Triton builds what launches kernels: install python3-dev"
     return None
