@@ -656,7 +656,8 @@ def installed(device: str) -> str:
     parts = "import_s", "start_s", "forward_backward_s", "prefill_s", "decode_s", "total_s"
     rows = []
     for (preset, stage, jax), line in last.items():
-        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s", "layer_s")]
+        seconds = [f"{line[name]:.2f}" for name in (*parts, "again_s")]
+        seconds.append(f"{line['layer_s']:.2f}" if "layer_s" in line else MISSING)
         beside = line["versions"]["jax"] if jax else "none"
         faults = "; ".join(line["faults"]) or "nothing"
         rows.append([preset, stage, beside, *seconds, faults, (line["commit"] or MISSING)[:7]])
