@@ -155,7 +155,6 @@ def test_convolved_keys_are_what_loops_say():
         {"key_taps": 3},
         {"shared_window": True},
         {"selection_loss": 0.5},
-        {"selection_loss": 0.5, "selection_query": True},
     ],
     ids=str,
 )
@@ -243,12 +242,11 @@ def test_the_selection_s_loss_is_what_loops_say():
         p, s = p[list(free)], s[list(free)]
         total += (p * np.log((p / p.sum()) / (s / s.sum()))).sum()
         mass += p.sum()
-    found = selection.loss(attention, x, of_query=False)
+    found = selection.loss(attention, x)
     assert float(found.detach()) == pytest.approx(total / mass, rel=1e-5)
 
 
-@pytest.mark.parametrize("of_query", [False, True])
-def test_the_selection_s_loss_finds_what_full_attention_reads(of_query):
+def test_the_selection_s_loss_finds_what_full_attention_reads():
     """Trained by it alone, a selection has more of the blocks that full attention reads most."""
     attention, x = small_layer()
 
@@ -268,10 +266,10 @@ def test_the_selection_s_loss_finds_what_full_attention_reads(of_query):
     given = {name: value.detach().clone() for name, value in attention.named_parameters()}
     for _ in range(60):
         optimizer.zero_grad()
-        selection.loss(attention, x, of_query).backward()
+        selection.loss(attention, x).backward()
         optimizer.step()
     moved = {k for k, v in attention.named_parameters() if (v != given[k]).any()}
-    assert moved == {"W_K_cmp.weight", "W_Q.weight"} if of_query else {"W_K_cmp.weight"}
+    assert moved == {"W_K_cmp.weight"}
     assert found() > before + 0.2, (before, found())
 
 

@@ -267,6 +267,19 @@ def test_kinds_are_named_by_what_differs():
     assert labels == ["dense hidden=8", "dense hidden=9", "nsa gate=head", "nsa gate=sigmoid"]
     assert quality.difference(group.kinds[3], group.dense, "end").mean == pytest.approx(0.2)
     assert [kind.label for kind in longer.kinds] == ["dense"]
+    more = lambda attention, **model: lines(
+        attention, 1, 1.0, 1.0, gate="head", hidden=8, **model
+    )
+    found |= {
+        "f": more("dense"),
+        "g": more("nsa", n_sel=16, kv="shared"),
+        "h": more("nsa", n_sel=32),
+    }
+    group, _ = quality.groups(found)
+    assert [kind.label for kind in group.kinds][4:] == [
+        "nsa gate=head kv=shared",  # the usual sizes are not named
+        "nsa gate=head n_sel=32",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ from typing import Any
 import numpy as np
 from absl import app
 
+from nsa_core.layer import LayerSpec
+
 from ..harness import cli, exit_status
 from . import curves, log
 from .curves import Verdict
@@ -57,6 +59,9 @@ OF_DENSE = (
     *("layers", "hidden", "vocabulary", "norm_eps", "key_taps"),
 )
 OWN = ("seed", "lr", "warmup")
+USUAL = {
+    name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w")
+}  # unnamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +210,7 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     kinds: dict[str, dict[int, Ended]] = {}
     for (name, run), own in zip(runs, settings, strict=True):
         names = differ[own["attention"]]
-        stated = [f"{x}={own[x]}" for x in names if own.get(x) is not None]
+        stated = [f"{x}={own[x]}" for x in names if own.get(x) not in (None, USUAL.get(x))]
         label = " ".join([own["attention"], *stated])
         if run.seed in kinds.setdefault(label, {}):
             raise ValueError(

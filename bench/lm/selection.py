@@ -7,8 +7,8 @@ The compressed scores are to say where the selected branch would attend if it re
     s[j] = the block's score of the selection
     loss = sum of p log((p / sum p) / (s / sum s)) / sum of p      over blocks that are not forced
 
-so that each query counts by what it looks for in those blocks. `p` has no gradient, nor does the
-layer's input: the loss trains the projection of compressed keys, and that of queries where asked.
+so that each query counts by what it looks for in those blocks. Neither `p` nor queries nor the
+layer's input have a gradient: the loss trains the projection of compressed keys alone.
 """
 
 import torch
@@ -22,7 +22,7 @@ EVERY = 7  # of so many queries one is looked at; no divisor of a block
 SMALL = 1e-9
 
 
-def loss(attention: NSAAttention, x: Tensor, of_query: bool) -> Tensor:
+def loss(attention: NSAAttention, x: Tensor) -> Tensor:
     """Of the layer's input `x` [B, T, dim], rows of one sequence; float32 []."""
     spec, config = attention.spec, attention.spec.config
     length = x.shape[1]
@@ -32,7 +32,7 @@ def loss(attention: NSAAttention, x: Tensor, of_query: bool) -> Tensor:
     query = query[:, EVERY // 2 :: EVERY].unflatten(
         2, (spec.n_kv_groups, -1)
     )  # [B, t, g, h, D]
-    query = (query if of_query else query.detach()) * spec.d_k**-0.5
+    query = query.detach() * spec.d_k**-0.5
     compressed = functional.compress(
         key.compressed, attention.compress_params()[0], config=config
     )

@@ -32,7 +32,6 @@ class ModelSpec:
       shared_window: NSA's sliding branch reads the selected branch's keys and values; torch only.
       selection_loss: weight of `selection.loss`, which trains the selection; torch only, and for
         rows of one sequence.
-      selection_query: whether it trains the queries, too.
     """
 
     layer: LayerSpec
@@ -45,7 +44,6 @@ class ModelSpec:
     key_taps: int = 0
     shared_window: bool = False
     selection_loss: float = 0.0
-    selection_query: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.dense_first < (self.layers if self.attention == "nsa" else 1):
@@ -93,7 +91,7 @@ class ModelSpec:
         return blocks + at.dim * self.vocabulary
 
 
-TORCH_ONLY = ("dense_first", "key_taps", "shared_window", "selection_loss", "selection_query")
+TORCH_ONLY = ("dense_first", "key_taps", "shared_window", "selection_loss")
 UNSTATED = ("norm_eps", *TORCH_ONLY)
 
 # "125m": bytes need next to no embedding, so that its MLP is

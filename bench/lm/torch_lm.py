@@ -167,7 +167,7 @@ class Block(nn.Module):
         if packing is None:
             trains = spec.selection_loss and torch.is_grad_enabled()
             if trains and isinstance(attention, NSAAttention):
-                found = selection.loss(attention, x, spec.selection_query)
+                found = selection.loss(attention, x)
                 self.selection_loss = spec.selection_loss * found
             return attention(x)[0]
         for name in ("key_taps", "selection_loss"):
