@@ -13,14 +13,14 @@ The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 import functools
 import importlib
 import math
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kernels_pallas.triton import capability
 from nsa_core import paged_layout, validate, validate_paged
-from nsa_core.cache_contents import UNSAID, Facts, facts_of
+from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
@@ -200,6 +200,53 @@ def append(
         another kind.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
+    given = key, value, page_table, lengths, cu_seqlens_q, params, made_with
+    new = checked_tokens(cache, *given)
+    key, value, count = new.key, new.value, new.key.selected.shape[0]
+    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, new.are_means, implementation)
+    cache.contents = new.contents
+    if by_kernel is not None:
+        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, new.are_means)
+        if not new.are_means:
+            tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+            _compress(cache, page_table, tokens, new.params)
+        return
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
+    raw_pages = [(cache.selected_key, key.selected), (cache.selected_value, value.selected)]
+    if cache.separate:
+        raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
+        raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
+    for pages, x in raw_pages:
+        write(pages, at, x)
+    _compress(cache, page_table, tokens, new.params)
+
+
+class NewTokens(NamedTuple):
+    """Of a call, checked; `contents`: of the cache with them."""
+
+    key: Branches[Tensor]
+    value: Branches[Tensor]
+    params: tuple[CompressParams, CompressParams]
+    contents: Contents
+
+    @property
+    def are_means(self) -> bool:
+        """Whether compressed tokens are means of them."""
+        return self.params == (None, None)
+
+
+def checked_tokens(
+    cache: PagedCache,
+    key: Tensor | Branches[Tensor],
+    value: Tensor | Branches[Tensor],
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens_q: Tensor | None,
+    params: tuple[CompressParams, CompressParams] | None,
+    made_with: Facts,
+) -> NewTokens:
+    """Arguments and errors as of `append`."""
     checks.tensors(key=key, value=value, page_table=page_table, lengths=lengths)
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
@@ -214,24 +261,7 @@ def append(
     checks.page_numbers(page_table, lengths, cache, read=False)
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
-    means = params == (None, None)
-    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, means, implementation)
-    cache.contents = contents
-    if by_kernel is not None:
-        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, means)
-        if not means:
-            tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-            _compress(cache, page_table, tokens, params)
-        return
-    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
-    raw_pages = [(cache.selected_key, key.selected), (cache.selected_value, value.selected)]
-    if cache.separate:
-        raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
-        raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
-    for pages, new in raw_pages:
-        write(pages, at, new)
-    _compress(cache, page_table, tokens, params)
+    return NewTokens(key, value, params, contents)
 
 
 def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:

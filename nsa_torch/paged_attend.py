@@ -2,14 +2,16 @@
 same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_pallas.runtime import loaded
 from nsa_core import paged_dispatch, paged_layout, validate_paged
+from nsa_core.cache_contents import Contents, Facts
+from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
@@ -17,10 +19,13 @@ from nsa_core.paged_layout import first_slot, slots_of
 from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, triton_decode
 from nsa_core.types import Branches
-from nsa_torch import checks, dispatch, functional
+from nsa_interop import launch
+from nsa_torch import alike, checks, dispatch, functional
 from nsa_torch.operators import requires_grad
-from nsa_torch.paged import PagedCache, check_devices
+from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
+from nsa_torch.plans import LruCache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
+from nsa_torch.torch_ops import readable
 
 
 def paged_attention(
@@ -31,6 +36,10 @@ def paged_attention(
     lengths: Tensor,
     cu_seqlens_q: Tensor | None = None,
     *,
+    key: Tensor | Branches[Tensor] | None = None,
+    value: Tensor | Branches[Tensor] | None = None,
+    params: tuple[CompressParams, CompressParams] | None = None,
+    made_with: Facts = (),
     config: NSAConfig | None = None,
     scale: float | None = None,
     max_seqlen_q: int | None = None,
@@ -40,15 +49,18 @@ def paged_attention(
     """Attention of each row's last tokens to all its tokens in the cache: `[N, H, Dv]`.
 
     Query `j` of a row with `q` of them stands at position `lengths - q + j`: append first, then
-    attend. A row's output depends on its own tokens alone, bit for bit; rows of length 0 and
-    tokens of no row are 0. A table entry of a page that does not exist is an error where the host
-    reads it (on a CPU, or where `debug` asks), else it is read as the nearest that does; a length
-    beyond the table counts as the table's.
+    attend, or give the new tokens here, which on `mosaic` is one launch. A row's output depends on
+    its own tokens alone, bit for bit; rows of length 0 and tokens of no row are 0. A table entry of
+    a page that does not exist is an error where the host reads it (on a CPU, or where `debug`
+    asks), else it is read as the nearest that does; a length beyond the table counts as the
+    table's.
 
     Args:
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as of `append`.
+      key, value, params, made_with: as of `append`, which is called with them first; None: the
+        tokens are in the cache.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
       max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device.
@@ -62,28 +74,131 @@ def paged_attention(
       NotImplementedError: a gradient is wanted, or the named implementation cannot run this.
     """
     validate_paged.same_config(cache, config)
-    if runs is not None:
-        if cu_seqlens_q is None:
-            raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
-        if isinstance(gates, Branches):
-            gates = paged_dispatch.joined_gates(OPS, gates, query)
-        out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
-        options: Any = {"scale": scale, "implementation": implementation}
-        for run in runs:
-            starts, table = None, page_table[run.rows]
-            if not run.even:
-                bounds = slice(run.rows.start, run.rows.stop + 1)
-                starts = cu_seqlens_q[bounds] - run.tokens.start
-                table = table[:, : run.columns]
-            at = table, lengths[run.rows], starts
-            own, options["max_seqlen_q"] = (query[run.tokens], gates[run.tokens]), run.queries
-            out[run.tokens] = paged_attention(*own, cache, *at, **options)
-        return out
+    step = None
+    if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
+        step = _Step(query, gates, cache, page_table, lengths, key, value, scale, made_with)
+        if (known := step.known(implementation)) is not None:
+            return known
+    new = None
+    if key is not None and value is not None:
+        given = key, value, page_table, lengths, cu_seqlens_q, params, made_with
+        new = checked_tokens(cache, *given)
+    elif key is not None or value is not None:
+        raise ValueError("key and value must both be given or both be None")
+    if runs is not None and cu_seqlens_q is None:
+        raise ValueError("runs need cu_seqlens_q, which says where each row's tokens begin")
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
-    choice, name = _choose(inputs, implementation)
-    return choice.load()(inputs, max_seqlen_q, name)
+    chosen = _choose(inputs, implementation) if runs is None else None
+    is_mosaic = chosen is not None and chosen[0].implementation == "mosaic"
+    together = None
+    if new is not None and is_mosaic and _appends(inputs, new):
+        cache.contents, together = new.contents, (new.key, new.value)
+    elif new is not None:
+        step, options = None, {"params": params, "made_with": made_with}
+        at = page_table, lengths
+        append(cache, new.key, new.value, *at, cu_seqlens_q=cu_seqlens_q, **options)
+    if chosen is None:
+        return _in_runs(inputs, runs or (), implementation)
+    choice, name = chosen
+    if not is_mosaic:
+        return choice.load()(inputs, max_seqlen_q, name)
+    out, _ = with_indices("mosaic", inputs, together)
+    return out if step is None else step.keep(implementation, inputs, out)
+
+
+def _in_runs(inputs: Inputs, runs: Sequence[Run], implementation: str | None) -> Tensor:
+    """The rows of each run together."""
+    query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
+    out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
+    for run in runs:
+        table, own = inputs.page_table[run.rows], None
+        if not run.even:
+            own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
+            table = table[:, : run.columns]
+        at = cache, table, inputs.lengths[run.rows], own
+        out[run.tokens] = paged_attention(
+            query[run.tokens],
+            inputs.gates[run.tokens],
+            *at,
+            scale=inputs.scale,
+            max_seqlen_q=run.queries,
+            implementation=implementation,
+        )
+    return out
+
+
+class _Launch(NamedTuple):
+    """What a decode step launches, the same for all steps with its key."""
+
+    start: Callable[[int, Sequence[int]], None]
+    outputs: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    contents: Contents  # of the cache, after it
+
+
+_LAUNCHES: LruCache[_Launch] = LruCache()
+
+
+class _Step:
+    """A decode step as the host sees it: on one kernel, whose launch follows from shapes alone.
+
+    A step that was checked and decided before is launched as it was then.
+    """
+
+    def __init__(self, query, gates, cache, page_table, lengths, key, value, scale, made_with):
+        self.cache, self.scale, self.made_with = cache, scale, made_with
+        self.new = None
+        if key is not None and value is not None:
+            self.new = Branches.each(key), Branches.each(value)
+        self.given = query, gates, page_table, lengths
+
+    def known(self, implementation: str | None) -> Tensor | None:
+        """The output, or None where no such step was run."""
+        if self.given[0].device.type not in alike.DEVICE_TYPES:
+            return None
+        found = _LAUNCHES.get(self._key(implementation))
+        if found is None:
+            return None
+        device = self.given[0].device
+        query, gates, page_table, lengths = map(readable, self.given)
+        new = self.new and tuple(Branches(*map(readable, each)) for each in self.new)
+        arrays = mosaic_decode.step_arrays(query, gates, self.cache, page_table, lengths, new)
+        results = [torch.empty(shape, dtype=x, device=device) for shape, x in found.outputs]
+        addresses = [x.data_ptr() for x in (*arrays, *results)]
+        found.start(launch.current_stream(device), addresses)
+        self.cache.contents = found.contents
+        return results[0]
+
+    def _key(self, implementation: str | None) -> Hashable | None:
+        given = *self.given, *self.cache.tensors().values(), *(self.new or ())
+        known = alike.key_of(given, self.cache.config, self.scale, False, implementation)
+        return known and (
+            known,
+            self.cache.separate,
+            self.cache.contents,
+            tuple(self.made_with),
+        )
+
+    def keep(self, implementation: str | None, inputs: Inputs, out: Tensor) -> Tensor:
+        """`out`, of the step that has just run, which is known from now on."""
+        if self.given[0].device.type in alike.DEVICE_TYPES and inputs.gates is self.given[1]:
+            key = self._key(implementation)
+            if key is not None:
+                arrays = inputs.query, inputs.gates, inputs.cache, inputs.page_table
+                kernel = mosaic_decode.step_kernel(*arrays, inputs.scale, self.new is not None)
+                outputs = [(x.shape, getattr(torch, x.dtype)) for x in kernel.outputs]
+                start = launch.launcher(kernel, inputs.query.device)
+                _LAUNCHES.keep(key, _Launch(start, outputs, self.cache.contents))
+        return out
+
+
+def _appends(inputs: Inputs, new: NewTokens) -> bool:
+    """Whether the step's kernel appends the tokens too."""
+    if not new.are_means:
+        return False
+    there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
+    return dispatch.jax_has_cuda() or there or inputs.query.device.type != "cuda"
 
 
 def explain(
@@ -147,11 +262,16 @@ def on_mosaic(inputs: Inputs, max_seqlen_q: int | None = None, implementation=No
     return with_indices("mosaic", inputs)[0]
 
 
-def with_indices(name: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`."""
+def with_indices(
+    name: str, inputs: Inputs, new: tuple[Branches, Branches] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`.
+
+    `new`: keys and values that `mosaic` appends first.
+    """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":
-        return mosaic_decode.attention(OPS, *arguments, inputs.scale)
+        return mosaic_decode.attention(OPS, *arguments, inputs.scale, new)
     from nsa_torch.triton_ops import TRITON_OPS
 
     return triton_decode.attention(TRITON_OPS, *arguments, inputs.scale)

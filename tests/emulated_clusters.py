@@ -8,6 +8,8 @@ wait for shows all the same:
     shared     a thread reads what it wrote itself, what its warp wrote before the last `sync`,
     memory     another warp before the last `sync_cta`, and what was pushed under a barrier that
                it waited for; and it writes over what others have read only after one of these
+    global     what a kernel has put there is read only after it was published to the cluster, or
+               by nobody
 """
 
 import numpy as np
@@ -45,6 +47,8 @@ class ClusterWarps(Warps):
         self.expected = np.full((ctas, BARRIERS), -1)
         self.came = np.zeros((ctas, BARRIERS), np.int64)
         self.opened = False  # whether neighbours may be written to
+        self.put_there: list[set[int]] = []  # words of each array that are not published
+        self.published = False
 
     # Numbers of a lane.
 
@@ -86,6 +90,7 @@ class ClusterWarps(Warps):
         number = next((i for i, x in enumerate(self.arrays) if x is ref), len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(ref)
+            self.put_there.append(set())
         address = np.full(self.shape, number << PLACE)
         for i, size in places:
             address = address + self.word(i).astype(np.int64) * size
@@ -114,6 +119,10 @@ class ClusterWarps(Warps):
     def _fetched(self, address, count):
         found = np.zeros((count, *self.shape), np.int32)
         for array, here, index in self._global(address, True, count):
+            if unseen := self._unseen(array):
+                first = set(index.tolist())
+                if any({x + i for x in first} & unseen for i in range(count)):
+                    raise RuntimeError("read before it was published to the cluster")
             for i in range(count):
                 found[i][here] = array[index + i]
         return list(found)
@@ -122,6 +131,12 @@ class ClusterWarps(Warps):
         for array, here, index in self._global(address, only, len(words)):
             for i, x in enumerate(words):
                 array[index + i] = self.word(x)[here]
+                self._unseen(array).update((index + i).tolist())
+
+    def _unseen(self, array):
+        """Words of an array that this kernel has put there and not published."""
+        numbers = (n for n, x in enumerate(self.arrays) if np.shares_memory(x, array))
+        return self.put_there[next(numbers)]
 
     def _global(self, address, only, count):
         """Of each array: its words, which lanes want some of them, and which."""
@@ -228,8 +243,9 @@ class ClusterWarps(Warps):
         self.writer[self.writer > PUBLIC] = PUBLIC
         self.reader[:] = PUBLIC
 
-    def open_barriers(self, address, bytes_):
+    def open_barriers(self, address, bytes_, publish=False):
         del address
+        self.published = publish
         self._must_be_all("open_barriers")
         for i, count in enumerate(bytes_):
             self.expected[self.cta[:, 0], i] = self.word(count)[:, 0]
@@ -238,6 +254,9 @@ class ClusterWarps(Warps):
     def wait_for_cluster(self):
         self._must_be_all("wait_for_cluster")
         self.opened = True
+        if self.published:
+            for words in self.put_there:
+                words.clear()
 
     def push(self, barrier, address, words, cta, only=True):
         number = self._barrier(barrier)

@@ -10,6 +10,7 @@ import pytest
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
 from kernels_pallas.mosaic import (
+    decode_append,
     decode_exchange,
     decode_lane,
     decode_streams,
@@ -157,6 +158,100 @@ def test_the_step_runs_on_a_paged_cache():
         np.testing.assert_array_equal(np.asarray(x), y)
 
 
+# New tokens.
+
+
+def before_append(made, seed=5):
+    """The same problem, in which the tokens of the call are not in the pages yet, and the means
+    that they finish are not either: arrays of a step that appends, and the pages that it leaves.
+    """
+    spec, arrays = dataclasses.replace(made.spec, append=True), dict(made.arrays)
+    rng, dtype = np.random.default_rng(seed), arrays["query"].dtype
+    after = {x: made.arrays[x].copy() for x in made.arrays if x.endswith(("_key", "_value"))}
+    for kind, width in (("key", spec.D), ("value", spec.Dv)):
+        shape = spec.pages, spec.block, spec.Hkv, width
+        after[f"raw_{kind}"] = rng.standard_normal(shape, np.float32).astype(dtype)
+    before = {name: x.copy() for name, x in after.items()}
+    new = {
+        f"new_{branch}_{kind}": np.full((spec.tokens, spec.Hkv, width), np.nan, dtype)
+        for branch in ("raw", "selected", "sliding")
+        for kind, width in (("key", spec.D), ("value", spec.Dv))
+    }
+    rows = [{k: tuple(x.copy() for x in v) for k, v in row.items()} for row in made.rows]
+    for b, i in np.ndindex(spec.B, spec.q_len):
+        position, token = made.lengths[b] - spec.q_len + i, spec.q_len * b + i
+        if position < 0:
+            continue
+        table = made.arrays["page_table"][b]
+        at = lambda p, table=table: (table[p // spec.block], p % spec.block)
+        for name, x in new.items():
+            branch = name.removeprefix("new_")
+            x[token] = after[branch][at(position)]
+            before[branch][at(position)] = np.nan
+        begin = position - spec.compress_block + 1
+        if begin < 0 or begin % spec.stride:
+            continue
+        page, slot = at(position)[0], position % spec.block // spec.stride
+        window = [at(p) for p in range(begin, position + 1)]
+        for kind, own in zip(("key", "value"), rows[b]["compressed"], strict=True):
+            mean = np.mean([after[f"raw_{kind}"][p].astype(np.float32) for p in window], 0)
+            after[f"compressed_{kind}"][page, slot] = mean.astype(dtype)
+            before[f"compressed_{kind}"][page, slot] = np.nan
+            own[begin // spec.stride] = mean.astype(dtype).astype(np.float64)
+    names = "query", "gates", "page_table", "lengths"
+    order = [x for x in before if not x.startswith("raw")]
+    kept = {x: arrays[x] for x in names} | {x: before[x] for x in order}
+    kept |= new | {x: before[x] for x in ("raw_key", "raw_value")}
+    return dataclasses.replace(made, spec=spec, arrays=kept, rows=rows), after
+
+
+def check_append(lengths, seed=0, **sizes):
+    spec = dataclasses.replace(PAPER, B=len(lengths), **sizes)
+    made, after = before_append(oracle.problem(spec, lengths, seed))
+    found = run(made.spec, made)
+    for name, wanted in after.items():
+        same = made.arrays[name].view(np.int16) == wanted.view(np.int16)
+        both_nan = np.isnan(made.arrays[name].astype(np.float32)) & np.isnan(
+            wanted.astype(np.float32)
+        )
+        assert (same | both_nan).all(), name
+    return compare(made, *found)
+
+
+APPENDS = {
+    "borders": CASES["borders"],
+    "three queries": ([2, 1090, 64, 66, 33], CASES["three queries"][1]),
+    "wide, several heads": ([1296, 1300], {"D": 192, "H": 6, "Hkv": 2}),
+    "other blocks": ([3008, 40], CASES["long blocks"][1]),
+    "cover 4": CASES["cover 4"],
+    "cluster of 3": CASES["cluster of 3"],
+}
+
+
+@pytest.mark.parametrize("name", APPENDS)
+def test_a_step_puts_its_tokens_in_the_pages(name):
+    """And the means that they finish, and attends to them; other memory is not touched."""
+    lengths, sizes = APPENDS[name]
+    assert check_append(lengths, **sizes) > 0.9
+
+
+def test_a_token_without_a_page_is_not_put():
+    """By an entry of no page, beyond the pool, beyond the table, or in a row of length 0."""
+    spec = dataclasses.replace(PAPER, B=5, table_pages=6)
+    made, _ = before_append(oracle.problem(spec, [100, 120, 384, 90, 65]))
+    table, lengths = made.arrays["page_table"], made.arrays["lengths"]
+    table[0, 1], table[1, 1], lengths[2], lengths[3] = -1, spec.pages, 386, 0
+    before = {name: x.copy() for name, x in made.arrays.items()}
+    run(made.spec, made)
+    bits = lambda x, name: x[name].view(np.int16)
+    changed = [
+        tuple(at)
+        for name in ("raw_key", "selected_value", "sliding_key")
+        for at in np.argwhere((bits(made.arrays, name) != bits(before, name)).any((-2, -1)))
+    ]
+    assert set(changed) == {(table[4, 1], 0)}
+
+
 # Mutants.
 
 SMALL = {"lengths": [652, 641, 611], "n": 6, "window": 130}
@@ -243,6 +338,56 @@ def test_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError)):
         assert check(**SMALL, zero_query=name.startswith("ties")) == 1
+
+
+def with_token(**changes):
+    """`NewTokens` with other attributes: functions of them."""
+    begin = decode_append.NewTokens.__init__
+
+    def wrong(self, *arguments):
+        begin(self, *arguments)
+        for name, change in changes.items():
+            setattr(self, name, change(getattr(self, name)))
+
+    return decode_append.NewTokens, "__init__", wrong
+
+
+APPEND_MUTANTS = {
+    "tokens stand a place too early": with_token(first=lambda x: x - 1),
+    "only a row's first token": with_token(count=lambda x: x * 0 + 1),
+    "tables are wider": with_token(columns=lambda x: x + 1),
+    "a mean is of the stride alone": (
+        decode_append.NewTokens,
+        "_put_mean",
+        lambda self, kind, begin, *rest, put=decode_append.NewTokens._put_mean: put(
+            self, kind, begin + 1, *rest
+        ),
+    ),
+    "others read before": (
+        ClusterWarps,
+        "wait_for_cluster",
+        lambda self: setattr(self, "opened", True),
+    ),
+    "no mean": (decode_append.NewTokens, "_put_mean", lambda self, *rest: None),
+    "no key": (
+        decode_append.NewTokens,
+        "_put_row",
+        lambda self, branch, kind, *rest, put=decode_append.NewTokens._put_row: (
+            put(self, branch, kind, *rest) if (branch, kind) != ("sliding", "key") else None
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APPEND_MUTANTS)
+def test_mutants_that_append_are_caught(monkeypatch, name):
+    monkeypatch.setattr(*APPEND_MUTANTS[name])
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check_append([2, 641, 611, 656], q_len=3, n=6, window=130, table_pages=12)
+
+
+def test_the_case_of_mutants_that_append_is_right():
+    check_append([2, 641, 611, 656], q_len=3, n=6, window=130, table_pages=12)
 
 
 @pytest.mark.parametrize("zero_query", [False, True])

@@ -171,9 +171,12 @@ class Paged:
         key, value = cached.all_tokens
         self.cache = self._append(self.cache, key, value)
 
+    @staticmethod
+    def _flat(pair):
+        return Branches(*(x.reshape(-1, *x.shape[2:]) for x in pair))
+
     def _append(self, cache, key, value):
-        flat = [Branches(*(x.reshape(-1, *x.shape[2:]) for x in pair)) for pair in (key, value)]
-        after = self.api.append(cache, *flat, *self.at)
+        after = self.api.append(cache, self._flat(key), self._flat(value), *self.at)
         return cache if self.cached.torch else after
 
     @property
@@ -213,12 +216,12 @@ class Paged:
     def step(self) -> "Step":
         """The tokens are appended, then attend."""
         query, gates = self._queries()
-        options = {"implementation": self.implementation}
+        options: dict[str, Any] = {"implementation": self.implementation}
 
         if self.cached.torch:
+            options |= zip(("key", "value"), map(self._flat, self.cached.last), strict=True)
 
             def run(_):
-                self._append(self.cache, *self.cached.last)
                 out = self.api.paged_attention(query, gates, self.cache, *self.at, **options)
                 return {"out": self._by_row(out)}
 

@@ -3,6 +3,7 @@
 Algorithm, in the order of events of each warp:
 
     lengths, page table, Q, gates          one round trip
+    (new tokens to their pages)            `decode_append.py`; all CTAs of the cluster wait
     K compressed     S2 to shared memory   strips of 16 slots, dealt out to the cluster
       exchange 0                           maximum and sum, pushed to all CTAs
     K sliding        S2                    while the others' arrive
@@ -31,6 +32,7 @@ from typing import Any
 from kernels_pallas.kernel import Kernel
 from kernels_pallas.mosaic import decode_exchange as exchange
 from kernels_pallas.mosaic import decode_topn, warp_cluster
+from kernels_pallas.mosaic.decode_append import NewTokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
 from kernels_pallas.mosaic.decode_streams import Queue, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
@@ -67,12 +69,18 @@ class DecodeStep:
         query = query_fragments(lane, arrays.query, token, kv_head)
         gates = self._gates(lane, arrays, token, kv_head)
         work = Work.of(lane, seen)
-        m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work))
+        if spec.append:
+            m.sync_cta()  # the page table
+            NewTokens(lane, sizes, arrays, token, kv_head).put()
+        m.open_barriers(lane.barrier(0), exchange.expected_bytes(lane, work), spec.append)
         m.sync_cta()
+        if spec.append:
+            m.wait_for_cluster()
         step = _Step(lane, work, Queue(lane, work, arrays, kv_head), query, gates)
         step.queue.fill()
         step.score_compressed()
-        m.wait_for_cluster()
+        if not spec.append:
+            m.wait_for_cluster()
         step.score_sliding()
         step.rank_blocks()
         block = decode_topn.select(lane, work)

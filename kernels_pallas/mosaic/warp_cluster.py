@@ -166,8 +166,12 @@ def sync_cta() -> None:
     _do("bar.sync 0;", together=True)
 
 
-def open_barriers(address: Word, bytes_: Sequence[Number]) -> None:
-    """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came."""
+def open_barriers(address: Word, bytes_: Sequence[Number], publish: bool = False) -> None:
+    """Barriers from `address` on, 8 bytes each: each is complete, once, when its bytes came.
+
+    `publish`: what this lane has put in global memory is there for all CTAs of the cluster after
+    `wait_for_cluster`.
+    """
 
     first = warp.same(warp.warp_of_cta() * 32 + warp.lane(), 0)
     for i, _ in enumerate(bytes_):
@@ -176,7 +180,8 @@ def open_barriers(address: Word, bytes_: Sequence[Number]) -> None:
     for i, count in enumerate(bytes_):
         text = "mbarrier.arrive.expect_tx.shared::cta.b64"
         _only(f"{text} _, [$0+{8 * i}], $1;", address, count, only=first)
-    _do("barrier.cluster.arrive.relaxed.aligned;", together=True)
+    order = "release" if publish else "relaxed"
+    _do(f"barrier.cluster.arrive.{order}.aligned;", together=True)
 
 
 def wait_for_cluster() -> None:

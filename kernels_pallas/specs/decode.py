@@ -24,6 +24,7 @@ STAT_BYTES = 8 * HEADS  # maximum and sum of each row
 BARRIERS = 8  # the last words of shared memory; four are used
 RESERVED = 1024  # of shared memory, for Mosaic
 WIDEST_KEY, WIDEST_VALUE = 192, 128
+RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
 GATE_DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -81,6 +82,7 @@ class Decode:
       table_pages: columns of the page table.
       gate_dtype: float32 or one of 16 bits.
       variant: cluster, warps, stages and capacity.
+      append: whether the step puts its new tokens in their pages.
     """
 
     B: int
@@ -102,6 +104,7 @@ class Decode:
     scale: float
     variant: Variant = Variant(4, 8, 2, 128)
     gate_dtype: str = "float32"
+    append: bool = False
     interpret: bool | object = False
     any_length: bool = False
 
@@ -262,6 +265,10 @@ def decode(spec: Decode) -> Kernel:
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
     - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
       `sliding_value`, which may be the same arrays.
+    - of a step that appends: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv,
+      .]`, which it writes to the pages, with the means of raw ones that they finish; `raw_key` and
+      `raw_value`, pages of these, which may be the selected ones. A token without a page is not
+      written.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
     each token selected, ascending, -1 in empty places. A token before position 0 has zeros and
@@ -282,6 +289,10 @@ def decode(spec: Decode) -> Kernel:
         for name, width in (("key", spec.D), ("value", spec.Dv)):
             shape = spec.pages, rows, spec.Hkv, width
             pages[f"{branch}_{name}"] = Array(shape, spec.dtype)
+    if spec.append:
+        for name, rows, width in _appended(spec):
+            places = (spec.pages, rows) if rows else (spec.tokens,)
+            pages[name] = Array((*places, spec.Hkv, width), spec.dtype)
     return Kernel.named(
         "decode",
         spec,
@@ -302,6 +313,13 @@ def decode(spec: Decode) -> Kernel:
         cluster=spec.variant.cluster,
         source="kernels_pallas.specs.decode:decode",
     )
+
+
+def _appended(spec: Decode) -> list[tuple[str, int, int]]:
+    """Of each array of a step that appends: rows of a page (0: new tokens), and width."""
+    widths = ("key", spec.D), ("value", spec.Dv)
+    new = [(f"new_{branch}_{kind}", 0, n) for branch in RAW for kind, n in widths]
+    return new + [(f"raw_{kind}", spec.block, n) for kind, n in widths]
 
 
 @functools.lru_cache(1024)

@@ -10,6 +10,7 @@ from kernels_pallas.specs.decode import why_not as decode_why_not
 from nsa_core.array_ops import ArrayOps
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
+from nsa_core.types import Branches
 from nsa_core.validate import dtype_name
 
 
@@ -21,14 +22,26 @@ def attention(
     page_table,
     lengths,
     scale: float | None,
+    new: tuple[Branches, Branches] | None = None,
 ):
     """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries a row.
 
-    Args as of `nsa_torch.paged_attention`.
+    Args as of `nsa_torch.paged_attention`; `new`: keys and values that the step appends first, of
+    a framework whose arrays are memory.
 
     Raises:
       NotImplementedError: there is no such kernel (`specs.decode.why_not`).
     """
+    kernel = step_kernel(query, gates, cache, page_table, scale, new is not None)
+    arrays = step_arrays(query, gates, cache, page_table, lengths, new)
+    out, indices = ops.run(kernel, *arrays)
+    return out, indices
+
+
+def step_kernel(
+    query, gates, cache: PagedArrays, page_table, scale: float | None, append: bool
+) -> Kernel:
+    """What `attention` runs."""
     (rows, pages), config = page_table.shape, cache.config
     tokens, heads, width = query.shape
     spec = _described(
@@ -44,19 +57,24 @@ def attention(
         table_pages=pages,
         scale=float(width**-0.5 if scale is None else scale),
         gate_dtype=dtype_name(gates),
+        append=append,
     )
+    return decode(spec)
+
+
+def step_arrays(
+    query, gates, cache: PagedArrays, page_table, lengths, new: tuple[Branches, Branches] | None
+) -> list[Any]:
+    """The inputs of `step_kernel`."""
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
-    out, indices = ops.run(
-        decode(spec),
-        query,
-        gates,
-        *(page_table, lengths),
-        *compressed,
-        *selected,
-        *cache.sliding,
-    )
-    return out, indices
+    found = [query, gates, page_table, lengths, *compressed, *selected, *cache.sliding]
+    if new is not None:
+        key, value = new
+        for branch in ("compressed", "selected", "sliding"):
+            found += [getattr(key, branch), getattr(value, branch)]
+        found += cache.raw
+    return found
 
 
 def why_not(problem: Any) -> str | None:
@@ -70,9 +88,9 @@ def why_not(problem: Any) -> str | None:
     return decode_why_not(_posed(problem, "float32"))
 
 
-def kernel_of(problem: Any) -> Kernel:
+def kernel_of(problem: Any, append: bool = False) -> Kernel:
     """What a paged call runs, for any batch, pool and table; gates in the dtype of the queries."""
-    return decode(_posed(problem, problem.dtype)).for_any_length()
+    return decode(_posed(problem, problem.dtype, append)).for_any_length()
 
 
 def kernels_of(
@@ -96,20 +114,21 @@ def kernels_of(
         )
         spec = dataclasses.replace(spec, variant=variant)
         if not decode_why_not(spec):
-            found.append(decode(spec).for_any_length())
+            both = (dataclasses.replace(spec, append=append) for append in (False, True))
+            found += [decode(each).for_any_length() for each in both]
     return found
 
 
-def _posed(problem: Any, gate_dtype: str) -> Decode:
+def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     pages = problem.S // problem.config.select_block
     names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
     sizes = {name: getattr(problem, name) for name in names}
-    rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype}
+    rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype, "append": append}
     return _described(**sizes, **rest, scale=problem.D**-0.5)
 
 
 def _described(
-    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype
+    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype, append=False
 ) -> Decode:
     return with_variant(
         Decode(
@@ -131,6 +150,7 @@ def _described(
             dtype=dtype,
             scale=scale,
             gate_dtype=gate_dtype,
+            append=append,
             interpret=interpret.get(),
         )
     )

@@ -12,7 +12,7 @@ from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
-from nsa_torch.paged import PagedCache, append
+from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import paged_attention
 
 
@@ -257,15 +257,17 @@ def attend_pages(
         else Branches.each(by_token(each[0]))
         for each in (key, value)
     )
-    at, params = (page_table, lengths), attention.compress_params()
-    options = {"params": params, "made_with": attention.spec.cached}
-    append(pages, key, value, *at, cu_seqlens_q=starts, **options)
     out = paged_attention(
         by_token(query),
         by_token(gates),
         pages,
-        *at,
+        page_table,
+        lengths,
         starts,
+        key=key,
+        value=value,
+        params=attention.compress_params(),
+        made_with=attention.spec.cached,
         config=attention.spec.config,
         max_seqlen_q=max_seqlen_q,
         runs=runs,
