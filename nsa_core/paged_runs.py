@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
 
-GATHERED_KEYS = 1 << 17  # that one run copies from pages at most, where it has several rows
+# Of one run with several rows that are gathered, at most: keys that it copies from pages, and
+# queries that pad rows to the longest.
+GATHERED_KEYS = 1 << 17
+PADDING = 1 << 9
 
 
 class Run(NamedTuple):
@@ -72,9 +75,10 @@ def _join(run: Run, row: Run, page_size: int) -> Run | None:
         return None
     rows = slice(run.rows.start, row.rows.stop)
     queries, columns = max(run.queries, row.queries), max(run.columns, row.columns)
+    tokens, count = slice(run.tokens.start, row.tokens.stop), rows.stop - rows.start
     if run.even:
         fits = run.queries == row.queries
     else:
-        fits = (rows.stop - rows.start) * columns * page_size <= GATHERED_KEYS
-    tokens = slice(run.tokens.start, row.tokens.stop)
+        padding = count * queries - (tokens.stop - tokens.start)
+        fits = count * columns * page_size <= GATHERED_KEYS and padding <= PADDING
     return Run(rows, tokens, queries, columns, run.even) if fits else None

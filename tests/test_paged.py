@@ -356,6 +356,8 @@ def test_runs_of_a_step():
     ]
     much = plan_runs([0, 9, 18, 27], [65536, 65536, 65536], 64)  # 2^17 keys are copied at most
     assert [x.rows for x in much] == [slice(0, 2), slice(2, 3)]
+    padded = plan_runs([0, 1000, 1500, 2000], [1000, 500, 500], 64)  # nor 500 queries padded
+    assert [x.rows for x in padded] == [slice(0, 2), slice(2, 3)]
     assert plan_runs([0, 0], [0], 16) == []
     with pytest.raises(ValueError, match="starts must have 3 entries, one more than lengths"):
         plan_runs([0, 1], [1, 1], 16)
