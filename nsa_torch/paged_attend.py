@@ -20,10 +20,10 @@ from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, triton_decode
 from nsa_core.types import Branches
 from nsa_interop import launch
-from nsa_torch import alike, checks, dispatch, functional
+from nsa_torch import checks, dispatch, functional, signature
 from nsa_torch.operators import requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
-from nsa_torch.plans import LruCache
+from nsa_torch.plans import Cache
 from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import readable
 
@@ -137,7 +137,7 @@ class _Launch(NamedTuple):
     contents: Contents  # of the cache, after it
 
 
-_LAUNCHES: LruCache[_Launch] = LruCache()
+_LAUNCHES: Cache[_Launch] = Cache()
 
 
 class _Step:
@@ -155,7 +155,7 @@ class _Step:
 
     def known(self, implementation: str | None) -> Tensor | None:
         """The output, or None where no such step was run."""
-        if self.given[0].device.type not in alike.DEVICE_TYPES:
+        if self.given[0].device.type not in signature.DEVICE_TYPES:
             return None
         found = _LAUNCHES.get(self._key(implementation))
         if found is None:
@@ -172,7 +172,8 @@ class _Step:
 
     def _key(self, implementation: str | None) -> Hashable | None:
         given = *self.given, *self.cache.tensors().values(), *(self.new or ())
-        known = alike.key_of(given, self.cache.config, self.scale, False, implementation)
+        config = self.cache.config
+        known = signature.signature_of(given, implementation, None, config, self.scale, False)
         return known and (
             known,
             self.cache.separate,
@@ -182,7 +183,10 @@ class _Step:
 
     def keep(self, implementation: str | None, inputs: Inputs, out: Tensor) -> Tensor:
         """`out`, of the step that has just run, which is known from now on."""
-        if self.given[0].device.type in alike.DEVICE_TYPES and inputs.gates is self.given[1]:
+        if (
+            self.given[0].device.type in signature.DEVICE_TYPES
+            and inputs.gates is self.given[1]
+        ):
             key = self._key(implementation)
             if key is not None:
                 arrays = inputs.query, inputs.gates, inputs.cache, inputs.page_table

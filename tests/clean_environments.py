@@ -11,8 +11,8 @@ before the library on the path and behind it. `tests/test_extras.py` runs the sa
 test suite, where absence is simulated.
 
 `--linked` takes no package from an index: those of this environment are linked, without the ones
-that must be absent and what needs them. `--wheel` takes one that was built before, or an sdist, which
-has no kernels: `base`, `jax` and `nnx` run with it.
+that must be absent and what needs them. `--wheel` takes one that was built before, or an sdist,
+which has no kernels: `base`, `jax` and `nnx` run with it.
 """
 
 import argparse
