@@ -369,10 +369,8 @@ class Again:
     ):
         one_pair = isinstance(key, Tensor) and isinstance(value, Tensor)
         key, value = Branches.each(key), Branches.each(value)
-        # Packed rows, and kernels without a compression of their own.
-        packs = cu_seqlens is not None or not path.steps.compression
         self.phi = None
-        if compressed is None and packs:
+        if compressed is None and not path.steps.compression:
             compressed, self.phi = (key[0], value[0]), config
         self.mode = mode_of(key, value, compressed)
         self.one_pair = one_pair and self.mode.shared
