@@ -172,3 +172,12 @@ def test_a_wrong_lifetime_is_found(path, monkeypatch):
     monkeypatch.setattr(plan_checks, "check", lambda plan: None)
     with pytest.raises(AssertionError):
         check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, ROWS))
+
+
+def test_large_buffers_do_not_lie_between_small_ones():
+    """In the order of steps, the last would come behind the third: 4 MiB more."""
+    begins, sizes = [[0], [1], [2], [3]], {0: 2, 1: 1, 2: 2, 3: 4}
+    last = {0: 1, 1: 3, 2: 2, 3: 3}
+    sizes = {n: x * 2**20 for n, x in sizes.items()}
+    offsets, size = workspace.placed(begins, last, sizes)
+    assert size == 5 * 2**20 and offsets.keys() == sizes.keys()

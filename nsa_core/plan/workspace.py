@@ -11,25 +11,28 @@ MOST_BYTES = 64 * 2**20
 def placed(
     begins: Sequence[Sequence[int]], last: Mapping[int, int], sizes: Mapping[int, int]
 ) -> tuple[dict[int, int], int]:
-    """The offset of each buffer that has a place, and the bytes of all: first fit.
+    """The offset of each buffer that has a place, and the bytes of all: the largest first, each
+    where it fits first beside those that are there at the same time.
 
     Args:
       begins: of each step, the buffers that it is the first to write.
       last: of a buffer, the last step that has to do with it.
       sizes: in bytes.
     """
-    offsets: dict[int, int] = {}
-    taken: dict[int, tuple[int, int]] = {}  # by number: from, to
-    end_of_all = 0
-    for i, numbers in enumerate(begins):
-        taken = {number: x for number, x in taken.items() if last[number] >= i}
-        for number in numbers:
-            size, offset = -(-sizes[number] // ALIGNMENT) * ALIGNMENT, 0
-            for start, end in sorted(taken.values()):
-                if offset + size <= start:
-                    break
-                offset = max(offset, end)
-            if offset + size <= MOST_BYTES:
-                offsets[number], taken[number] = offset, (offset, offset + size)
-                end_of_all = max(end_of_all, offset + size)
-    return offsets, end_of_all
+    first = {number: i for i, numbers in enumerate(begins) for number in numbers}
+    places: dict[int, tuple[int, int]] = {}  # by number: from, to
+    for number in sorted(first, key=lambda number: -sizes[number]):
+        size, offset = -(-sizes[number] // ALIGNMENT) * ALIGNMENT, 0
+        beside = (
+            place
+            for other, place in places.items()
+            if first[other] <= last[number] and first[number] <= last[other]
+        )
+        for start, end in sorted(beside):
+            if offset + size <= start:
+                break
+            offset = max(offset, end)
+        if offset + size <= MOST_BYTES:
+            places[number] = offset, offset + size
+    offsets = {number: start for number, (start, _) in places.items()}
+    return offsets, max((end for _, end in places.values()), default=0)
