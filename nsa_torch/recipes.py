@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.plan.buffers import Plan
+from nsa_torch import table_kernels
 from nsa_torch.torch_ops import TORCH_OPS
 
 
@@ -59,7 +60,12 @@ def followed(
         arrays = [
             follow(each, device, known)[i].reshape(shape) for each, i, shape in recipe.reads
         ]
-        with torch.device(device):
-            made: Iterable[Tensor] = recipe.function(TORCH_OPS, *arrays, **dict(recipe.static))
+        static = dict(recipe.static)
+        made: Iterable[Tensor] | None = None
+        if SHARED_ARGUMENT in known:  # a batch's, of which there are many
+            made = table_kernels.made(recipe.function, device, arrays, static)
+        if made is None:
+            with torch.device(device):
+                made = recipe.function(TORCH_OPS, *arrays, **static)
         known[recipe] = [x.contiguous() for x in made]
     return known[recipe]

@@ -36,8 +36,16 @@ def _window(ops, key_start, last, *, window, num_keys):
     return first.clip(0, num_keys), last.clip(0, num_keys)
 
 
+def _tokens_of(layout: Any) -> Any:
+    """The table of a packed row's tokens (`nsa_core.varlen.Tokens`), where there is one."""
+    varlen = getattr(layout, "varlen", None)
+    return None if varlen is None else varlen.tokens
+
+
 def causal_end(ops: ArrayOps, layout: QueryLayout) -> Any:
     """`[B, T]`: the key after the query's own token."""
+    if (tokens := _tokens_of(layout)) is not None:
+        return tokens.causal_end
     return ops.derive(_causal_end, layout.key_start, layout.position)[0]
 
 
@@ -53,6 +61,8 @@ class VisibleCompressed:
     config: NSAConfig
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
+        if (tokens := _tokens_of(layout)) is not None:
+            return tokens.compressed_start, tokens.compressed_end
         return ops.derive(
             _visible, layout.position, layout.compressed_start, config=self.config
         )
@@ -85,6 +95,8 @@ class Window:
 
     def of(self, ops: ArrayOps, layout: QueryLayout) -> Sequence[Any]:
         """The last `window` keys up to the query's own."""
+        if (tokens := _tokens_of(layout)) is not None:
+            return tokens.window_start, tokens.causal_end
         sizes = {"window": self.config.window, "num_keys": self.num_keys}
         return ops.derive(_window, layout.key_start, causal_end(ops, layout), **sizes)
 
