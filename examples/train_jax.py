@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     tokens = np.frombuffer(b"".join(data), np.uint8).astype(np.int32)
     segments = np.repeat(np.arange(len(data), dtype=np.int32), [len(x) for x in data])
     width = flags.dim // flags.heads
-    spec = LayerSpec(flags.dim, flags.heads, flags.heads // 2 or 1, width, width)
+    kind = {"gate": "head", "kv": "shared"}  # as good as dense attention: docs/training.md
+    spec = LayerSpec(flags.dim, flags.heads, flags.heads // 2 or 1, width, width, **kind)
     model = LM(spec, flags.layers, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     random = np.random.default_rng(0)

@@ -37,6 +37,7 @@ SIZES = dict(
     num_selected=3,
     num_local=1,
     window=9,
+    kv="separate",
     initializer_range=0.2,
     pad_token_id=0,
 )

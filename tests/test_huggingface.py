@@ -604,7 +604,7 @@ def test_tied_embeddings(tmp_path):
 def test_the_start_of_the_weights():
     """As `bench.lm.torch_lm.initialize` says, whether drawn at once or where they are missing."""
     config = NSAModelConfig(
-        **SIZES | dict(hidden_size=256, intermediate_size=512), phi="mlp_pe"
+        **SIZES | dict(hidden_size=256, intermediate_size=512), phi="mlp_pe", gate="sigmoid"
     )
     made = NSAForCausalLM(config)
     with torch.device("meta"):
@@ -862,6 +862,23 @@ def test_configurations_that_are_refused(changed, message):
         if "compres_block" in changed:
             config = NSAModelConfig(**vars(config))
         NSAForCausalLM(config)
+
+
+def test_new_models_and_what_a_config_that_does_not_say_it_means(tmp_path):
+    """Gates of each query head, keys and values once; older files keep what they were."""
+    new = NSAModelConfig(**SIZES)
+    assert (new.phi, new.kv, new.gate) == ("avg", "shared", "head")
+    for path, words in (("new", {}), ("old", {"kv": "separate"})):
+        made = NSAForCausalLM(NSAModelConfig(**SIZES, **words)).eval()
+        made.save_pretrained(tmp_path / path)
+        file = tmp_path / path / "config.json"
+        said = json.loads(file.read_text())
+        assert said.keys() >= {"phi", "kv", "gate"}
+        if path == "old":
+            file.write_text(json.dumps({k: x for k, x in said.items() if k not in words}))
+        again = NSAForCausalLM.from_pretrained(tmp_path / path)
+        assert torch.equal(again(tokens()).logits, made(tokens()).logits)
+        assert again.config.layer_spec == made.config.layer_spec
 
 
 def test_what_other_models_say_and_this_one_does():

@@ -461,12 +461,14 @@ def test_eager_attention_of_dense_layers(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("phi", ["avg", "mlp"])
+@pytest.mark.parametrize(("phi", "kv"), [("avg", "shared"), ("mlp", "separate")])
 @torch.no_grad()
-def test_replay_on_a_gpu_equals_eager(phi):
+def test_replay_on_a_gpu_equals_eager(phi, kv):
     """24 steps over a page's border, by the decode kernels; a row without a token, a crop."""
     sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
-    sizes |= dict(head_dim=64, v_head_dim=64, num_hidden_layers=3, pad_token_id=0, phi=phi)
+    sizes |= dict(
+        head_dim=64, v_head_dim=64, num_hidden_layers=3, pad_token_id=0, phi=phi, kv=kv
+    )
     torch.manual_seed(0)
     config = NSAModelConfig(**sizes, attention=["nsa", "dense", "nsa"])
     made = NSAForCausalLM(config).to("cuda", torch.bfloat16).eval()

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from nsa_core import rotation
 from nsa_core.config import NSAConfig
-from nsa_core.layer import LayerSpec
+from nsa_core.layer import SILENT, LayerSpec
 from nsa_core.rotation import SCALINGS
 
 ATTENTION = ("nsa", "dense")
@@ -59,7 +59,8 @@ class NSAModelConfig(PreTrainedConfig):
       attention: "nsa" or "dense", or a list of one of these a layer.
       compress_block ... window: sizes of NSA, as in `nsa_jax.NSAConfig`.
       phi, phi_hidden, kv, gate, gate_hidden, gate_temp, gate_bias: as in
-        `nsa_core.layer.LayerSpec`.
+        `nsa_core.layer.LayerSpec`; new models have gates of each query head and keys and values
+        once for all branches. A file that does not say its `kv` has separate ones.
       tie_word_embeddings: whether the head's weight is the embedding.
       use_cache: whether a call outside training makes a cache.
 
@@ -95,8 +96,8 @@ class NSAModelConfig(PreTrainedConfig):
     window: int = NSAConfig.window
     phi: str = "avg"
     phi_hidden: int | None = None
-    kv: str = "separate"
-    gate: str = "sigmoid"
+    kv: str = "shared"
+    gate: str = "head"
     gate_hidden: int | None = None
     gate_temp: float = 1.0
     gate_bias: list[float] | None = None
@@ -129,7 +130,7 @@ class NSAModelConfig(PreTrainedConfig):
         found = config_dict.get("model_type", cls.model_type)
         if found != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}, got {found!r}")
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(SILENT | config_dict, **kwargs)
 
     def check(self) -> None:
         """Raises `ValueError` where a rule is broken; names the attribute and the value."""

@@ -129,6 +129,7 @@ def configuration(
     if outside := sorted(dense_layers - set(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
     head_dim = getattr(source, "head_dim", None)
+    own: dict[str, Any] = {"kv": "separate", "gate": "sigmoid"} | nsa
     attention = ["dense" if i in dense_layers else "nsa" for i in layers]
     return NSAModelConfig(
         vocab_size=source.vocab_size,
@@ -149,7 +150,7 @@ def configuration(
         pad_token_id=source.pad_token_id,
         bos_token_id=source.bos_token_id,
         eos_token_id=source.eos_token_id,
-        **nsa,
+        **own,
     )
 
 
