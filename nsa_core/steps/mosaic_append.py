@@ -4,8 +4,7 @@ import itertools
 from typing import Any
 
 from kernels_pallas.kernel import Kernel
-from kernels_pallas.specs.append import Append, append
-from kernels_pallas.specs.append import why_not as why_not  # of a spec
+from kernels_pallas.specs.append import Append, append, why_not
 from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.validate import dtype_name
