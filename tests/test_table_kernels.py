@@ -9,11 +9,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from nsa_torch.call_forms import SHARED
 
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, mosaic, table_kernels
-from nsa_torch.call_forms import SHARED
 from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
 from nsa_torch.torch_ops import TORCH_OPS
 from tests.inputs import SMALL
