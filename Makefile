@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Flags of bench.oneshot: make oneshot FLAGS=--quick
 FLAGS ?=
 
-.PHONY: help setup compare oneshot test test-all test-gpu test-clean test-versions durations wheel sdist check format clean
+.PHONY: help setup compare oneshot test test-all test-gpu test-clean test-versions test-vllm durations wheel sdist check format clean
 
 help:
 	@echo "make compare     parity and speed of every path, one table"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-gpu    every test that needs a GPU; PART=1/2 half of them, GPUS=2 those that need two"
 	@echo "make test-clean  the package in new environments: base, jax, nnx, torch, both, hf"
 	@echo "make test-versions  what other versions can break: oldest, pinned and newest; VERSIONS=pre-release"
+	@echo "make test-vllm   the plugin in vLLM's CPU build: installs it beside the environment"
 	@echo "make durations   all tests, and what each took, into tests/durations.json"
 	@echo "make wheel       dist/*.whl with the kernels of configs/{paper,seed,smallgroup}.yaml"
 	@echo "make sdist       dist/*.tar.gz, of which a wheel without kernels is built anywhere"
@@ -76,6 +77,10 @@ test-clean:
 # VERSIONS names environments of tests/versions.py, none: oldest, pinned and newest.
 test-versions: $(READY)
 	$(RUN) -m tests.versions $(VERSIONS)
+
+# In an environment of its own, 1.5 GB: vLLM pins what it needs.
+test-vllm: $(READY)
+	$(RUN) tests/vllm_environment.py
 
 # Kernels lie in the package while the wheel is made, not in the checkout.
 PRESETS := kernels_pallas/runtime/presets

@@ -68,6 +68,7 @@ def test_the_programs_of_clean_environments(name, tmp_path, monkeypatch):
         ("import nsa_torch", "torch", "torch"),
         ("import nsa_interop.weights", "torch", "torch"),
         ("import nsa_torch.huggingface", "transformers", "hf"),
+        ("from nsa_torch import vllm; vllm.register()", "vllm", "vllm"),
         ("import nsa_jax.nn", "flax", "nnx"),
         ("import nsa_jax; nsa_jax.attention", "jax", "jax"),
         ("import bench.compare", "rich", "bench"),

@@ -1,0 +1,182 @@
+"""`NSAForCausalLM` for vLLM: the library's modules, whose attention is the op `nsa_attend`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from nsa_core.paged_runs import GATHERED_KEYS
+from nsa_torch.huggingface.configuration import NSAModelConfig
+from nsa_torch.huggingface.model import NSAModel
+from nsa_torch.module import NSAAttention
+from nsa_torch.paged import PagedCache
+from nsa_torch.vllm.backend import OP, NSABackend, cache_spec
+
+
+class Pages(nn.Module, AttentionLayerBase):
+    """What vLLM knows of a layer with NSA: its cache and its backend.
+
+    Attributes:
+      pages: of the layer; None before vLLM has bound its memory.
+      gathered: elements that a step may copy from pages beside them.
+    """
+
+    def __init__(self, attention: NSAAttention, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        self.name = prefix
+        self.pages: PagedCache | None = None
+        spec, longest = attention.spec, vllm_config.model_config.max_model_len
+        keys = max(GATHERED_KEYS, longest) * (2 if spec.separate else 1)
+        self.gathered = keys * spec.n_kv_groups * (spec.d_k + spec.d_v)
+        self.attention = (attention,)  # no submodule: its weights are the model's
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    @property
+    def spec(self) -> Any:
+        return self.attention[0].spec
+
+    def params(self) -> Any:
+        return self.attention[0].compress_params()
+
+    def get_attn_backend(self) -> type[NSABackend]:
+        return NSABackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        return cache_spec(self.spec, vllm_config.model_config.dtype)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Of `[B, Hkv, N, C]`. Keeps no tensor named `kv_cache`: vLLM would zero blocks in it."""
+        spec = self.spec
+        check_block_size(kv_cache.shape[2], spec.config.select_block)
+        sizes = spec.n_kv_groups, spec.d_k, spec.d_v
+        options = {"config": spec.config, "separate": spec.separate}
+        self.pages = PagedCache.carve(kv_cache.view(-1), *sizes, **options)
+
+
+@support_torch_compile
+class Decoder(nn.Module):
+    """The layers: what torch.compile traces."""
+
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", model: NSAModel, pages: Any
+    ):
+        super().__init__()
+        self.model, self.names = (model,), [x.name for x in pages]
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None
+    ) -> Tensor:
+        (model,) = self.model
+        x = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        layers: Any = model.layers
+        for layer, name in zip(layers, self.names, strict=True):
+            x = x + attend(layer.self_attn, name, layer.input_layernorm(x), positions)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return model.norm(x)
+
+
+def attend(attention: NSAAttention, name: str, x: Tensor, positions: Tensor) -> Tensor:
+    """`attention` of `x` [N, dim], from vLLM's blocks."""
+    query, key, value, gates = attention.project(x[None], positions[None])
+    count = 3 if attention.spec.separate else 1
+    key, value = (torch.cat(each[:count]) for each in (key, value))  # [count, N, Hkv, .]
+    out = query.new_empty(*query.shape[1:3], attention.spec.d_v)
+    getattr(torch.ops.vllm, OP)(query[0], key, value, gates[0], out, name)
+    return attention.out(out.flatten(1))
+
+
+class NSAForCausalLM(nn.Module):
+    """As vLLM makes and runs a model; weights have the names of `nsa_torch.huggingface`.
+
+    Raises:
+      NotImplementedError: several devices, layers with dense attention, a cache of another dtype.
+      ValueError: blocks of another size than `select_block`.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config: NSAModelConfig = vllm_config.model_config.hf_config
+        check(vllm_config, config)
+        NSABackend.select_block = config.select_block
+        self.config = config
+        self.model = NSAModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        layers: Any = self.model.layers
+        self.pages = [
+            Pages(layer.self_attn, vllm_config, f"model.layers.{i}.self_attn")
+            for i, layer in enumerate(layers)
+        ]
+        self.decoder = Decoder(vllm_config=vllm_config, model=self.model, pages=self.pages)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.decoder(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.lm_head(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copies all of them.
+
+        Raises:
+          ValueError: one is missing, unknown or of another shape.
+        """
+        own, loaded = dict(self.named_parameters()), set()
+        for name, weight in weights:
+            if name not in own or own[name].shape != weight.shape:
+                wanted = tuple(own[name].shape) if name in own else "none of that name"
+                raise ValueError(
+                    f"weight {name} must have shape {wanted}, got {tuple(weight.shape)}"
+                )
+            with torch.no_grad():
+                own[name].copy_(weight)
+            loaded.add(name)
+        if self.config.tie_word_embeddings:
+            loaded.add("lm_head.weight")
+        if missing := sorted(own.keys() - loaded):
+            raise ValueError(f"weights are missing: {missing[0]} and {len(missing) - 1} more")
+        return loaded
+
+
+def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
+    """What the plugin cannot do, said before anything is loaded."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise NotImplementedError(
+                f"{name} must be 1: key/value heads of NSA are not split, got {size}"
+            )
+    if set(config.layer_attention) != {"nsa"}:
+        raise NotImplementedError(
+            "vLLM serves models with NSA in every layer, got layers with dense attention"
+        )
+    if cache.cache_dtype != "auto":
+        raise NotImplementedError(
+            f"kv_cache_dtype must be 'auto': pages have no scales, got {cache.cache_dtype!r}"
+        )
+    if cache.user_specified_block_size:
+        check_block_size(cache.block_size, config.select_block)
+
+
+def check_block_size(size: int, select_block: int) -> None:
+    if size != select_block:
+        raise ValueError(
+            f"block_size must be select_block={select_block}, got {size}: "
+            f"pass --block-size {select_block}"
+        )

@@ -1,0 +1,239 @@
+"""`nsa_torch.vllm` in vLLM's CPU build: texts and log probabilities of `generate`. Run by
+`make test-vllm`, in an environment of its own.
+"""
+
+import functools
+import gc
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_CI_ENV": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from vllm import LLM, ModelRegistry, SamplingParams
+
+from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
+from nsa_torch.vllm import backend
+from nsa_torch.vllm import model as engine_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the engine's own
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    compress_block=8,
+    compress_stride=4,
+    select_block=16,
+    num_selected=3,
+    num_local=1,
+    window=9,
+    initializer_range=0.2,
+    max_position_embeddings=1024,
+)
+NEW = 24
+
+
+def texts():
+    """The last two share six pages with the fourth, and two with the second."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(1, 97, (n,), generator=generator).tolist()
+    found = [draw(n) for n in (5, 40, 23, 130, 64)]
+    return [*found, found[3][:96] + draw(7), found[1][:32] + draw(3)]
+
+
+@functools.cache
+def model(**changes):
+    torch.manual_seed(0)
+    return NSAForCausalLM(NSAModelConfig(**SIZES | changes)).eval()
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """Makes an `LLM` of a model; gone after the test."""
+
+    def make(lm, **options):
+        lm.save_pretrained(tmp_path)
+        sizes = {"max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 4}
+        given = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True}
+        given |= {"block_size": 16, "disable_log_stats": False} | sizes
+        return LLM(str(tmp_path), **given | options)
+
+    yield make
+    gc.collect()
+
+
+def answers(llm, prompts):
+    greedy = SamplingParams(
+        temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    given = [{"prompt_token_ids": x} for x in prompts]
+    return llm.generate(given, greedy, use_tqdm=False)
+
+
+def alone(lm, prompt):
+    greedy = GenerationConfig(max_new_tokens=NEW, do_sample=False)
+    return lm.generate(torch.tensor([prompt]), generation_config=greedy)[
+        0, len(prompt) :
+    ].tolist()
+
+
+@torch.no_grad()
+def distance(lm, prompt, answer):
+    """Most that a token's log probability is off, given the tokens before it."""
+    said = torch.tensor(answer.token_ids)
+    logits = lm(torch.tensor([prompt + said.tolist()]), use_cache=False).logits
+    want = logits[0, len(prompt) - 1 : -1].float().log_softmax(1).gather(1, said[:, None])[:, 0]
+    got = [x[t].logprob for x, t in zip(answer.logprobs, said.tolist(), strict=True)]
+    return float((want - torch.tensor(got)).abs().max())
+
+
+def same_as_alone(lm, prompts, found):
+    for prompt, result in zip(prompts, found, strict=True):
+        (answer,) = result.outputs
+        assert list(answer.token_ids) == alone(lm, prompt), len(prompt)
+        assert distance(lm, prompt, answer) < 1e-4, len(prompt)
+
+
+def metric(llm, name):
+    return {x.name: getattr(x, "value", None) for x in llm.get_metrics()}[f"vllm:{name}"]
+
+
+def pages(llm):
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    return [each.pages for each in runner.model.pages]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"phi": "mlp"}, {"kv": "shared", "gate": "head"}],
+    ids=["nsa", "learned phi", "shared"],
+)
+def test_answers_are_those_of_generate(engine, changes):
+    """Prompts of several lengths, in chunks (the longest takes three steps), decode rows beside
+    them; then again, from cached blocks.
+    """
+    lm = model.__wrapped__(**changes)
+    llm = engine(lm)
+    first = texts()[:5]
+    same_as_alone(lm, first, answers(llm, first))
+    found = answers(llm, texts())
+    same_as_alone(lm, texts(), found)
+    assert [x.num_cached_tokens for x in found] == [0, 32, 16, 128, 48, 96, 32]
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    kept = pages(llm)
+    elements = backend.paged_layout.page_elements(2, 16, 16, kept[0].config, kept[0].separate)
+    assert all(x.num_pages >= blocks for x in kept)
+    assert sum(x.nbytes for x in kept[0].tensors().values()) == kept[0].num_pages * elements * 4
+
+
+def test_a_lost_compressed_token_shows(engine):
+    """What the comparison is worth: cached blocks without their compressed keys."""
+    lm = model()
+    llm = engine(lm)
+    answers(llm, texts()[:5])
+    for each in pages(llm):
+        each.compressed_key.zero_()
+    found = answers(llm, texts())
+    assert max(distance(lm, x, y.outputs[0]) for x, y in zip(texts(), found, strict=True)) > 0.1
+
+
+def test_rows_that_are_put_off_begin_again(engine):
+    lm = model()
+    llm = engine(lm, num_gpu_blocks_override=18)
+    same_as_alone(lm, texts()[:5], answers(llm, texts()[:5]))
+    assert metric(llm, "num_preemptions") > 0
+
+
+def test_a_request_that_is_aborted_within_its_prompt(engine):
+    lm = model()
+    llm = engine(lm, num_gpu_blocks_override=18)
+    long = (texts()[3] * 2)[:220]
+    inner = llm.llm_engine
+    inner.add_request(
+        "long", {"prompt_token_ids": long}, SamplingParams(max_tokens=4, detokenize=False)
+    )
+    for _ in range(2):  # 96 of 220 tokens
+        assert not inner.step()
+    inner.abort_request(["long"])
+    same_as_alone(lm, texts()[:3], answers(llm, texts()[:3]))
+
+
+def test_without_a_block_size(engine):
+    lm = model()
+    llm = engine(lm, block_size=None)
+    same_as_alone(lm, texts()[:3], answers(llm, texts()[:3]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"block_size": 32},
+            "block_size must be select_block=16, got 32: pass --block-size 16",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
+    ],
+)
+def test_what_is_refused(engine, options, message):
+    with pytest.raises(Exception, match=message):
+        engine(model(), **options)
+
+
+def test_the_plugin_is_found_by_its_entry_point():
+    (found,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="nsa")
+    assert found.value == "nsa_torch.vllm:register"
+    for _ in range(2):  # in each process of the engine, more than once
+        found.load()()
+    assert "NSAForCausalLM" in ModelRegistry.get_supported_archs()
+
+
+def test_models_and_devices_that_are_refused():
+    def given(config=None, **parallel):
+        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel
+        cache = SimpleNamespace(cache_dtype="auto", user_specified_block_size=False)
+        of_engine = SimpleNamespace(
+            parallel_config=SimpleNamespace(**sizes), cache_config=cache
+        )
+        return of_engine, config or model().config
+
+    engine_model.check(*given())
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(NotImplementedError, match=f"{name} must be 1: .* got 2"):
+            engine_model.check(*given(**{name: 2}))
+    mixed = model.__wrapped__(attention=["nsa", "dense", "nsa"]).config
+    with pytest.raises(NotImplementedError, match="NSA in every layer"):
+        engine_model.check(*given(mixed))
+
+
+def test_weights_that_do_not_fit(engine, monkeypatch):
+    load = engine_model.NSAForCausalLM.load_weights
+    monkeypatch.setattr(
+        engine_model.NSAForCausalLM, "load_weights", lambda self, x: load(self, list(x)[1:])
+    )
+    with pytest.raises(Exception, match="weights are missing: "):
+        engine(model())
+
+
+def test_guesses_are_taken_and_taken_back(engine):
+    """Last: what vLLM imports for it keeps it from starting another engine in this process."""
+    lm = model.__wrapped__(initializer_range=0.06)  # repeats itself
+    guesses = {"method": "ngram", "num_speculative_tokens": 3}
+    guesses |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = engine(lm, speculative_config=guesses)
+    same_as_alone(lm, texts(), answers(llm, texts()))
+    taken, all_ = (metric(llm, f"spec_decode_num_{x}_tokens") for x in ("accepted", "draft"))
+    assert 0 < taken < all_
