@@ -118,12 +118,8 @@ class ArrayOps(Protocol):
         """
         ...
 
-    def device_name(self, x: Any) -> str | None:
-        """What the driver calls the GPU that kernels on `x` run on; None: no GPU."""
-        ...
-
     def capability(self, x: Any) -> tuple[int, int]:
-        """The compute capability of that GPU, asked for where tiles follow from it."""
+        """The compute capability of the GPU that kernels on `x` run on, from which tiles follow."""
         ...
 
     def derive(

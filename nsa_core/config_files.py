@@ -2,8 +2,8 @@
 
 `load` reads a YAML file of that folder (by name) or of any path; `build` turns the mapping
 into a dataclass. An unknown key is an error, and numbers are read by the type of the field
-(PyYAML takes `1e-4` for a string). `tiles/<device>.json` is what `nsa_bench.tune_tiles` measured,
-`devices/<device>.yaml` what `nsa_bench.tune_thresholds` made of records.
+(PyYAML takes `1e-4` for a string). `devices/<device>.yaml` is what `nsa_bench.tune_thresholds` made
+of records.
 """
 
 import dataclasses

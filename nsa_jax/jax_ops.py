@@ -29,9 +29,6 @@ class JaxOps(ArrayOps):
         zero = jax.lax.optimization_barrier(bits.astype(jnp.uint32)) >> 16
         return x + zero.astype(x.dtype)
 
-    def device_name(self, x):
-        return jax_problem.device_name()  # the default device runs what is traced
-
     def capability(self, x):
         found = jax_problem.capability()
         if found is None:

@@ -52,9 +52,6 @@ class TritonOps(JaxOps):
     def capability(self, x):
         return _posed.get() or super().capability(x)
 
-    def device_name(self, x):
-        return None if _posed.get() else super().device_name(x)
-
 
 TRITON_OPS = TritonOps()
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
-from nsa_core import tiles
 from nsa_core.array_ops import ArrayOps
 from nsa_core.plan.buffers import Plan, View
 from nsa_core.plan.planner import PlanOps
 from nsa_torch.execute import BoundPlan
-from nsa_torch.torch_ops import INTERPRETED, capability_of, device_name
+from nsa_torch.torch_ops import INTERPRETED, capability_of
 
 KEPT = 256  # plans of a function at most
 
@@ -87,8 +86,6 @@ class Planned:
             ops: Any = _stepwise
             return lambda given: list(self.function(ops, *arguments))
         device = tensors[0].device
-        if tiles.are_forced():
-            return BoundPlan(self.plan(arguments, device), device)
         key = device, capability.interpret.get() is not False, *map(_part_of_key, arguments)
         found = self._known.get(key)
         if found is None:
@@ -148,9 +145,8 @@ class Ready:
 def plan_ops(device: torch.device | None) -> PlanOps:
     """What traces steps for a device."""
     if device is None or device.type != "cuda":
-        return PlanOps(None, INTERPRETED)
-    name = None if capability.interpret.get() else device_name(device.index)
-    return PlanOps(name, capability_of(device.index))
+        return PlanOps(INTERPRETED)
+    return PlanOps(capability_of(device.index))
 
 
 def _views(ops: PlanOps, arguments: Sequence[Any]) -> list[Any]:

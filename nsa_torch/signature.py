@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.mosaic import capability
-from nsa_core import debug, policy, tiles
+from nsa_core import debug, policy
 from nsa_core.config import NSAConfig
 from nsa_core.types import Branches
 from nsa_interop import launch
@@ -48,7 +48,7 @@ def signature_of(
         return None
     if type(scale) not in NUMBERS or type(implementation) not in NAMES or debug.on:
         return None
-    if is_stepwise() or tiles.are_forced() or not plain(()):
+    if is_stepwise() or not plain(()):
         return None
     recorded, device = torch.is_grad_enabled(), None
     key: list[Any] = [config, scale, recompute, implementation, policy.in_force()]

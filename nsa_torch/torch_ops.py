@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from nsa_interop.launch import ALIGNMENT, launch
 
-from kernels_pallas.mosaic import capability
 from nsa_core.array_ops import ArrayOps
 
 INTERPRETED = (8, 0)  # the GPU whose tiles Triton's interpreter takes
@@ -28,10 +27,6 @@ class TorchOps(ArrayOps):
 
     def after(self, x, done):
         return x  # steps are queued one after the other
-
-    def device_name(self, x):
-        on_gpu = x.device.type == "cuda" and not capability.interpret.get()
-        return device_name(x.device.index) if on_gpu else None
 
     def capability(self, x):
         return capability_of(x.device.index) if x.device.type == "cuda" else INTERPRETED

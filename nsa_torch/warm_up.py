@@ -12,7 +12,6 @@ from kernels_pallas.kernel import LENGTHS
 from nsa_core.config import NSAConfig
 from nsa_core.plan import kernels
 from nsa_interop import launch
-from nsa_torch.torch_ops import device_name
 
 
 def prepare(
@@ -62,6 +61,5 @@ def prepare(
         dtype=str(dtype).removeprefix("torch."),
         config=config,
         scale=scale,
-        device_name=device_name(device.index) if device.type == "cuda" else None,
     )
     return launch.prepare(wanted, device, jobs)

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 import nsa_torch
 from kernels_pallas.mosaic import capability
-from nsa_core import debug, policy, tiles
+from nsa_core import debug, policy
 from nsa_core.plan import planner
-from nsa_torch import Branches, checks, early_release, mosaic, operators, plans, signature
+from nsa_torch import Branches, checks, early_release, operators, plans, signature
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_in, stand_ins
@@ -334,20 +334,6 @@ def test_what_is_in_force_counts():
     with policy.overridden(policy.Thresholds(sel_min_len=7), "a test"):
         keys.add(key_of(arguments))
     assert len(keys) == 3
-
-
-def test_tiles_that_a_tuner_forces_are_not_kept():
-    arguments = good()
-    with torch.no_grad():
-        for _ in range(2):
-            want = nsa_torch.attention(**arguments)
-        with tiles.forced(sliding={"stages": 3}):
-            assert key_of(arguments) is None
-            nsa_torch.attention(**arguments)
-            functions = [*mosaic.PATH.planned.values(), *mosaic.PATH.joined.values()]
-            (planned,) = (x for x in functions if x._known._values)
-            assert len(planned._known._values) == 1
-        assert torch.equal(nsa_torch.attention(**arguments), want)
 
 
 def test_bad_input_is_refused_after_a_good_call():

@@ -146,7 +146,6 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
     monkeypatch.setattr(launch, "announce", announced.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(first_call, "_prepared", set())
-    monkeypatch.setattr(plans, "device_name", lambda index: None)
     monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))
     function, device = mosaic.PATH.planned[PRECOMPRESSED, SAVING], torch.device("cuda", 0)
     gone = []

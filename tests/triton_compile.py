@@ -73,9 +73,6 @@ class Recording(TritonOps):
     def capability(self, x):
         return self.posed
 
-    def device_name(self, x):
-        return None
-
 
 def launches(case, capability: tuple[int, int], packed: bool = False) -> list[Launch]:
     """All kernels of a forward and a backward pass of a `tests.inputs.Case`."""

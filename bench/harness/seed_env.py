@@ -81,7 +81,7 @@ _MEANINGLESS: dict[str, str] = {
     "lifted, a refusal is shown by --explain": (
         "NSA_FA2_FORCE NSA_ALLOW_SLIDING_FA2 NSA_FA2_PREF_FP16 NSA_SEL_TRITON_REQUIRE_ALIGN"
     ),
-    "tiles are measured, python -m bench.tune_tiles": (
+    "tiles follow from sizes and the GPU": (
         "NSA_SEL_TRITON_GROUP NSA_SEL_TRITON_BLOCK_L NSA_SEL_TRITON_BLOCK_D"
         " NSA_SEL_TRITON_BLOCK_DV NSA_SEL_TRITON_BLOCK_H NSA_SEL_TRITON_PACK_CACHE_MAX_ENTRIES"
         " NSA_SEL_TRITON_PACK_CACHE_MAX_MB"

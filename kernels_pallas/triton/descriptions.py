@@ -6,19 +6,14 @@ function (`interval.py`, `selected.py`, `dkv.py`, `scores.py`, `combine.py`).
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton.kernel import TritonKernel
 from kernels_pallas.triton.tiling import (
-    HEADS,
     LEAST,
     Tiling,
-    candidates,
     choose,
-    largest,
-    measured,
     most,
     power,
     scores_tiling,
@@ -28,7 +23,6 @@ HERE = "kernels_pallas.triton"
 LOG2E = math.log2(math.e)
 MERGED_ROWS = 16  # of a program that adds partials
 SEGMENT = 2048  # entries of a query list that one program walks
-SCORES_LIMITS = HEADS, 64  # rows and keys of a tile of scores
 PROGRAMS = 1024  # that dkv of few tiles of keys is cut into, at least
 
 
@@ -48,7 +42,6 @@ class Problem:
 
     Attributes:
       capability: of the GPU, which bounds the tiles.
-      tiles: fields of a `Tiling` that were measured for this shape, by kernel.
     """
 
     B: int
@@ -64,7 +57,6 @@ class Problem:
     gated: bool = False
     added: bool = False
     lse_grad: bool = False
-    tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     @property
     def group(self) -> int:
@@ -89,12 +81,6 @@ class Problem:
         """Rows and keys of the largest tiles of a kernel; `rows` and `keys` at most."""
         return _within(most(kernel, self.capability, self.D, self.Dv), rows, keys)
 
-    def measured_limits(
-        self, kernel: str, rows: int | None = None, keys: int | None = None
-    ) -> tuple[int, int]:
-        """`limits` of tiles that are measured, or were."""
-        return _within(largest(kernel, self.capability, self.D, self.Dv), rows, keys)
-
     def tiling(self, kernel: str, rows: int | None = None, keys: int | None = None) -> Tiling:
         """That of a kernel (`tiling.needed`), of at most so many rows and keys a tile."""
         limits = self.limits(kernel, rows, keys)
@@ -105,15 +91,7 @@ class Problem:
                 f"triton: no tiles of {self.dtype}, D={self.D}, Dv={self.Dv} fit in the shared "
                 f"memory of compute capability {self.capability}"
             )
-        limits = self.measured_limits(kernel, rows, keys)
-        return measured(kernel, found, self.tiles.get(kernel, {}), limits, *where)
-
-    def candidates(
-        self, kernel: str, rows: int | None = None, keys: int | None = None
-    ) -> list[Tiling]:
-        """What `tiling` could be, to be measured."""
-        where = self.D, self.Dv, self.itemsize, self.capability
-        return candidates(kernel, self.measured_limits(kernel, rows, keys), *where)
+        return found
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -435,10 +413,6 @@ def best_blocks(p: Problem, config: Any) -> TritonKernel:
     tiling = scores_tiling(p.group, p.D, p.itemsize, p.capability)
     if tiling is None:
         raise NotImplementedError(f"triton: no tiles of the scores fit on {p.capability}")
-    given, where = dict(p.tiles.get("scores", {})), (p.D, p.D, p.itemsize, p.capability)
-    if given:  # a tile has whole groups
-        given["rows"] = max(given["rows"], group)
-    tiling = measured("scores", tiling, given, SCORES_LIMITS, *where)
     columns = max(tiling.rows, group)
     blocks = max(tiling.keys // ratio_rows, 1)
     return TritonKernel(

@@ -1,15 +1,11 @@
 """Sizes of tiles, warps and stages: the first that fit in the memory of an architecture.
 
-A table of measured tiles (`nsa_core.tiles`) goes before, where they fit; `candidates` are
-what `nsa_bench.tune_tiles` measures. The model of shared memory is an
-upper bound of what Triton takes for these loops: the tiles of the rows that stay, one set of
-streamed tiles a stage, and one tile of products that changes its layout. Without fitting tiles a
-kernel would fail at its launch, so `capability.why_not` asks here first.
+The model of shared memory is an upper bound of what Triton takes for these loops: the tiles of the
+rows that stay, one set of streamed tiles a stage, and one tile of products that changes its layout.
+Without fitting tiles a kernel would fail at its launch, so `capability.why_not` asks here first.
 """
 
 import functools
-import itertools
-from collections.abc import Mapping
 from typing import NamedTuple
 
 # Bytes of shared memory that a program can have, by compute capability; the least for others.
@@ -54,13 +50,6 @@ def most(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int
     raise ValueError(f"kernel must be forward, dq or dkv, got {kernel!r}")
 
 
-def largest(kernel: str, capability: tuple[int, int], D: int, Dv: int) -> tuple[int, int]:
-    """Rows and keys of the largest tiles that are worth measuring."""
-    if capability[0] in WIDE and max(D, Dv) <= 128:
-        return 128, 128
-    return most(kernel, capability, D, Dv)
-
-
 def smem_of(capability: tuple[int, int]) -> int:
     """What a program can have, in bytes."""
     return SMEM.get(capability, SMEM_LEAST)
@@ -91,79 +80,6 @@ def needed(kernel: str, tiling: Tiling, D: int, Dv: int, itemsize: int) -> int:
     extra = 5 * 4 * rows * stages if kernel == "dkv" else 0
     moved = 4 * rows * keys if kernel == "scores" else itemsize * rows * keys
     return itemsize * (held + stages * streamed) + moved + extra + SPARE
-
-
-def sums(kernel: str, tiling: Tiling, D: int, Dv: int) -> int:
-    """float32 numbers that a program holds at once: its sums, and a tile of each product."""
-    width, value_width = power(D), power(Dv)
-    tile = tiling.rows * tiling.keys
-    if kernel == "forward":
-        return tiling.rows * value_width + tile
-    if kernel == "dq":
-        return tiling.rows * width + 2 * tile
-    if kernel == "dkv":
-        return tiling.keys * (width + value_width) + 2 * tile
-    return tile
-
-
-WARPS, STAGES = (4, 8), (1, 2, 3, 4)  # that are measured
-SUMS = 208  # of a thread, which has 255 registers
-
-
-def fits(
-    kernel: str,
-    tiling: Tiling,
-    limits: tuple[int, int],
-    D: int,
-    Dv: int,
-    itemsize: int,
-    capability: tuple[int, int],
-) -> bool:
-    """Whether tiles are powers of two, not above `limits` (rows, keys), and fit in memory."""
-    sizes = zip(tiling[:2], limits, strict=True)
-    whole = all(LEAST <= x <= most and x & (x - 1) == 0 for x, most in sizes)
-    warps = 1 <= tiling.warps <= 32 and tiling.warps & (tiling.warps - 1) == 0
-    there = smem_of(capability)
-    return whole and warps and needed(kernel, tiling, D, Dv, itemsize) <= there
-
-
-def measured(
-    kernel: str,
-    heuristic: Tiling,
-    given: Mapping[str, int],
-    limits: tuple[int, int],
-    D: int,
-    Dv: int,
-    itemsize: int,
-    capability: tuple[int, int],
-) -> Tiling:
-    """The tiles of a table, `given` by field, where they fit (`fits`), else `heuristic`."""
-    tiling = heuristic._replace(**given)
-    fit = bool(given) and fits(kernel, tiling, limits, D, Dv, itemsize, capability)
-    return tiling if fit else heuristic
-
-
-def candidates(
-    kernel: str,
-    limits: tuple[int, int],
-    D: int,
-    Dv: int,
-    itemsize: int,
-    capability: tuple[int, int],
-) -> list[Tiling]:
-    """Tiles worth measuring: `limits`, their halves and quarters, that fit (`fits`) and leave a
-    thread registers for more than its sums.
-    """
-    if itemsize == 4:
-        limits = min(limits[0], FLOAT32), min(limits[1], FLOAT32)
-    rows, keys = ([most, most // 2, most // 4] for most in limits)
-    found = itertools.starmap(Tiling, itertools.product(rows, keys, WARPS, STAGES))
-    return [
-        x
-        for x in found
-        if fits(kernel, x, limits, D, Dv, itemsize, capability)
-        and sums(kernel, x, D, Dv) <= SUMS * 32 * x.warps
-    ]
 
 
 def _warps(elements: int, a_thread: int = 64) -> int:

@@ -41,7 +41,6 @@ def kernels_of(
     batch: int = 1,
     compresses: bool = False,
     shared: bool = False,
-    device_name: str | None = None,
 ) -> list[Kernel]:
     """The kernels of `attention` for `batch` sequences of `length` tokens, each once.
 
@@ -55,9 +54,8 @@ def kernels_of(
       compresses: of compression by means too (torch), with the gradients of tokens, and of packed
         rows whose sequences have places (`nsa_core.varlen`).
       shared: of tokens that all branches look at.
-      device_name: of the GPU whose measured tiles count; None: of none.
     """
-    ops = PlanOps(device_name, HOPPER)
+    ops = PlanOps(HOPPER)
     array = lambda *shape: ops.argument((batch, *shape), dtype)
     place = lambda: ops.argument((batch, length), "int32")
     varlen = None

@@ -34,12 +34,11 @@ class PlanOps(ArrayOps):
     nothing, makes constants; one that reads the shared argument too makes batch buffers.
 
     Args:
-      device_name: of the GPU whose measured tiles count, or None.
-      capability: of that GPU.
+      capability: of the GPU.
     """
 
-    def __init__(self, device_name: str | None, capability: tuple[int, int]):
-        self._device_name, self._capability = device_name, capability
+    def __init__(self, capability: tuple[int, int]):
+        self._capability = capability
         self._buffers: list[Buffer] = []
         self._constants: list[Derived] = []
         self._batch: list[Derived] = []
@@ -164,9 +163,6 @@ class PlanOps(ArrayOps):
 
     def after(self, x, done):
         return x  # steps are queued one after the other
-
-    def device_name(self, x):
-        return self._device_name
 
     def capability(self, x):
         return self._capability

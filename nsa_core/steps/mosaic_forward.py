@@ -22,7 +22,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps import key_bounds, mosaic_gather, mosaic_lists
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
 from nsa_core.steps.packed_keys import align_sequences
-from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
@@ -82,7 +81,7 @@ def _interval(
     ops, branch, query, key, value, bounds, layout, config, scale, gate, added
 ) -> OutLse:
     longest_first = branch == "compressed"  # later queries see more keys
-    heuristic = interval.forward_blocks(
+    blocks: dict[str, Any] = interval.forward_blocks(
         query.shape[2] // key.shape[2],
         query.shape[-1],
         value.shape[-1],
@@ -93,16 +92,7 @@ def _interval(
         gated=gate is not None,
         added=added is not None,
         longest_first=longest_first,
-        **tiles_of(
-            branch,
-            query,
-            ops.device_name(query),
-            kv_heads=key.shape[2],
-            keys=key.shape[1],
-            Dv=value.shape[-1],
-            config=config,
-            otherwise=heuristic,
-        ),
+        **blocks,
     )
     rows = key_bounds.bounds_by_row(ops, layout, bounds, spec.tile, spec.tiles)
     arrays = query, key, value, *rows, *_gate_and_sum(ops, gate, added)
@@ -137,7 +127,8 @@ def selected(
     gather_limit = mosaic_gather.gather_limit(
         query, key, value, block_indices, config, layout.packed
     )
-    stages = selected_spec.forward_stages(sizes["D"], sizes["Dv"], config.select_block)
+    widths = sizes["D"], sizes["Dv"], config.select_block
+    stages: dict[str, Any] = selected_spec.forward_stages(*widths)
     spec = selected_spec.SelectedAttention(
         **sizes,
         n=block_indices.shape[-1],
@@ -146,16 +137,7 @@ def selected(
         gated=gate is not None and not gather_limit,
         added=added is not None and not gather_limit,
         gather_limit=gather_limit,
-        **tiles_of(
-            "selected",
-            query,
-            ops.device_name(query),
-            kv_heads=key.shape[2],
-            keys=key.shape[1],
-            Dv=value.shape[-1],
-            config=config,
-            otherwise=stages,
-        ),
+        **stages,
     )
     if block_lists is None:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, spec)
@@ -233,15 +215,6 @@ def select_blocks(
         dtype=dtype_name(query),
         scale=scale_of(scale, width),
         interpret=interpret.get(),
-        **tiles_of(
-            "scores",
-            query,
-            ops.device_name(query),
-            kv_heads=kv_heads,
-            keys=num_blocks,
-            Dv=0,
-            config=config,
-        ),
     )
     static: Any = {"block": config.select_block}
     if layout.varlen is None:

@@ -8,7 +8,6 @@ Functions, arguments and results are those of `mosaic_forward`: the steps that r
 which has the `capability` of the GPU.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import Bounds, VisibleCompressed, Window
 from nsa_core.steps.mosaic_forward import nothing_seen
 from nsa_core.steps.packed_keys import align_sequences, zeros_like
-from nsa_core.tiles import tiles_of
 from nsa_core.validate import dtype_name
 
 type OutLse = Sequence[Any]
@@ -180,18 +178,8 @@ def problem_of(
     added=None,
     lse_grad: bool = False,
 ) -> Problem:
-    """The sizes of a branch, with the tiles that were measured for them."""
+    """The sizes of a branch."""
     batch, length, heads, width = query.shape
-    measured = functools.partial(
-        tiles_of,
-        query=query,
-        device=ops.device_name(query),
-        kv_heads=key.shape[2],
-        keys=key.shape[1],
-        Dv=0 if step == "scores" else value.shape[-1],
-        config=config,
-    )
-    kernels = ("scores",) if step == "scores" else ("forward", "dq", "dkv")
     return Problem(
         B=batch,
         T=length,
@@ -206,5 +194,4 @@ def problem_of(
         gated=gate is not None,
         added=added is not None,
         lse_grad=lse_grad,
-        tiles={kernel: measured(f"triton_{step}_{kernel}") for kernel in kernels},
     )
