@@ -4,8 +4,10 @@ A recipe names derived steps and their numbers, not a plan: whichever plan reads
 equal recipe reads the same one.
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,28 @@ from nsa_torch import table_kernels
 from nsa_torch.torch_ops import TORCH_OPS
 
 
-class Recipe(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
     """A derived step, and how what it reads is made; the number of each result, and its shape."""
 
     function: Callable[..., Any]
     static: tuple[tuple[str, Any], ...]
     reads: tuple[tuple["Recipe", int, tuple[int, ...]], ...]
+    number: int = dataclasses.field(init=False)  # the hash, which is asked for again and again
+
+    def __post_init__(self):
+        object.__setattr__(self, "number", hash(self._parts))
+
+    @property
+    def _parts(self):
+        return self.function, self.static, self.reads
+
+    def __hash__(self):
+        return self.number
+
+    def __eq__(self, other):
+        same = isinstance(other, Recipe) and self.number == other.number
+        return self is other or (same and self._parts == other._parts)
 
 
 def _shared(ops, *arrays):
@@ -65,7 +83,9 @@ def followed(
         if SHARED_ARGUMENT in known:  # a batch's, of which there are many
             made = table_kernels.made(recipe.function, device, arrays, static)
         if made is None:
-            with torch.device(device):
+            # Others make arrays where those are that they read; the mode costs as much as an
+            # operator.
+            with contextlib.nullcontext() if arrays else torch.device(device):
                 made = recipe.function(TORCH_OPS, *arrays, **static)
         known[recipe] = [x.contiguous() for x in made]
     return known[recipe]

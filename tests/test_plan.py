@@ -180,3 +180,14 @@ def test_large_buffers_do_not_lie_between_small_ones():
     sizes = {n: x * 2**20 for n, x in sizes.items()}
     offsets, size = workspace.placed(begins, last, sizes)
     assert size == 5 * 2**20 and offsets.keys() == sizes.keys()
+
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+def test_arrays_are_made_where_those_are_that_they_follow_from(where, path):
+    """Whatever torch's default device is: constants, batch buffers, derived steps."""
+    arguments = call(PRECOMPRESSED, ROWS, **where)
+    function = path.planned[PRECOMPRESSED, SAVING]
+    with torch.device("meta"):
+        out, *kept = function(*arguments)
+        grads = function.backward(out.flip(1), *kept, *arguments)
+    assert not any(x.is_meta for x in (out, *kept, *grads))
