@@ -333,7 +333,7 @@ class KernelPath:
 
         Args:
           key, value: the compressed field is not read where `compressed` is given.
-          compressed: `(k_cmp, v_cmp)`; None, of one sequence a row: the means.
+          compressed: `(k_cmp, v_cmp)`; None: the means, where the steps make them.
           assume_finite: keys and values that no query may look at are finite, as in a cache, so
             that they need not be copied to be kept out.
           recompute: the backward pass computes the branches again. Else it keeps their outputs.

@@ -37,7 +37,8 @@ class BlockQueryLists:
       tokens: neighbours in a query tile, which is what the reader of the lists copies at a
         time. An entry is a query tile and a block that some of its tokens selected; it stands
         in the list of every tile of keys that the block touches.
-      packed: sequences may begin at any key.
+      packed: sequences may begin at any key; tiles of places of packed rows (`nsa_core.varlen`)
+        are like those of keys of one sequence.
       tile, limit: with `limit` only tokens of gathered tiles have entries, of blocks that are far
         from their tile (`specs/selected.py`): `tile` is the tokens of a tile, `limit` the
         `gather_limit` (`selected_walk.tile_is_gathered`).
