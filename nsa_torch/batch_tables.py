@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed
+from nsa_core.plan.buffers import Plan
+from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipes_of
 from nsa_torch.shared import Shared
 from nsa_torch.torch_ops import TORCH_OPS
 
@@ -45,6 +46,13 @@ class Tables:
             return [self._one(recipe, device, known)[i] for recipe, i in wanted]
 
         return self._shared.get(plan, device, make)
+
+    def of_plan(self, borders: Tensor, plan: Plan, device: torch.device) -> list[Tensor]:
+        """All that the steps of a plan read of them."""
+        kept, read = recipes_of(plan), {x.buffer for step in plan.steps for x in step.reads}
+        batch = {x.buffer for step in plan.batch for x in step.writes}
+        known = _known(borders)
+        return [self._one(kept[n][0], device, known)[kept[n][1]] for n in sorted(read & batch)]
 
     def of_borders(self, recipe: Recipe, borders: Tensor) -> list[Tensor]:
         """All results of a recipe."""

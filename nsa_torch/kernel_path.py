@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa_core.array_ops import derived, like, padding_zeroed
 from nsa_core.config import NSAConfig
+from nsa_core.plan.buffers import Plan
 from nsa_core.steps import fused
 from nsa_core.steps.fused import Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
@@ -256,6 +257,25 @@ class KernelPath:
 
     def _kind(self, mode: InputMode, keep: str) -> str:
         return f"attention/{self.name}/{mode.name}/{keep}"
+
+    def plans(self, query, key, value, gates, place, gradients: bool, device) -> list[Plan]:
+        """Of a call whose branches share their tokens, and of its gradient.
+
+        Args:
+          query, key, value, gates: tensors, or `Array`s in their place.
+          place: of `operators.arguments`.
+        """
+        tokens, form = [key, value], SHARED
+        if not self.steps.compression:
+            config = operators.config_of(*operators.numbers_in(place))
+            count = config.num_compressed(key.shape[1])
+            cut = (x._replace(shape=(x.shape[0], count, *x.shape[2:])) for x in tokens)
+            tokens = [
+                x for each, whole in zip(cut, tokens, strict=True) for x in (each, whole, whole)
+            ]
+            form = GIVEN
+        function = self.planned[f"{form.name}_saving" if gradients else form.name]
+        return function.plans([query, *tokens, *gates, None, False, *place], device)
 
     # The functions that `dispatch.py` names.
 

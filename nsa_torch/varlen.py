@@ -8,6 +8,7 @@ What kernels read of the sequences is made when a call first asks for it and kep
 other layers, the backward pass and a recomputation find it there.
 """
 
+import importlib
 import itertools
 import operator
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels_pallas.kernel import Array
 from nsa_core.config import NSAConfig
-from nsa_torch import batch_tables, checks
+from nsa_torch import batch_tables, checks, operators
 from nsa_torch.batch_tables import Tables
 
 NO_LIMIT = 2**31 - 1
@@ -122,6 +124,49 @@ class VarlenMetadata:
         checks.borders_array(cu_seqlens)
         self._write(cu_seqlens, self._numbers(cu_seqlens))
         self._tables.refill(self.cu_seqlens, self.device)
+
+    def tensors(
+        self,
+        heads: int,
+        kv_heads: int,
+        key_width: int,
+        value_width: int | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        gradients: bool = True,
+        implementation: str = "mosaic",
+    ) -> list[Tensor]:
+        """All tables that calls of a layer read, made now. A CUDA graph that is captured before
+        they are there makes them itself, at each replay.
+
+        Args:
+          heads, kv_heads: query heads, and those of keys and values.
+          key_width, value_width: columns of a head; None: those of a key.
+          gradients: of the backward pass too.
+          implementation: `mosaic` or `triton`.
+
+        Raises:
+          ValueError: T is not known yet, or no such kernels.
+        """
+        if self.total is None:
+            raise ValueError("varlen must be made with total, or used before, got neither")
+        if implementation not in ("mosaic", "triton"):
+            raise ValueError(
+                f"implementation must be 'mosaic' or 'triton', got {implementation!r}"
+            )
+        self.check()
+        array = lambda count, width: Array((1, self.total, count, width), _name(dtype))
+        place = operators.arguments(self.config, self.total, self.cu_seqlens, None)
+        widths = key_width, key_width if value_width is None else value_width
+        tokens = [array(kv_heads, width) for width in widths]
+        query, gates = (
+            array(heads, key_width),
+            [Array((1, self.total, heads), _name(dtype))] * 3,
+        )
+        module = importlib.import_module(f"nsa_torch.{implementation}")
+        plans = module.PATH.plans(query, *tokens, gates, place, gradients, self.device)
+        found = [self._tables.of_plan(self.cu_seqlens, plan, self.device) for plan in plans]
+        return list({x.data_ptr(): x for each in found for x in each}.values())
 
     def check(self) -> None:
         """Raises ValueError where `cu_seqlens` that were given have been written to since."""
@@ -241,6 +286,10 @@ def borders_of(
             f"got {type(varlen).__name__}"
         )
     return varlen.borders(x, name, config, x.shape[1] if length is None else length)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_size(name: str, size: Any) -> None:

@@ -125,6 +125,31 @@ def test_made_once_for_all_layers(path, monkeypatch):
         known = len(planned_calls)
 
 
+@pytest.mark.parametrize("name", PATHS)
+def test_tables_of_a_layer(name):
+    """Made before a call, which then makes none; other borders come into the same memory."""
+    made = lambda numbers: nsa_torch.varlen_metadata(
+        borders(numbers), total=T, padded=True, max_seqlen=T, config=SMALL
+    )
+    with capability.interpreted(name == "mosaic"):
+        layer = {"dtype": torch.bfloat16, "implementation": name}
+        tables = lambda meta: meta.tensors(4, 2, 16, **layer)
+        meta = made(BATCHES["one"])
+        first = tables(meta)
+        assert len(first) > 6 and len(meta.tensors(4, 2, 16, **layer, gradients=False)) > 3
+        before = [x.clone() for x in first]
+        for numbers in BATCHES.values():
+            meta.update(borders(numbers))
+            again = tables(meta)
+            assert [x.data_ptr() for x in again] == [x.data_ptr() for x in first]
+            assert same(again, tables(made(numbers)))
+        assert not same(before, again)
+    with refused("varlen must be made with total, or used before"):
+        nsa_torch.varlen_metadata(borders([0, 9]).to("meta"), config=SMALL).tensors(4, 2, 16)
+    with refused("implementation must be 'mosaic' or 'triton', got 'sdpa'"):
+        made([0, 9]).tensors(4, 2, 16, implementation="sdpa")
+
+
 # All implementations
 
 
