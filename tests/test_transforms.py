@@ -127,6 +127,7 @@ IMPORTS = {
         "bench/__init__.py",
         "bench/harness/seed_env.py",
         "bench/harness/launchers.py",  # those of torchrun, srun, mpirun
+        "kernels_pallas/triton/capability.py",  # CC, as Triton reads it
         # These hand a changed copy to a child:
         "bench/harness/process.py",
         "kernels_pallas/runtime/build.py",
