@@ -265,7 +265,7 @@ class KernelPath:
           query, key, value, gates: tensors, or `Array`s in their place.
           place: of `operators.arguments`.
         """
-        tokens, form = [key, value], SHARED
+        tokens, mode = [key, value], SHARED_KV
         if not self.steps.compression:
             config = operators.config_of(*operators.numbers_in(place))
             count = config.num_compressed(key.shape[1])
@@ -273,8 +273,8 @@ class KernelPath:
             tokens = [
                 x for each, whole in zip(cut, tokens, strict=True) for x in (each, whole, whole)
             ]
-            form = GIVEN
-        function = self.planned[f"{form.name}_saving" if gradients else form.name]
+            mode = PRECOMPRESSED
+        function = self.planned[mode, SAVING if gradients else FORWARD]
         return function.plans([query, *tokens, *gates, None, False, *place], device)
 
     # The functions that `dispatch.py` names.
