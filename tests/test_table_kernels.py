@@ -9,11 +9,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from nsa_torch.call_forms import SHARED
 
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_torch import batch_tables, mosaic, table_kernels
+from nsa_torch.input_modes import SHARED_KV
+from nsa_torch.kernel_path import SAVING
 from nsa_torch.recipes import SHARED_ARGUMENT, Recipe, followed, recipes_of
 from nsa_torch.torch_ops import TORCH_OPS
 from tests.inputs import SMALL
@@ -49,11 +50,11 @@ def recipes(length, numbers, config, layer):
     ends = torch.tensor(numbers, dtype=torch.int32)
     tables = batch_tables.Tables(None, True)
     sizes = {"heads": heads, "kv_heads": kv_heads, "key_width": width, "value_width": width}
-    arguments = list(described(SHARED, 1, length, **sizes, config=config, packed=True))
+    arguments = list(described(SHARED_KV, 1, length, **sizes, config=config, packed=True))
     batch_tables.attach(tables, ends)
     arguments = [ends if getattr(x, "dtype", None) == "int32" else x for x in arguments]
     with capability.interpreted(True):
-        function = mosaic.PATH.planned["attention_compressing_shared_saving"]
+        function = mosaic.PATH.planned[SHARED_KV, SAVING]
         plans = function.plans(arguments, torch.device("cpu"))
     found: dict[Recipe, None] = {}
     for plan in plans:
