@@ -186,9 +186,11 @@ def main() -> int:
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"environments must be among {', '.join(NAMES)}, got {', '.join(unknown)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found = [run(name, options.keep) for name in options.names]
-    if options.save_records:
-        records.append_lines(KEPT, found)
+    found = []
+    for name in options.names:
+        found.append(run(name, options.keep))
+        if options.save_records:
+            records.append_lines(KEPT, found[-1:])
     print(doc_tables.versions_table(found))
     return int(any(each["status"] for each in found if each["name"] != "pre-release"))
 
