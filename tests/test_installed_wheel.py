@@ -5,9 +5,14 @@ import sys
 import pytest
 import torch
 
+import nsa_torch
+from kernels_pallas.mosaic import capability
 from kernels_pallas.runtime import loaded
+from kernels_pallas.runtime.description import canonical, describe
+from nsa_core.config import NSAConfig
 from nsa_interop import build
 from nsa_torch import installed
+from tests.planned import on_the_cpu
 
 
 def test_what_a_wheel_has_no_need_of_is_a_fault(tmp_path, monkeypatch):
@@ -28,6 +33,42 @@ def test_a_wheel_serves_every_length_between_those_that_it_is_made_of():
     between = (64, 700, 5000, 70000, 500000)
     missing = {*build.kernels_of("paper", True, between)} - {*build.kernels_of("paper", True)}
     assert not missing, [kernel.name for kernel in missing]
+
+
+def key(kernel):
+    """What it is on a GPU, though it was described for an interpreter."""
+
+    def compiled(value):
+        if isinstance(value, dict):
+            return {k: False if k == "interpret" else compiled(x) for k, x in value.items()}
+        return [*map(compiled, value)] if isinstance(value, list) else value
+
+    return canonical(compiled(describe(kernel.for_any_length())))
+
+
+@pytest.mark.parametrize("preset", ["seed", "smallgroup"])
+def test_a_wheel_has_what_a_layer_runs_with_a_cache_too(preset, monkeypatch):
+    """Forward, backward, a prompt, a token: no kernel computes here."""
+    there = {key(kernel) for kernel in build.kernels_of(preset, True)}
+    layer = build.layer_of(preset)
+    config = NSAConfig(**layer["config"])
+    windows = config.compress_block, config.compress_stride, config.select_block
+    sizes = (layer[x] for x in ("heads", "kv_heads", "key_width", "value_width"))
+    rest = *windows, config.num_selected, config.window
+    options = {"dtype": torch.bfloat16, "implementation": "mosaic"}
+    x = torch.randn(1, 200, 32, dtype=torch.bfloat16)
+
+    def zeros(kernel, *tensors):
+        return [torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in kernel.outputs]
+
+    with capability.interpreted(True), on_the_cpu(monkeypatch, zeros) as ran:
+        made = nsa_torch.NSAAttention(32, *sizes, *rest, **options)
+        made(x)[0].sum().backward()
+        with torch.no_grad():
+            _, cache = made(x, made.init_cache(batch=1, capacity=201))
+            made(x[:, :1], cache, prefill=False)
+    assert len(ran) > 30
+    assert not [kernel.name for kernel in ran if key(kernel) not in there]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
