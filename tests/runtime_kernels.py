@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,27 @@ from kernels_pallas.mosaic.refs import build_kernel
 from kernels_pallas.runtime.description import PLACES
 
 ROWS = 64  # a CTA copies
+
+
+class Pair(NamedTuple):
+    """Of `Paired`."""
+
+    first: int
+    second: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """A spec that holds a tuple with names."""
+
+    pair: Pair | None = None
+
+
+def paired(spec: Paired) -> Kernel:
+    """Is never compiled."""
+    return Kernel("paired", spec, "", (), (), source=f"{__name__}:paired")
+
+
 if __name__ not in PLACES:
     PLACES.append(__name__)
 

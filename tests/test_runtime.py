@@ -14,12 +14,12 @@ from kernels_pallas.kernel import Array, Kernel
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import driver
 from kernels_pallas.runtime.cubin import Cubin, Pointer, Size, TensorMaps
-from kernels_pallas.runtime.description import canonical, describe, described
+from kernels_pallas.runtime.description import canonical, describe, described, modules
 from kernels_pallas.runtime.plan import LaunchPlan
 from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import dkv_work_items
 from tests import cross_compile
-from tests.runtime_kernels import Broken, Copy, broken, copy, ending
+from tests.runtime_kernels import Broken, Copy, Pair, Paired, broken, copy, ending, paired
 
 ANY_LENGTH = copy(Copy(2, 128, any_length=True))
 
@@ -50,6 +50,13 @@ def test_a_description_makes_the_same_kernel_elsewhere():
     description = json.loads(canonical(describe(kernel)))
     assert described(description).spec == spec
     assert described(json.loads(canonical(describe(ANY_LENGTH)))).inputs == ANY_LENGTH.inputs
+
+
+def test_a_description_has_tuples_with_names():
+    kernel = paired(Paired(Pair(3, (4, 5))))
+    again = described(json.loads(canonical(describe(kernel)))).spec
+    assert again == kernel.spec and type(again.pair) is Pair
+    assert modules(describe(kernel)) == {paired.__module__}
 
 
 @pytest.mark.parametrize(

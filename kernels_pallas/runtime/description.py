@@ -60,14 +60,16 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if type(value) is tuple:
         return {"tuple": [_plain(x, where) for x in value]}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if named or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        names = value._fields if named else [x.name for x in dataclasses.fields(value)]
         return {
             "class": f"{type(value).__module__}:{type(value).__qualname__}",
             "fields": {x: _plain(getattr(value, x), f"{where}, field {x},") for x in names},
         }
     raise ValueError(
-        f"{where} must be of numbers, strings, tuples and dataclasses, got {value!r:.200}"
+        f"{where} must be of numbers, strings, tuples, named or not, and dataclasses, "
+        f"got {value!r:.200}"
     )
 
 
