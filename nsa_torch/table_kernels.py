@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS
 from nsa_core import varlen
-from nsa_core.steps import key_bounds, mosaic_backward
+from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_torch import triton_ops
 
 MOST = 2**14  # numbers that one program adds up
@@ -107,6 +107,36 @@ def _places_of_keys(start, place, *, capacity):
     return rows
 
 
+def _query_tiles(start, end, *, capacity, tokens):
+    count, tiles = capacity.sequences, capacity.query_tiles(tokens)
+    if capacity.B != 1 or count > MOST:
+        return None
+    runs, _ = _rows(start, 3, count)
+    room = {"ROOM": max(1 << (count - 1).bit_length(), 2)}
+    numbers = count, capacity.T, capacity.S - capacity.T, runs.shape[1]
+    _run("query_runs", 1, start, end, runs, *numbers, TOKENS=tokens, **room)
+    out, rows = _rows(start, 2, tiles)
+    programs, sizes = _search(count, tiles)
+    numbers = tiles, capacity.T, count, runs.shape[1], out.shape[1]
+    _run("query_tiles", programs, runs, out, *numbers, TOKENS=tokens, **sizes)
+    return rows
+
+
+def _candidates_of_tiles(first, last, position, first_token, end_token, *, spec, block):
+    given = first, last, position, first_token, end_token
+    if any(x.dtype != torch.int32 for x in given):
+        return None
+    tile, rows, tiles = spec.tile, spec.tiling.score_rows, spec.B * spec.tiles
+    shapes = [tile.rows] * 2 + [rows] * 2
+    found = [first.new_empty(spec.B, spec.tiles, x) for x in shapes]
+    found.append(first.new_empty(spec.B, spec.tiles))
+    sizes = {"TOKENS": tile.tokens, "GROUP": tile.group, "ROWS": tile.rows}
+    sizes |= {"SCORE_ROWS": rows, "RATIO": spec.ratio, "BLOCK": block}
+    sizes |= {"SIZE": 1 << (max(tile.rows, rows) - 1).bit_length()}
+    _run("candidates_of_tiles", tiles, *given, *found, spec.T, spec.tiles, **sizes)
+    return found
+
+
 def _by_row(*arrays, tile, tiles):
     if len(arrays) > 2 or any(x.dtype != torch.int32 for x in arrays):
         return None
@@ -157,6 +187,8 @@ KERNELS: dict[Callable[..., Any], Callable[..., Made]] = {
     varlen._tokens: _tokens,
     varlen._key_tiles: _key_tiles,
     varlen._places_of_keys: _places_of_keys,
+    varlen._query_tiles: _query_tiles,
     key_bounds.by_row: _by_row,
+    mosaic_forward._candidates_of_tiles: _candidates_of_tiles,
     mosaic_backward._interval_items: _interval_items,
 }

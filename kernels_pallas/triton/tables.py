@@ -153,6 +153,103 @@ def places_of_keys(starts, places, out, S, count, SIZE: tl.constexpr, STEPS: tl.
     tl.store(out + key, place + key - start, mask=inside)
 
 
+@triton.jit(do_not_specialize=["count", "T", "offset", "pitch"])
+def query_runs(
+    starts, ends, out, count, T, offset, pitch, TOKENS: tl.constexpr, ROOM: tl.constexpr
+):
+    """Of each sequence the tiles of queries before it, its first query and the one after its last,
+    `[3, pitch]`. One program.
+    """
+    i = tl.arange(0, ROOM)
+    inside = i < count
+    first = tl.load(starts + i, mask=inside, other=0) - offset
+    end = tl.load(ends + i, mask=inside, other=0) - offset
+    first = tl.minimum(tl.maximum(first, 0), T)
+    end = tl.minimum(tl.maximum(end, 0), T)
+    tiles = tl.where(inside, (tl.maximum(end - first, 0) + TOKENS - 1) // TOKENS, 0)
+    tl.store(out + i, tl.cumsum(tiles, 0) - tiles, mask=inside)
+    tl.store(out + pitch + i, first, mask=inside)
+    tl.store(out + 2 * pitch + i, end, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles", "T", "count", "run_pitch", "pitch"])
+def query_tiles(
+    runs,
+    out,
+    tiles,
+    T,
+    count,
+    run_pitch,
+    pitch,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """First query of each tile of one sequence, and the one after its last: `[2, pitch]`.
+
+    Args:
+      runs: of `query_runs`, `[3, run_pitch]`.
+    """
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = i < tiles
+    at = _last_before(runs, i, inside, count, STEPS)
+    before = tl.load(runs + at, mask=inside, other=0)
+    first = tl.load(runs + run_pitch + at, mask=inside, other=0) + (i - before) * TOKENS
+    first = tl.minimum(tl.maximum(first, 0), T)
+    end = tl.load(runs + 2 * run_pitch + at, mask=inside, other=0)
+    tl.store(out + i, first, mask=inside)
+    tl.store(out + pitch + i, tl.minimum(first + TOKENS, end), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "tiles"])
+def candidates_of_tiles(
+    firsts,
+    lasts,
+    positions,
+    first_tokens,
+    end_tokens,
+    first_rows,
+    last_rows,
+    owns,
+    bases,
+    spans,
+    T,
+    tiles,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SCORE_ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """What scores read of each tile of queries: bounds of compressed tokens by row, the own and the
+    first block of each token, and how many blocks they span. A program a tile.
+
+    Args:
+      firsts, lasts, positions: of tokens, `[B, T]`.
+      first_tokens, end_tokens: of tiles, `[B, tiles]`.
+    """
+    tile = tl.program_id(0)
+    token = tile // tiles * T
+    begin, end = tl.load(first_tokens + tile), tl.load(end_tokens + tile)
+    i = tl.arange(0, SIZE)
+    of_row = begin + tl.minimum(i, TOKENS * GROUP - 1) // GROUP
+    of_row = token + tl.minimum(tl.maximum(tl.minimum(of_row, end - 1), 0), T - 1)
+    inside = i < ROWS
+    tl.store(first_rows + tile * ROWS + i, tl.load(firsts + of_row), mask=inside)
+    tl.store(last_rows + tile * ROWS + i, tl.load(lasts + of_row), mask=inside)
+    own_token = begin + tl.minimum(i, TOKENS - 1)
+    near = token + tl.minimum(tl.maximum(tl.minimum(own_token, end - 1), 0), T - 1)
+    position = tl.load(positions + near)
+    exists = (i < TOKENS) & (own_token < end) & (position >= 0)
+    own = tl.where(exists, tl.maximum(position, 0) // BLOCK, -1)
+    inside = i < SCORE_ROWS
+    tl.store(owns + tile * SCORE_ROWS + i, own, mask=inside)
+    tl.store(bases + tile * SCORE_ROWS + i, tl.load(firsts + near) // RATIO, mask=inside)
+    tl.store(spans + tile, tl.max(own, 0) + 1)
+
+
 @triton.jit(do_not_specialize=["T", "tiles", "total", "pitch"])
 def by_row(
     one,
