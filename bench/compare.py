@@ -28,7 +28,7 @@ from nsa_core import policy
 from nsa_core.types import Branches
 
 from .harness import cli, command, exit_status, peers, problems, records, turns
-from .harness.jobs import Job, explanation, jobs, recomputed
+from .harness.jobs import Job, explanation, jobs, packed, recomputed
 from .harness.measure import Judged, judge, once
 from .harness.records import Record
 from .harness.runners import RUNNERS, asked
@@ -54,6 +54,9 @@ CHOSEN = flags.DEFINE_bool(
 )
 RECOMPUTE = flags.DEFINE_bool(
     "recompute", False, "With --mode fwdbwd: also the whole that computes its branches again."
+)
+PACKED = flags.DEFINE_bool(
+    "packed", False, "Also the whole with its rows as one packed row, whose metadata is there."
 )
 PEERS = command.define_names(
     "peers", peers.NAMES, "Other libraries beside it, in torch (a list; repeatable)."
@@ -174,9 +177,13 @@ def plan_of(runners, settings, mode: str) -> JobsOfRunners:
             chosen=CHOSEN.value,
         )
     ]
+    whole = list(plan)
     if RECOMPUTE.value and mode == "fwdbwd":
         again = ((runner, recomputed(runner, job, settings.nsa)) for runner, job in plan)
         plan += [(runner, job) for runner, job in again if job is not None]
+    if PACKED.value:
+        rows = ((runner, packed(runner, job, settings)) for runner, job in whole)
+        plan += [(runner, job) for runner, job in rows if job is not None]
     if PEERS.value:
         torch = next((runner for runner in runners if runner.framework == "torch"), None)
         if torch is None:
@@ -249,7 +256,7 @@ def asked_for(measured: Sequence[tuple[Job, Record]]) -> list[Record]:
         if job.asked:
             named.append(record)
         elif job.asked is not None:
-            again = job.function is not None  # with --recompute
+            again = job.function and job.label.split()[-1]  # with --recompute, with --packed
             key = record.framework, record.mode, record.branch, again
             others.setdefault(key, []).append(record)
     ok = lambda record: record.status == "ok"

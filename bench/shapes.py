@@ -31,6 +31,9 @@ FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
 ONLY = flags.DEFINE_multi_string("only", [], "Shapes whose names begin so (repeatable).", **at)
 INPUT = flags.DEFINE_multi_enum("input", INPUTS, INPUTS, "Where arrays come from.", **at)
+PACKED = flags.DEFINE_bool(
+    "packed", False, "Beside each its rows as one packed row, whose metadata is there.", **at
+)
 KERNELS = flags.DEFINE_string("kernels", "mosaic", "Implementation of all branches.", **at)
 ROWS = flags.DEFINE_integer("most_rows", 96, "Queries judged.", lower_bound=12, **at)
 AT_ONCE = flags.DEFINE_integer("at_once", 5, "Processes side by side.", lower_bound=1, **at)
@@ -76,6 +79,7 @@ def commands_of(
             words += [f"--input={source}", f"--kernels={KERNELS.value}", "--branch=all"]
             words += ["--mode=forward", "--mode=fwdbwd", f"--most_rows={ROWS.value}"]
             words += [f"--out={folder / row}", "--turn", "--nosave_records"]
+            words += ["--packed"] if PACKED.value else []
             if COMMIT.value:
                 words.append(f"--commit={COMMIT.value}")
             yield row, words

@@ -429,6 +429,25 @@ def test_branches_computed_again(run, framework, monkeypatch):
         run("--recompute", *only, folder="forward")
 
 
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_rows_as_one_packed_row(run, framework, monkeypatch):
+    name = {"jax": "xla", "torch": "sdpa"}[framework]
+    api = {"jax": nsa_jax, "torch": nsa_torch}[framework]
+    attention, asked = api.attention, []
+
+    def noted(query, *args, **options):
+        asked.append((query.shape[0], options.get("varlen") is not None))
+        return attention(query, *args, **options)
+
+    monkeypatch.setattr(api, "attention", noted)
+    kernels = [f"--{step}_kernel={name}" for step in Branches._fields]
+    only = (f"--framework={framework}", "--branch=all", "--input=random", "--batch=2")
+    code, _, (rows, packed) = run("--mode=fwdbwd", "--packed", *only, *kernels)
+    assert code == 0 and rows.status == packed.status == "ok"
+    assert (rows.implementation, packed.implementation) == (name, f"{name} packed")
+    assert {*asked} == {(2, False), (1, True)}
+
+
 @jax.custom_vjp
 def scaled_gradient(x):
     return x

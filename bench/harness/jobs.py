@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from nsa_core.dispatch import Plan
 from nsa_core.types import Branches
 
@@ -105,6 +107,26 @@ def recomputed(runner, job: Job, config) -> Job | None:
         return forward(runner.api, "all", config, job.implementation, arguments)
 
     return dataclasses.replace(job, label=f"{job.label} recompute", function=function)
+
+
+def packed(runner, job: Job, settings) -> Job | None:
+    """The whole of `job` on one packed row of all rows, whose metadata is made before; None of
+    others.
+    """
+    if job.branch != "all" or job.unsupported:
+        return None
+    run, config = settings.runtime, settings.nsa
+    meta = runner.metadata(run.batch, run.seq_len, config)
+
+    def function(arguments):
+        rows = arguments["query"].shape[:2]
+        flat = lambda x: x.reshape(1, -1, *x.shape[2:])
+        given = {name: jax.tree.map(flat, x) for name, x in arguments.items()}
+        given["varlen"] = meta
+        out = forward(runner.api, "all", config, job.implementation, given)["out"]
+        return {"out": out.reshape(*rows, *out.shape[2:])}
+
+    return dataclasses.replace(job, label=f"{job.label} packed", function=function)
 
 
 def label(plan: Plan) -> str:

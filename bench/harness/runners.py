@@ -88,6 +88,12 @@ class JaxRunner:
     def load(self, arguments: Any) -> Any:
         return arguments
 
+    def metadata(self, batch: int, length: int, config) -> Any:
+        """Of a packed row with so many sequences of one length."""
+        segment_ids = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), length)[None]
+        sizes = {"max_segments": batch, "max_seqlen": length}
+        return nsa_jax.varlen_metadata(segment_ids, config=config, **sizes)
+
     def dense(self, name: str, query, key, value) -> dict[str, Any]:
         """Causal attention by JAX's own function; `name` is its implementation."""
         width = value.shape[-1]
@@ -176,6 +182,11 @@ class TorchRunner:
         self.capability = torch.cuda.get_device_capability() if cuda else None
         self.device = torch.cuda.get_device_name() if cuda else "cpu"
         self.dense_names = ("flash", "cudnn") if cuda else ("flash",)
+
+    def metadata(self, batch: int, length: int, config) -> Any:
+        """As of `JaxRunner`."""
+        borders = self.torch.arange(batch + 1, dtype=self.torch.int32) * length
+        return self.api.varlen_metadata(borders, config=config, device=self.platform)
 
     def load(self, arguments: Any) -> Any:
         """The same values as tensors of their own."""
