@@ -116,6 +116,11 @@ def run(case: Case, x: dict, mesh: DeviceMesh | None = None) -> dict[str, torch.
     select = nsa_torch.select_blocks if mesh is None else context.select_blocks
     chosen = {"implementation": case.implementation, **packed, **place}
     indices = select(x["query"].detach(), compressed[0].detach(), **chosen)
+    if mesh is not None and case.lengths is not None:
+        # Metadata of the whole row, too.
+        total, borders = mesh.size() * x["query"].shape[1], chosen.pop("cu_seqlens")
+        sizes = {"total": total, "config": case.config}
+        chosen["varlen"] = nsa_torch.varlen_metadata(borders, **sizes)
     out = nsa_torch.attention(
         x["query"],
         key,
