@@ -3,9 +3,6 @@ three in place of tens: on CUDA, where Triton can build them.
 """
 
 import functools
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +11,11 @@ from torch import Tensor
 
 from kernels_pallas.specs import work_items
 from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS
+from kernels_pallas.triton import capability
 from nsa_core import varlen
 from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_torch import triton_ops
+from nsa_torch.torch_ops import capability_of
 
 MOST = 2**14  # numbers that one program adds up
 PITCH = 64  # of rows that kernels read: 256 bytes
@@ -27,17 +26,15 @@ type Made = Sequence[Tensor] | None  # None: by torch
 def made(function: Callable[..., Any], device: torch.device, arrays, static) -> Made:
     """What a derived step gives, where a kernel can make it."""
     kernel = KERNELS.get(function)
-    if kernel is None or device.type != "cuda" or not usable():
+    if kernel is None or device.type != "cuda" or not usable(device.index):
         return None
     return kernel(*arrays, **static)
 
 
 @functools.cache
-def usable() -> bool:
-    """Whether Triton is there, and what compiles its launchers."""
-    compilers = [os.environ.get("CC"), "cc", "gcc", "clang"]
-    compiler = any(name and shutil.which(name) for name in compilers)
-    return compiler and importlib.util.find_spec("triton") is not None
+def usable(index: int | None) -> bool:
+    """Whether kernels of Triton that multiply no matrices run on the GPU with this index."""
+    return capability.copies_why_not(capability_of(index), torch.float32) is None
 
 
 def _rows(like: Tensor, count: int, length: int) -> tuple[Tensor, list[Tensor]]:
