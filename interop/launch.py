@@ -241,21 +241,21 @@ def _load(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
 def _made(kernel: Kernel, index: int) -> Callable[[int, Sequence[int]], None]:
     if not kernel.source or not loaded.is_loaded(kernel.for_any_length(), index):
         _check_may_load(kernel, index)
-    found = loaded.plan(kernel, index, soon=_announced)
+    found = loaded.plan(kernel, index, prefetch=_prefetched)
     return found.launch if found else _compile(kernel, index)
 
 
-def announce(kernels: Callable[[], Sequence[Kernel]]) -> None:
+def prefetch(kernels: Callable[[], Sequence[Kernel]]) -> None:
     """Says what this thread is about to launch: it is asked for, and built at once, where a launch
     finds a kernel that has never been built.
     """
-    _thread.announced = kernels
+    _thread.prefetched = kernels
 
 
-def _announced() -> Sequence[Kernel]:
-    """What this thread announced last; once."""
-    announced, _thread.announced = getattr(_thread, "announced", None), None
-    return announced() if announced else []
+def _prefetched() -> Sequence[Kernel]:
+    """What this thread last said; once."""
+    found, _thread.prefetched = getattr(_thread, "prefetched", None), None
+    return found() if found else []
 
 
 def _check_may_load(kernel: Kernel, index: int) -> None:

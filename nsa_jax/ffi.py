@@ -29,12 +29,12 @@ from nsa_jax import jax_problem, xla_call
 from nsa_jax.xla_call import Call
 
 TARGET = "nsa_launch_mosaic_kernel"
-SOON = 128  # kernels that were traced and have not run: those that are built together
+PREFETCHED = 128  # kernels that were traced and have not run: those that are built together
 PLANS = 4096  # remembered; code that was loaded stays
 LOG = logging.getLogger("kernels_pallas.runtime")
 
 _plans: dict[tuple[int, int], Callable[[int, Sequence[int]], None]] = {}
-_soon: collections.OrderedDict[Kernel, None] = collections.OrderedDict()
+_prefetch: collections.OrderedDict[Kernel, None] = collections.OrderedDict()
 _lock = threading.RLock()
 
 
@@ -59,10 +59,10 @@ def call(kernel: Kernel, *arrays: Any) -> Sequence[jax.Array]:
     """
     text, key = _described(kernel)
     with _lock:
-        _soon[kernel] = None
-        _soon.move_to_end(kernel)
-        while len(_soon) > SOON:
-            _soon.popitem(last=False)
+        _prefetch[kernel] = None
+        _prefetch.move_to_end(kernel)
+        while len(_prefetch) > PREFETCHED:
+            _prefetch.popitem(last=False)
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.outputs]
     aliases = {len(kernel.inputs) - 1: 0} if kernel.in_place else None
     custom = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)
@@ -121,7 +121,7 @@ def _plan(given: Call) -> Callable[[int, Sequence[int]], None]:
         key = given.key, given.device
         if key not in _plans:
             kernel = description.described(json.loads(given.text()))
-            found = loaded.plan(kernel, given.device, soon=_wanted)
+            found = loaded.plan(kernel, given.device, prefetch=_wanted)
             if found is None:
                 raise RuntimeError(f"no machine code for {kernel.name} (see the log)")
             if len(_plans) >= PLANS:
@@ -133,8 +133,8 @@ def _plan(given: Call) -> Callable[[int, Sequence[int]], None]:
 def _wanted() -> Sequence[Kernel]:
     """What was traced and has not run; once."""
     with _lock:
-        found = list(_soon)
-        _soon.clear()
+        found = list(_prefetch)
+        _prefetch.clear()
     return found
 
 

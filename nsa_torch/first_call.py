@@ -31,7 +31,7 @@ def before(
     described = [array_of(x) if isinstance(x, Tensor) else x for x in arguments]
     kernels = lambda: kernels_in(planned.plans(described, device, plan))  # holds no tensor
     if layer in _prepared:
-        launch.announce(kernels)
+        launch.prefetch(kernels)
     elif not torch.cuda.is_current_stream_capturing():
         launch.prepare(kernels(), device)
         _prepared.add(layer)

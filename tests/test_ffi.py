@@ -96,7 +96,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(ffi, "_registered", lambda: True)
     monkeypatch.setattr(loaded, "on_disk", lambda kernel: True)
     monkeypatch.setattr(ffi, "_plans", {})
-    ffi._soon.clear()
+    ffi._prefetch.clear()
 
 
 def layer(length, heads=4, kv_heads=2, width=32):
@@ -155,7 +155,7 @@ def test_a_program_names_its_kernels(hopper):
         gradients=True,
     )
     assert set(found) == {x for x in want if x.source} == set(want)
-    assert set(found) == set(ffi._soon)
+    assert set(found) == set(ffi._prefetch)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_what_was_traced_is_built_together(hopper, monkeypatch):
         def launch(self, stream, addresses):
             launched.append((stream, addresses))
 
-    def plan(kernel, device, soon):
-        asked.append((kernel, device, list(soon())))
+    def plan(kernel, device, prefetch):
+        asked.append((kernel, device, list(prefetch())))
         return Plan()
 
     monkeypatch.setattr(loaded, "plan", plan)

@@ -55,7 +55,9 @@ def h100(monkeypatch):
     monkeypatch.setattr(jax_problem, "capability", lambda: (9, 0))
     monkeypatch.setattr(jax_problem, "device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(ffi, "_soon", type(ffi._soon)())  # nobody builds what is named here
+    monkeypatch.setattr(
+        ffi, "_prefetch", type(ffi._prefetch)()
+    )  # nobody builds what is named here
     # What is compiled for no device cannot be read again.
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
 

@@ -211,8 +211,8 @@ def test_what_is_announced_is_built_beside_a_kernel_that_never_was(monkeypatch):
     monkeypatch.setattr(loaded, "can_build", lambda: True)
     monkeypatch.setattr(loaded.driver, "load", lambda *_: None)
     asked = []
-    module.announce(lambda: asked.append(1) or [first, second, third])
-    load = functools.partial(loaded.load, device=0, soon=module._announced)
+    module.prefetch(lambda: asked.append(1) or [first, second, third])
+    load = functools.partial(loaded.load, device=0, prefetch=module._prefetched)
     load([generic[2]])  # on disk: nothing else is asked for
     assert fetched == [[generic[2]]] and not asked
     load([generic[0]])

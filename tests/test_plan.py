@@ -143,7 +143,7 @@ def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):
     """What it announces is kept until a kernel is built."""
     prepared, announced = [], []
     monkeypatch.setattr(launch, "prepare", lambda kernels, device: prepared.append(kernels))
-    monkeypatch.setattr(launch, "announce", announced.append)
+    monkeypatch.setattr(launch, "prefetch", announced.append)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(first_call, "_prepared", set())
     monkeypatch.setattr(plans, "capability_of", lambda index: (9, 0))

@@ -22,14 +22,14 @@ _lock = threading.RLock()
 
 
 def plan(
-    kernel: Kernel, device: int, soon: Callable[[], Sequence[Kernel]] = lambda: ()
+    kernel: Kernel, device: int, prefetch: Callable[[], Sequence[Kernel]] = lambda: ()
 ) -> LaunchPlan | None:
     """`kernel` on a GPU, loaded; None where its machine code is on no disk and this machine
     cannot build it, or it is compiled for one length only.
 
     Args:
-      soon: what is launched next. It is asked for where something has to be built, and built and
-        loaded at once with it.
+      prefetch: what is launched next. It is asked for where something has to be built, and built
+        and loaded at once with it.
 
     Raises:
       RuntimeError: a kernel could not be built, or loaded.
@@ -37,7 +37,7 @@ def plan(
     if not kernel.source:
         return None
     generic = kernel.for_any_length()
-    load([generic], device, soon=soon)
+    load([generic], device, prefetch=prefetch)
     if (found := _loaded.get((generic, device))) is None:
         return None
     shapes = [x.shape for x in (*kernel.inputs, *kernel.outputs)]
@@ -53,14 +53,14 @@ def load(
     kernels: Sequence[Kernel],
     device: int,
     jobs: int | None = None,
-    soon: Callable[[], Sequence[Kernel]] = lambda: (),
+    prefetch: Callable[[], Sequence[Kernel]] = lambda: (),
 ) -> None:
     """Loads kernels for any length, built where they are not on disk; where this machine cannot
     build, says so and loads none.
 
     Args:
       jobs: processes that build; by default one a core.
-      soon: as in `plan`.
+      prefetch: as in `plan`.
     """
     with _lock:
         missing = [x for x in kernels if not is_loaded(x, device)]
@@ -69,7 +69,7 @@ def load(
         if None in map(store().get, missing):
             if not can_build():
                 return
-            others = [x.for_any_length() for x in soon() if x.source]
+            others = [x.for_any_length() for x in prefetch() if x.source]
             others = [x for x in others if not is_loaded(x, device)]
             missing = list(dict.fromkeys((*missing, *others)))
         found = store().fetch(missing, jobs, build.terminal_progress())
