@@ -10,8 +10,8 @@ import pytest
 
 import nsa_jax
 from bench.judge.parity import assert_parity, check_indices
-from nsa_jax import branches, chunks
 from tests.inputs import CASES, SMALL, Case, call, once, oracle, problem, selection, yardstick
+from tests.limits import set_limits
 
 IMPLEMENTATIONS = ("xla", "reference")
 # The reference, which `test_reference.py` checks in float64, in lower precision too: G = 3 and
@@ -149,8 +149,7 @@ def test_chunks_change_nothing(budget, monkeypatch):
 
     arrays = p.query, p.key, p.value
     whole = call(run, *arrays)
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
-    monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
+    set_limits(monkeypatch, jax_chunk_bytes=budget)
     chex.assert_trees_all_close(call(run, *arrays), whole, rtol=0, atol=1e-6)
 
 

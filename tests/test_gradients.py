@@ -12,9 +12,10 @@ from jax.test_util import check_grads
 import nsa_jax
 from bench.judge.parity import assert_parity
 from nsa_core.compress_params import MLPParams, PoolParams
-from nsa_jax import branches, chunks, reference
+from nsa_jax import reference
 from nsa_jax.select import block_scores
 from tests.inputs import CASES, SMALL, Case, call, problem, selection
+from tests.limits import set_limits
 
 # Hundreds of queries share each block: their sum must not be kept in bfloat16.
 MANY = Case(600, 600, H=8, Hkv=1, B=1, dtype="bfloat16")
@@ -79,8 +80,7 @@ def test_backward_parity_of_chunks(budget, monkeypatch, rng):
     run = functools.partial(loss, implementation="xla", **options)
     arrays = (p.query, p.key, p.value, p.gates)
     whole = call(jax.grad(run, (0, 1, 2, 3)), *arrays)
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
-    monkeypatch.setattr(branches, "BUDGET_BYTES", budget)
+    set_limits(monkeypatch, jax_chunk_bytes=budget)
     in_chunks = call(jax.grad(run, (0, 1, 2, 3)), *arrays)
     chex.assert_trees_all_close(in_chunks, whole, rtol=0, atol=5e-6)
 

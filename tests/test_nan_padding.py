@@ -15,6 +15,7 @@ from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_torch import NSAAttention, heads
 from nsa_torch.huggingface import NSAModel, NSAModelConfig
 from tests.inputs import SMALL
+from tests.limits import set_limits
 from tests.test_cache_config import MODEL
 
 SIZES = dict(dim=16, n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=3, w=10)
@@ -51,7 +52,7 @@ def check(clean, spoiled):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_of_torch(kind, fused, monkeypatch):
-    monkeypatch.setattr(heads, "FUSED_FROM", 1 if fused else heads.FUSED_FROM)
+    set_limits(monkeypatch, fused_heads_from=1 if fused else heads.FUSED_FROM)
     layer = NSAAttention(**SIZES | LAYERS[kind])
 
     def loss(x):

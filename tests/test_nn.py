@@ -19,6 +19,7 @@ from nsa_jax.nn import NSAAttention as JaxAttention
 from nsa_jax.nn import apply_rope
 from nsa_torch import NSAAttention as TorchAttention
 from nsa_torch import heads, reference
+from tests.limits import set_limits
 
 SIZES = dict(dim=24, n_heads=6, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=10)
 PROJECTIONS = [
@@ -423,7 +424,7 @@ def by_hand(x, weight, bias, temp):
 def test_gates_of_each_query_head(one_product, monkeypatch, tmp_path):
     """Both modules' against a loop, which a neighbour's head, another branch or no bias fails."""
     if one_product:
-        monkeypatch.setattr(heads, "FUSED_FROM", 1)
+        set_limits(monkeypatch, fused_heads_from=1)
     module, twin = modules(gate="head", gate_temp=0.7, gate_bias=(-1, 0, 3))
     with torch.no_grad():
         module.gate.weight.normal_()

@@ -8,7 +8,6 @@ import torch
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
 from nsa_core.plan import workspace
-from nsa_core.steps import mosaic_gather, mosaic_stored_ds
 from nsa_interop import launch
 from nsa_torch import first_call, mosaic, operators, plans, triton
 from nsa_torch.input_modes import PRECOMPRESSED, SEPARATE_KV, SHARED_KV
@@ -16,6 +15,7 @@ from nsa_torch.kernel_path import FORWARD, RECOMPUTING, SAVING
 from nsa_torch.plans import Planned
 from tests import plan_checks, planned
 from tests.inputs import SMALL
+from tests.limits import set_limits
 from tests.stand_in_kernels import stand_in
 
 FAR = NSAConfig(32, 32, 64, num_selected=3, num_local=1, window=20)
@@ -84,9 +84,7 @@ def both_ways(function: Planned, arguments):
 
 @pytest.fixture(params=["mosaic", "triton"])
 def path(request, monkeypatch):
-    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, ds_chunk_bytes=1)
     monkeypatch.setattr("nsa_torch.triton_ops.launch", stand_in)
     with (
         planned.on_the_cpu(monkeypatch, stand_in),
@@ -124,7 +122,7 @@ def test_where(where, indices, path):
 
 @pytest.mark.parametrize("most", [0, 2**12])
 def test_a_workspace_of_any_size(most, path, monkeypatch):
-    monkeypatch.setattr(workspace, "MOST_BYTES", most)
+    set_limits(monkeypatch, workspace_bytes=most)
     check_all(path, PRECOMPRESSED, call(PRECOMPRESSED, SIZES["gathered"]))
 
 

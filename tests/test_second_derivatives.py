@@ -15,13 +15,13 @@ import nsa_torch
 from bench.block_selection import layer_of
 from kernels_pallas.mosaic import capability
 from kernels_pallas.triton.descriptions import Heads
-from nsa_jax import chunks as jax_chunks
 from nsa_jax import mosaic, triton
-from nsa_torch import Branches, MLPParams, NSAAttention, NSAConfig, PoolParams, chunks, heads
+from nsa_torch import Branches, MLPParams, NSAAttention, NSAConfig, PoolParams, heads
 from nsa_torch.first_order import MESSAGE
 from nsa_torch.huggingface.block_selection import block_attention
 from tests import torch_inputs
 from tests.inputs import SMALL
+from tests.limits import set_limits
 from tests.stand_in_kernels import stand_ins
 from tests.test_block_query_lists import needs_gpu
 
@@ -124,7 +124,7 @@ REFERENCE = {
 
 @pytest.mark.parametrize("call", REFERENCE)
 def test_reference_against_finite_differences(call, monkeypatch):
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 300)  # several chunks of the gated sum
+    set_limits(monkeypatch, torch_chunk_bytes=300)  # several chunks of the gated sum
     tensors = [x.requires_grad_() for x in inputs(torch.float64, 13, 2, 2, 2)]
     function = functools.partial(REFERENCE[call], "reference", config=TINY)
     options = {"fast_mode": True, "atol": 1e-6}
@@ -153,7 +153,7 @@ def layer(name, **options):
 @pytest.mark.parametrize(("phi", "fused"), [("avg", False), ("mlp", False), ("mlp_pe", True)])
 def test_a_layer(phi, fused, monkeypatch):
     """A Hessian times a vector, of input and weights, by `reference`; refused by default."""
-    monkeypatch.setattr(heads, "FUSED_FROM", 1 if fused else heads.FUSED_FROM)
+    set_limits(monkeypatch, fused_heads_from=1 if fused else heads.FUSED_FROM)
     x = normal(1, 20, 16, dtype=torch.float64)
     made = layer("reference", phi=phi).double()
     names, weights = zip(*made.named_parameters(), strict=True)
@@ -201,7 +201,7 @@ def of_jax(name, segments, *arrays):
 
 
 def test_xla_is_the_reference(monkeypatch):
-    monkeypatch.setattr(jax_chunks, "BUDGET_BYTES", 20_000)
+    set_limits(monkeypatch, jax_chunk_bytes=20_000)
     segments = jnp.asarray([[0] * 17 + [1] * 16 + [-1] * 7], jnp.int32)
     arrays = [jnp.asarray(x) for x in inputs()]
     ways = [jnp.asarray(x.flip(1)) for x in inputs()]

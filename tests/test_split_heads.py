@@ -20,6 +20,7 @@ from nsa_torch import heads
 from nsa_torch.module import NSAAttention
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
 
 SIZES = (
     Heads(6, 2, 8, 8, 3, means=1),
@@ -249,7 +250,7 @@ def test_one_product_is_the_layers_products(gate, columns, monkeypatch):
     apart = outcome(copy.deepcopy(module), x)
     assert (48, 24) in products
     products.clear()
-    monkeypatch.setattr(heads, "FUSED_FROM", 80)
+    set_limits(monkeypatch, fused_heads_from=80)
     one = outcome(module, x)
     assert (48 + 3 * 2 * (8 + 4) + columns, 24) in products
     assert {(48, 24), (18, 24)}.isdisjoint(products)
@@ -314,7 +315,7 @@ def test_gradients_of_one_product(gate, run, change, monkeypatch):
     module, x = layer(gate=gate), torch.from_numpy(drawn(2, 40, 24))
     change(module)
     apart = run(copy.deepcopy(module), x)
-    monkeypatch.setattr(heads, "FUSED_FROM", 80)
+    set_limits(monkeypatch, fused_heads_from=80)
     made = []
     if run is not compiled:
         monkeypatch.setattr(heads, "_FusedLinear", noted(made))
@@ -389,7 +390,7 @@ def test_a_layer_that_is_more_than_its_product_is_called(change, monkeypatch):
     change(module)
     wanted = module(x)[0]
     assert not torch.allclose(wanted, plain)
-    monkeypatch.setattr(heads, "FUSED_FROM", 1)
+    set_limits(monkeypatch, fused_heads_from=1)
     torch.testing.assert_close(module(x)[0], wanted)
 
 

@@ -13,6 +13,7 @@ import torch
 import nsa_torch
 from nsa_torch import NSAConfig, chunks, fa2
 from tests.inputs import PAPER, SMALL, Case, any_blocks
+from tests.limits import set_limits
 from tests.torch_inputs import (
     BRANCHES,
     FEW,
@@ -55,14 +56,14 @@ def _oracle_on_the_cpu():
 @by_case
 @by_branch
 def test_fa2_gpu_varlen_branch(case, branch, monkeypatch):
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**20)  # several chunks
+    set_limits(monkeypatch, torch_chunk_bytes=2**20)  # several chunks
     check_branch(case, branch, "fa2", "cuda")
 
 
 @pytest.mark.parametrize("case, implementation", RUNS, ids=str)
 @by_branch
 def test_gpu_branch(case, branch, implementation, monkeypatch):
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**20)
+    set_limits(monkeypatch, torch_chunk_bytes=2**20)
     check_branch(case, branch, implementation, "cuda")
 
 

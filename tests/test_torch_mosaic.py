@@ -14,8 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import nsa_torch
 from bench.harness.checked_layer import Watch
 from kernels_pallas.mosaic import capability
-from nsa_core.plan import workspace
-from nsa_core.steps import key_bounds, mosaic_compress, mosaic_gather, mosaic_lists
+from nsa_core.steps import key_bounds, mosaic_compress, mosaic_lists
 from nsa_interop import dlpack
 from nsa_torch import (
     Branches,
@@ -28,6 +27,7 @@ from nsa_torch import (
 from nsa_torch.operators import REST_COUNT, arguments
 from tests import planned
 from tests.inputs import PAPER, SMALL, Case, any_blocks
+from tests.limits import set_limits
 from tests.reach import NUMBERS
 from tests.test_torch_gpu import ANY_BLOCKS, REACH_ON_GPU
 from tests.torch_inputs import (
@@ -365,9 +365,7 @@ PLANNED = {
 @pytest.mark.usefixtures("interpreted")
 def test_a_plan_gives_what_the_steps_give(where, most, sizes, config, monkeypatch):
     """The same bits forward and backward."""
-    monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
-    monkeypatch.setattr(workspace, "MOST_BYTES", most)
+    set_limits(monkeypatch, long_list=0.7, gathered_bytes=1, workspace_bytes=most)
     leaves, watch = inputs(*sizes), Watch()
 
     def both():
@@ -676,7 +674,7 @@ def test_memory_beside_the_output_is_small(heads, most, monkeypatch):
     """Nothing of the size of `[T, n * l']` for a key, or of `[T, C]` for a head; where tokens
     are gathered (8 heads a group), the walk's output besides, and partial outputs half as large.
     """
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
+    set_limits(monkeypatch, gathered_bytes=1)
     tensors = [x.detach() for x in inputs(8192, 8192, heads, 2, 128, 128, device="cuda")]
     call = functools.partial(nsa_torch.attention, implementation="mosaic")
     call(*tensors)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_torch
 from nsa_torch import Branches, NSAConfig, chunks, fa2, sdpa
+from tests.limits import set_limits
 from tests.torch_inputs import BRANCHES, Inputs, assert_same, on_the_cpu, poison
 
 FAST = pytest.mark.parametrize("implementation", ["sdpa", "fa2"])
@@ -146,7 +147,7 @@ def test_strided_tensors_and_default_budget(implementation, monkeypatch):
     """Heads before tokens, a slice of a cache, one chunk: the numbers stay."""
     x = Inputs(41, 77)
     want = x.steps("reference", x.query, x.key, x.value, kv_len=77)
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**28)
+    set_limits(monkeypatch, torch_chunk_bytes=2**28)
     query = x.query.transpose(1, 2).contiguous().transpose(1, 2)
     longer = [torch.cat([t, t], dim=1)[:, :77] for t in (x.key, x.value)]
     assert not any(t.is_contiguous() for t in (query, *longer))

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import nsa_jax
-from nsa_jax import branches, chunks
+from nsa_jax import chunks
 from tests.inputs import PAPER, SMALL, Case, call, problem
+from tests.limits import set_limits
 from tests.test_cache import equations
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -39,7 +40,7 @@ class VariantsTest(chex.TestCase):
 @pytest.mark.parametrize("budget", [20_000, chunks.BUDGET_BYTES], ids=["chunks", "whole"])
 @pytest.mark.parametrize("axes", [(2, 1), (1, 4), (2, 4)], ids=str)
 def test_shard_map_over_batch_and_heads(axes, budget, monkeypatch):
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", budget)
+    set_limits(monkeypatch, jax_chunk_bytes=budget)
     if len(jax.devices()) < axes[0] * axes[1]:
         pytest.fail(f"needs {axes[0] * axes[1]} devices; XLA_FLAGS of conftest were overridden")
     p = problem(Case(50, 50, H=8, Hkv=4))
@@ -87,8 +88,7 @@ def test_performance_guards_sizes(monkeypatch):
     length = 2048
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     arrays = shape(1, length, 16, 64), shape(1, length, 4, 64), shape(1, length, 4, 64)
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 2**20)
-    monkeypatch.setattr(branches, "BUDGET_BYTES", 2**20)
+    set_limits(monkeypatch, jax_chunk_bytes=2**20)
     jaxpr = jax.make_jaxpr(functools.partial(nsa_jax.attention, config=PAPER))(
         *arrays, shape(1, length, 16, 3)
     )

@@ -18,9 +18,10 @@ import nsa_jax
 import nsa_torch.mosaic
 from bench.judge.parity import assert_parity, check_indices
 from nsa_jax import mosaic, reference
-from nsa_torch import Branches, NSAConfig, chunks, fa2
+from nsa_torch import Branches, NSAConfig, fa2
 from nsa_torch import reference as torch_reference
 from tests.inputs import SMALL, problem, selection
+from tests.limits import set_limits
 from tests.reach import NUMBERS
 from tests.reach import check_reach as check_reach_of
 
@@ -105,7 +106,7 @@ class Unwritten(torch.autograd.Function):
 @contextlib.contextmanager
 def on_the_cpu(monkeypatch):
     """Several chunks in every call, the stand-in for FA-2, and one thread."""
-    monkeypatch.setattr(chunks, "BUDGET_BYTES", 50_000)
+    set_limits(monkeypatch, torch_chunk_bytes=50_000)
     monkeypatch.setattr(fa2, "varlen", varlen)
     threads = torch.get_num_threads()
     # Threads that wait for each other take longer than these small sums.
