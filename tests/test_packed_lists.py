@@ -3,7 +3,6 @@ of each sequence as a row of its own, moved.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from kernels_pallas.specs.block_query_lists import BlockQueryLists
 from kernels_pallas.specs.work_items import WorkItem, WorkItems
 from nsa_core import varlen
 from nsa_core.config import NSAConfig
-from nsa_core.steps import mosaic_lists
 from nsa_core.varlen import Capacity, Varlen
 from nsa_torch.torch_ops import TORCH_OPS
 from tests import test_block_query_lists
@@ -101,9 +99,8 @@ def test_work_items(lengths, few):
     packed = Packed(lengths)
     capacity, lists, edges = packed.capacity, packed.lists, packed.edges()
     (entries,) = emulated(block_query_lists.fill_lists, lists, *packed.arrays, edges)
-    placed = mosaic_lists.placed(SimpleNamespace(varlen=SimpleNamespace(capacity=capacity)))
-    spec = WorkItems(lists, 32, 5, halving=True, placed=placed)
-    assert spec.segments > 1
+    first_query = capacity.S - capacity.T
+    spec = WorkItems(lists, 4096, 5, halving=True, first_query=first_query)
     table, first, count = emulated(work_items.work_items, spec, edges, packed.first_key)
     items = {
         item.partial: item for item in (WorkItem(*row[:7]) for row in table) if item.row >= 0

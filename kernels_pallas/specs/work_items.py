@@ -21,7 +21,6 @@ they belong to one segment, or, of a window, are neighbours in each segment.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -229,18 +228,6 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
 # Queries that selected a block are entries of a list.
 
 
-class Placed(NamedTuple):
-    """Of lists of places of packed rows (`nsa_core.varlen`), of which `first_key` says the keys.
-
-    Attributes:
-      first_query: the key that the first query is.
-      more_tiles: tiles that neighbouring queries see besides as many as they are themselves.
-    """
-
-    first_query: int
-    more_tiles: int
-
-
 @dataclasses.dataclass(frozen=True)
 class WorkItems:
     """The work items of query lists: static sizes.
@@ -248,19 +235,19 @@ class WorkItems:
     Segments are of `segment` query tiles each, a multiple of those of a chunk, and have the
     same capacity. Or they are `halving`: each is half of what is before the next one, the first
     of `segment` query tiles or more, which gives the tiles of keys of a segment lists of like
-    lengths; where a token's last key is not known there is a single one. Those that are `placed`
-    have segments of one size, as many as do not double the items.
+    lengths; where a token's last key is not known there is a single one.
 
     Attributes:
       longest: entries of a work item at most.
-      placed: None: the lists are of keys.
+      first_query: where the lists are of places of packed rows (`nsa_core.varlen`), of which
+        `first_key` says the keys, the key that the first query is; None: of keys.
     """
 
     lists: BlockQueryLists
     segment: int
     longest: int
     halving: bool = False
-    placed: Placed | None = None
+    first_query: int | None = None
 
     @property
     def any_length(self) -> bool:
@@ -269,9 +256,15 @@ class WorkItems:
     def for_any_length(self) -> Self:
         """The same of lists with nominal lengths; `segment` and `longest` are sizes too."""
         lists = self.lists.for_any_length()
-        placed = self.placed and Placed(0, 0)
         numbers = {"segment": MIN_SEGMENT, "longest": MAX_ENTRIES}
-        return dataclasses.replace(self, lists=lists, placed=placed, **numbers)
+        if self.placed:
+            numbers["first_query"] = 0
+        return dataclasses.replace(self, lists=lists, **numbers)
+
+    @property
+    def placed(self) -> bool:
+        """Whether tiles are of places, not of keys."""
+        return self.first_query is not None
 
     @property
     def square(self) -> bool:
@@ -282,8 +275,6 @@ class WorkItems:
     def cuts(self) -> tuple[int, ...]:
         """The chunk that each segment begins with, and how many chunks there are."""
         lists = self.lists
-        if self.placed:
-            return self._equal_cuts
         if self.halving:  # at most `MAX_HALVES` times
             halves = (lists.query_tiles // self.segment).bit_length() - 1 if self.square else 0
             inner = [(lists.query_tiles >> i) // lists.chunk for i in range(halves, 0, -1)]
@@ -291,18 +282,6 @@ class WorkItems:
             step = self.segment // lists.chunk
             inner = range(step, lists.chunks, step)
         return 0, *inner, lists.chunks
-
-    @functools.cached_property
-    def _equal_cuts(self) -> tuple[int, ...]:
-        chunks = self.lists.chunks
-        count = max(min(self.lists.query_tiles // self.segment, MAX_HALVES + 1), 1)
-        most = 2 * self._capacity(0, chunks)
-        while True:
-            step = -(-chunks // count)
-            cuts = *range(0, chunks, step), chunks
-            if sum(itertools.starmap(self._capacity, itertools.pairwise(cuts))) <= most:
-                return cuts
-            count -= 1
 
     @property
     def segments(self) -> int:
@@ -313,23 +292,14 @@ class WorkItems:
         """Work items of a row in each segment at most: none is empty, and a tile of keys that
         the segment's tokens see has one at most that is not full.
         """
-        capacities = itertools.starmap(self._capacity, itertools.pairwise(self.cuts))
-        return tuple(capacities) if self.halving else (max(capacities),) * self.segments
-
-    def _capacity(self, low: int, high: int) -> int:
-        """Of the chunks `low .. high - 1`."""
-        lists = self.lists
+        lists, capacities = self.lists, []
         tokens = lists.chunk * lists.tokens
-        end = min(high * tokens, lists.T)
-        entries = (end - low * tokens) * lists.n * lists.key_tiles_of_block
-        tiles = lists.key_tiles
-        if self.square:
-            tiles = -(-end // ROWS)
-        elif self.placed:
-            seen = -(-(end - low * tokens) // ROWS) + self.placed.more_tiles
-            tiles = min(tiles, seen)
-        tiles = min(tiles, entries)
-        return tiles + (entries - tiles) // self.longest
+        for low, high in itertools.pairwise(self.cuts):
+            end = min(high * tokens, lists.T)
+            entries = (end - low * tokens) * lists.n * lists.key_tiles_of_block
+            tiles = min(-(-end // ROWS) if self.square else lists.key_tiles, entries)
+            capacities.append(tiles + (entries - tiles) // self.longest)
+        return tuple(capacities if self.halving else [max(capacities)] * self.segments)
 
     @property
     def items(self) -> int:
@@ -368,8 +338,8 @@ class WorkItems:
             "longest": self.longest,
             "most": max(self.capacities),
         }
-        if self.placed is not None:
-            sizes["first_query"] = self.placed.first_query
+        if self.first_query is not None:
+            sizes["first_query"] = self.first_query
         if not self.halving:
             return sizes | {"step": self.segment // lists.chunk, "rows": lists.rows}
         values = {"cut": self.cuts[1:], "offset": self.offsets, "capacity": self.capacities}
@@ -383,13 +353,13 @@ def dkv_work_items(
     lists: BlockQueryLists,
     most: int = MAX_ENTRIES,
     items: int = GPU_ITEMS // 2,
-    placed: Placed | None = None,
+    first_query: int | None = None,
 ) -> WorkItems:
     """Of the selected branch in `dkv`; `most`: entries of a work item at most, `items`: as of
-    `entries_of_item`, `placed`: as of `WorkItems`.
+    `entries_of_item`, `first_query`: as of `WorkItems`.
     """
     longest = min(entries_of_item(lists.entries, items), most)
-    return WorkItems(lists, MIN_SEGMENT, longest, halving=True, placed=placed)
+    return WorkItems(lists, MIN_SEGMENT, longest, halving=True, first_query=first_query)
 
 
 @described

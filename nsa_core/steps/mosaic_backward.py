@@ -233,7 +233,7 @@ def selected(
         *list_sizes, base.query_tile.tokens, packed, interpret=base.interpret
     )
     edges, *queries = mosaic_lists.block_query_lists(ops, block_indices, layout, lists)
-    work = work_items.dkv_work_items(lists, placed=mosaic_lists.placed(layout))
+    work = work_items.dkv_work_items(lists, first_query=mosaic_lists.first_query(layout))
     table, *sums = mosaic_lists.work_items(ops, edges, layout, work)
     spec = dataclasses.replace(
         base,

@@ -16,8 +16,7 @@ from kernels_pallas.specs import dkv
 from kernels_pallas.specs import tile_block_lists as block_list_kernels
 from kernels_pallas.specs import work_items as work_item_kernels
 from kernels_pallas.specs.dkv import Dkv
-from kernels_pallas.specs.tile import ROWS
-from kernels_pallas.specs.work_items import Placed, WorkItem
+from kernels_pallas.specs.work_items import WorkItem
 from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 
 
@@ -55,14 +54,12 @@ def list_keys(layout: QueryLayout, keys: int) -> tuple[int, bool]:
     return layout.varlen.capacity.places, False
 
 
-def placed(layout: QueryLayout) -> Placed | None:
-    """Of work items of lists of `list_keys`."""
+def first_query(layout: QueryLayout) -> int | None:
+    """That of `WorkItems` of lists of `list_keys`."""
     if layout.varlen is None:
         return None
     capacity = layout.varlen.capacity
-    # The first one's sequence may begin so long before; each has places of its own.
-    gaps = (capacity.unit - 1) * capacity.sequences
-    return Placed(capacity.S - capacity.T, (capacity.max_seqlen + gaps) // ROWS + 2)
+    return capacity.S - capacity.T
 
 
 def merged(

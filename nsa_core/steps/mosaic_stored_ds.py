@@ -81,8 +81,8 @@ def gradients(
         base.B, base.T, keys, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
-    places = mosaic_lists.placed(layout)
-    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS, places)
+    first_query = mosaic_lists.first_query(layout)
+    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS, first_query)
     table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
         base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
