@@ -183,14 +183,44 @@ def sequences(ops, borders, capacity: Capacity) -> Sequences:
     return Sequences(*ops.derive(_sequences, borders, capacity=capacity))
 
 
+def sequences_of_segments(ops, segment_ids, capacity: Capacity) -> Sequences:
+    """Of runs of equal ids, as many as `capacity.sequences`; negative: padding.
+
+    Where there are more runs, or a longer one, all is padding: nothing is written where there is no
+    room.
+    """
+    return Sequences(*ops.derive(_sequences_of_segments, segment_ids, capacity=capacity))
+
+
+@derived(lambda ids, *, capacity: [int32(capacity.B, capacity.sequences)] * 5)
+def _sequences_of_segments(ops, ids, *, capacity):
+    xp, shape = ops.xp, (capacity.B, capacity.sequences)
+    opens = xp.concatenate([ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]], 1)
+    runs = xp.cumsum(ops.to_int32(opens), 1)
+    number = xp.broadcast_to(ops.arange(ids, capacity.sequences), shape)
+    start = ops.to_int32(ops.searchsorted(runs, number + 1, "left"))
+    end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
+    there = ops.take_rows(ids, start.clip(0, capacity.S - 1)) >= 0
+    length = xp.where(there, end - start, 0)
+    longest = xp.amax(length, 1)
+    fits = (runs[:, -1:] <= capacity.sequences) & (longest[:, None] <= capacity.max_seqlen)
+    start, length = xp.where(fits, start, 0), xp.where(fits, length, 0)
+    return _following(ops, start, length, capacity)
+
+
 @derived(lambda borders, *, capacity: [int32(capacity.B, capacity.sequences)] * 5)
 def _sequences(ops, borders, *, capacity):
-    config, xp = capacity.config, ops.xp
     borders = ops.to_int32(borders).clip(0, capacity.S)
     start = ops.extend(borders, 1, capacity.sequences)
+    keys = (start[:, 1:] - start[:, :-1]).clip(0, None)
+    return _following(ops, start, ops.pad_end(keys, 1, 1, 0), capacity)
+
+
+def _following(ops, start, length, capacity):
+    """What follows from the first keys of sequences, and their lengths."""
+    config, xp = capacity.config, ops.xp
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     keys = (end - start).clip(0, None)
-    length = ops.pad_end(keys[:, :-1], 1, 1, 0)
     units = (keys + (capacity.unit - 1)) // capacity.unit
     spare = length - config.compress_block
     windows = (spare // config.compress_stride + 1).clip(0, None)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from nsa_core.config import NSAConfig
+from nsa_core.varlen import Varlen
 from nsa_jax.numerics import put
 
 
@@ -23,7 +24,7 @@ class QueryLayout:
     first_key: Int[Array, " B"]  # key index of query 0
     packed: bool  # whether sequences may begin at any key
     padded: bool  # whether some queries may be padding
-    varlen: None = None
+    varlen: Varlen | None = None
 
 
 @functools.partial(

@@ -5,6 +5,7 @@ those of `branches.py` and `select.py`. For the backward pass each branch's own 
 log-sum-exp are kept, and the selection.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from nsa_core.steps import fused
 from nsa_core.steps.fused import Inputs, Residuals, Steps
 from nsa_core.steps.gradients import RowResiduals
 from nsa_core.types import RESIDUAL, Branches
+from nsa_core.varlen import Capacity, Varlen, sequences_of_segments
 from nsa_jax import geometry, select
 from nsa_jax.eager import any_rank
 
@@ -92,10 +94,14 @@ def _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
 
 class _Lengths:
-    """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over."""
+    """`kv_len` and `segment_ids` as arrays `[B, ...]`, so that they can be mapped over.
 
-    def __init__(self, query, num_keys, kv_len, segment_ids, config):
-        self.config = config
+    Args:
+      ops: of kernels that read tables of packed rows (`nsa_core.varlen`); None: they do not.
+    """
+
+    def __init__(self, query, num_keys, kv_len, segment_ids, config, ops=None):
+        self.config, self.ops = config, ops
         self.static = kv_len if isinstance(kv_len, int) else None
         if kv_len is None:
             self.static = num_keys
@@ -109,12 +115,35 @@ class _Lengths:
 
     def layout(self, query, integers):
         """Of `query` `[B, T, H, D]`."""
-        return geometry.query_layout(
+        segments = integers.get("segment_ids")
+        found = geometry.query_layout(
             *query.shape[:2],
             kv_len=integers.get("kv_len", self.static),
-            segment_ids=integers.get("segment_ids"),
+            segment_ids=segments,
             config=self.config,
         )
+        most = getattr(segments, "max_segments", None)
+        if self.ops is None or most is None or self.static is None:
+            return found
+        (batch, count), length = query.shape[:2], segments.shape[1]
+        longest = min(segments.max_seqlen or length, length)
+        capacity = Capacity(batch, count, length, most, longest, self.config)
+        ids = segments.segment_ids
+        tables = {"sequences": sequences_of_segments(self.ops, ids, capacity)}
+        varlen = Varlen(self.ops, capacity, **tables)
+        names = "position", "key_start", "compressed_start"
+        places = {name: getattr(varlen.tokens, name) for name in names}
+        return dataclasses.replace(found, **places, varlen=varlen)
+
+
+def _in_slots(layout, *arrays):
+    """Compressed tokens that stand without gaps, as kernels want them."""
+    return [x if layout.varlen is None else layout.varlen.in_slots(x) for x in arrays]
+
+
+def _of_slots(layout, count, *arrays):
+    """Gradients of the `count` compressed tokens that `_in_slots` was given."""
+    return [x if layout.varlen is None else layout.varlen.of_slots(x, count) for x in arrays]
 
 
 class KernelPath:
@@ -127,6 +156,10 @@ class KernelPath:
 
     def __init__(self, steps: Steps, ops: Callable[[], ArrayOps]):
         self.steps, self.ops = steps, ops
+
+    def _lengths(self, query, num_keys, kv_len, segment_ids, config):
+        ops = None if self.steps.compression is None else self.ops()
+        return _Lengths(query, num_keys, kv_len, segment_ids, config, ops)
 
     def _branch(self, name, arrays, lengths, config, scale, block_indices=None):
         """`(out, lse)` of the branch `name`, a function of `steps.forward`, with the gradients of
@@ -144,6 +177,8 @@ class KernelPath:
         def forward(arrays, integers):
             query, key, value = arrays
             layout, indices = lengths.layout(query, integers), indices_of(integers)
+            if name == "compressed":
+                key, value = _in_slots(layout, key, value)
             if indices:
                 (query,) = zero_padding(jnp, layout, query)
             return forward_step(ops, query, key, value, *indices, layout, config, scale)
@@ -160,8 +195,14 @@ class KernelPath:
             rows = RowResiduals(lse, delta, dlse=dlse)
             layout, indices = lengths.layout(query, integers), indices_of(integers)
             query, do = zero_padding(jnp, layout, query, do)
+            count = key.shape[1]
+            if name == "compressed":
+                key, value = _in_slots(layout, key, value)
             arrays = query, key, value, *indices, do
-            return tuple(backward_step(ops, *arrays, rows, layout, config, scale))
+            dq, *pair = backward_step(ops, *arrays, rows, layout, config, scale)
+            if name == "compressed":
+                pair = _of_slots(layout, count, *pair)
+            return dq, *pair
 
         return _differentiable(forward, forward_with_residuals, backward, arrays, integers)
 
@@ -177,7 +218,7 @@ class KernelPath:
         scale=None,
     ):
         """`branches.compressed_attention`."""
-        lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+        lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
         arrays = query, compressed_key, compressed_value
         return self._branch("compressed", arrays, lengths, config, scale)
 
@@ -194,7 +235,7 @@ class KernelPath:
         scale=None,
     ):
         """`branches.selected_attention`."""
-        lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
+        lengths = self._lengths(query, key.shape[1], kv_len, segment_ids, config)
         key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
         return self._branch(
             "selected", (query, key, value), lengths, config, scale, block_indices
@@ -204,7 +245,7 @@ class KernelPath:
         self, query, key, value, *, config, kv_len=None, segment_ids=None, scale=None
     ):
         """`branches.sliding_attention`."""
-        lengths = _Lengths(query, key.shape[1], kv_len, segment_ids, config)
+        lengths = self._lengths(query, key.shape[1], kv_len, segment_ids, config)
         key, value = (geometry.without_padding(x, kv_len, segment_ids) for x in (key, value))
         return self._branch("sliding", (query, key, value), lengths, config, scale)
 
@@ -214,12 +255,14 @@ class KernelPath:
         """`select.select_blocks`; the normalisation is a pass of its own here."""
         ops = self.ops()
         query, compressed_key = jax.lax.stop_gradient((query, compressed_key))
-        lengths = _Lengths(query, query.shape[1], kv_len, segment_ids, config)
+        lengths = self._lengths(query, query.shape[1], kv_len, segment_ids, config)
         num_blocks = select.num_blocks(query, compressed_key, kv_len, segment_ids, config)
 
         def forward(arrays, integers):
             query, key = arrays
-            rest = lengths.layout(query, integers), config, scale
+            layout = lengths.layout(query, integers)
+            rest = layout, config, scale
+            (key,) = _in_slots(layout, key)
             # Only the log-sum-exp is read: the narrowest values do.
             value = key[..., : self.steps.narrowest(key.shape[-1])]
             _, lse = self.steps.forward.compressed(ops, query, key, value, *rest)
@@ -253,11 +296,13 @@ class KernelPath:
           compressed: `(k_cmp, v_cmp)`.
         """
         ops = self.ops()
-        lengths = _Lengths(query, key.selected.shape[1], kv_len, segment_ids, config)
+        lengths = self._lengths(query, key.selected.shape[1], kv_len, segment_ids, config)
         num_blocks = select.num_blocks(query, compressed[0], kv_len, segment_ids, config)
 
         def run(function, inputs, integers):
             layout = lengths.layout(inputs.query, integers)
+            pair = inputs.key.compressed, inputs.value.compressed
+            inputs = inputs.with_compressed(*_in_slots(layout, *pair))
             given = integers.get("block_indices")
             return function(self.steps, ops, inputs, given, layout, config, scale, num_blocks)
 
@@ -273,12 +318,16 @@ class KernelPath:
 
         def backward(inputs, integers, residuals, do):
             layout = lengths.layout(inputs.query, integers)
+            pair = inputs.key.compressed, inputs.value.compressed
+            inputs = inputs.with_compressed(*_in_slots(layout, *pair))
             found = fused.backward(
                 self.steps, ops, inputs, residuals, do, layout, config, scale
             )
             gates = (
                 x.astype(gate.dtype) for x, gate in zip(found.gates, inputs.gates, strict=True)
             )
+            grads = found.key.compressed, found.value.compressed
+            found = found.with_compressed(*_of_slots(layout, pair[0].shape[1], *grads))
             return found._replace(gates=Branches(*gates))
 
         def inputs_of(compressed, branches):

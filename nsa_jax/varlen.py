@@ -38,9 +38,11 @@ def varlen_metadata(
     Args:
       segment_ids: `[B, S]`, as of `attention`.
       config: of the calls.
-      max_segments: runs of equal ids of a row at most, those of padding too; None: `S`.
+      max_segments: runs of equal ids of a row at most, those of padding too; None: `S`. Mosaic
+        kernels then go by the sequences' own tiles, as in rows of one sequence.
       max_seqlen: tokens of a run at most; None: `S`. Blocks of a longer one that begin beyond may
-        not be selected.
+        not be selected; where `max_segments` is given, a row that does not keep to both is padding
+        to Mosaic kernels.
 
     Raises:
       ValueError: an argument contradicts another, or what the host reads.
