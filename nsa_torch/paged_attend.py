@@ -115,8 +115,9 @@ def _in_runs(inputs: Inputs, runs: Sequence[Run], implementation: str | None) ->
     for run in runs:
         table, own = inputs.page_table[run.rows], None
         if not run.even:
-            own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
             table = table[:, : run.columns]
+            if run.rows.stop - run.rows.start > 1:  # else no row is padded
+                own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
         at = cache, table, inputs.lengths[run.rows], own
         out[run.tokens] = paged_attention(
             query[run.tokens],
@@ -296,11 +297,15 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     validate_paged.row_length(length, capacity)
     lengths = inputs.lengths.clamp(max=capacity)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, query.shape[0])
-    padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
-    there = padded.there[..., None]
-    gates = torch.where(there[..., None], inputs.gates[padded.token], 0)
+    if cu_seqlens_q is None:  # no row is padded
+        padded = None
+        given = readable(query), inputs.gates
+        queries, gates = (x.unflatten(0, (rows, length)) for x in given)
+    else:
+        padded = paged_layout.pad_queries(OPS, tokens, lengths, cu_seqlens_q, length)
+        there = padded.there[..., None, None]
+        queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
-    queries = torch.where(there[..., None], query[padded.token], 0)
 
     raw = _side_by_side(table, config.select_block, 0, cache.num_pages)
     slots = _side_by_side(table, slots_of(config), first_slot(config), cache.num_pages)
@@ -314,7 +319,9 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
     rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
     out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest)
-    out = out.flatten(0, 1)[padded.flat.clamp(0, rows * length - 1)]
+    out = out.flatten(0, 1)
+    if padded is not None:
+        out = out[padded.flat.clamp(0, rows * length - 1)]
     return torch.where((tokens.position >= 0)[:, None, None], out, 0)
 
 
