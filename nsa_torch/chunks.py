@@ -166,15 +166,16 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
                 return [torch.zeros_like(x) for x in arguments[:3]]
             return todo.backward(grad, *arguments[:3])
 
-        kinds = [f"branch_attention/{name}{end}" for end in ("/without_lse", "")]
-        for with_lse, kind in enumerate(kinds):
-            bound = (functools.partial(f, bool(with_lse)) for f in (forward, shapes, backward))
-            operators.define(kind, *bound, floats=3, returned=2, composed=True)
+        kind, without_lse = f"branch_attention/{name}", f"branch_attention/{name}/without_lse"
+        for with_lse, each in ((True, kind), (False, without_lse)):
+            bound = (functools.partial(f, with_lse) for f in (forward, shapes, backward))
+            operators.define(each, *bound, floats=3, returned=2, composed=True)
 
         @functools.wraps(work_of)
         def branch(*given, with_lse=True, config, kv_len, cu_seqlens=None, scale=None):
             place = operators.arguments(config, kv_len, cu_seqlens, scale)
-            out, lse = operators.call(kinds[with_lse], *given, False, *place)
+            chosen = kind if with_lse else without_lse
+            out, lse = operators.call(chosen, *given, False, *place)
             return out, lse.detach() if with_lse else None
 
         return branch
