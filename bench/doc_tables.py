@@ -65,7 +65,7 @@ DOCUMENTS = ("README.md", "docs/*.md", "docs/kernels/*.md", "bench/records/log/*
 MARKER = re.compile(
     r"(<!-- table: (?P<what>[^>]*?) -->\n)(?P<body>.*?)(<!-- end table -->)", re.S
 )
-VERSIONS = "versions.jsonl"  # of the folder of the CPU
+VERSIONS = "kernel_log/versions.jsonl"  # of the folder of the CPU
 SHORTEST = 2048  # tokens; shorter records are of correctness
 MISSING = "-"
 

@@ -84,7 +84,10 @@ FAULTS = [
     ("data: {dataset: 5}", "data.dataset must be of type str, got 5"),
     ("runtime: {graph: 1}", "runtime.graph must be of type bool, got 1"),
     ("runtime: {ranges: v3}", "runtime.ranges must be one of .*'adaptive'.* got 'v3'"),
-    ("model: {name: 7b}", r"model.name must be one of \('tiny', '52m', '125m'\), got '7b'"),
+    (
+        "model: {name: 7b}",
+        r"model.name must be one of \('tiny', '13m', '52m', '125m'\), got '7b'",
+    ),
     ("train: {lr: -1}", "train.lr must be over 0, got -1"),
     ("train: {lr: .nan}", "train.lr must be over 0, got nan"),
     ("watch: {hang_s: -1}", "watch.hang_s must be >= 0, got -1"),

@@ -15,7 +15,7 @@ class Model:
     """Sizes: those of `name`, but for what is given. Without `hidden` the MLP grows with `dim`;
     without `vocabulary` it is that of the data."""
 
-    name: Literal["tiny", "52m", "125m"] | None = None
+    name: Literal["tiny", "13m", "52m", "125m"] | None = None
     attention: Literal["nsa", "dense", "both"] | None = None
     dim: int | None = None
     layers: int | None = None
