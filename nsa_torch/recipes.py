@@ -83,8 +83,8 @@ def followed(
         if SHARED_ARGUMENT in known:  # a batch's, of which there are many
             made = table_kernels.made(recipe.function, device, arrays, static)
         if made is None:
-            # Others make arrays where those are that they read; the mode costs as much as an
-            # operator.
+            # A step that reads arrays makes its results on their device. torch's device mode, which
+            # the others need, takes the host as long as an operator.
             with contextlib.nullcontext() if arrays else torch.device(device):
                 made = recipe.function(TORCH_OPS, *arrays, **static)
         known[recipe] = [x.contiguous() for x in made]

@@ -9,13 +9,14 @@ from typing import Self
 
 from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs import tile
+from kernels_pallas.specs.compress import TokenWords
 
 DTYPES = "bfloat16", "float16"
 BRANCHES = "selected", "sliding", "raw"
 
 
 @dataclasses.dataclass(frozen=True)
-class Append:
+class Append(TokenWords):
     """Static sizes.
 
     Attributes:
@@ -56,17 +57,6 @@ class Append:
     def per_page(self) -> int:
         """Compressed slots of a page."""
         return self.block // self.stride
-
-    @property
-    def words(self) -> tuple[int, int]:
-        """32-bit words of a token's keys and of its values."""
-        return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Warps side by side that have these words, a word a lane."""
-        key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
-        return key, value
 
     @property
     def branches(self) -> tuple[str, ...]:

@@ -20,8 +20,27 @@ from kernels_pallas.specs import tile
 WINDOWS = 4  # that a warp makes at most
 
 
+class TokenWords:
+    """How the keys and values of a token, two columns of 16 bits a word, lie on lanes of warps."""
+
+    Hkv: int
+    D: int
+    Dv: int
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """32-bit words of a token's keys and of its values."""
+        return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Warps side by side that have these words, a word a lane."""
+        key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
+        return key, value
+
+
 @dataclasses.dataclass(frozen=True)
-class Means:
+class Means(TokenWords):
     """Static sizes: keys `[B, S, Hkv, D]`, values `[B, S, Hkv, Dv]`, in 16 bits; widths are
     multiples of 2.
 
@@ -92,17 +111,6 @@ class Means:
             return most
         slots = self.unit // self.stride  # all in one sequence
         return next(i for i in range(most, 0, -1) if slots % i == 0)
-
-    @property
-    def words(self) -> tuple[int, int]:
-        """32-bit words of a token's keys and of its values."""
-        return self.Hkv * self.D // 2, self.Hkv * self.Dv // 2
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Warps side by side that have these words, a word a lane."""
-        key, value = (tile.cdiv(words, tile.LANES) for words in self.words)
-        return key, value
 
     @property
     def tokens(self) -> tuple[Array, Array]:
