@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from nsa_core.array_ops import ArrayOps
 from nsa_jax import ffi, jax_problem
 
+COMPARISONS = 2**26  # an H100 makes so many in 5 us
+
 
 class JaxOps(ArrayOps):
     xp: Any = jnp
@@ -51,8 +53,10 @@ class JaxOps(ArrayOps):
         return jax.vmap(lambda row, at: row[at])(x, index)
 
     def searchsorted(self, rows, values, side):
+        # XLA copies the steps of a search into all that reads what it finds: seconds to compile.
         # Each step of a loop, which is JAX's default, would be four kernels.
-        options = {"side": side, "method": "scan_unrolled"}
+        few = rows.shape[-1] * values.size <= COMPARISONS
+        options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(rows, values)
 
     def sort_pairs(self, keys, values):
