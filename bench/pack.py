@@ -56,7 +56,7 @@ class Packing:
         self.pair = key, value
         slots = config.num_selected * config.select_block
         row_bytes = packing.packed_bytes(key, value, slots)
-        most = max(1, fa2.MOST_SEQUENCES // (batch * heads))
+        most = max(1, fa2.MAX_SEQUENCES // (batch * heads))
         self.queries = next(chunks.chunks(self.keys, row_bytes, most))
         length = self.queries.stop
         self.where = geometry(

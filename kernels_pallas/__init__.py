@@ -1,7 +1,7 @@
 """Fast kernels: arrays and static integers in, arrays out.
 
-`mosaic` kernels are Pallas Mosaic GPU (Hopper), `triton` kernels official Triton. This floor
-knows nothing of the ones above it: they ask `why_not`, then build a `Kernel` and call it.
+`mosaic` kernels are Pallas Mosaic GPU (Hopper), `triton` kernels official Triton. This package
+knows nothing of those above it: they ask `why_not`, then build a `Kernel` and call it.
 """
 
 from collections.abc import Callable

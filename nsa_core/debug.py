@@ -39,7 +39,7 @@ ARGUMENTS = {
 }
 SEED_NAMES = {"compressed": "cmp", "selected": "sel", "sliding": "win"}
 # The reference is dense: some arrays [B, H, T, S] in float32 beside each other.
-MOST_BYTES, BYTES_EACH = 2 * 2**30, 16
+MAX_BYTES, BYTES_EACH = 2 * 2**30, 16
 
 on = False  # read at every call: all that a call costs while no event is on
 _active: frozenset[str] = frozenset()
@@ -157,8 +157,8 @@ def watch(
 def _compare(backend, about, oracle, result, args, options):
     query, key = args[:2]
     size = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[1] * BYTES_EACH
-    if size > MOST_BYTES:
-        most = MOST_BYTES / 2**30
+    if size > MAX_BYTES:
+        most = MAX_BYTES / 2**30
         why = f"the dense reference needs {size / 2**30:.1f} GiB, more than {most:.0f}"
         _refuse(backend.package, "compare", about, why)
         return

@@ -118,7 +118,7 @@ def is_read(x: Tensor) -> bool:
 def clamped(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """The borders that hold: each is at least the one before it and at most `length`, and the first
     is 0, so that nothing outside is read whatever they are. The last one is repeated as often as
-    there is `room`, so that calls of other numbers of sequences are alike.
+    there is `room`, so that calls of other numbers of sequences have one signature.
 
     Raises:
       ValueError: as `borders`.

@@ -190,7 +190,7 @@ def _chosen(implementation, step, *problem) -> tuple[str | bool | None, ...]:
 
 @functools.lru_cache(1024)
 def _planned_before(implementation, step, problem, state):
-    """`_planned`, once for calls alike."""
+    """`_planned`, once for calls of one signature."""
     return _planned(implementation, step, problem)
 
 

@@ -39,7 +39,7 @@ from nsa_torch.packing import (
 from nsa_torch.shared import SHARED
 
 # CUDA counts the sequences of one call in 16 bits.
-MOST_SEQUENCES = 65535
+MAX_SEQUENCES = 65535
 
 
 @torch.compiler.assume_constant_result
@@ -67,8 +67,8 @@ def why_not(problem) -> str | None:
             "FA-2 needs head widths that are multiples of 8 and at most 256, "
             f"got D={problem.D}, Dv={problem.Dv}"
         )
-    if problem.B * problem.Hkv > MOST_SEQUENCES:
-        return f"FA-2 needs B * Hkv <= {MOST_SEQUENCES}, got {problem.B * problem.Hkv}"
+    if problem.B * problem.Hkv > MAX_SEQUENCES:
+        return f"FA-2 needs B * Hkv <= {MAX_SEQUENCES}, got {problem.B * problem.Hkv}"
     if torch.version.cuda and importlib.util.find_spec("triton") is None:
         return "FA-2 needs triton, whose kernels pack its rows, and it is not installed"
     capability = torch.cuda.get_device_capability()
@@ -267,7 +267,7 @@ def _selected_attention(
         return Chunk(source, attend)
 
     row_bytes = packed_bytes(key, value, slots)
-    most = max(1, MOST_SEQUENCES // (batch * kv_heads))
+    most = max(1, MAX_SEQUENCES // (batch * kv_heads))
     return Work(plan, row_bytes, most)
 
 
@@ -300,9 +300,9 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
 
 
 def _check_sequences(number: int) -> None:
-    if number > MOST_SEQUENCES:
+    if number > MAX_SEQUENCES:
         raise NotImplementedError(
-            f"fa2 takes at most {MOST_SEQUENCES} sequences (compressed: times "
+            f"fa2 takes at most {MAX_SEQUENCES} sequences (compressed: times "
             f"compress_stride) in one call, got {number}"
         )
 

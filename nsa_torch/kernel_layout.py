@@ -19,7 +19,7 @@ class KernelLayout:
     Args:
       query: `[B, T, H, D]`.
       kv_len, lengths, cu_seqlens, max_seqlen, padded, config, scale: `operators.LAYOUT_ARGS`.
-      clean: whether rows of padding, and keys and values that no query sees, are finite.
+      assume_finite: whether rows of padding, and keys and values that no query sees, are finite.
       placed: whether sequences of a packed row have places (`nsa_core.varlen`), in whose slots
         their compressed tokens stand.
     """
@@ -36,14 +36,14 @@ class KernelLayout:
         config,
         scale,
         *,
-        clean=False,
+        assume_finite=False,
         placed=False,
     ):
         self.ops, self.config, self.scale = ops, operators.config_of(*config), scale
         self.kv_len, self.lengths = kv_len, lengths
         self.max_seqlen, self.may_be_padded = max_seqlen, padded
         self.cu_seqlens = None if cu_seqlens is None else ops.per_batch(cu_seqlens)
-        self.shape, self.clean = tuple(query.shape[:2]), clean
+        self.shape, self.assume_finite = tuple(query.shape[:2]), assume_finite
         self.device = getattr(query, "device", None)  # a plan's arrays have none
         self.fixed = lengths is None and cu_seqlens is None  # by sizes alone
         self.packed = cu_seqlens is not None
@@ -51,7 +51,7 @@ class KernelLayout:
 
     @property
     def padded(self) -> bool:
-        if self.clean or not self.may_be_padded:
+        if self.assume_finite or not self.may_be_padded:
             return False
         return not (self.fixed and self.kv_len >= self.shape[1])
 
@@ -89,16 +89,16 @@ class KernelLayout:
     # A probability of zero times a value that is NaN is NaN, so values behind the last key
     # that a query may see are zeroed; of keys only the logits are masked, forward.
 
-    def seen(self, x: Branches) -> Branches:
+    def zero_unreachable(self, x: Branches) -> Branches:
         """Keys or values of the branches with zeros where no query may look."""
-        if self.clean:
+        if self.assume_finite:
             return x
-        selected = self.seen_tokens(x.selected)
+        selected = self.zero_unreachable_tokens(x.selected)
         shared = x.sliding is x.selected
-        sliding = selected if shared else self.seen_tokens(x.sliding)
-        return Branches(self.seen_compressed(x.compressed), selected, sliding)
+        sliding = selected if shared else self.zero_unreachable_tokens(x.sliding)
+        return Branches(self.zero_unreachable_compressed(x.compressed), selected, sliding)
 
-    def seen_tokens(self, x):
+    def zero_unreachable_tokens(self, x):
         """`x` `[B, S, Hkv, .]` with zeros behind the tokens that there are."""
         if self.packed:
             if not self.may_be_padded:
@@ -110,7 +110,7 @@ class KernelLayout:
             return x
         return self.ops.derive(_first_tokens, x, end=self.kv_len)[0]
 
-    def seen_compressed(self, x):
+    def zero_unreachable_compressed(self, x):
         """`x` `[B, C, Hkv, .]` with zeros behind the compressed tokens that there are."""
         if self.fixed or (self.varlen is not None and not self.may_be_padded):
             return x

@@ -36,9 +36,9 @@ from nsa_torch.plans import Planned, Ready
 
 # How the layout zeroes what no query of a branch may look at.
 BRANCHES = {
-    "compressed": KernelLayout.seen_compressed,
-    "selected": KernelLayout.seen_tokens,
-    "sliding": KernelLayout.seen_tokens,
+    "compressed": KernelLayout.zero_unreachable_compressed,
+    "selected": KernelLayout.zero_unreachable_tokens,
+    "sliding": KernelLayout.zero_unreachable_tokens,
 }
 FORWARD, SAVING, RECOMPUTING = "forward", "saving", "recomputing"
 
@@ -77,8 +77,11 @@ class KernelPath:
         self._define()
 
     def _layout(self, ops, query, assume_finite, *place):
-        placed, clean = self.steps.compression is not None, assume_finite or self.masks
-        return KernelLayout(ops, query, *place, clean=clean, placed=placed)
+        options = {
+            "assume_finite": assume_finite or self.masks,
+            "placed": self.steps.compression is not None,
+        }
+        return KernelLayout(ops, query, *place, **options)
 
     # One branch, or the selection alone.
 
@@ -160,7 +163,9 @@ class KernelPath:
             inputs = inputs.with_compressed(*means)
         else:
             inputs, _ = self._compressed(mode, ops, inputs, layout)
-        inputs = inputs._replace(key=layout.seen(inputs.key), value=layout.seen(inputs.value))
+        inputs = inputs._replace(
+            key=layout.zero_unreachable(inputs.key), value=layout.zero_unreachable(inputs.value)
+        )
         rest = *layout.rest, mode.shared
         found = fused.backward(self.steps, ops, inputs, residuals, do, *rest)
         if mode.compresses:
@@ -187,7 +192,7 @@ class KernelPath:
         """
         inputs, given, layout = self._arguments(mode, ops, arguments)
         inputs, means = self._compressed(mode, ops, inputs, layout)
-        inputs = inputs._replace(value=layout.seen(inputs.value))
+        inputs = inputs._replace(value=layout.zero_unreachable(inputs.value))
         rest = *layout.rest, layout.num_blocks(inputs.key.compressed)
         return inputs, given, means, rest
 
@@ -197,7 +202,7 @@ class KernelPath:
         inputs = mode.inputs(arguments)
         layout = self._layout(ops, inputs.query, assume_finite, *place)
         if self.masks:  # keys and queries; a gate multiplies what the kernels found
-            rows = KernelLayout(ops, inputs.query, *place, clean=assume_finite)
+            rows = KernelLayout(ops, inputs.query, *place, assume_finite=assume_finite)
             gates = padding_zeroed(ops, rows, *inputs.gates)
             inputs = inputs._replace(gates=Branches(*gates))
         return inputs, given, layout

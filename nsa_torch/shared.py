@@ -1,4 +1,4 @@
-"""Small tensors that follow from a problem's sizes alone, made once for calls alike."""
+"""Small tensors that follow from a problem's sizes alone, made once for all calls with them."""
 
 import collections
 import logging

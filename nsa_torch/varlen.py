@@ -51,7 +51,7 @@ def varlen_metadata(
         Under False what follows the last sequence must be finite.
       max_sequences: room for sequences, up to which `update` takes any number; None: the next power
         of two, at least 8. Calls of any number of sequences with the same room, row and bucket of
-        `max_seqlen` (a power of two) are alike: nothing is planned or compiled anew.
+        `max_seqlen` (a power of two) have one signature: nothing is planned or compiled anew.
       config: of the calls.
       device: of the calls; None: that of `cu_seqlens`.
 

@@ -6,10 +6,10 @@ LIMITS = {
     "jax_chunk_bytes": ("nsa_jax.chunks.BUDGET_BYTES", "nsa_jax.branches.BUDGET_BYTES"),
     "torch_chunk_bytes": ("nsa_torch.chunks.BUDGET_BYTES",),
     "fused_heads_from": ("nsa_torch.heads.FUSED_FROM",),
-    "workspace_bytes": ("nsa_core.plan.workspace.MOST_BYTES",),
+    "workspace_bytes": ("nsa_core.plan.workspace.MAX_BYTES",),
     "long_list": ("nsa_core.steps.mosaic_gather.LONG_LIST",),
-    "gathered_bytes": ("nsa_core.steps.mosaic_gather.MOST_BYTES",),
-    "ds_chunk_bytes": ("nsa_core.steps.mosaic_stored_ds.WINDOW_BYTES",),
+    "gathered_bytes": ("nsa_core.steps.mosaic_gather.MAX_BYTES",),
+    "ds_chunk_bytes": ("nsa_core.steps.mosaic_stored_ds.CHUNK_BYTES",),
 }
 
 

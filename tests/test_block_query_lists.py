@@ -77,7 +77,7 @@ def expected(spec, indices, position, start):
     return found
 
 
-def check(spec, arrays, edges, query_tiles, marks=None):
+def check(spec, arrays, edges, query_tiles, token_bits=None):
     edges, query_tiles = np.asarray(edges), np.asarray(query_tiles)
     want = expected(spec, *arrays)
     assert edges[0] == 0 and len(edges) == 1 + spec.rows * spec.key_tiles * spec.chunks
@@ -88,13 +88,13 @@ def check(spec, arrays, edges, query_tiles, marks=None):
         before = ()
         for i in range(edges[place], edges[place + 1]):
             query_tile = int(query_tiles[i])
-            if marks is None:
+            if token_bits is None:
                 (entry,) = (x for x in here if x[0] == query_tile)
                 assert here.pop(entry) == 1
             else:
-                mark = int(marks[i]) % 2**32
-                entry = query_tile, (mark >> 16) - BLOCK_OFFSET_BIAS + tile * KEYS
-                here[entry] -= mark % 2**16
+                word = int(token_bits[i]) % 2**32
+                entry = query_tile, (word >> 16) - BLOCK_OFFSET_BIAS + tile * KEYS
+                here[entry] -= word % 2**16
                 assert here.pop(entry) == 0
             order = query_tile // spec.query_tiles_of_word % words, entry[1], query_tile
             assert order > before

@@ -126,7 +126,7 @@ def test_compare_sees_a_wrong_branch(framework, arrays, lines, monkeypatch):
 
 
 def test_compare_refuses_a_dense_reference_that_is_too_large(arrays, lines, monkeypatch):
-    monkeypatch.setattr(debug, "MOST_BYTES", 1000)
+    monkeypatch.setattr(debug, "MAX_BYTES", 1000)
     told = lines("compare")
     call("jax", arrays)
     assert len(told()) == len(STEPS)

@@ -37,7 +37,7 @@ def leaving(monkeypatch):
     the kernels of partials that are built.
     """
     monkeypatch.setattr(mosaic_gather, "LONG_LIST", 0.7)
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 1)
     built = []
 
     def remembered(spec, build):
@@ -170,7 +170,7 @@ def test_where_tokens_may_leave(change, packed, limit):
 @pytest.fixture
 def long_parts(leaving, monkeypatch):
     """Parts of a thousand tokens or so: each kernel of each is compiled into the call."""
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 2**24)
+    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 2**24)
     return leaving
 
 
@@ -252,7 +252,7 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
     for got, other, want in zip(again, beside, found, strict=True):
         assert torch.equal(got, want) and torch.equal(other, want)
     with monkeypatch.context() as patch:
-        patch.setattr(mosaic_gather, "MOST_HEADS", 0)
+        patch.setattr(mosaic_gather, "MAX_HEADS", 0)
         # A call alike would run what those before did: this one says what its scale is.
         wanted = step(128**-0.5)
     for got, want in zip(found, wanted, strict=True):
@@ -262,7 +262,7 @@ def test_torch_on_gpu(batch, long_parts, monkeypatch):
 
 def test_partials_are_at_most_half_an_output(monkeypatch):
     """Where an output is larger than what partials may take in any case."""
-    monkeypatch.setattr(mosaic_gather, "MOST_BYTES", 1)
+    monkeypatch.setattr(mosaic_gather, "MAX_BYTES", 1)
     kernels = kernels_of(
         length=8192,
         heads=16,

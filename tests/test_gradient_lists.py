@@ -265,10 +265,10 @@ def visits_of(spec, arrays, row):
 def visits_of_keys(spec, arrays, item):
     """Of the first 64 keys of an item, step by step as the kernel goes."""
     rows, more = arrays[4], arrays[6:]
-    unit, per = spec.query_tile, spec.tiles_per_step
+    query_tile, per = spec.query_tile, spec.tiles_per_step
     b, g = divmod(item.row, spec.Hkv)
     key = item.first_key + np.arange(ROWS)
-    found = np.zeros((spec.query_tiles * unit.tokens, ROWS), int)
+    found = np.zeros((spec.query_tiles * query_tile.tokens, ROWS), int)
     steps = -(-(item.end - item.begin) // per)
     left = np.clip(-(-(item.unmasked_begin - item.begin) // per), 0, steps)
     right = np.clip((item.unmasked_end - item.begin) // per, left, steps)
@@ -276,21 +276,23 @@ def visits_of_keys(spec, arrays, item):
         step = (place - item.begin) // per
         at = np.clip(place, item.begin, item.end - 1)
         index = more[0][at] if spec.gathered else place
-        numbers = rows[b, g, index, : unit.used : unit.group]
+        numbers = rows[b, g, index, : query_tile.used : query_tile.group]
         seen = np.repeat(np.isfinite(numbers[:, :1]), ROWS, axis=1)
-        mark = int(more[1][at]) if spec.block else 0
+        token_bits = int(more[1][at]) if spec.block else 0
         if spec.block:
-            seen &= mark >> np.arange(unit.tokens)[:, None] & 1 == 1
+            seen &= token_bits >> np.arange(query_tile.tokens)[:, None] & 1 == 1
         if not left <= step < right:
             seen &= (key >= numbers[:, 2:3]) & (key < numbers[:, 3:4])
             if spec.gathered:
                 seen &= place < item.end
             if spec.block:
                 begins = (
-                    (mark % 2**32 >> 16) - block_query_lists.BLOCK_OFFSET_BIAS + item.first_key
+                    (token_bits % 2**32 >> 16)
+                    - block_query_lists.BLOCK_OFFSET_BIAS
+                    + item.first_key
                 )
                 seen &= (key >= begins) & (key < begins + spec.block)
-        here = slice(index * unit.tokens, (index + 1) * unit.tokens)
+        here = slice(index * query_tile.tokens, (index + 1) * query_tile.tokens)
         found[here] += seen
     assert not found[spec.T :].any()
     return found[: spec.T]
@@ -315,9 +317,9 @@ def short(monkeypatch):
     monkeypatch.setattr(block_query_lists, "CHUNKS", 8)
     monkeypatch.setattr(work_items, "MIN_INTERVAL", 2)
     monkeypatch.setattr(work_items, "MAX_ENTRIES", 3)
-    mosaic_backward._interval_cuts.cache_clear()
+    mosaic_backward._interval_split.cache_clear()
     yield
-    mosaic_backward._interval_cuts.cache_clear()
+    mosaic_backward._interval_split.cache_clear()
 
 
 @pytest.fixture(params=["long", "short"])

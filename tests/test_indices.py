@@ -125,7 +125,7 @@ def test_float64_decides_not_the_reference_in_float32(inputs, wanted):
 
 
 def test_rows_beyond_the_most_that_are_scored_stay_unexplained(inputs, wanted, monkeypatch):
-    monkeypatch.setattr(selection_shortfall, "MOST_ROWS", 3)
+    monkeypatch.setattr(selection_shortfall, "MAX_ROWS", 3)
     chosen = wanted.copy()
     chosen[0, 440:445, :, -1] = -1
     found = compare(chosen, wanted, inputs)

@@ -16,12 +16,11 @@ from kernels_pallas.specs.tile import ROWS, WORK_ITEM_INTS
 from kernels_pallas.specs.work_items import PART_COLUMNS, WorkItem
 from nsa_core.config import NSAConfig
 from nsa_core.steps.key_bounds import VisibleCompressed, Window
-from nsa_core.steps.mosaic_backward import _interval_cuts
+from nsa_core.steps.mosaic_backward import _interval_split
 from nsa_core.varlen import Capacity
 from nsa_torch.torch_ops import TorchOps
 
 CONFIG = NSAConfig()
-CUTS = {"compressed": work_items.causal_cuts, "window": work_items.window_cuts}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ PROBLEMS = {
 
 
 def found(problem):
-    """The sizes, the cuts, and `table`, `first`, `count` of the problem."""
+    """The sizes, the split, and `table`, `first`, `count` of the problem."""
     heads = {"H": problem.group * problem.Hkv, "Hkv": problem.Hkv}
     spec = Dkv(
         B=problem.B,
@@ -132,21 +131,21 @@ def found(problem):
         work_items=0,
     )
     packed = bool(problem.lengths), problem.capacity
-    cuts = _interval_cuts(CUTS[problem.branch], spec, problem.bounds, *packed)
-    return spec, cuts, cut_by(problem, spec, cuts)
+    split = _interval_split(spec, problem.bounds, *packed)
+    return spec, split, split_by(problem, spec, split)
 
 
-def cut_by(problem, spec, cuts):
+def split_by(problem, spec, split):
     """`table`, `first`, `count`."""
     bounds = [torch.from_numpy(x).tile(problem.B, 1) for x in problem.intervals()]
-    arrays = work_items.interval_work_items(TorchOps(), bounds, spec, cuts)
+    arrays = work_items.interval_work_items(TorchOps(), bounds, spec, split)
     return [x.numpy() for x in arrays]
 
 
-def check(problem, spec, cuts, table, first, count):
+def check(problem, spec, split, table, first, count):
     begin, end = problem.intervals()
     tokens, tile_keys = spec.query_tile.tokens, spec.tile_keys
-    assert len(table) == problem.B * problem.Hkv * cuts.segments * cuts.tiles
+    assert len(table) == problem.B * problem.Hkv * split.segments * split.tiles
     met, partials = set(), {}
     for row in table.tolist():
         item = WorkItem(*row[: len(WorkItem._fields)])
@@ -175,7 +174,7 @@ def check(problem, spec, cuts, table, first, count):
 
     places = [place for found in partials.values() for _, place in found]
     assert len(set(places)) == len(places)
-    assert max(places) < problem.B * problem.Hkv * cuts.partials
+    assert max(places) < problem.B * problem.Hkv * split.partials
     for row, tile in itertools.product(rows, range(spec.key_tiles)):
         b, g = divmod(row, problem.Hkv)
         mine = [place for _, place in sorted(partials.get((row, tile), []))]
@@ -185,16 +184,16 @@ def check(problem, spec, cuts, table, first, count):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_items(name):
-    spec, cuts, arrays = found(PROBLEMS[name])
-    check(PROBLEMS[name], spec, cuts, *arrays)
+    spec, split, arrays = found(PROBLEMS[name])
+    check(PROBLEMS[name], spec, split, *arrays)
 
 
 def test_long_sequences_fill_every_sm_alike():
     """At 64k 32 segments have as many items of equal length as 132 SMs do in 16 turns."""
     problem = Problem("compressed", T=65536, Hkv=4)
-    _, cuts, (table, *_) = found(problem)
+    _, split, (table, *_) = found(problem)
     lengths = [row[5] - row[2] for row in table.tolist() if row[0] >= 0]
-    assert cuts.segments == 32
+    assert split.segments == 32
     assert len(lengths) == 16 * 132
     assert lengths[0] == max(lengths)
 
@@ -203,8 +202,8 @@ def test_long_sequences_fill_every_sm_alike():
 def test_cuts_do_not_depend_on_an_unused_token(unused):
     """Torch's means have one: 512 of 8192 tokens, of which 511 are seen."""
     problem = Problem("compressed", T=8192, Hkv=4, unused=unused)
-    _, cuts, _ = found(problem)
-    assert (cuts.segments, cuts.partials) == (12, 33)
+    _, split, _ = found(problem)
+    assert (split.segments, split.partials) == (12, 33)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +234,9 @@ def test_packed_rows_are_cut_as_finely_as_rows(sizes, most):
 def test_streams():
     """Tiles of keys that a segment sees stand `segments * rows` items apart, in their order."""
     problem = Problem("window", T=65536, Hkv=4)
-    spec, cuts, (table, *_) = found(problem)
-    apart = cuts.segments * problem.Hkv
-    assert (cuts.streams, apart) == (True, 24)
+    spec, split, (table, *_) = found(problem)
+    apart = split.segments * problem.Hkv
+    assert (split.streams, apart) == (True, 24)
     keys = table[::apart, 1][table[::apart, 0] >= 0]
     assert (np.diff(keys) == spec.tile_keys).all()
 
@@ -245,11 +244,11 @@ def test_streams():
 @pytest.mark.parametrize("change", ["tiles", "partials"])
 def test_too_little_room_is_caught(change):
     problem = PROBLEMS["window"]
-    spec, cuts, _ = found(problem)
-    assert cuts.segments > 1
+    spec, split, _ = found(problem)
+    assert split.segments > 1
     # Without a partial more for a tile that two segments see.
-    room = {"tiles": cuts.tiles - 1, "partials": spec.key_tiles}[change]
-    less = dataclasses.replace(cuts, **{change: room})
-    arrays = cut_by(problem, spec, less)
+    room = {"tiles": split.tiles - 1, "partials": spec.key_tiles}[change]
+    less = dataclasses.replace(split, **{change: room})
+    arrays = split_by(problem, spec, less)
     with pytest.raises(AssertionError):
         check(problem, spec, less, *arrays)

@@ -171,9 +171,9 @@ def in_pieces(monkeypatch):
     """Partial sums are many, so that there is something to add up."""
     monkeypatch.setattr(work_items, "MIN_INTERVAL", 1)
     monkeypatch.setattr(work_items, "MAX_ENTRIES", 4)
-    mosaic_backward._interval_cuts.cache_clear()
+    mosaic_backward._interval_split.cache_clear()
     yield
-    mosaic_backward._interval_cuts.cache_clear()
+    mosaic_backward._interval_split.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -411,11 +411,11 @@ def test_sums_that_are_not_added_are_caught(mutant, monkeypatch, in_pieces):
     caught("selected_attention", "key", CASES["packed"])
 
 
-def test_a_lost_token_of_a_unit_is_caught(mutant, monkeypatch):
+def test_a_lost_token_of_a_query_tile_is_caught(mutant, monkeypatch):
     def first_token_only(outputs):
-        unit, mark = outputs
-        bits = mark & (2**16 - 1)
-        return unit, mark - bits + (bits & -bits)
+        query_tile, token_bits = outputs
+        bits = token_bits & (2**16 - 1)
+        return query_tile, token_bits - bits + (bits & -bits)
 
     changed_outputs(monkeypatch, block_query_lists, "fill_lists", first_token_only)
     caught("selected_attention", "key")

@@ -41,7 +41,7 @@ class InPlace(JaxOps):
     """Keeps in an output what the kernel does not write, as kernels that run on a GPU do."""
 
     def __init__(self):
-        self.windows = []
+        self.ds_chunks = []
 
     def writes_in_place(self, kernel):
         return kernel.in_place
@@ -50,28 +50,28 @@ class InPlace(JaxOps):
         found = super().run(kernel, *arrays)
         if kernel.name != "stored_ds_dq":
             return found
-        self.windows.append(kernel.spec.stored_rows)
+        self.ds_chunks.append(kernel.spec.stored_rows)
         if not kernel.in_place:
             return found
-        spec, window, before = kernel.spec, arrays[-3], arrays[-1]
+        spec, ds_chunk, before = kernel.spec, arrays[-3], arrays[-1]
         head = jnp.arange(spec.B)[:, None] * spec.Hkv + jnp.arange(spec.H) // spec.group
-        first = window[stored_ds.FIRST_ROW]
+        first = ds_chunk[stored_ds.FIRST_ROW]
         mine = (head >= first) & (head < first + spec.stored_rows)
         return [jnp.where(mine[:, None, :, None], found[0], before.reshape(found[0].shape))]
 
 
-ROWS_OF_WINDOWS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, Hkv]`
+ROWS_OF_CHUNKS = {1: [1, 1, 1, 1], 3: [3, 1], 4: [4]}  # of four rows of `[B, Hkv]`
 
 
 @pytest.fixture
-def windows(request, monkeypatch):
-    """Windows of so many rows of `[B, Hkv]`."""
+def ds_chunks(request, monkeypatch):
+    """Chunks of so many rows of `[B, Hkv]`."""
     ops = InPlace()
     ds_of_a_row = stored_ds.array(1, G10.T, FEW.num_selected, 16, G10.dtype)
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", request.param * 2 * ds_of_a_row.size)
+    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", request.param * 2 * ds_of_a_row.size)
     monkeypatch.setattr(mosaic, "OPS", ops)
     yield
-    assert ops.windows == ROWS_OF_WINDOWS[request.param]
+    assert ops.ds_chunks == ROWS_OF_CHUNKS[request.param]
 
 
 @pytest.fixture
@@ -89,18 +89,18 @@ def test_gradients(case, interpreted, stored):
 
 
 @pytest.mark.parametrize(
-    ("windows", "name"),
+    ("ds_chunks", "name"),
     [(1, "whole"), (1, "branch"), (3, "branch"), (4, "branch")],
-    indirect=["windows"],
+    indirect=["ds_chunks"],
 )
-def test_windows(name, interpreted, stored, windows):
+def test_ds_chunks(name, interpreted, stored, ds_chunks):
     """Those of the branch alone begin with nothing that they are added to."""
     p = problem(G10)
     check_whole(p) if name == "whole" else check_step(p, "selected_attention")
 
 
-def test_one_window_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+def test_one_ds_chunk_where_dq_is_not_added_in_place(interpreted, stored, monkeypatch):
+    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
     check_step(problem(G10), "selected_attention")
 
 
@@ -122,7 +122,7 @@ def test_neighbours_that_select_other_blocks(interpreted, stored):
 
 
 def test_ds_is_written_by_the_pass_of_dk():
-    sizes = SIZES | {"D": 256, "Dv": 256, "stored_rows": 4, "slots": 16}
+    sizes = SIZES | {"D": 256, "Dv": 256, "stored_rows": 4, "selection_entries": 16}
     base = Dkv(**sizes, dtype="bfloat16", scale=1.0, work_items=8, list_entries=64)
     found = [[*dkv.partials(each).outputs] for each in base.passes]
     shapes = [[x.dtype for x in outputs] for outputs in found]
@@ -149,9 +149,9 @@ def test_shard_map(stored):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_torch_has_one_window_at_a_time(monkeypatch):
+def test_torch_has_one_ds_chunk_at_a_time(monkeypatch):
     """A plan drops dS of one before it makes that of the next."""
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
     sizes = {"heads": 64, "kv_heads": 4, "key_width": 128, "value_width": 128}
     given = planned.described(input_modes.SHARED_KV, 1, 2048, **sizes, config=PAPER)
     function = nsa_torch.mosaic.PATH.planned[input_modes.SHARED_KV, "saving"]
@@ -168,9 +168,9 @@ def test_torch_has_one_window_at_a_time(monkeypatch):
 HANDLER = xla_call.handler(lambda call: None)  # XLA knows it until the process ends
 
 
-def test_jax_has_one_window_at_a_time(monkeypatch):
+def test_jax_has_one_ds_chunk_at_a_time(monkeypatch):
     """By XLA's count of the memory between its custom calls."""
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
     monkeypatch.setattr(ffi, "serves", lambda kernel: bool(kernel.source))
     monkeypatch.setattr(ffi, "TARGET", "test_stored_ds")  # never run
     jax.ffi.register_ffi_target(ffi.TARGET, jax.ffi.pycapsule(HANDLER), platform="cpu")
@@ -189,15 +189,15 @@ def test_jax_has_one_window_at_a_time(monkeypatch):
     shapes = [(heads, width), (heads, width), (kv_heads, width), (kv_heads, width), (heads, 3)]
     arrays = [jax.ShapeDtypeStruct((1, length, *x), jnp.bfloat16) for x in shapes]
     memory = jax.jit(gradients).lower(*arrays).compile().memory_analysis()
-    window = length * PAPER.num_selected * 16 * 64 * 2
-    assert window < memory.temp_size_in_bytes < 2 * window
+    ds_chunk = length * PAPER.num_selected * 16 * 64 * 2
+    assert ds_chunk < memory.temp_size_in_bytes < 2 * ds_chunk
 
 
 SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
 
 
 @pytest.mark.parametrize(
-    ("change", "slots", "block", "packed", "wanted"),
+    ("change", "selection_entries", "block", "packed", "wanted"),
     [
         ({}, 16, 64, False, True),
         ({"T": 2**18, "S": 2**18}, 16, 64, False, True),
@@ -213,7 +213,7 @@ SIZES = {"B": 2, "T": 700, "S": 900, "H": 64, "Hkv": 4, "D": 128, "Dv": 128}
         ({"T": 2**24, "S": 2**24}, 16, 64, False, False),  # more entries than an int32 counts
     ],
 )
-def test_where_it_is_stored(change, slots, block, packed, wanted):
+def test_where_it_is_stored(change, selection_entries, block, packed, wanted):
     sizes = SIZES | change
     group = sizes["H"] // sizes["Hkv"]
     base = Dkv(
@@ -224,7 +224,7 @@ def test_where_it_is_stored(change, slots, block, packed, wanted):
         list_entries=1,
         single_token=group <= 8,
     )
-    assert mosaic_stored_ds.serves(TORCH_OPS, base, slots, block, packed) == wanted
+    assert mosaic_stored_ds.serves(TORCH_OPS, base, selection_entries, block, packed) == wanted
 
 
 def test_all_rows_at_once_may_be_too_large():
@@ -255,7 +255,7 @@ def test_gradients_on_gpu(case, stored):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_windows_change_nothing_on_gpu(framework, monkeypatch):
+def test_ds_chunks_change_nothing_on_gpu(framework, monkeypatch):
     """Not a bit, and neither does a run repeated."""
     if framework == "jax":
         p = problem(CASES[0])
@@ -270,7 +270,7 @@ def test_windows_change_nothing_on_gpu(framework, monkeypatch):
             return [x.float().cpu().numpy() for x in torch.autograd.grad(out, tensors, out)]
 
     runs = [gradients() for _ in range(3)]
-    monkeypatch.setattr(mosaic_stored_ds, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(mosaic_stored_ds, "CHUNK_BYTES", 1)
     # A description names it as of its module.
     dq = functools.update_wrapper(mock.Mock(side_effect=stored_ds.dq), stored_ds.dq)
     monkeypatch.setattr(stored_ds, "dq", dq)

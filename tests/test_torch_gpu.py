@@ -187,7 +187,7 @@ def test_fa2_gpu_varlen_never_waits_for_the_device(implementation, packed):
 def test_fa2_gpu_varlen_more_sequences_than_one_call_takes():
     config = NSAConfig(4, 4, 4, num_selected=2, num_initial=1, num_local=1, window=4)
     query, key, value = bf16(1, 40000, 2, 8), bf16(1, 40000, 2, 8), bf16(1, 40000, 2, 8)
-    assert query.shape[1] * 2 > fa2.MOST_SEQUENCES
+    assert query.shape[1] * 2 > fa2.MAX_SEQUENCES
     indices = torch.arange(40000, device="cuda", dtype=torch.int32) // 4
     indices = torch.stack([torch.zeros_like(indices), indices], dim=-1)
     indices[:4, 1] = -1

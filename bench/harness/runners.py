@@ -19,7 +19,7 @@ from . import timing
 from .problems import Settings
 
 # JAX has no L2 flush: its inputs rotate through copies of this size in all.
-ROTATED_BYTES, MOST_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
+ROTATED_BYTES, MAX_COPIES = 2 * timing.L2_FLUSH_BYTES, 8
 # Libraries that take one head width for query, key and value.
 PADDED = "values padded to the width of the keys"
 NOT_DIFFERENTIABLE = ("block_indices",)
@@ -157,7 +157,7 @@ def rotated[T](sources: T) -> list[T]:
     if jax.default_backend() == "cpu":
         return [sources]
     size = sum(x.nbytes for x in jax.tree.leaves(sources))
-    wanted = min(MOST_COPIES, -(-ROTATED_BYTES // size))
+    wanted = min(MAX_COPIES, -(-ROTATED_BYTES // size))
     return [sources, *(jax.tree.map(jnp.copy, sources) for _ in range(wanted - 1))]
 
 

@@ -27,7 +27,7 @@ ROUNDOFF = 2.0**-24  # of one float32 operation, relative
 SMALLEST = 2.0**-126  # what is smaller may count as zero
 # Rows scored in one call, and at once within it: each needs [C, N] float64.
 ROWS, AT_ONCE = 256, 4
-MOST_ROWS = 2**15  # what differs more often is not rounding; the rest stays unexplained
+MAX_ROWS = 2**15  # what differs more often is not rounding; the rest stays unexplained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ def compare(
         raise ValueError(f"chosen must have shape {wanted.shape}, got {chosen.shape}")
     differ = np.argwhere((chosen != wanted).any(axis=-1))
     rows = math.prod(chosen.shape[:-1])
-    judged = differ[:MOST_ROWS]
+    judged = differ[:MAX_ROWS]
     if not len(judged):
         return Comparison(rows, 0, ())
     scores, reach = exact_scores(query, compressed_key, judged, config)

@@ -257,9 +257,9 @@ class Walk:
             bit = warp.ones((query_tiles & (warp.word(0) - query_tiles)) - 1) & (LANES - 1)
             query_tile = query_tile0 + bit // spec.tokens
             warp.put(warp.element(outputs[0], (entry, 4)), query_tile, exists)
-            if spec.marked:
-                mark = ((members >> bit) & ((1 << spec.tokens) - 1)) + offset
-                warp.put(warp.element(outputs[1], (entry, 4)), mark, exists)
+            if spec.has_token_bits:
+                token_bits = ((members >> bit) & ((1 << spec.tokens) - 1)) + offset
+                warp.put(warp.element(outputs[1], (entry, 4)), token_bits, exists)
             return [entry + warp.number(exists), query_tiles & (query_tiles - 1)]
 
         entry, _ = warp.repeat(

@@ -46,7 +46,7 @@ class Entries:
         self.per_step, self.group = spec.tiles_per_step, spec.query_tile.group
 
     def of_step(self, array, i) -> list:
-        """What `array`, the query list or the token_bits, has for the entries of step `i`."""
+        """What `array`, the query list or the token bits, has for the entries of step `i`."""
         begin, end = self.tile.begin, self.tile.end
         at = [begin + i * self.per_step + t for t in range(self.per_step)]
         # A work item without entries must not read before the first one of all.
@@ -55,15 +55,15 @@ class Entries:
 
     def token(self, entry):
         """Of an entry that is a place in the selection."""
-        return lax.div(entry, jnp.int32(self.spec.Hkv * self.spec.slots))
+        return lax.div(entry, jnp.int32(self.spec.Hkv * self.spec.selection_entries))
 
     def ds_places(self, i) -> list:
         """The places in ds of the tokens of step `i`; past the last one nowhere."""
         refs, tile = self.refs, self.tile
-        slots, places = jnp.int32(self.spec.slots), []
+        count, places = jnp.int32(self.spec.selection_entries), []
         first = (tile.row - refs.ds_chunk[FIRST_ROW]) * refs.sizes.T
         for t, entry in enumerate(self.of_step(refs.query_list, i)):
-            place = (first + self.token(entry)) * slots + lax.rem(entry, slots)
+            place = (first + self.token(entry)) * count + lax.rem(entry, count)
             exists = tile.begin + i * self.per_step + t < tile.end
             places.append(jnp.where(exists, place, NO_ENTRY))
         return places
@@ -73,7 +73,7 @@ class Entries:
         prefetched into L1, and `load` reads them there.
         """
         refs, tile = self.refs, self.tile
-        if self.spec.slots:
+        if self.spec.selection_entries:
             return [self.token(entry) for entry in self.of_step(refs.query_list, i)]
         if not self.spec.single_token:
             return self.of_step(refs.query_list, i)
@@ -107,8 +107,8 @@ class Entries:
     def selected(self, token_bits, j):
         """Whether the token of a column selected the block of its entry, `[8]`."""
         token = self._token_of_column(j % self.spec.query_tile.rows)
-        mark = token_bits[j // self.spec.query_tile.rows]
-        return lax.shift_right_logical(mark, token) & 1 == 1
+        bits = token_bits[j // self.spec.query_tile.rows]
+        return lax.shift_right_logical(bits, token) & 1 == 1
 
     def visible(self, first, token_bits, j, key_begin, key_end):
         """Which query of eight columns from `j` on sees which key, `[64, 8]`; `key_end`: of their
@@ -135,7 +135,7 @@ def partials(kernel: Kernel):
     spec: Dkv = kernel.spec
     interpret = bool(spec.interpret)
     buffers = operands.Buffers(jnp.dtype(spec.dtype), spec.query_tile, interpret)
-    stored = StoredDs(spec.query_tile.rows, spec.slots, interpret)
+    stored = StoredDs(spec.query_tile.rows, spec.selection_entries, interpret)
 
     def body(refs):
         # `shard_map` lets nothing that varies along its mesh into `warp_map`.

@@ -90,7 +90,7 @@ class KeyTile:
         first_key, begin, _, _, end, partial = (
             refs.work_items[item, i] + 0 for i in range(1, 7)
         )
-        if spec.slots:
+        if spec.selection_entries:
             partial -= refs.ds_chunk[FIRST_PARTIAL]
         steps = lax.div(end - begin + (per_step - 1), jnp.int32(per_step))
         return cls(spec, buffers, refs, row, b, g, first_key, begin, end, partial, steps)

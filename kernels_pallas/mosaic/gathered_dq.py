@@ -36,7 +36,7 @@ def build(kernel: Kernel):
                 rows.b,
                 rows.kv_head,
                 rows.token,
-                (spec.stats_unit[0], refs.sizes.stats_units),
+                (spec.stats_tile[0], refs.sizes.stats_tiles),
             )
 
             def compute(scores, dp):

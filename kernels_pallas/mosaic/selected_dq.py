@@ -23,7 +23,7 @@ def build(kernel: Kernel):
     walk = SelectedWalk(spec, {"query_tile": spec.D, "do_tile": spec.Dv}, spec.D)
 
     def body(refs):
-        mainloop_of = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.stats_unit[0])
+        mainloop_of = lambda at: tile_steps.dq(spec, walk.buffers, refs, at, spec.stats_tile[0])
         walk.run(refs, [refs.query, refs.do], refs.dq, mainloop_of)
 
     return walk.build(kernel, body)

@@ -46,7 +46,7 @@ class StoredDs:
     """Access to ds (`specs/stored_ds.py`) of tokens with `group_rows` rows, by a warpgroup."""
 
     group_rows: int
-    slots: int
+    selection_entries: int
     interpret: bool
 
     @property
@@ -99,10 +99,10 @@ class StoredDs:
             b, kv_head, first, length = map(warp.scalar, scalars)
             heads, slot = indices.type.shape[2], warp.lane()
             token = first + self._token(warp.warp())
-            exists = (token < length) & (slot < self.slots)
+            exists = (token < length) & (slot < self.selection_entries)
             token = b * length + warp.smaller(token, length - 1)
-            slot = warp.smaller(slot, self.slots - 1)
-            size = 4 * self.slots
+            slot = warp.smaller(slot, self.selection_entries - 1)
+            size = 4 * self.selection_entries
             at = (token, heads * size), (kv_head, size), (slot, 4)
             block = warp.fetch(warp.element(indices, *at))
             own = warp.fetch(warp.element(position, (token, 4)))
@@ -137,7 +137,7 @@ class StoredDs:
             block, token = map(warp.scalar, scalars)
             own = Word(vector.extract(blocks.registers.flat[0], [], [0]))
             slot, part = warp.first_equal(own, block), warp.warp()
-            place = (token + self._token(part)) * self.slots + slot
+            place = (token + self._token(part)) * self.selection_entries + slot
             pairs = []
             for keys in range(KEYS // PART):
                 address = self._address(ds, place, part, warp.word(keys))
@@ -151,12 +151,14 @@ class StoredDs:
         return call(ds, blocks, block, token)
 
     def _blocks_interpreted(self, indices, places, b, kv_head, first, length):
-        """`[tokens, slots]`."""
+        """`[tokens, selection_entries]`."""
         tokens, (position, *key_start) = [], places
         for t in range(self.tokens):
             token = jnp.minimum(first + t, length - 1)
             own = jnp.where(first + t < length, position[b, token], NO_ENTRY)
-            blocks = [indices[b, token, kv_head, slot] for slot in range(self.slots)]
+            blocks = [
+                indices[b, token, kv_head, slot] for slot in range(self.selection_entries)
+            ]
             seen = [(own >= 0) & (block * KEYS <= own) for block in blocks]
             for array in key_start:
                 seen = [x & (block >= 0) for x, block in zip(seen, blocks, strict=True)]
@@ -169,7 +171,7 @@ class StoredDs:
         parts = []
         for t in range(self.tokens):
             chosen = blocks[t] == block
-            place = (token + t) * self.slots + jnp.argmax(chosen).astype(jnp.int32)
+            place = (token + t) * self.selection_entries + jnp.argmax(chosen).astype(jnp.int32)
             place = jnp.where(chosen.any(), place, 0)
             found = ds[place]
             parts.append(jnp.where(chosen.any(), found, jnp.zeros_like(found)))

@@ -79,7 +79,7 @@ def dq(spec: Spec, buffers: Buffers, refs: Any, at: TilePlace, stats_tokens: int
     interpret = bool(spec.interpret)
     tile_rows = TileRows(tile.tokens, tile.group, tile.group, interpret)
     token = tile_rows.token(at.index * tile.tokens, refs.sizes.T)  # [64]
-    stats_tiles = stats_tokens, refs.sizes.stats_units
+    stats_tiles = stats_tokens, refs.sizes.stats_tiles
     gathered_rows = GatheredRows(tile.group, interpret)
     stats = gathered_rows.softmax_stats(refs.row_stats, at.b, at.kv_head, token, stats_tiles)
 

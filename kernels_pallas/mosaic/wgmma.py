@@ -34,7 +34,7 @@ THREADS = 128  # of a warpgroup, over which the 64 rows and the columns of a res
 STEP = 16  # columns of the left operand that one instruction takes
 BYTES = 2  # of a number
 SWIZZLES = {128: 1, 64: 2, 32: 3}  # bytes of a row of a slab, and what a descriptor calls it
-MOST_COLUMNS = 256
+MAX_COLUMNS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _start(
       columns, depth: of the result, and what is summed over.
       flags: which operands are transposed.
     """
-    if columns % 8 or columns > MOST_COLUMNS or depth % STEP:
+    if columns % 8 or columns > MAX_COLUMNS or depth % STEP:
         raise ValueError(f"no product of {columns} columns over a depth of {depth}")
     # Operands of the text: results, what they add to, the left operand, the right one.
     count = columns // 2

@@ -86,7 +86,7 @@ def forward(branch: str, spec: Any, inputs: dict[str, Array]) -> Kernel:
 def dq(
     branch: str, spec: Any, inputs: dict[str, Array], stats_tokens: int, rows: int
 ) -> Kernel:
-    """dq for `inputs`, dO, the statistics of query rows in units of `stats_tokens` tokens and
+    """dq for `inputs`, dO, the statistics of query rows in tiles of `stats_tokens` tokens and
     `rows` rows, and the sum if `added`.
     """
     out, row_stats = spec.rows(spec.D), tile.row_stats(spec, stats_tokens, rows)
@@ -100,7 +100,7 @@ def dq(
         inputs,
         {"dq": out},
         in_place=spec.added,
-        sizes=spec.sizes | {"stats_units": tile.cdiv(spec.T, stats_tokens)},
+        sizes=spec.sizes | {"stats_tiles": tile.cdiv(spec.T, stats_tokens)},
         grid=spec.grid,
         source=f"kernels_pallas.specs.{branch}:dq",
     )

@@ -20,10 +20,10 @@ from kernels_pallas.kernel import NOMINAL_LENGTH, Array, Kernel, described
 from kernels_pallas.specs.selected import COUNTS
 from kernels_pallas.specs.tile import LANES, ROWS, cdiv, warp_grid
 
-# The mark of an entry holds first key of its block - first key of the tile, -127 to 63, as a
-# block has at most 128 keys (`capability.BLOCK`): with the bias it is not negative.
+# Above its token bits an entry has first key of its block - first key of the tile, -127 to 63, as
+# a block has at most 128 keys (`capability.BLOCK`): with the bias it is not negative.
 BLOCK_OFFSET_BIAS = 128
-BLOCK_OFFSET_SHIFT = 16  # bits of a mark below the offset: one a token of the query tile
+BLOCK_OFFSET_SHIFT = 16  # token bits below it: one a token of the query tile
 CHUNKS = 512  # into which the T tokens of a row of [B, Hkv] are cut at most
 BITS = 1024  # blocks of a window at most, about; `BlockQueryLists.bits` is the exact number
 
@@ -75,7 +75,7 @@ class BlockQueryLists:
         return not self.aligned or self.block < ROWS
 
     @property
-    def marked(self) -> bool:
+    def has_token_bits(self) -> bool:
         """An entry must say which tokens and which keys it is about."""
         return self.tokens > 1 or self.clipped
 
@@ -188,10 +188,12 @@ def fill_lists(spec: BlockQueryLists) -> Kernel:
     """Inputs: `selection`, `edges`. Outputs, int32 `[entries]`, undefined past the last entry:
 
     - the query tile of each entry;
-    - if `marked` its mark: `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
+    - if `has_token_bits`, `(BLOCK_OFFSET_BIAS + first key of the block - first key of the tile)
       << BLOCK_OFFSET_SHIFT` plus one bit a token of the query tile that selected the block.
     """
-    outputs = {"query_list": spec.list} | ({"token_bits": spec.list} if spec.marked else {})
+    outputs = {"query_list": spec.list} | (
+        {"token_bits": spec.list} if spec.has_token_bits else {}
+    )
     return _kernel("fill_lists", spec, spec.selection | {"edges": spec.edges}, outputs)
 
 

@@ -18,7 +18,7 @@ A work item is eight int32, and sixteen of an interval:
 | 1        | first key                                                                     |
 | 2, 5     | begin and end of its query tiles, or list entries                             |
 | 3, 4     | of a list, begin and end of those that see all keys of the tile: no key is    |
-|          | compared; with token_bits, tokens that did not select the block have shift = +inf  |
+|          | compared; with token bits, tokens that did not select the block have shift = +inf  |
 | 6        | which partial it writes                                                       |
 | 7        | nothing                                                                       |
 | 8 to 11  | of an interval, what 2 to 5 are, of the first 64 keys of the tile; not before |
@@ -52,15 +52,16 @@ class Dkv(AttentionSizes):
       work_items: in the table; some may be empty.
       interval_partials: of intervals, how many partials there may be.
       list_entries: of the query lists, for the selected branch; 0: intervals.
-      block: keys of a selected block, if each list entry has a mark, which says where its block
-        begins and which tokens of the query tile selected it; 0: all tokens of an entry
+      block: keys of a selected block, if each list entry has token bits, which say where its
+        block begins and which tokens of the query tile selected it; 0: all tokens of an entry
         selected all keys of the tile.
       single_token: a list entry is one token, not neighbours that share a copy; for groups of
         up to `ROW_STATS_MIN_ROWS` query heads.
       want_dk, want_dv: which gradients this kernel makes.
-      slots: list entries are places in a selection of so many blocks a token; 0: query tiles.
+      selection_entries: list entries are places in a selection of so many blocks a token; 0:
+        query tiles.
       stored_rows: dS is written too, of so many rows of `[B, Hkv]` (`specs/stored_ds.py`), which
-        needs `slots`; 0: it is not.
+        needs `selection_entries`; 0: it is not.
     """
 
     work_items: int
@@ -71,7 +72,7 @@ class Dkv(AttentionSizes):
     single_token: bool = False
     want_dk: bool = True
     want_dv: bool = True
-    slots: int = 0
+    selection_entries: int = 0
     stored_rows: int = 0
 
     def for_any_length(self) -> Self:
@@ -185,11 +186,11 @@ def partials(spec: Dkv) -> Kernel:
       row_stats: of `specs.bwd_preprocess` by `query_tile`; of a single token 8 rows, of which
         G count;
       work_items: int32 `[work_items, 8]`, of intervals `[work_items, 16]`;
-      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with `slots`
-        `(token * Hkv + head) * slots + slot`;
+      query_list: if `gathered`, int32 `[list_entries]`, the query tile of each entry; with
+        `selection_entries` `(token * Hkv + head) * selection_entries + slot`;
       token_bits: if `block`, int32 `[list_entries]`, `(BLOCK_OFFSET_BIAS + first key of the block -
         first key of the tile) << BLOCK_OFFSET_SHIFT`, and one bit a token that selected it;
-      ds_chunk: with `slots`, of `stored_ds`: partials are counted from its first one.
+      ds_chunk: with `selection_entries`, of `stored_ds`: partials are counted from its first one.
 
     Outputs, as wanted: dk_partials float32 `[count, tile_keys, D]` and dv_partials
     `[count, tile_keys, Dv]`, of lists one a work item, of intervals `interval_partials`; an empty
@@ -207,10 +208,10 @@ def partials(spec: Dkv) -> Kernel:
         if spec.block:
             inputs["token_bits"] = ints((spec.list_entries,))
     outputs, sizes = spec.partials, {}
-    if spec.slots:
+    if spec.selection_entries:
         inputs["ds_chunk"] = stored_ds.DS_CHUNK
     if spec.stored_rows:
-        stored = spec.stored_rows, spec.T, spec.slots
+        stored = spec.stored_rows, spec.T, spec.selection_entries
         outputs["ds"] = stored_ds.array(*stored, query_tile.rows, spec.dtype)
         sizes["T"] = spec.T
     return Kernel.named(

@@ -42,7 +42,7 @@ class GatheredAttention(AttentionSizes):
     items: int  # work items of a segment
     gated: bool = False  # merge multiplies the output by a gate
     added: bool = False  # merge adds the output to an array of its shape
-    stats_unit: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
+    stats_tile: tuple[int, int] = (0, 0)  # as of `SelectedAttention`
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths, of segments too."""
@@ -152,21 +152,21 @@ def partial_dq(spec: GatheredAttention) -> Kernel:
 
     Inputs, after those of `partials`:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, in units of `stats_unit`.
+      row_stats: float32, as `bwd_preprocess` makes them, in tiles of `stats_tile`.
 
     Output, undefined where there is no entry:
       partials: `[B, segment_tokens * Hkv * n, G, D]`.
     """
     inputs = spec._partial_inputs
     inputs["do"] = spec.rows(spec.Dv)
-    inputs["row_stats"] = row_stats(spec, *spec.stats_unit)
+    inputs["row_stats"] = row_stats(spec, *spec.stats_tile)
     return Kernel.named(
         "gathered_dq",
         spec,
         "kernels_pallas.mosaic.gathered_dq:build",
         inputs,
         {"partials": spec.partial_rows(spec.D)},
-        sizes=spec.sizes | {"stats_units": cdiv(spec.T, spec.stats_unit[0])},
+        sizes=spec.sizes | {"stats_tiles": cdiv(spec.T, spec.stats_tile[0])},
         grid=(spec.items,),
         source="kernels_pallas.specs.gathered:partial_dq",
     )

@@ -134,7 +134,7 @@ def dq(spec: IntervalAttention) -> Kernel:
 
     Inputs, after `forward`'s first five:
       do: `[B, T, H, Dv]`, the gradient of the output.
-      row_stats: float32, as `bwd_preprocess` makes them, one unit a tile.
+      row_stats: float32, as `bwd_preprocess` makes them, for its own tiles.
       added: `[B, T, H, D]`, if `added`.
 
     Output:

@@ -86,7 +86,7 @@ class SelectedAttention(BlockListSizes):
     block: int  # keys of a selection block
     gated: bool = False  # forward multiplies the output by a gate
     added: bool = False  # add the result to an array of its shape
-    stats_unit: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
+    stats_tile: tuple[int, int] = (0, 0)  # tokens and rows of a query tile of `dkv`
     gather_limit: int = 0  # a tile after a block list longer than this is gathered; 0: none is
     key_stages: int = 1  # of attention: `forward_stages`, `dq_stages`; not of its lists
     value_stages: int = 1
@@ -178,11 +178,11 @@ def dq(spec: SelectedAttention) -> Kernel:
     Inputs, after `forward`'s first seven:
       do: `[B, T, H, Dv]`, the gradient of the output.
       row_stats: float32 `[B, Hkv, dkv's query tiles, rows, 4]` of `bwd_preprocess`: those made
-        for `dkv`, whose query tiles (`stats_unit`) need not be the tiles of this kernel.
+        for `dkv`, whose query tiles (`stats_tile`) need not be the tiles of this kernel.
       added: `[B, T, H, D]`, if `added`.
 
     Output:
       dq: `[B, T, H, D]`, plus `added`; rows that see no key add 0, gathered tiles what their
         near blocks give.
     """
-    return attention.dq("selected", spec, spec._inputs, *spec.stats_unit)
+    return attention.dq("selected", spec, spec._inputs, *spec.stats_tile)

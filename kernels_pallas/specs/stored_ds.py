@@ -20,16 +20,16 @@ from kernels_pallas.kernel import Array, Kernel, described
 from kernels_pallas.specs.selected import COUNTS, BlockListSizes
 from kernels_pallas.specs.tile import LANES, ROWS, Tile, gathered_tile, slab_width
 
-WINDOW_WORDS = 64  # 256 bytes, as launches want them
+CHUNK_WORDS = 64  # 256 bytes, as launches want them
 FIRST_ROW, FIRST_PARTIAL = range(2)  # words of a chunk
-DS_CHUNK = Array((WINDOW_WORDS,), "int32")
+DS_CHUNK = Array((CHUNK_WORDS,), "int32")
 KEYS = ROWS  # of a block
-MOST_SLOTS = LANES  # a lane of a warp looks after each
+MAX_SELECTION_ENTRIES = LANES  # a lane of a warp looks after each
 
 
-def array(rows: int, length: int, slots: int, group_rows: int, dtype: str) -> Array:
+def array(rows: int, length: int, selection_entries: int, group_rows: int, dtype: str) -> Array:
     """ds of `rows` rows of `[B, Hkv]` and `length` tokens."""
-    return Array((rows * length * slots, group_rows, KEYS), dtype)
+    return Array((rows * length * selection_entries, group_rows, KEYS), dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -70,11 +70,11 @@ def slab_width(*widths: int) -> int:
 
 
 def row_stats(spec: Any, tokens: int, rows: int) -> Array:
-    """The statistics of query rows, `[B, Hkv, units, rows, 4]`, by units of `tokens` tokens.
+    """The statistics of query rows, `[B, Hkv, tiles, rows, 4]`, by tiles of `tokens` tokens.
 
     Args:
       spec: has `B`, `T` and `Hkv`.
-      tokens: of a unit.
-      rows: of a unit; at least `tokens * G`.
+      tokens: of a tile.
+      rows: of a tile; at least `tokens * G`.
     """
     return Array((spec.B, spec.Hkv, -(-spec.T // tokens), rows, ROW_STATS), "float32")

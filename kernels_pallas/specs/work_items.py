@@ -31,7 +31,7 @@ from kernels_pallas.specs.tile import INTERVAL_ITEM_INTS, ROWS, WORK_ITEM_INTS, 
 
 SMS = 132  # of an H100
 GPU_ITEMS = 16 * SMS  # work items that fill a GPU
-MOST_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
+MAX_ITEMS = 20 * SMS  # of intervals where tokens are cut, since each has a partial of its own
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of an interval's tokens
 MIN_INTERVAL = 16  # query tiles of a work item of an interval
 # Of intervals, in steps of 64 rows: what an item takes to begin, to end and to be merged. Where all
@@ -80,8 +80,8 @@ def entries_of_item(entries: int, items: int = GPU_ITEMS // 2) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class IntervalCuts:
-    """How the work of an interval branch is cut: static sizes.
+class IntervalSplit:
+    """How the work of an interval branch is split into work items: static sizes.
 
     Attributes:
       segments: of the tokens.
@@ -97,11 +97,11 @@ class IntervalCuts:
     streams: bool = False
 
 
-def causal_cuts(
+def split_causal(
     spec: Any,
     tiles_seen: Callable[[int, int], int],
     sees: Callable[[int], int] | None = None,
-) -> IntervalCuts:
+) -> IntervalSplit:
     """Where a query sees all keys before it: of some numbers of segments the one by which an SM
     has the fewest steps to do. The last segment, which has most items, comes first.
 
@@ -116,40 +116,42 @@ def causal_cuts(
     sees = sees or (lambda end: tiles_seen(0, end))
     total = heads * spec.query_tiles / samples * sum(sees(end) for end in ends)
 
-    def steps(cuts):
+    def steps(split):
         """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""
-        items, longest = cuts.partials * heads, -(-spec.query_tiles // cuts.segments)
+        items, longest = split.partials * heads, -(-spec.query_tiles // split.segments)
         if items <= SMS:
             return COMPARED * longest + ITEM_STEPS
         return (total + ITEM_STEPS * items) / SMS + longest
 
     counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
-    cuts = [_cut_into(spec, tiles_seen, x) for x in counts]
-    few = [x for x in cuts if x.partials * heads <= MOST_ITEMS] or cuts[:1]
+    splits = [_split_into(spec, tiles_seen, x) for x in counts]
+    few = [x for x in splits if x.partials * heads <= MAX_ITEMS] or splits[:1]
     return min(few, key=steps)
 
 
-def window_cuts(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalCuts:
+def split_window(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalSplit:
     """Where a query sees a window: so many segments that each has one SM for each tile of keys
     that a query sees. A segment's tiles then follow one another as a stream: those that run
     together read the same queries at about the same time, and L2 has them.
 
-    Args: as of `causal_cuts`.
+    Args: as of `split_causal`.
     """
     streams = SMS // (tiles_seen(0, 1) * spec.B * spec.Hkv)
     streams = max(min(streams, spec.query_tiles // MIN_INTERVAL), 1)
-    return dataclasses.replace(_cut_into(spec, tiles_seen, streams), streams=True)
+    return dataclasses.replace(_split_into(spec, tiles_seen, streams), streams=True)
 
 
-def _cut_into(spec: Any, tiles_seen: Callable[[int, int], int], segments: int) -> IntervalCuts:
+def _split_into(
+    spec: Any, tiles_seen: Callable[[int, int], int], segments: int
+) -> IntervalSplit:
     tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
     begins = [i * tokens for i in range(segments)]
     seen = [tiles_seen(min(x, spec.T), min(x + tokens, spec.T)) for x in begins]
     seen = [min(x, spec.key_tiles) for x in seen]
-    return IntervalCuts(segments, max(seen), sum(seen))
+    return IntervalSplit(segments, max(seen), sum(seen))
 
 
-def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
+def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     """`table`, `first` and `count`, made with the array operations of a framework.
 
     Args:
@@ -157,11 +159,11 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
       bounds: the keys `first .. last - 1` that each token sees, both `[B, T]`, neither
         decreasing.
       spec: a `Dkv`.
-      cuts: how the work is cut.
+      split: how the work is split.
     """
     first, last = bounds
     tokens, tiles, heads = spec.query_tile.tokens, spec.key_tiles, spec.B * spec.Hkv
-    segments, span = cuts.segments, -(-spec.query_tiles // cuts.segments)
+    segments, span = split.segments, -(-spec.query_tiles // split.segments)
     xp, integers = ops.xp, ops.to_int32
 
     def token_after(bound, key, side):
@@ -187,8 +189,8 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
     before = integers(xp.cumsum(count, 1)) - count
 
     # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first one seen.
-    shape = cuts.tiles, segments, heads
-    n = ops.arange(first, cuts.tiles).reshape(-1, 1, 1)
+    shape = split.tiles, segments, heads
+    n = ops.arange(first, split.tiles).reshape(-1, 1, 1)
     segment = ops.arange(first, segments).reshape(1, -1, 1)
     row = ops.arange(first, heads).reshape(1, 1, -1)
     first_token = (segment * (span * tokens)).clip(0, spec.T - 1)
@@ -206,7 +208,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
         unmasked_begin=lower,
         unmasked_end=lower,
         end=upper,
-        partial=row * cuts.partials
+        partial=row * split.partials
         + (before[batch, tile] + segment - first_segment[batch, tile]),
     )
     own = xp.maximum(bounds[batch, tile], lower[..., None])
@@ -215,11 +217,11 @@ def interval_work_items(ops: Any, bounds, spec: Any, cuts: IntervalCuts):
     unused = WORK_ITEM_INTS - len(columns), INTERVAL_ITEM_INTS - part_column(spec.consumers)
     fill, more = (columns[:1] * missing for missing in unused)
     table = integers(xp.concatenate([*columns, *fill, own, *more], -1))
-    if not cuts.streams:
+    if not split.streams:
         table = xp.flip(xp.swapaxes(table, 0, 1), (0,))
 
     by_row = spec.B, spec.Hkv, tiles
-    place = ops.arange(first, heads).reshape(spec.B, spec.Hkv, 1) * cuts.partials
+    place = ops.arange(first, heads).reshape(spec.B, spec.Hkv, 1) * split.partials
     firsts = place + before[:, None]
     counts = xp.broadcast_to(count[:, None], by_row)
     return table.reshape(-1, INTERVAL_ITEM_INTS), integers(firsts), integers(counts)

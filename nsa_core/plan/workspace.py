@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from nsa_core.plan.buffers import ALIGNMENT
 
 # At most. What does not fit has memory of its own, which is given back once it was read.
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 def placed(
@@ -32,7 +32,7 @@ def placed(
             if offset + size <= start:
                 break
             offset = max(offset, end)
-        if offset + size <= MOST_BYTES:
+        if offset + size <= MAX_BYTES:
             places[number] = offset, offset + size
     offsets = {number: start for number, (start, _) in places.items()}
     return offsets, max((end for _, end in places.values()), default=0)

@@ -80,8 +80,8 @@ def compressed(
     """
     if key.shape[1] == 0:
         return nothing_flows(ops, query, key, value, added)
-    bounds, cut = VisibleCompressed(config), work_items.causal_cuts
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
+    bounds = VisibleCompressed(config)
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
 
 
 def nothing_flows(ops: ArrayOps, query, key, value, added) -> Gradients:
@@ -103,12 +103,11 @@ def sliding(
     added=None,
 ) -> Gradients:
     """Of the sliding branch; arguments as of `compressed`."""
-    bounds, cut = Window(config, key.shape[1]), work_items.window_cuts
-    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut)
+    bounds = Window(config, key.shape[1])
+    return _interval(ops, query, key, value, do, rows, bounds, layout, scale, added)
 
 
-def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cut) -> Gradients:
-    """`cut`: `work_items.causal_cuts` or `window_cuts`."""
+def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added) -> Gradients:
     base = Dkv(**sizes_of(query, key, value, scale), work_items=0, gated=rows.gate is not None)
     tiles: dict[str, Any] = interval.dq_blocks(key.shape[-1], value.shape[-1])
     spec = interval.IntervalAttention(
@@ -125,47 +124,49 @@ def _interval(ops, query, key, value, do, rows, bounds, layout, scale, added, cu
     (dq,) = ops.run(kernel, query, key, value, *by_row, do, stats, *extra)
 
     capacity = None if layout.varlen is None else layout.varlen.capacity
-    cuts = _interval_cuts(cut, base, bounds, layout.packed, capacity)
+    split = _interval_split(base, bounds, layout.packed, capacity)
     heads = base.B * base.Hkv
-    items = heads * cuts.segments * cuts.tiles
-    spec = dataclasses.replace(base, work_items=items, interval_partials=heads * cuts.partials)
-    table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, cuts=cuts)
+    items = heads * split.segments * split.tiles
+    spec = dataclasses.replace(base, work_items=items, interval_partials=heads * split.partials)
+    table, *sums = ops.derive(_interval_items, *interval_bounds, spec=spec, split=split)
     arrays = query, key, value, do, stats, table
     return Gradients(dq, *_dkv(ops, spec, arrays, sums))
 
 
-def _item_shapes(first, last, *, spec, cuts):
+def _item_shapes(first, last, *, spec, split):
     by_tile = int32(spec.B, spec.Hkv, spec.key_tiles)
     return int32(spec.work_items, work_items.INTERVAL_ITEM_INTS), by_tile, by_tile
 
 
 @derived(_item_shapes)
-def _interval_items(ops, first, last, *, spec, cuts):
-    return work_items.interval_work_items(ops, (first, last), spec, cuts)
+def _interval_items(ops, first, last, *, spec, split):
+    return work_items.interval_work_items(ops, (first, last), spec, split)
 
 
 @functools.lru_cache(1024)
-def _interval_cuts(
-    cut, base: Dkv, bounds: Bounds, packed: bool, capacity: Capacity | None = None
-) -> work_items.IntervalCuts:
+def _interval_split(
+    base: Dkv, bounds: Bounds, packed: bool, capacity: Capacity | None = None
+) -> work_items.IntervalSplit:
     sizes = base.T, base.S, base.tile_keys
 
     def tiles_seen(first, end):
-        if isinstance(bounds, Window) or not packed:
+        if not packed or isinstance(bounds, Window):
             return bounds.tiles_seen(first, end, *sizes)
         if capacity is None:
             return base.key_tiles
         return bounds.tiles_seen_packed(first, end, base.tile_keys, capacity)
 
-    if cut is work_items.window_cuts or capacity is None:
-        return cut(base, tiles_seen)
+    if isinstance(bounds, Window):
+        return work_items.split_window(base, tiles_seen)
+    if capacity is None:
+        return work_items.split_causal(base, tiles_seen)
     stride = bounds.config.compress_stride
 
     def sees(end):
         """As if all sequences were as long as one may be."""
         return cdiv(cdiv((end - 1) % capacity.max_seqlen + 1, stride), base.tile_keys)
 
-    return cut(base, tiles_seen, sees)
+    return work_items.split_causal(base, tiles_seen, sees)
 
 
 def selected(
@@ -196,7 +197,7 @@ def selected(
     keys, packed = mosaic_lists.list_keys(layout, base.S)
     list_sizes = base.B, base.T, keys, base.Hkv, block_indices.shape[-1], block
     alone = base.query_tile.group <= ROW_STATS_MIN_ROWS and base.query_tile.slab == ROWS
-    if alone and not BlockQueryLists(*list_sizes, 1, packed).marked:
+    if alone and not BlockQueryLists(*list_sizes, 1, packed).has_token_bits:
         base = dataclasses.replace(base, single_token=True)
     if mosaic_stored_ds.serves(ops, base, block_indices.shape[-1], block, packed):
         stats = row_stats(ops, rows, base, None, key_bounds.causal_end(ops, layout))
@@ -211,7 +212,7 @@ def selected(
         n=block_indices.shape[-1],
         block=block,
         added=added is not None,
-        stats_unit=(base.query_tile.tokens, base.stats_rows),
+        stats_tile=(base.query_tile.tokens, base.stats_rows),
         gather_limit=mosaic_gather.gather_limit(
             query, key, value, block_indices, config, layout.packed
         ),
@@ -239,7 +240,7 @@ def selected(
         base,
         work_items=table.shape[0],
         list_entries=lists.entries,
-        block=block if lists.marked else 0,
+        block=block if lists.has_token_bits else 0,
     )
     arrays = query, key, value, do, stats, table, *queries
     gradients = []
@@ -259,7 +260,7 @@ def _dkv(ops, spec, arrays, sums):
 
 
 def row_stats(ops: ArrayOps, rows: RowResiduals, base, first, last):
-    """What `bwd_preprocess.row_stats` gives for the units of `base`, a `Dkv`.
+    """What `bwd_preprocess.row_stats` gives for the query tiles of `base`, a `Dkv`.
 
     `first`, `last`: bounds of the keys that each query sees `[B, T]`; first: None for 0.
     """

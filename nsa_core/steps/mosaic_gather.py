@@ -24,13 +24,13 @@ from nsa_core.steps import mosaic_lists
 
 # Blocks of a tile's list, for each that a token selects, beyond which gathering is faster.
 LONG_LIST = 4
-MOST_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
-MOST_BYTES = 2**30  # of partials at a time; or half an output's, or of one run of list chunks
-MOST_SLOTS = 31  # of a token: each has a bit
+MAX_HEADS = 8  # of a group: with more, partial outputs are as much to move as blocks
+MAX_BYTES = 2**30  # of partials at a time; or half an output's, or of one run of list chunks
+MAX_SELECTION_ENTRIES = 31  # of a token: each has a bit
 # The fields that the gathering kernel has in common with the one that leaves far blocks to it.
 SHARED_FIELDS = (
     *("B", "T", "S", "H", "Hkv", "D", "Dv", "n", "dtype", "scale"),
-    *("gather_limit", "stats_unit", "interpret"),
+    *("gather_limit", "stats_tile", "interpret"),
 )
 
 
@@ -41,7 +41,7 @@ def gather_limit(query, key, value, block_indices, config, packed: bool) -> int:
     """
     group, n = query.shape[2] // key.shape[2], block_indices.shape[-1]
     most = int(LONG_LIST * n)
-    if packed or config.select_block != ROWS or group > MOST_HEADS or n > MOST_SLOTS:
+    if packed or config.select_block != ROWS or group > MAX_HEADS or n > MAX_SELECTION_ENTRIES:
         return 0
     if math.prod(block_indices.shape) >= 2**31:  # the index of an entry is an int32
         return 0
@@ -121,7 +121,7 @@ def _segments(
     )
     step = math.lcm(lists.chunk, tile)
     output_bytes = spec.B * spec.H * width * 2  # of a token
-    size = max(MOST_BYTES, output_bytes * spec.T // 2) // (output_bytes * spec.n * step)
+    size = max(MAX_BYTES, output_bytes * spec.T // 2) // (output_bytes * spec.n * step)
     size = min(max(size, 1), -(-spec.T // step)) * step
     work = WorkItems(lists, size, entries_of_item(size * spec.B * spec.Hkv * spec.n))
     arrays = mosaic_lists.gathered_lists(ops, block_indices, counts, layout, work)

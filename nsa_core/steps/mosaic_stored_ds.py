@@ -8,7 +8,7 @@ the query's gradient is one product a block in place of three, without V, dO and
                             ▼ dS, of some rows of [B, Hkv]
     block list of a tile ──► stored_ds_dq ──► dq of these rows, added in place
 
-dS of all rows at once would take several times the memory of an output, so rows go in windows.
+dS of all rows at once would take several times the memory of an output, so rows go in chunks.
 """
 
 import dataclasses
@@ -26,31 +26,39 @@ from nsa_core.array_ops import ArrayOps, QueryLayout, derived, int32
 from nsa_core.steps import mosaic_lists
 from nsa_core.steps.gradients import Gradients
 
-WINDOW_BYTES = 2**31  # of dS in a window of several rows of [B, Hkv]; one row may have more
-LARGEST_WINDOW_BYTES = 10 * 2**30  # where a window would have more, nothing is stored
-MOST_ENTRIES = 512  # of a work item: a window waits for its last one
-MOST_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
+CHUNK_BYTES = 2**31  # of a dS chunk of several rows of [B, Hkv]; one row may have more
+MAX_CHUNK_BYTES = 10 * 2**30  # where a chunk would have more, nothing is stored
+MAX_ENTRIES = 512  # of a work item: a chunk waits for its last one
+MAX_OUTPUTS = 4  # dS of a row is at most so many times an output: elsewhere nothing is stored
 
 
-def serves(ops: ArrayOps, base: Dkv, slots: int, block: int, packed: bool) -> bool:
+def serves(ops: ArrayOps, base: Dkv, selection_entries: int, block: int, packed: bool) -> bool:
     """Whether dS is stored. Of lengths only very long ones matter, whose dS would be too large or
     whose entries an int32 cannot count.
 
     Args:
       base: of the branch.
-      slots: blocks that a token selects.
+      selection_entries: blocks that a token selects.
       block: keys of a block.
       packed: whether blocks may begin anywhere in a tile of keys.
     """
     whole_tokens = base.query_tile.tokens == 1 and not base.single_token
-    if not whole_tokens or block != ROWS or packed or slots > stored_ds.MOST_SLOTS:
+    if (
+        not whole_tokens
+        or block != ROWS
+        or packed
+        or selection_entries > stored_ds.MAX_SELECTION_ENTRIES
+    ):
         return False
-    ds, output = slots * ROWS * base.query_tile.rows, base.H * base.Dv  # elements of a token
-    entries = base.B * base.T * base.Hkv * slots
-    if ds > MOST_OUTPUTS * output or entries >= 2**31:
+    ds, output = (
+        selection_entries * ROWS * base.query_tile.rows,
+        base.H * base.Dv,
+    )  # elements of a token
+    entries = base.B * base.T * base.Hkv * selection_entries
+    if ds > MAX_OUTPUTS * output or entries >= 2**31:
         return False
-    of_query = _query_spec(base, slots)
-    return _most_rows(ops, of_query) * _row_bytes(of_query) <= LARGEST_WINDOW_BYTES
+    of_query = _query_spec(base, selection_entries)
+    return _max_rows(ops, of_query) * _row_bytes(of_query) <= MAX_CHUNK_BYTES
 
 
 def gradients(
@@ -75,42 +83,53 @@ def gradients(
       placed: as of `mosaic_lists.merged`.
     """
     query, key, _ = arrays
-    slots = block_indices.shape[-1]
+    selection_entries = block_indices.shape[-1]
     keys, _ = mosaic_lists.list_keys(layout, base.S)
     lists = BlockQueryLists(
-        base.B, base.T, keys, base.Hkv, slots, ROWS, 1, False, interpret=base.interpret
+        base.B,
+        base.T,
+        keys,
+        base.Hkv,
+        selection_entries,
+        ROWS,
+        1,
+        False,
+        interpret=base.interpret,
     )
     edges, entries = mosaic_lists.selection_lists(ops, block_indices, layout, lists)
     first_query = mosaic_lists.first_query(layout)
-    work = work_items.dkv_work_items(lists, MOST_ENTRIES, GPU_ITEMS, first_query)
+    work = work_items.dkv_work_items(lists, MAX_ENTRIES, GPU_ITEMS, first_query)
     table, *sums = mosaic_lists.sorted_work_items(ops, edges, layout, work)
     whole = dataclasses.replace(
-        base, work_items=lists.rows * work.items, list_entries=lists.entries, slots=slots
+        base,
+        work_items=lists.rows * work.items,
+        list_entries=lists.entries,
+        selection_entries=selection_entries,
     )
-    of_query = _query_spec(base, slots, layout.packed)
+    of_query = _query_spec(base, selection_entries, layout.packed)
     if block_lists is None or base.query_tile.used < base.query_tile.rows:
         block_lists = mosaic_lists.tile_block_lists(ops, block_indices, layout, of_query)
     starts, _, counts = block_lists
-    most = _most_rows(ops, of_query)
-    if added is None and most < lists.rows:
+    max_rows = _max_rows(ops, of_query)
+    if added is None and max_rows < lists.rows:
         added = ops.zeros(query, tuple(query.shape))
     dq, partials = added, {}
-    windows = _windows(ops, layout, lists.rows, most, work.items)
-    for i, (window, first, end) in enumerate(windows):
+    chunks = _chunks(ops, layout, lists.rows, max_rows, work.items)
+    for i, (ds_chunk, first, end) in enumerate(chunks):
         rows, items = end - first, (slice(first * work.items, end * work.items),)
-        if i:  # or XLA would have dS of all windows at once
-            window = ops.after(window, dq)
+        if i:  # or XLA would have dS of all chunks at once
+            ds_chunk = ops.after(ds_chunk, dq)
         counts_of = {"work_items": rows * work.items, "stored_rows": rows}
         part = dataclasses.replace(whole, **counts_of)
-        inputs = *arrays, do, stats, ops.part(table, items), entries, window
+        inputs = *arrays, do, stats, ops.part(table, items), entries, ds_chunk
         found = _dkv(ops, part, inputs)
         for name in part.widths:
             partials.setdefault(name, []).append(found.pop(name))
         of_query = dataclasses.replace(of_query, stored_rows=rows, added=dq is not None)
         places = [layout.position, *([layout.key_start] if layout.packed else [])]
-        arrays_of_dq = key, starts, counts, block_indices, *places, window
+        arrays_of_dq = key, starts, counts, block_indices, *places, ds_chunk
         extra = [] if dq is None else [dq]
-        # No name stays with dS: that of two windows would exist at once.
+        # No name stays with dS: that of two chunks would exist at once.
         (dq,) = ops.run(stored_ds.dq(of_query), *arrays_of_dq, found.pop("ds"), *extra)
     return Gradients(dq, *_merged(ops, whole, partials, sums, layout, placed))
 
@@ -124,17 +143,19 @@ def _dkv(ops, spec, arrays) -> dict[str, Any]:
     return found
 
 
-def _query_spec(base: Dkv, slots: int, packed: bool = False) -> StoredDsQuery:
+def _query_spec(base: Dkv, selection_entries: int, packed: bool = False) -> StoredDsQuery:
     """Of dq, all rows at once."""
     sizes = {x.name: getattr(base, x.name) for x in dataclasses.fields(AttentionSizes)}
-    return StoredDsQuery(**sizes, stored_rows=base.B * base.Hkv, n=slots, packed=packed)
+    return StoredDsQuery(
+        **sizes, stored_rows=base.B * base.Hkv, n=selection_entries, packed=packed
+    )
 
 
-def _most_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
-    """Of a window; all where dq is not added in place."""
+def _max_rows(ops: ArrayOps, spec: StoredDsQuery) -> int:
+    """Of a chunk; all where dq is not added in place."""
     if not ops.writes_in_place(stored_ds.dq(dataclasses.replace(spec, added=True))):
         return spec.stored_rows
-    return min(max(WINDOW_BYTES // _row_bytes(spec), 1), spec.stored_rows)
+    return min(max(CHUNK_BYTES // _row_bytes(spec), 1), spec.stored_rows)
 
 
 def _row_bytes(spec: StoredDsQuery) -> int:
@@ -142,29 +163,32 @@ def _row_bytes(spec: StoredDsQuery) -> int:
     return stored_ds.array(1, spec.T, spec.n, spec.query_tile.rows, spec.dtype).size * 2
 
 
-def _windows(ops, layout, rows: int, most: int, items: int) -> Iterator[tuple[Any, int, int]]:
-    """The windows of `most` rows or less, each with its first row and its end; `items`: work items
-    of a row, each of which writes a partial.
+def _chunks(
+    ops, layout, rows: int, max_rows: int, items: int
+) -> Iterator[tuple[Any, int, int]]:
+    """The dS chunks of `max_rows` rows or less, each with its first row and its end; `items`: work
+    items of a row, each of which writes a partial.
     """
-    count = -(-rows // most)
-    words = ops.derive(_window_words, layout.position, count=count, most=most, items=items)
+    count = -(-rows // max_rows)
+    sizes = {"count": count, "max_rows": max_rows, "items": items}
+    words = ops.derive(_chunk_words, layout.position, **sizes)
     for i in range(count):
-        yield words[i], i * most, min((i + 1) * most, rows)
+        yield words[i], i * max_rows, min((i + 1) * max_rows, rows)
 
 
-@derived(lambda like, *, count, **sizes: [int32(stored_ds.WINDOW_WORDS)] * count)
-def _window_words(ops, like, *, count, most, items):
-    """Of each window, its first row and work item as its kernels read them."""
-    first = ops.arange(like, count).reshape(-1, 1) * most
+@derived(lambda like, *, count, **sizes: [int32(stored_ds.CHUNK_WORDS)] * count)
+def _chunk_words(ops, like, *, count, max_rows, items):
+    """Of each chunk, its first row and work item as its kernels read them."""
+    first = ops.arange(like, count).reshape(-1, 1) * max_rows
     words = ops.xp.concatenate([first, first * items], 1)
-    words = ops.pad_end(words, 1, stored_ds.WINDOW_WORDS - words.shape[1], 0)
+    words = ops.pad_end(words, 1, stored_ds.CHUNK_WORDS - words.shape[1], 0)
     return [words[i] for i in range(count)]
 
 
 def _merged(ops, whole, partials, sums, layout, placed) -> list[Any]:
-    """dk and dv of the partials of all windows."""
+    """dk and dv of the partials of all chunks."""
     merged = []
-    for part in dataclasses.replace(whole, slots=0).passes:
+    for part in dataclasses.replace(whole, selection_entries=0).passes:
         arrays = [partials.pop(name) for name in part.widths]  # gone once they are side by side
         arrays = [ops.side_by_side(x) for x in arrays]
         merged += mosaic_lists.merged(ops, part, arrays, sums, layout, placed)

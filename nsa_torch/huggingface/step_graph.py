@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from nsa_torch.huggingface.compatibility import is_of_capture_outputs
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 
-WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls alike
+WARMUP = 3  # steps before the capture: kernels are built, and chosen for calls of one signature
 
 
 class StepGraph:

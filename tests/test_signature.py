@@ -116,7 +116,7 @@ def test_the_second_call_is_known(name, checked, monkeypatch):
 
 @pytest.mark.parametrize("name", ["plain", "branches", "packed"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_calls_alike(name, recompute, checked, monkeypatch):
+def test_gradients_of_calls_of_one_signature(name, recompute, checked, monkeypatch):
     for i in range(4):
         arguments = variant(name) | {"recompute": recompute}
         flat = [[x] if isinstance(x, torch.Tensor) else x for x in map(arguments.get, GIVEN)]
@@ -239,7 +239,7 @@ def test_a_pass_that_failed(retain, launches, released, failing):
             gradients(False)
 
 
-def test_gradients_of_other_shapes_are_not_alike(monkeypatch):
+def test_gradients_of_other_shapes_have_another_signature(monkeypatch):
     """That of an expanded number has no memory of its own."""
     for i in range(6):
         arguments = good()
@@ -472,7 +472,7 @@ def test_a_plan_serves_inference_mode_and_others(recorded, monkeypatch):
         torch.autograd.grad(nsa_torch.attention(**arguments).sum(), leaves)
 
 
-def test_events_are_told_after_calls_alike(monkeypatch):
+def test_events_are_told_after_calls_of_one_signature(monkeypatch):
     arguments, told = good(), []
     for _ in range(3):
         nsa_torch.attention(**arguments)
