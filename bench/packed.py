@@ -237,12 +237,12 @@ def main(argv: Sequence[str]) -> int:
             record = Record(**common, **fields, time=records.utc_now())
             done.append(record)
             print(line(name, record), flush=True)
+            if OUT.value:  # at once: what follows may be ended from outside
+                records.append(OUT.value, [record])
+            if SAVE.value:
+                records.keep([record], "packed.jsonl")
     if not done:
         raise ValueError(f"--only must begin the name of a shape of {[*SHAPES]}")
-    if OUT.value:
-        records.append(OUT.value, done)
-    if SAVE.value:
-        records.keep(done, "packed.jsonl")
     return exit_status.of(done)
 
 
