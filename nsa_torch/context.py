@@ -210,10 +210,11 @@ def attention(
     shards = shards_of(ranks, "query", query.shape[1], context_layout)
     cu_seqlens = checks.clamped(cu_seqlens, shards.length)
     if compressed is None:
-        rest = None, config, cu_seqlens
-        compressed = tuple(
-            compressed_tokens(ranks, shards, x.compressed, *rest) for x in (key, value)
-        )
+        # The mean of a column knows no others.
+        both = torch.cat([key.compressed, value.compressed], dim=-1)
+        widths = key.compressed.shape[-1], value.compressed.shape[-1]
+        means = compressed_tokens(ranks, shards, both, None, config, cu_seqlens)
+        compressed = means.split(widths, dim=-1)
     options = {
         "config": config,
         "cu_seqlens": cu_seqlens,

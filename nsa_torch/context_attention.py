@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from nsa_core import context_layout as layouts
 from nsa_core.types import Branches
 from nsa_torch import functional, operators
+from nsa_torch.batch_tables import tables_of
 from nsa_torch.chunks import wide
 from nsa_torch.first_order import first_order
 
@@ -139,7 +140,8 @@ class LocalGraph:
             i = places.get(x.untyped_storage().data_ptr()) if x.numel() else None
             if i is not None and x.dtype == leaf_types[i]:
                 return i, (x.size(), x.stride(), x.storage_offset())
-            kept.append(x.detach())
+            # Borders come with their tables, which another tensor would not have.
+            kept.append(x.detach() if tables_of(x) is None else x)
             return len(kept) - 1, None
 
         def unpack(packed):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_core.config import NSAConfig
+from nsa_torch import batch_tables
 from nsa_torch.chunks import wide
 from nsa_torch.compress import apply_phi, compress
 from nsa_torch.context_ranks import Ranks
@@ -156,36 +157,17 @@ class PackedWindows:
     """
 
     def __init__(self, shards: Shards, config: NSAConfig, cu_seqlens: Tensor):
-        self.shards, self.config = shards, config
-        length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
-        self.most = -(-chunk // config.compress_stride)
-        self.halo = config.compress_block - 1
-        place = {"config": config, "kv_len": length, "cu_seqlens": cu_seqlens}
-        where = geometry(1, length, **place, device=device)
-        self.position = where.position[0]
-        begin = window_starts(where, config)
-        self.used = begin >= 0
-        begin = begin.masked_fill(~self.used, length)  # ascending: unused slots stand last
-        borders = torch.arange(0, length, chunk, device=device)
-        self.first = torch.searchsorted(begin, borders)
-        number = begin.div(chunk, rounding_mode="floor").clamp(max=borders.numel() - 1)
-        slot = torch.arange(begin.numel(), device=device)
-        at = number * self.most + slot - self.first[number]
-        self.at = at.masked_fill(~self.used, borders.numel() * self.most)  # a spare slot
-        self.begin = F.pad(begin, (0, self.most), value=length)
+        self.shards, self.halo = shards, config.compress_block - 1
+        self.most = -(-shards.chunk // config.compress_stride)
+        found = batch_tables.made(_packed_windows, cu_seqlens, shards=shards, config=config)
+        self.taps, self.unused, self.first, self.at = found
 
     def make(self, x, following, params) -> Tensor:
-        chunk, block = self.shards.chunk, self.config.compress_block
         made = []
-        for place, tokens in enumerate(x.split(chunk, dim=1)):
+        for place, tokens in enumerate(x.split(self.shards.chunk, dim=1)):
             tokens = torch.cat([tokens, following[:, place]], dim=1)
-            number = self.shards.own[place]
-            slots = self.first[number] + torch.arange(self.most, device=x.device)
-            start = self.begin[slots] - number * chunk
-            taps = start.clamp(max=chunk - 1)[:, None] + torch.arange(block, device=x.device)
-            at = self.position[(start + number * chunk).clamp(max=self.shards.length - 1)]
-            found = apply_phi(tokens[:, taps], params, at[None])
-            made.append(found.masked_fill((start >= chunk)[:, None, None], 0))
+            found = apply_phi(tokens[:, self.taps[place]], params, self.first[place, None])
+            made.append(found.masked_fill(self.unused[place], 0))
         return torch.cat(made, dim=1).transpose(0, 1)
 
     def joined(self, found) -> Tensor:
@@ -193,8 +175,37 @@ class PackedWindows:
         return torch.cat([found, spare])[self.at].transpose(0, 1).contiguous()
 
     def split(self, grad) -> Tensor:
-        chunks = self.shards.length // self.shards.chunk
-        total = grad.new_zeros(chunks * self.most + 1, *grad.shape[:1], *grad.shape[2:])
-        used = self.used[:, None, None, None]
-        total.index_add_(0, self.at, grad.transpose(0, 1).masked_fill(~used, 0))
-        return total[:-1]
+        """What unused slots have goes to the spare one, which is dropped."""
+        count = self.shards.length // self.shards.chunk * self.most
+        total = grad.new_zeros(count + 1, *grad.shape[:1], *grad.shape[2:])
+        return total.index_copy_(0, self.at, grad.transpose(0, 1))[:-1]
+
+
+def _packed_windows(ops, cu_seqlens, *, shards: Shards, config: NSAConfig):
+    """Of the `most` slots of each chunk of this rank the tokens `[chunks, most, l]`, of the chunk
+    and its halo; whether there is no window `[chunks, most, 1, 1]`; the position of the first
+    token `[chunks, most]`. Of each window of the sequence its slot among those of all chunks
+    `[C]`, the one behind them where there is none.
+    """
+    length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
+    most = -(-chunk // config.compress_stride)
+    where = geometry(1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=device)
+    begin = window_starts(where, config)
+    used = begin >= 0
+    begin = begin.masked_fill(~used, length)  # ascending: unused slots stand last
+    borders = torch.arange(0, length, chunk, device=device)
+    first = torch.searchsorted(begin, borders)
+    number = begin.div(chunk, rounding_mode="floor").clamp(max=borders.numel() - 1)
+    at = number * most + torch.arange(begin.numel(), device=device) - first[number]
+    at = at.masked_fill(~used, borders.numel() * most)
+    begin = F.pad(begin, (0, most), value=length)
+    # No index of a list: it would come from the host.
+    own = torch.stack([first[i] for i in shards.own])[:, None]
+    start = torch.stack([borders[i] for i in shards.own])[:, None]
+    begin = begin[own + torch.arange(most, device=device)]
+    local = begin - start
+    taps = local.clamp(max=chunk - 1)[..., None] + torch.arange(
+        config.compress_block, device=device
+    )
+    position = where.position[0, begin.clamp(max=length - 1)]
+    return taps, (local >= chunk)[..., None, None], position, at

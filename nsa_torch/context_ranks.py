@@ -86,8 +86,8 @@ class Ranks:
 def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, Any]]) -> dict:
     """What `describe()` gives, if it gives the same on every rank.
 
-    Every call gathers one row of numbers. On a GPU the host reads them only where this rank has
-    not described the same before, since reading waits for the device.
+    Every call gathers one row of numbers. On a GPU the host writes and reads them only where this
+    rank has not described the same before, since both wait for the device.
 
     Raises:
       ValueError: on every rank, where they differ or where one of them could not be made; of
@@ -99,13 +99,14 @@ def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, A
     except (ValueError, NotImplementedError) as raised:
         error = raised
     text = "" if error else "; ".join(f"{name}={value}" for name, value in words.items())
+    known = _agreed.setdefault(ranks.group, {})
+    row = known.get((text, device))
+    if row is not None and error is None and device.type != "cpu":
+        ranks.gather(row, "the arguments' sizes")()
+        return words
     data = text.encode()[:LONGEST].ljust(LONGEST, b"\0")
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     rows = ranks.gather(row, "the arguments' sizes")
-    known = _agreed.setdefault(ranks.group, set())
-    if error is None and device.type != "cpu" and text in known:
-        rows()
-        return words
     texts = [bytes(x).rstrip(b"\0").decode() for x in rows().cpu().tolist()]
     if error is not None:
         raise error
@@ -124,9 +125,9 @@ def agree(ranks: Ranks, device: torch.device, describe: Callable[[], dict[str, A
             "arguments must have the same sizes on all ranks of context_mesh, "
             f"got {ours} on rank 0 and {theirs} on rank {rank}"
         )
-    known.add(text)
+    known[text, device] = row
     return words
 
 
 LONGEST = 1024  # bytes of a description
-_agreed: dict[dist.ProcessGroup, set[str]] = {}
+_agreed: dict[dist.ProcessGroup, dict[tuple[str, torch.device], Tensor]] = {}

@@ -42,7 +42,7 @@ class Shards:
         Args:
           chunk: entries of a chunk, where they are not its tokens.
         """
-        pieces = shards.flatten(0, 1).split(chunk or self.chunk)
+        pieces = [x for shard in shards for x in shard.split(chunk or self.chunk)]
         return torch.cat([pieces[at] for at in layouts.chunk_places(self.size, self.layout)])
 
     def by_rank(self, whole: Tensor, chunk: int | None = None) -> Tensor:

@@ -298,6 +298,25 @@ def by_kv_head() -> dict[str, torch.Tensor]:
     }
 
 
+def searches(mesh: DeviceMesh) -> dict[str, int]:
+    """How often something is searched in the borders in a pass forward and backward, the second
+    one of a rank, with metadata and with borders alone.
+    """
+    x, borders = mine(Case(48), mesh), torch.tensor([0, 29, 48])
+    given = {
+        "varlen": nsa_torch.varlen_metadata(borders, total=48, config=CONFIG),
+        "cu_seqlens": borders,
+    }
+    found = {}
+    for name, packed in given.items():
+        for _ in range(2):
+            x["query"].requires_grad_()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                plain(mesh, x, **{name: packed}).backward(x["do"])
+        found[name] = sum(event.name == "aten::searchsorted" for event in seen.events())
+    return found
+
+
 def layer(mesh: DeviceMesh | None = None) -> nsa_torch.NSAAttention:
     torch.manual_seed(0)
     return nsa_torch.NSAAttention(
@@ -354,6 +373,7 @@ def main(rank: int, folder: Path) -> None:
         with changed(*change):
             results[f"mutant {name}"] = several(MUTATED, mesh)
     results["layer"] = through_layer(mesh)
+    results["searches"] = searches(mesh)
     results["heads"] = by_kv_head()
     results["scale"] = scaling(mesh)
     results["nan"] = with_nan(mesh)

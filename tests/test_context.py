@@ -67,6 +67,12 @@ def test_four_ranks_equal_one_device(several, name):
         assert_equal(found[name], expected)
 
 
+def test_metadata_is_made_once(several):
+    """Forward, backward, compression and every chunk find what the first call made."""
+    for found in several[0]:
+        assert found["searches"]["varlen"] == 0 < found["searches"]["cu_seqlens"]
+
+
 @pytest.mark.parametrize(
     ("mutant", "wrong"), [("order", "out"), ("halo", "k_cmp"), ("reduce-scatter", "d key")]
 )
