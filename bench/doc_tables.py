@@ -546,11 +546,12 @@ def scaling() -> str:
         cell = lambda name, form, row=row: (
             MISSING if row.get(name) is None else format(row[name], form)
         )
-        several = row["devices"] > 1
+        several, documents = row["devices"] > 1, row.get("documents")
+        of_documents = f", {len(documents)} documents" if documents else ""
         rows.append(
             [
                 row["framework"],
-                length(row["S"]),
+                length(row["S"]) + of_documents,
                 "forward" if row["mode"] == "forward" else "with backward",
                 row["layout"] if several else MISSING,
                 str(row["devices"]),

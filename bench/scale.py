@@ -2,6 +2,7 @@
 
     python -m bench.scale --devices 1,2 --lengths 32768,131072
     python -m bench.scale --devices 2 --framework jax --mode forward
+    python -m bench.scale --lengths 65536 --documents 8192,8192,8192,8192,8192,8192,8192,8192
     python -m bench.scale --predict 8,64 --records <file> [--link_gb_s 50]
 
 Each number of devices is a run of its own: in torch one process a GPU (`torchrun`, NCCL; `gloo`
@@ -66,6 +67,12 @@ WIDTH = flags.DEFINE_integer("dk", 128, "Columns of queries and keys.", lower_bo
 VALUE_WIDTH = flags.DEFINE_integer("dv", 128, "Columns of values.", lower_bound=1, **at)
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Precision.", **at)
+DOCUMENTS = flags.DEFINE_list(
+    "documents",
+    [],
+    "Tokens of each, of a packed row of that length (torch); none: one sequence.",
+    **at,
+)
 WEAK = flags.DEFINE_bool("weak", False, "--lengths are tokens a device, not of all.", **at)
 SAMPLES = flags.DEFINE_integer("samples", 10, "Of a row.", lower_bound=1, **at)
 CHECKED = flags.DEFINE_integer("checked", 32768, "Longest sequence that is judged.", **at)
@@ -82,6 +89,7 @@ def problems(size: int) -> list[Problem]:
     """For a number of devices."""
     lengths = command.integers("lengths", LENGTHS.value, ())
     lengths = [length * size if WEAK.value else length for length in lengths]
+    documents = command.integers("documents", DOCUMENTS.value, ()) if DOCUMENTS.value else ()
     return [
         Problem(
             framework=FRAMEWORK.value,
@@ -95,6 +103,7 @@ def problems(size: int) -> list[Problem]:
             dtype=DTYPE.value,
             checked=CHECKED.value,
             config=NSAConfig(),
+            documents=tuple(documents),
         )
         for length in lengths
         for layout in LAYOUT.value
@@ -103,8 +112,17 @@ def problems(size: int) -> list[Problem]:
 
 
 def check(found: Iterable[Problem], size: int) -> None:
-    """Raises ValueError for lengths that the devices cannot share in whole chunks."""
+    """Raises ValueError for lengths that the devices cannot share in whole chunks, or that
+    documents do not have.
+    """
     for problem in found:
+        if problem.documents and problem.framework == "jax":
+            raise NotImplementedError("documents are measured in torch, got jax")
+        if problem.documents and sum(problem.documents) != problem.S:
+            raise ValueError(
+                f"documents must be {problem.S} tokens together, as --lengths says, got "
+                f"{sum(problem.documents)}"
+            )
         chunks = size * context_layout.chunks_a_rank(problem.layout)
         if problem.S % chunks:
             raise ValueError(
@@ -152,6 +170,7 @@ def measured(found: Sequence[Problem], size: int) -> tuple[list[dict[str, Any]],
 def line(row: dict[str, Any]) -> str:
     """Of the table."""
     name = f"{row['framework']} {row['mode']} {row['S']} tokens, {row['devices']} devices"
+    name += f", {len(documents)} documents" if (documents := row.get("documents")) else ""
     if row["status"] != "ok":
         name += f" {row['status']}: {row['reason']}"
     cells = (
@@ -193,8 +212,9 @@ def predict(path: str) -> int:
 
 def work() -> int:
     """What a process of a run does."""
-    given = (x | {"config": NSAConfig(**x["config"])} for x in json.loads(WORKER.value or "[]"))
-    found = [Problem(**each) for each in given]
+    given = json.loads(WORKER.value or "[]")
+    typed = lambda x: {"config": NSAConfig(**x["config"]), "documents": tuple(x["documents"])}
+    found = [Problem(**x | typed(x)) for x in given]
     if FRAMEWORK.value == "torch":
         from .harness import scale_ranks
 

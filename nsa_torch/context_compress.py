@@ -189,7 +189,9 @@ def _packed_windows(ops, cu_seqlens, *, shards: Shards, config: NSAConfig):
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)
-    where = geometry(1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=device)
+    where = geometry(
+        1, length, config=config, kv_len=length, cu_seqlens=cu_seqlens, device=device
+    )
     begin = window_starts(where, config)
     used = begin >= 0
     begin = begin.masked_fill(~used, length)  # ascending: unused slots stand last

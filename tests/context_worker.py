@@ -311,7 +311,9 @@ def searches(mesh: DeviceMesh) -> dict[str, int]:
     for name, packed in given.items():
         for _ in range(2):
             x["query"].requires_grad_()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as seen:
                 plain(mesh, x, **{name: packed}).backward(x["do"])
         found[name] = sum(event.name == "aten::searchsorted" for event in seen.events())
     return found

@@ -51,7 +51,8 @@ def test_efficiency_is_of_the_same_problem_on_one_device():
     assert scale_model.efficiency(rows[1], rows) == 0.8
     assert scale_model.efficiency(rows[1], rows[1:]) is None
     longer = row(1, 1.0) | {"S": 2048}
-    assert len(scale_model.by_problem([*rows, longer])) == 2
+    packed = row(1, 1.0) | {"documents": [1000, 24]}
+    assert len(scale_model.by_problem([*rows, longer, packed])) == 3
 
 
 def problem(**fields):
@@ -82,6 +83,21 @@ def flags_of(monkeypatch):
 def test_lengths_that_devices_cannot_share_are_refused(flags_of):
     flags_of("--devices=3", "--lengths=1024", "--layout=contiguous")
     with pytest.raises(ValueError, match="multiples of 3 for 3 devices, contiguous, got 1024"):
+        scale.main([])
+
+
+def test_documents_are_a_packed_row(flags_of):
+    flags_of("--lengths=1024", "--documents=1000,24", "--mode=forward")
+    assert [x.documents for x in scale.problems(2)] == [(1000, 24)]
+    flags_of("--lengths=1024", "--mode=forward")
+    assert [x.documents for x in scale.problems(2)] == [()]
+    flags_of("--lengths=1024", "--documents=1000,25")
+    with pytest.raises(
+        ValueError, match=r"documents must be 1024 tokens together, .* got 1025"
+    ):
+        scale.main([])
+    flags_of("--lengths=1024", "--documents=1000,24", "--framework=jax")
+    with pytest.raises(NotImplementedError, match="documents are measured in torch, got jax"):
         scale.main([])
 
 

@@ -72,9 +72,8 @@ class Model:
 
 def problem(row: dict[str, Any]) -> tuple:
     """What rows of the same problem have in common."""
-    return tuple(
-        row[name] for name in ("framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv")
-    )
+    names = "framework", "mode", "layout", "S", "H", "Hkv", "D", "Dv"
+    return *(row[name] for name in names), *row.get("documents", ())
 
 
 def by_problem(rows: Iterable[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:

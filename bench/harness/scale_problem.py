@@ -20,6 +20,7 @@ class Problem:
       mode: `forward` or `fwdbwd`.
       layout: `zigzag` or `contiguous`.
       checked: longest sequence whose results are judged: one device has to hold it.
+      documents: tokens of each, of a packed row; none: one sequence.
     """
 
     framework: str
@@ -33,6 +34,7 @@ class Problem:
     dtype: str
     checked: int
     config: NSAConfig
+    documents: tuple[int, ...] = ()
 
     @property
     def judged(self) -> bool:

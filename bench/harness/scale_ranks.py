@@ -3,6 +3,7 @@ torch. Rank 0 prints a line of JSON a measurement.
 """
 
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -49,6 +50,11 @@ class Measured:
         self.place: dict[str, Any] = {}
         if self.size > 1:
             self.place = {"context_mesh": mesh, "context_layout": problem.layout}
+        self.packed: dict[str, Any] = {"config": problem.config}
+        if problem.documents:
+            borders = torch.tensor([0, *itertools.accumulate(problem.documents)])
+            sizes = {"config": problem.config, "device": mesh.device_type}
+            self.packed["varlen"] = nsa_torch.varlen_metadata(borders, **sizes)
 
     def tensors(self) -> list[torch.Tensor]:
         """The rank's own tokens. Random ones are drawn where they lie: the whole of a long
@@ -77,7 +83,7 @@ class Measured:
 
     def call(self, tensors, place) -> list[torch.Tensor]:
         """The output, and where they are asked for the gradients for it as its own."""
-        options: dict[str, Any] = {"config": self.problem.config, **place}
+        options = self.packed | place
         if not self.problem.gradient:
             with torch.no_grad():
                 return [nsa_torch.attention(*tensors, **options)]
@@ -133,8 +139,8 @@ class Measured:
         if self.size == 1 or not problem.judged:
             return {"error_rms": None}
         whole = self.whole()
-        compressed = nsa_torch.compress(whole[1], config=problem.config)
-        indices = nsa_torch.select_blocks(whole[0], compressed, config=problem.config)
+        compressed = nsa_torch.compress(whole[1], **self.packed)
+        indices = nsa_torch.select_blocks(whole[0], compressed, **self.packed)
         wanting = lambda xs: [x.detach().requires_grad_(problem.gradient) for x in xs]
         given = {"block_indices": indices}
         oracle = self.call(
