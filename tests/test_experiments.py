@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import os
+import queue
 
 import numpy as np
 import pytest
@@ -112,6 +114,23 @@ def test_what_is_refused(command, words, names, message):
         command(*words, names=names)
 
 
+def test_runs_at_a_time_take_the_gpus_in_turn(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert experiments.gpus() == ["3", "1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    places = queue.SimpleQueue()
+    for place in experiments.gpus():
+        places.put(place)
+    for place in ("0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        experiments.take_gpu(places)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == place
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert experiments.gpus() == [""]
+
+
 def job(setting, variant, seed=0):
     path = experiments.Path("x")
     return experiments.Job(
@@ -153,15 +172,18 @@ def test_convolved_keys_are_what_loops_say():
     [
         {"dense_first": 1},
         {"key_taps": 3},
+        {"key_taps": 3, "kv": "shared"},
         {"shared_window": True},
         {"selection_loss": 0.5},
+        {"selection_loss": 0.5, "kv": "shared"},
     ],
     ids=str,
 )
 def test_variants_of_the_model(changes, tmp_path):
     """Products are what is counted, a step moves all weights, and what they cannot is refused."""
-    todo = task("nsa")
-    model = dataclasses.replace(todo.model, **changes)
+    todo, changes = task("nsa"), dict(changes)
+    layer = dataclasses.replace(todo.model.layer, kv=changes.pop("kv", "separate"))
+    model = dataclasses.replace(todo.model, layer=layer, **changes)
     todo = dataclasses.replace(todo, model=model)
     run = run_of(tmp_path, "torch", todo)
     learner = variants.learner(run.variant, todo, tmp_path)

@@ -7,9 +7,9 @@
 Runs of one seed start from the same weights and see the same rows. A run is one file,
 `<out>/<setting>/<variant>-<seed>.jsonl`, that is there once the run has ended: the same command
 again makes those that are missing, so that a call may be cut. It has every 20th step of
-`bench.train`'s lines, all else whole. `--jobs 2` runs two at a time on one device, which hides what
-the host does between runs; times of steps are kept of `--jobs 1` alone. Exit status 3: runs were
-left out, since they might not have ended within `--limit` seconds.
+`bench.train`'s lines, all else whole. `--jobs 4` runs four at a time, over the GPUs that there are
+in turn: two on one GPU hide what the host does between steps. Times of steps are kept of `--jobs 1`
+alone. Exit status 3: runs were left out, since they might not have ended within `--limit` seconds.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -41,7 +42,7 @@ CORPUS = flags.DEFINE_string("corpus", "corpus", "What bench.lm.corpus built.", 
 SEEDS = flags.DEFINE_list("seeds", None, "Default: those of the experiment.", **_own)
 RUNS = flags.DEFINE_list("runs", None, "Default: all of the experiment.", **_own)
 OUT = flags.DEFINE_string("out", "runs", "Folder of the experiments' runs.", **_own)
-JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time.", lower_bound=1, **_own)
+JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time, of all GPUs.", lower_bound=1, **_own)
 LIMIT = flags.DEFINE_float("limit", None, "Seconds: no run begins that may end later.", **_own)
 MODEL = flags.DEFINE_enum("model", None, list(spec.MODELS), "Another model.", **_own)
 STEPS = flags.DEFINE_integer("steps", None, "Another number of steps.", lower_bound=1, **_own)
@@ -57,17 +58,18 @@ KEPT_EVERY = 20  # step lines of a record
 
 # A variant: what is not as in the plain model. Gates of "head" start at (-2, 2, 2).
 HEAD = {"gate": "head"}
+SHARED = HEAD | {"kv": "shared"}  # new models
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
-    "dense_wide": {"attention": "dense", "hidden": 184},  # as many parameters as NSA
+    "dense_wide": {"attention": "dense", "hidden": 184},  # as many parameters as "head"
     "dense_slow": {"attention": "dense", "lr": 0.7},
     "dense_fast": {"attention": "dense", "lr": 1.4},
+    "dense_taps": {"attention": "dense", "key_taps": 3},
     "sigmoid": {"gate": "sigmoid"},
     "head": HEAD,
     "head_0": HEAD | {"gate_bias": (0.0, 0.0, 0.0)},
     "head_022": HEAD | {"gate_bias": (0.0, 2.0, 2.0)},
     "head_half": HEAD | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},  # as many keys, finer
-    "head_shared": HEAD | {"kv": "shared"},
     "head_mlp_pe": HEAD | {"phi": "mlp_pe"},
     "head_mlp_rope": HEAD | {"phi": "mlp_rope"},
     "head_first_dense": HEAD | {"dense_first": 1},
@@ -75,8 +77,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head_win": HEAD | {"shared_window": True},
     "head_index": HEAD | {"selection_loss": 0.1},
     "head_win_index": HEAD | {"shared_window": True, "selection_loss": 0.1},
-    "dense_taps": {"attention": "dense", "key_taps": 3},
     "head_taps": HEAD | {"key_taps": 3},
+    "head_shared": SHARED,
+    "shared_022": SHARED | {"gate_bias": (0.0, 2.0, 2.0)},
+    "shared_half": SHARED | {"l": 16, "d": 8, "l_sel": 32, "n_sel": 32},
+    "shared_taps": SHARED | {"key_taps": 3},
+    "shared_first_dense": SHARED | {"dense_first": 1},
+    "shared_index": SHARED | {"selection_loss": 0.1},
+    "shared_mlp_pe": SHARED | {"phi": "mlp_pe"},
 }
 
 
@@ -99,9 +107,11 @@ class Setting:
 
 SETTINGS = {
     "13m_2k": Setting("13m", 4, 2048, 3000, 1.5e-3),
+    "13m_8k": Setting("13m", 1, 8192, 3500, 1.5e-3),
+    "13m_bytes": Setting("13m", 4, 2048, 3000, 1.5e-3, data.TEXT),
     "52m_2k": Setting("52m", 4, 2048, 3000, 7e-4),
     "52m_8k": Setting("52m", 1, 8192, 3500, 1e-3),
-    "125m_2k": Setting("125m", 4, 2048, 4000, 6e-4),
+    "125m_2k": Setting("125m", 4, 2048, 3000, 6e-4),
     "125m_bytes": Setting("125m", 16, 2048, 1000, 6e-4, data.TEXT),
 }
 
@@ -119,31 +129,22 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "recall": Experiment(
-        "What costs recall beyond the window: keys and values of each branch, or the selection?",
-        "13m_2k",
-        (
-            *("dense", "head", "head_all", "head_shared", "head_win", "head_index"),
-            *("head_win_index", "head_half", "head_022"),
-        ),
-        (0,),
-    ),
     "table_2k": Experiment(
         "Is NSA as good as dense attention at rows of 2k?",
         "52m_2k",
-        ("dense", "head", "dense_wide", "head_shared"),
+        ("dense", "head_shared", "head", "dense_wide"),
         (0, 1, 2, 3, 4),
     ),
     "table_8k": Experiment(
         "Is NSA as good as dense attention at rows of 8k?",
         "52m_8k",
-        ("dense", "head", "dense_wide", "head_shared"),
+        ("dense", "head_shared"),
         (0, 1, 2, 3, 4),
     ),
     "table_125m": Experiment(
         "Is a larger model with NSA as good as with dense attention?",
         "125m_2k",
-        ("dense", "head", "dense_wide"),
+        ("dense", "head_shared"),
         (0, 1, 2),
     ),
     "gates": Experiment(
@@ -152,10 +153,25 @@ EXPERIMENTS = {
         ("dense", "sigmoid", "head", "head_0", "head_022"),
         (0, 1, 2),
     ),
+    "recall": Experiment(
+        "What costs recall beyond the window: keys and values of each branch, or the selection?",
+        "13m_2k",
+        (
+            *("dense", "head", "head_all", "head_shared", "head_win", "head_index"),
+            *("head_win_index", "head_half", "head_022", "head_first_dense"),
+        ),
+        (0,),
+    ),
     "repeats": Experiment(
         "Does NSA come off worse by its gates, or by a text that repeats?",
         "125m_bytes",
-        ("dense", "sigmoid", "head"),
+        ("dense", "sigmoid", "head", "head_shared"),
+        (0, 1, 2),
+    ),
+    "repeats_13m": Experiment(
+        "The same of a small model.",
+        "13m_bytes",
+        ("dense", "sigmoid", "head", "head_shared"),
         (0, 1, 2),
     ),
     "rates": Experiment(
@@ -165,25 +181,46 @@ EXPERIMENTS = {
         (0, 1, 2),
     ),
     "selection": Experiment(
-        "What makes selection find what counts at rows of 8k: gates, blocks, convolved keys, a "
-        "dense first layer?",
+        "What makes selection find what counts at rows of 8k: keys for all branches, gates, "
+        "blocks, convolved keys, a dense first layer, a loss?",
         "52m_8k",
         (
-            *("dense", "head", "sigmoid", "head_0", "head_half"),
-            *("dense_taps", "head_taps", "head_first_dense"),
+            *("dense", "head_shared", "head", "sigmoid", "shared_022", "shared_half"),
+            *("dense_taps", "shared_taps", "shared_first_dense", "shared_index"),
         ),
         (0, 1, 2),
+    ),
+    "selection_13m": Experiment(
+        "The same of a small model.",
+        "13m_8k",
+        (
+            *("dense", "head_shared", "head", "shared_022", "shared_half"),
+            *("dense_taps", "shared_taps", "shared_first_dense", "shared_index"),
+        ),
+        (0,),
     ),
     "compression": Experiment(
         "Does learned compression help?",
         "52m_2k",
-        ("dense", "head", "head_mlp_pe", "head_mlp_rope"),
+        ("dense", "head", "head_mlp_pe", "head_mlp_rope", "head_shared", "shared_mlp_pe"),
+        (0, 1, 2),
+    ),
+    "compression_13m": Experiment(
+        "The same of a small model.",
+        "13m_2k",
+        ("dense", "head", "head_mlp_pe", "head_mlp_rope", "head_shared", "shared_mlp_pe"),
         (0, 1, 2),
     ),
     "copying": Experiment(
         "Do convolved keys make copying form early, in dense attention too?",
         "52m_2k",
-        ("dense", "head", "dense_taps", "head_taps"),
+        ("dense", "head_shared", "dense_taps", "shared_taps"),
+        (0, 1, 2),
+    ),
+    "copying_13m": Experiment(
+        "The same of a small model.",
+        "13m_2k",
+        ("dense", "head_shared", "dense_taps", "shared_taps", "head", "head_taps"),
         (0, 1, 2),
     ),
 }
@@ -355,6 +392,22 @@ def jobs(names: Sequence[str], began: float) -> list[Job]:
     return [job for path, job in found.items() if not path.exists()]
 
 
+def gpus() -> list[str]:
+    """The GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; "" where there is
+    none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        import torch
+
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    return visible.split(",")
+
+
+def take_gpu(places: Any) -> None:
+    """This process sees the next GPU of the queue `places` alone."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = places.get()
+
+
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
         raise app.UsageError(f"experiments, of {', '.join(EXPERIMENTS)}")
@@ -367,7 +420,11 @@ def main(argv: Sequence[str]) -> int:
         found = map(_within_the_limit, todo)
         if JOBS.value > 1:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_status.NOT_MEASURED))
-            pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(JOBS.value))
+            context = multiprocessing.get_context("spawn")
+            places = context.SimpleQueue()
+            for place in itertools.islice(itertools.cycle(gpus()), JOBS.value):
+                places.put(place)
+            pool = stack.enter_context(context.Pool(JOBS.value, take_gpu, (places,)))
             found = pool.imap_unordered(_within_the_limit, todo)
         for job, status, seconds in found:
             print(f"{job.name}: {status}, {seconds:.0f} s", flush=True)
