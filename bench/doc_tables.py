@@ -10,7 +10,7 @@ A document names a table between two comments, and this command fills what stand
 
 | table | what it shows | options |
 |---|---|---|
-| `summary` | NSA beside dense attention in a few rows: time and quality | `device` |
+| `summary` | NSA's times beside dense attention's in a few rows | `device` |
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
@@ -140,12 +140,11 @@ SUMMARY = {
     "short rows: 8 of 2k tokens, 12 / 2 heads": (12, 2, 64, 8, 2048),
     "one query head a key/value head: 16k tokens": (16, 16, 128, 1, 16384),
 }
-LEAST_RECALL = 0.1  # nats
 PASSES = {"forward": "forward", "fwdbwd": "forward and backward"}
 
 
 def summary(device: str = "nvidia-h200") -> str:
-    """NSA beside the faster dense kernel: time of some problems, and loss over seeds."""
+    """NSA beside the faster dense kernel: time of some problems."""
     rows = []
     for mode, which in PASSES.items():
         newest = Newest(load(device), mode)
@@ -162,39 +161,7 @@ def summary(device: str = "nvidia-h200") -> str:
             cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
-    rows += filter(None, map(_learned, _quality_groups()))
     return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
-
-
-def _learned(group: quality.Group) -> list[str] | None:
-    """The row of the kinds with the most pairs, two at least; None before dense attention recalls
-    anything, since losses then say when a model learns to copy rather than how well."""
-    differences = [
-        (kind, *(quality.difference(kind, group.dense, name) for name in ("end", "recall")))
-        for kind in group.kinds[1:]
-    ]
-    found = [(kind, loss, recall) for kind, loss, recall in differences if loss and recall]
-    pairs = max((loss.pairs for _, loss, _ in found), default=0)
-    found = [x for x in found if x[1].pairs == pairs > 1 and x[2].dense > LEAST_RECALL]
-    if not found:
-        return None
-    said = (
-        f"**{abs(loss.mean):.2f} {'worse' if loss.mean > 0 else 'better'}**, "
-        f"error {loss.error:.2f}; "
-        f"recall {abs(recall.mean):.2f} {'more' if recall.mean > 0 else 'less'}, "
-        f"error {recall.error:.2f} ({kind.label.removeprefix('nsa').strip() or 'default gates'})"
-        for kind, loss, recall in found
-    )
-    ours = (f"{a.dense + a.mean:.2f}; {b.dense + b.mean:.2f}" for _, a, b in found)
-    _, loss, recall = found[0]
-    return [
-        "held-out loss; recall: nats",
-        f"{group.name}, {pairs} seeds",
-        ", ".join(ours),
-        f"{loss.dense:.2f}; {recall.dense:.2f}",
-        "; ".join(said),
-        MISSING,
-    ]
 
 
 # Dense kernels that always have a column; the others of `KERNEL_NAMES` have one where there are
@@ -616,9 +583,11 @@ def _quality_groups() -> list[quality.Group]:
 
 
 def quality_over_seeds(part: str = "kinds") -> str:
-    """NSA against dense attention; `part`: "places" for losses by the place in the row."""
+    """NSA against dense attention; `part`: "places" for losses by the place in the row, "summary"
+    for what has most pairs."""
     head, rows = {
         "kinds": (quality.HEAD, quality.rows),
+        "summary": (quality.SUMMARY_HEAD, quality.summary_rows),
         "places": (quality.PART_HEAD, quality.part_rows),
     }[part]
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))

@@ -331,6 +331,43 @@ def test_bounds_decide(runs, broken, tmp_path, capsys):
     assert status == bool(broken) and (": NO" in capsys.readouterr().out) == bool(broken)
 
 
+BETTER = ["2.50, -0.100 ± 0.001", "1.00, -0.100 ± 0.001"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "cells"),
+    [
+        (five(-0.1), [*BETTER, "1.00, +0.000 ± 0.000", "5", "yes"]),
+        (five(-0.1, 0.96), [*BETTER, "1.00, -0.040 ± 0.000", "5", "no: recall as good"]),
+        (
+            RUNS,  # of two degrees of freedom a fortieth lies beyond 4.30: times 0.1 / 3**0.5
+            [
+                *("2.60, +0.200 ± 0.248", "1.10, +0.200 ± 0.248", "1.00, +1.500 ± 1.242"),
+                *("3", "not decided"),
+            ],
+        ),
+    ],
+)
+def test_a_row_of_the_summary(runs, cells):
+    (group,) = quality.groups(runs)
+    (row,) = quality.summary_rows(group)
+    assert row == ["10M, 10 x 2 x 2k", "default gates", "10.0; 10.0", *cells]
+
+
+def test_the_summary_leaves_out_what_says_nothing():
+    """Fewer pairs than another kind, a single pair, and models that recall nothing yet."""
+    few = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
+    (group,) = quality.groups({"few": few, **five(0.0)})
+    assert [row[1] for row in quality.summary_rows(group)] == ["default gates"]
+    (group,) = quality.groups({"a": RUNS["a"]})
+    assert quality.summary_rows(group) == []
+    early = {str(seed): pair(seed, (1.0, 0.09), (1.0, 0.05)) for seed in range(2)}
+    (group,) = quality.groups(early)
+    assert quality.summary_rows(group) == []
+    (group,) = quality.groups(early | {"2": pair(2, (1.0, 0.2), (1.0, 0.05))})
+    assert len(quality.summary_rows(group)) == 1
+
+
 def test_a_selection_that_finds_no_copies():
     runs = {}
     for name, each in five(0.0).items():
