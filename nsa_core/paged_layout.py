@@ -86,6 +86,30 @@ def first_slot(config: NSAConfig) -> int:
     return config.compress_block // config.compress_stride - 1
 
 
+class Entries(NamedTuple):
+    """What pages hold of a row. Entry `i` is of the tokens `i stride .. i stride + block - 1` and
+    stands at place `first + i` of the row's pages, of which each has `per_page`.
+    """
+
+    per_page: int
+    first: int
+    block: int
+    stride: int
+
+    def count(self, pages: int) -> int:
+        """Of a row with so many pages."""
+        return pages * self.per_page - self.first
+
+
+def raw_entries(config: NSAConfig) -> Entries:
+    return Entries(config.select_block, 0, 1, 1)
+
+
+def compressed_entries(config: NSAConfig) -> Entries:
+    sizes = config.compress_block, config.compress_stride
+    return Entries(slots_of(config), first_slot(config), *sizes)
+
+
 def shapes(
     num_pages: int,
     kv_heads: int,

@@ -2,13 +2,14 @@
 same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from nsa_core import paged_dispatch, paged_layout, validate_paged
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
-from nsa_core.paged_layout import first_slot, slots_of
 from nsa_core.types import Branches
 from nsa_jax import api, jax_problem
 from nsa_jax.dispatch import REGISTRY as ATTENTION
@@ -135,17 +136,12 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     gates = Branches(*(gates[..., c] for c in range(3)))
     queries = jnp.where(there[..., None], query[padded.token], 0)
 
-    raw = _side_by_side(table, config.select_block, 0, cache.num_pages)
-    slots = _side_by_side(table, slots_of(config), first_slot(config), cache.num_pages)
-    selected = cache.selected_key[raw], cache.selected_value[raw]
-    sliding = tuple(x[raw] for x in cache.sliding) if cache.separate else selected
-    # A probability of zero times a value that is NaN is NaN: only what is finished is read.
-    index = jnp.arange(slots[0].shape[1], dtype=jnp.int32) * config.compress_stride
-    there = index + config.compress_block <= lengths[:, None]
-    compressed = tuple(
-        jnp.where(there[..., None, None], x[slots], 0)
-        for x in (cache.compressed_key, cache.compressed_value)
-    )
+    copies = functools.partial(_side_by_side, table, lengths)
+    whole = paged_layout.raw_entries(config)
+    selected = copies(whole, cache.selected_key, cache.selected_value)
+    sliding = copies(whole, *cache.sliding) if cache.separate else selected
+    pair = cache.compressed_key, cache.compressed_value
+    compressed = copies(paged_layout.compressed_entries(config), *pair)
     key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     out = api.attend(
         queries,
@@ -165,8 +161,17 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     return jnp.where((tokens.position >= 0)[:, None, None], out, 0)
 
 
-def _side_by_side(page_table, per_page: int, first: int, num_pages: int):
-    """`(page, offset)` of each row's entries from `first` on: `[B, M per_page - first]`."""
-    index = jnp.arange(first, page_table.shape[1] * per_page, dtype=jnp.int32)
-    page = jnp.clip(page_table[:, index // per_page], 0, num_pages - 1)
-    return page, jnp.broadcast_to(index % per_page, page.shape)
+def _side_by_side(page_table, lengths, entries: paged_layout.Entries, *arrays):
+    """What pages hold of each row, `[B, S, Hkv, .]`: whole pages, zeros where nothing is finished.
+
+    A probability of zero times a value that is NaN is NaN.
+    """
+    pages = jnp.clip(page_table, 0, arrays[0].shape[0] - 1)
+    index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)
+    there = index * entries.stride + entries.block <= lengths[:, None]
+
+    def copy(x):
+        rows = x[pages].reshape(pages.shape[0], -1, *x.shape[2:])
+        return jnp.where(there[..., None, None], rows[:, entries.first :], 0)
+
+    return tuple(map(copy, arrays))

@@ -15,12 +15,12 @@ from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Choice, Problem
 from nsa_core.paged_dispatch import Inputs
-from nsa_core.paged_layout import first_slot, slots_of
 from nsa_core.paged_runs import Run
 from nsa_core.steps import mosaic_decode, triton_decode
 from nsa_core.types import Branches
 from nsa_interop import launch
 from nsa_torch import checks, dispatch, functional, signature
+from nsa_torch.gathered_rows import side_by_side
 from nsa_torch.operators import requires_grad
 from nsa_torch.paged import NewTokens, PagedCache, append, check_devices, checked_tokens
 from nsa_torch.plans import Cache
@@ -307,26 +307,15 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
         queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
 
-    raw = _side_by_side(table, config.select_block, 0, cache.num_pages)
-    slots = _side_by_side(table, slots_of(config), first_slot(config), cache.num_pages)
-    selected = cache.selected_key[raw], cache.selected_value[raw]
-    sliding = tuple(x[raw] for x in cache.sliding) if cache.separate else selected
-    compressed = cache.compressed_key[slots], cache.compressed_value[slots]
+    compressed, selected, sliding = side_by_side(cache, table, lengths, length)
     key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     width = cache.selected_value.shape[-1]
     memory = {"query": queries, "key": selected[0], "value": selected[1]}
     problem = queries, selected[0], width, config, False, memory
     chosen = dispatch.choose(dispatch.description(*problem, gates, cached=True), implementation)
     rest = {"config": config, "kv_len": lengths, "cu_seqlens": None, "scale": inputs.scale}
-    out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest)
+    out = functional.attend(queries, key, value, gates, compressed, None, chosen, rest, True)
     out = out.flatten(0, 1)
     if padded is not None:
         out = out[padded.flat.clamp(0, rows * length - 1)]
     return torch.where((tokens.position >= 0)[:, None, None], out, 0)
-
-
-def _side_by_side(page_table, per_page: int, first: int, num_pages: int):
-    """`(page, offset)` of each row's entries from `first` on: `[B, M per_page - first]`."""
-    index = torch.arange(first, page_table.shape[1] * per_page, device=page_table.device)
-    page = page_table[:, index // per_page].clamp(0, num_pages - 1)
-    return page, (index % per_page).expand_as(page)

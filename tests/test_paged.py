@@ -375,14 +375,13 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
     table = tables(last, SMALL, POOL, WIDTH)
     begin, end = [37, 44, 0, 0, 0], [38, 45, 0, 61, 20]
     step(paged, rows, table, [0] * 5, [37, 44, 0, 0, 0])
-    gathered, side_by_side = [], paged_attend._side_by_side
+    gathered, side_by_side = [], paged_attend.side_by_side
 
-    def seen(page_table, per_page, *rest):
-        if per_page == 16:
-            gathered.append(tuple(page_table.shape))
-        return side_by_side(page_table, per_page, *rest)
+    def seen(cache, page_table, *rest):
+        gathered.append(tuple(page_table.shape))
+        return side_by_side(cache, page_table, *rest)
 
-    monkeypatch.setattr(paged_attend, "_side_by_side", seen)
+    monkeypatch.setattr(paged_attend, "side_by_side", seen)
     runs = plan_runs(bounds([1, 1, 0, 61, 20]).tolist(), end, 16)
     found = step(paged, rows, table, begin, end, runs=runs)
     close(found, rows.expected(begin, end))
@@ -392,7 +391,7 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
 
 
 def _mutant_slot(monkeypatch):
-    monkeypatch.setattr(paged_attend, "first_slot", lambda config: 0)
+    monkeypatch.setattr(paged_layout, "first_slot", lambda config: 0)
 
 
 def _mutant_finish(monkeypatch):

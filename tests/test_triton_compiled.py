@@ -50,6 +50,7 @@ COMPILED = (
     ("decode", 90, "decode:finish"),
     ("verify", 100, "decode:partials"),
     ("decode", 89, "paged_append:append"),
+    ("verify", 90, "paged_gather:gather"),
 )
 # Bytes that a thread may keep in local memory: registers of loops with masks.
 SPILLS = 128

@@ -5,6 +5,7 @@ Where the interpreter is not asked for, this file runs once more in a process th
 
 import dataclasses
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.dispatch import Problem
 from nsa_core.steps import triton_decode as steps
 from nsa_jax.triton_ops import compiled_for
-from nsa_torch import dispatch, paged, paged_attend
+from nsa_torch import dispatch, gathered_rows, paged, paged_attend
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -123,6 +124,30 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_decode_equals_whole_sequences(name):
     check(CASES[name], FLOAT32_MAX)
+
+
+@kernel
+@pytest.mark.parametrize(
+    "sizes", [Sizes(separate=True), Sizes(2, 1, 24, 40, ODD)], ids=["own keys", "odd"]
+)
+def test_rows_are_copied_side_by_side(sizes, monkeypatch):
+    """One launch an array gives what torch's indexing gives, bit for bit; of the NaN that stand
+    behind rows and before the windows of the last 20 queries there is none.
+    """
+    block = sizes.config.select_block
+    given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4).inputs()
+    monkeypatch.setattr(decode_descriptions, "GATHERED", 512)  # several programs a row
+    if INTERPRETED:
+        monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+    for more in (0, 3):  # tokens that were not written
+        call = given.cache, given.page_table, given.lengths + more, 20
+        found = gathered_rows.side_by_side(*call)
+        with monkeypatch.context() as patch:
+            patch.setattr(paged, "append_why_not", lambda pages: "torch")
+            want = gathered_rows.side_by_side(*call)
+        for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+            assert more or x.isfinite().all()
 
 
 @kernel

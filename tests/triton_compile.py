@@ -162,6 +162,10 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     pairs = [array(tokens, case.Hkv, x) for x in widths] * 3
     pages = [cache.selected_key, cache.selected_value] * 4
     ops.run(kernel, *pairs, *pages, table, lengths, lengths)
+    entries = paged_layout.compressed_entries(case.config)
+    sizes = *at, 64, case.Hkv, case.D, case.dtype
+    kernel = decode_descriptions.gather(*sizes, entries, reach=1 << 20)
+    ops.run(kernel, cache.compressed_key, table, lengths)
     return ops.launches
 
 

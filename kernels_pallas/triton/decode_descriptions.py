@@ -1,4 +1,7 @@
-"""The two launches of a decode step (`decode.py`), described: no Triton is imported."""
+"""The launches on pages, described: two of a decode step, `append`, `gather`.
+
+No Triton is imported.
+"""
 
 import dataclasses
 from typing import Any
@@ -12,6 +15,7 @@ SPLIT = 256  # keys of a split: the order of sums follows from it
 PARTS = 4  # programs that share the selected blocks of a query
 QUERIES = 8  # of a row, at most
 CANDIDATES = 4096  # compressed tokens that are scored at a time, at most
+GATHERED = 8192  # elements that a program copies from pages
 ROWS = 32  # of a tile of queries: more spill
 
 
@@ -153,6 +157,42 @@ class Decode:
             8 if blocks * ratio_columns >= 2048 else self._warps(tiling),
             tiling.stages,
         )
+
+
+def gather(
+    rows: int,
+    pages: int,
+    pool: int,
+    heads: int,
+    width: int,
+    dtype: str,
+    entries: Any,
+    reach: int,
+) -> TritonKernel:
+    """Arrays: pages, page_table, lengths; result: `[rows, S, heads, width]`.
+
+    Args:
+      pages: of a row's table; pool: pages that there are.
+      entries: `nsa_core.paged_layout.Entries` of a page.
+      reach: the last tokens of a row, whose entries are copied; others are zeros.
+    """
+    count, columns = entries.count(pages), power(heads * width)
+    together = max(GATHERED // columns, 1)
+    return TritonKernel(
+        f"{HERE}.paged_gather:gather",
+        rows * cdiv(count, together),
+        (pages, pool, count, reach),
+        (Array((rows, count, heads, width), dtype),),
+        {
+            "PER_PAGE": entries.per_page,
+            "FIRST": entries.first,
+            "BLOCK": entries.block,
+            "STRIDE": entries.stride,
+            "ELEMENTS": heads * width,
+            "COLUMNS": columns,
+            "ENTRIES": together,
+        },
+    )
 
 
 def append(

@@ -1,0 +1,63 @@
+"""Rows of a paged cache side by side, as attention over whole rows takes them.
+
+On an NVIDIA GPU one launch copies an array: each entry is read once and written once. Elsewhere
+torch copies whole pages. Entries that no query looks at are zeros, whatever stands in their pages.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels_pallas.triton import decode_descriptions
+from nsa_core import paged_layout
+from nsa_core.paged_layout import Entries
+from nsa_core.types import Branches
+from nsa_torch import paged
+from nsa_torch.paged import PagedCache
+
+type Pair = tuple[Tensor, Tensor]
+
+
+def side_by_side(
+    cache: PagedCache, page_table: Tensor, lengths: Tensor, queries: int
+) -> Branches[Pair]:
+    """Keys and values of each branch, `[B, S, Hkv, .]` or `[B, C, Hkv, .]`.
+
+    Args:
+      page_table, lengths: as of `paged_attention`.
+      queries: of the longest row; its window is all that the sliding branch looks at.
+    """
+    config = cache.config
+    raw = paged_layout.raw_entries(config)
+    compressed = paged_layout.compressed_entries(config)
+    whole = page_table.shape[1] * config.select_block
+
+    def copies(pair: Pair, entries: Entries, reach: int) -> Pair:
+        key, value = (_copy(x, page_table, lengths, entries, reach) for x in pair)
+        return key, value
+
+    selected = copies((cache.selected_key, cache.selected_value), raw, whole)
+    sliding = selected
+    if cache.separate:
+        sliding = copies(cache.sliding, raw, queries + config.window)
+    pair = cache.compressed_key, cache.compressed_value
+    return Branches(copies(pair, compressed, whole), selected, sliding)
+
+
+def _copy(
+    pages: Tensor, page_table: Tensor, lengths: Tensor, entries: Entries, reach: int
+) -> Tensor:
+    rows, width = page_table.shape
+    count = entries.count(width)
+    if count > 0 and pages.is_contiguous() and paged.append_why_not(pages) is None:
+        from nsa_torch.triton_ops import TRITON_OPS
+
+        dtype = str(pages.dtype).removeprefix("torch.")
+        sizes = rows, width, pages.shape[0], *pages.shape[2:]
+        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach)
+        (out,) = TRITON_OPS.run(kernel, pages, page_table, lengths)
+        return out
+    found = pages[page_table.clamp(0, pages.shape[0] - 1)].flatten(1, 2)[:, entries.first :]
+    token = torch.arange(found.shape[1], device=pages.device) * entries.stride
+    end = lengths.clamp(max=width * entries.per_page * entries.stride)[:, None]
+    seen = (token + entries.block <= end) & (token >= end - reach)
+    return torch.where(seen[..., None, None], found, 0)
