@@ -10,6 +10,8 @@ from typing import Any
 
 import kernels_pallas
 from kernels_pallas.specs.decode import GATE_DTYPES
+from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core import paged_layout
 from nsa_core.array_ops import ArrayOps
 from nsa_core.dispatch import Choice, Implementation, Problem, Registry
 from nsa_core.policy import DECODE
@@ -42,6 +44,31 @@ class Inputs:
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
         return problem._replace(B=rows, T=length, S=self.capacity, packed=not same, cached=True)
+
+
+def even_rows(
+    ops: ArrayOps, inputs: Inputs, queries: int
+) -> tuple[Inputs, Callable[[Any], Any]]:
+    """Rows of up to `queries` tokens as rows of `queries`, each row's own at the end, as kernels on
+    pages take them; and what takes an output back to the call's tokens.
+    """
+    lengths, starts = inputs.lengths.clip(0, inputs.capacity), inputs.cu_seqlens_q
+    tokens = paged_layout.tokens_of(ops, lengths, starts, inputs.query.shape[0])
+    padded = paged_layout.pad_queries(ops, tokens, lengths, starts, queries)
+    token, rows = padded.token.reshape(-1), lengths.shape[0] * queries
+    query, gates = (x[token] for x in (inputs.query, inputs.gates))
+
+    def of_tokens(out):
+        out = out[padded.flat.clip(0, rows - 1)]
+        return ops.xp.where((tokens.position >= 0)[:, None, None], out, 0)
+
+    even = dataclasses.replace(inputs, query=query, gates=gates, cu_seqlens_q=None)
+    return even, of_tokens
+
+
+def are_few(cu_seqlens_q: Any, max_seqlen_q: int | None) -> bool:
+    """Whether rows of different numbers of queries are made even, for kernels on pages."""
+    return cu_seqlens_q is not None and 1 <= (max_seqlen_q or 0) <= QUERIES
 
 
 def joined_gates(ops: ArrayOps, gates, query):

@@ -1,8 +1,9 @@
 """Which rows of a paged call run together, planned on the host.
 
-A call of prompts and decode rows is cut into runs of rows that stand side by side: decode rows stay
-on the kernels that read pages, and a prompt's rows are gathered from as many pages as they have.
-Without it a prompt in a call would gather every row, each as wide as the page table.
+A call of prompts and decode rows is cut into runs of rows that stand side by side: rows of few
+tokens (decode, guesses) stay on the kernels that read pages, in one launch, and a prompt's rows are
+gathered from as many pages as they have. Without it a prompt in a call would gather every row, each
+as wide as the page table.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 # queries that pad rows to the longest.
 GATHERED_KEYS = 1 << 17
 PADDING = 1 << 9
+# Of one run on kernels that read pages: queries, padding included, that cost less than a launch
+# more. Of a longer one at most half may be padding.
+ONE_LAUNCH = 1 << 6
 
 
 class Run(NamedTuple):
@@ -24,14 +28,28 @@ class Run(NamedTuple):
       tokens: of the call.
       queries: of the longest row.
       columns: of the page table that the longest row reaches.
-      even: whether each row has `queries` tokens, as few as kernels on pages take.
     """
 
     rows: slice
     tokens: slice
     queries: int
     columns: int
-    even: bool
+
+    @property
+    def few(self) -> bool:
+        """Whether kernels on pages take as many queries a row."""
+        return self.queries <= QUERIES
+
+    @property
+    def padding(self) -> int:
+        """Queries that are missing to `queries` in each row."""
+        rows = self.rows.stop - self.rows.start
+        return rows * self.queries - (self.tokens.stop - self.tokens.start)
+
+    @property
+    def even(self) -> bool:
+        """Whether each row has `queries` tokens."""
+        return self.padding == 0
 
 
 def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> list[Run]:
@@ -60,7 +78,7 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
         if begin == end:
             continue
         columns, count = -(-max(length, 1) // page_size), end - begin
-        one = Run(slice(row, row + 1), slice(begin, end), count, columns, count <= QUERIES)
+        one = Run(slice(row, row + 1), slice(begin, end), count, columns)
         joined = _join(runs[-1], one, page_size) if runs else None
         if joined is None:
             runs.append(one)
@@ -71,14 +89,19 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
 
 def _join(run: Run, row: Run, page_size: int) -> Run | None:
     """Both as one run, where the same kernels take them and copies stay within bounds."""
-    if run.rows.stop != row.rows.start or run.even != row.even:
+    if run.rows.stop != row.rows.start or run.few != row.few:
         return None
-    rows = slice(run.rows.start, row.rows.stop)
-    queries, columns = max(run.queries, row.queries), max(run.columns, row.columns)
-    tokens, count = slice(run.tokens.start, row.tokens.stop), rows.stop - rows.start
-    if run.even:
-        fits = run.queries == row.queries
+    both = Run(
+        slice(run.rows.start, row.rows.stop),
+        slice(run.tokens.start, row.tokens.stop),
+        max(run.queries, row.queries),
+        max(run.columns, row.columns),
+    )
+    rows = both.rows.stop - both.rows.start
+    if both.few:
+        fits = rows * both.queries <= max(
+            ONE_LAUNCH, 2 * (both.tokens.stop - both.tokens.start)
+        )
     else:
-        padding = count * queries - (tokens.stop - tokens.start)
-        fits = count * columns * page_size <= GATHERED_KEYS and padding <= PADDING
-    return Run(rows, tokens, queries, columns, run.even) if fits else None
+        fits = rows * both.columns * page_size <= GATHERED_KEYS and both.padding <= PADDING
+    return both if fits else None

@@ -1,5 +1,5 @@
-"""Attention from a paged cache in JAX: on kernels that read the pages where the rows have the
-same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
+"""Attention from a paged cache in JAX: on kernels that read the pages where the rows have few
+queries (decode, guesses), else on rows gathered from the pages, by the steps of `attention`.
 """
 
 import functools
@@ -45,9 +45,10 @@ def paged_attention(
       page_table, lengths, cu_seqlens_q: as of `append`.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
-      max_seqlen_q: no row of `cu_seqlens_q` is longer; None: `N`.
-      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for the same 1 to 8 queries
-        a row), or one of `attention`, which then runs on gathered pages; None: automatic.
+      max_seqlen_q: no row of `cu_seqlens_q` is longer; None: `N`. Up to 8, rows are padded to it
+        and run on kernels that read pages.
+      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for 1 to 8 queries a row),
+        or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
@@ -55,8 +56,12 @@ def paged_attention(
     """
     validate_paged.same_config(cache, config)
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
+    if max_seqlen_q is None or not paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
+        choice, name = _choose(inputs, implementation)
+        return choice.load()(inputs, max_seqlen_q, name)
+    inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
     choice, name = _choose(inputs, implementation)
-    return choice.load()(inputs, max_seqlen_q, name)
+    return of_tokens(choice.load()(inputs, max_seqlen_q, name))
 
 
 def explain(
@@ -67,10 +72,13 @@ def explain(
     lengths,
     cu_seqlens_q=None,
     *,
+    max_seqlen_q: int | None = None,
     implementation: str | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    if max_seqlen_q is not None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
+        inputs, _ = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
     return _choose(inputs, implementation)[0]
 
 

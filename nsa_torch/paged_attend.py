@@ -1,5 +1,5 @@
-"""Attention from a paged cache in torch: on kernels that read the pages where the rows have the
-same few queries (decode), else on rows gathered from the pages, by the steps of `attention`.
+"""Attention from a paged cache in torch: on kernels that read the pages where the rows have few
+queries (decode, guesses), else on rows gathered from the pages, by the steps of `attention`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -63,11 +63,12 @@ def paged_attention(
         tokens are in the cache.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
-      max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device.
+      max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device. Up to 8, rows
+        are padded to it and run on kernels that read pages; a row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
         each run are attended together, and nothing is read from the device. None: all rows are.
-      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for the same 1 to 8 queries
-        a row), or one of `attention`, which then runs on gathered pages; None: automatic.
+      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for 1 to 8 queries a row),
+        or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or `runs` without `cu_seqlens_q`.
@@ -90,10 +91,14 @@ def paged_attention(
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
+    of_tokens = None
+    if runs is None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
+        assert max_seqlen_q is not None
+        inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
     chosen = _choose(inputs, implementation) if runs is None else None
     is_mosaic = chosen is not None and chosen[0].implementation == "mosaic"
     together = None
-    if new is not None and is_mosaic and _appends(inputs, new):
+    if new is not None and is_mosaic and of_tokens is None and _appends(inputs, new):
         cache.contents, together = new.contents, (new.key, new.value)
     elif new is not None:
         step, options = None, {"params": params, "made_with": made_with}
@@ -102,6 +107,8 @@ def paged_attention(
     if chosen is None:
         return _in_runs(inputs, runs or (), implementation)
     choice, name = chosen
+    if of_tokens is not None:
+        return of_tokens(choice.load()(inputs, max_seqlen_q, name))
     if not is_mosaic:
         return choice.load()(inputs, max_seqlen_q, name)
     out, _ = with_indices("mosaic", inputs, together)
@@ -114,10 +121,10 @@ def _in_runs(inputs: Inputs, runs: Sequence[Run], implementation: str | None) ->
     out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
     for run in runs:
         table, own = inputs.page_table[run.rows], None
-        if not run.even:
+        if not run.few:
             table = table[:, : run.columns]
-            if run.rows.stop - run.rows.start > 1:  # else no row is padded
-                own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
+        if not run.even:
+            own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
         at = cache, table, inputs.lengths[run.rows], own
         out[run.tokens] = paged_attention(
             query[run.tokens],
@@ -214,10 +221,13 @@ def explain(
     lengths: Tensor,
     cu_seqlens_q: Tensor | None = None,
     *,
+    max_seqlen_q: int | None = None,
     implementation: str | None = None,
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
+    if max_seqlen_q is not None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
+        inputs, _ = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
     return _choose(inputs, implementation)[0]
 
 

@@ -1,6 +1,7 @@
 """The paged cache in both frameworks: pages in any order, rows that grow, share, fork and end."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,23 @@ def test_uniform_rows_need_no_bounds(framework):
         close(step(paged, rows, table, begin, end, uniform=True), rows.expected(begin, end))
 
 
+@FRAMEWORKS
+def test_rows_of_few_tokens_are_one_call(framework):
+    """1 to 8 each and none, a row shorter than the longest of them, padding behind; guesses are
+    taken back and written over.
+    """
+    sizes, last = Sizes(separate=True), [45, 40, 3, 20]
+    rows, paged = Rows(sizes, last), framework(sizes)
+    table = tables(last, SMALL, POOL, WIDTH)
+    at = [37, 30, 0, 20]
+    step(paged, rows, table, [0] * 4, at)
+    for counts, taken in (([1, 8, 3, 0], [1, 2, 3, 0]), ([7, 8, 0, 0], [7, 8, 0, 0])):
+        end = [a + c for a, c in zip(at, counts, strict=True)]
+        found = step(paged, rows, table, at, end, max_seqlen_q=8)
+        close(found, rows.expected(at, end))
+        at = [a + c for a, c in zip(at, taken, strict=True)]
+
+
 def test_float64_is_not_rounded():
     """By gates in float32, say."""
     generator = torch.Generator().manual_seed(0)
@@ -349,11 +367,20 @@ def test_runs_of_a_step():
     lengths = [30, 17, 0, 40, 8, 25, 61]
     counts = [1, 1, 0, 3, 3, 25, 30]
     found = plan_runs(bounds(counts).tolist(), lengths, 16)
-    assert [(x.rows, x.tokens, x.queries, x.columns, x.even) for x in found] == [
-        (slice(0, 2), slice(0, 2), 1, 2, True),
-        (slice(3, 5), slice(2, 8), 3, 3, True),
-        (slice(5, 7), slice(8, 63), 30, 4, False),
+    facts = "rows", "tokens", "queries", "columns", "few", "even"
+    assert [tuple(getattr(x, name) for name in facts) for x in found] == [
+        (slice(0, 2), slice(0, 2), 1, 2, True, True),
+        (slice(3, 5), slice(2, 8), 3, 3, True, True),
+        (slice(5, 7), slice(8, 63), 30, 4, False, False),
     ]
+    # Guesses of different numbers are one run, of which 64 queries or a half may be padding.
+    guesses = plan_runs(bounds([1, 4, 2, 8, 9]).tolist(), [40] * 5, 16)
+    assert [(x.rows, x.queries, x.even) for x in guesses] == [
+        (slice(0, 4), 8, False),
+        (slice(4, 5), 9, True),
+    ]
+    many = plan_runs(bounds([1] * 100 + [8] * 100).tolist(), [40] * 200, 16)
+    assert [(x.rows, x.queries) for x in many] == [(slice(0, 100), 1), (slice(100, 200), 8)]
     much = plan_runs([0, 9, 18, 27], [65536, 65536, 65536], 64)  # 2^17 keys are copied at most
     assert [x.rows for x in much] == [slice(0, 2), slice(2, 3)]
     padded = plan_runs([0, 1000, 1500, 2000], [1000, 500, 500], 64)  # nor 500 queries padded
@@ -561,6 +588,53 @@ def test_a_table_of_anything_on_a_gpu(implementation, around):
         for x, y in zip(whole, before, strict=True):
             assert torch.equal(x[~named], y[~named])
     assert not torch.equal(whole[0], before[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
+def test_rows_of_few_tokens_on_a_gpu(implementation):
+    """1 to 8 tokens a row in one graph are what each row gives alone, and as many by another
+    replay: lengths and bounds are read on the device.
+    """
+    config, pages, kv_heads, width = NSAConfig(), 20, 2, 64
+    make = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(
+        shape, generator=make, device="cuda", dtype=torch.bfloat16
+    )
+    cache = nsa_torch.PagedCache(
+        5 * pages, kv_heads, width, width, config=config, device="cuda"
+    )
+    for x in cache.tensors().values():
+        x.copy_(draw(*x.shape))
+    table = torch.randperm(5 * pages, device="cuda").view(5, pages).int()
+    query, gates = draw(16, 32, width), draw(16, 32, 3)
+    starts, lengths = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (6, 5))
+
+    def call():
+        at = cache, table, lengths, starts
+        options = {"max_seqlen_q": 8, "implementation": implementation}
+        return nsa_torch.paged_attention(query, gates, *at, **options)
+
+    calls = [([1, 4, 2, 8, 0], [700, 63, 4, 1280, 9]), ([8, 1, 1, 1, 5], [8, 1, 640, 64, 1000])]
+    replay, out = None, None
+    for counts, ends in calls:
+        starts.copy_(torch.from_numpy(bounds(counts)))
+        lengths.copy_(torch.tensor(ends))
+        if replay is None:
+            call()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = call()
+            replay = graph.replay
+        replay()
+        assert out[sum(counts) :].eq(0).all()
+        for b, (first, last) in enumerate(itertools.pairwise(bounds(counts))):
+            if first < last:
+                tokens, at = slice(first, last), (cache, table[b : b + 1], lengths[b : b + 1])
+                alone = nsa_torch.paged_attention(
+                    query[tokens], gates[tokens], *at, implementation=implementation
+                )
+                torch.testing.assert_close(out[tokens], alone, rtol=0, atol=0.02)
 
 
 @pytest.mark.gpu

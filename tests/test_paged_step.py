@@ -180,6 +180,27 @@ def test_without_the_kernel_the_tokens_are_appended_first(ran, monkeypatch):
     torch.testing.assert_close(again, rows.attend(*asked), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["by the longest", "by runs"])
+def test_rows_of_different_few_tokens_are_one_launch(ran, planned):
+    """Each row's own stand at its end; what fills up the others is left out again."""
+    rows = Rows([70, 61])
+    rows.lengths += torch.tensor([1, 3], dtype=torch.int32)
+    new, asked = rows.tokens(4), rows.queries(4)
+    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
+    how = {"max_seqlen_q": 3}
+    if planned:
+        how = {"runs": nsa_torch.plan_runs([0, 1, 4], rows.lengths.tolist(), 64)}
+    out = rows.attend(*asked, key=new[0], value=new[1], cu_seqlens_q=starts, **how)
+    assert [(x.name, x.spec.q_len) for x in ran if x.name == "decode"] == [("decode", 3)]
+    given = {"cu_seqlens_q": starts, "max_seqlen_q": 3}
+    want = rows.attend(*asked, **given, implementation="sdpa")
+    torch.testing.assert_close(out, want, rtol=0, atol=0.03)
+    if not planned:
+        at = *asked, rows.cache, TABLE, rows.lengths, starts
+        assert paged_attend.explain(*at, max_seqlen_q=3).implementation == "mosaic"
+        assert paged_attend.explain(*at).implementation == "gathered"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])

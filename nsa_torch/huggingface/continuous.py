@@ -224,7 +224,7 @@ class ContinuousBatch:
             return
         starts, lengths = self.read
         for run in self.runs:
-            if run.even:
+            if run.few and run.even:
                 yield run.rows, run.tokens, run.columns, None
                 continue
             for row in range(run.rows.start, run.rows.stop):
