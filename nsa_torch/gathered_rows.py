@@ -52,7 +52,8 @@ def _copy(
         from nsa_torch.triton_ops import TRITON_OPS
 
         dtype = str(pages.dtype).removeprefix("torch.")
-        sizes = rows, width, pages.shape[0], *pages.shape[2:]
+        pool, _, heads, columns = pages.shape
+        sizes = rows, width, pool, heads, columns
         kernel = decode_descriptions.gather(*sizes, dtype, entries, reach)
         (out,) = TRITON_OPS.run(kernel, pages, page_table, lengths)
         return out
