@@ -16,7 +16,7 @@ from typing import Any
 
 from kernels_pallas.kernel import LENGTHS, Kernel
 from kernels_pallas.runtime.build import terminal_progress
-from kernels_pallas.runtime.store import PARSED, Store, sources
+from kernels_pallas.runtime.store import Store
 from nsa_core import config_files
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch import layer_note
@@ -104,8 +104,6 @@ def _build(store: Store, presets: Sequence[str], options: argparse.Namespace) ->
         print(f"{error}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - begin
-    if options.out is not None:  # what reads them there need not parse their sources again
-        sources().save(store.folder / PARSED)
     store.add_layers([layer_of(name) for name in presets])
     print(f"{len(built)} kernels of {', '.join(presets)} in {store.folder}, {seconds:.1f} s")
     return 0

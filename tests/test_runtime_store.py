@@ -16,6 +16,7 @@ import pytest
 
 from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime import plugin
+from kernels_pallas.runtime import sources as source_code
 from kernels_pallas.runtime import store as module
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.store import Store, key_of
@@ -449,6 +450,81 @@ def test_threads_share_a_store(store, builds):
         found = list(pool.map(lambda _: store.fetch(kernels), range(8)))
     assert found == [[built_of(x) for x in kernels]] * 8
     assert sorted(builds) == [0, 1, 2, 3]
+
+
+# What was parsed for keys
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Begins a process that has parsed nothing; gives the names of the modules that it parses."""
+
+    def begin():
+        names, parse = [], source_code.parse
+        fresh = source_code.Sources()
+        monkeypatch.setattr(module, "sources", lambda: fresh)
+        monkeypatch.setattr(source_code, "parse", lambda *x: names.append(x[1]) or parse(*x))
+        return names
+
+    return begin
+
+
+def test_the_next_process_parses_nothing(store, parsed):
+    names = parsed()
+    store.fetch([kernel(1)])
+    assert "kernels_pallas.runtime.build_child" in names and len(set(names)) == len(names)
+    names = parsed()
+    assert Store(store.folder).get(kernel(1)) == built_of(kernel(1)) and names == []
+    (store.folder / module.PARSED).unlink()  # as if only comments had changed
+    assert Store(store.folder).get_all([kernel(1), kernel(2)]) == [built_of(kernel(1)), None]
+    names = parsed()
+    assert Store(store.folder).get(kernel(1)) is not None and names == []
+    assert Store(store.folder).clear() == 1 and list(store.folder.glob("*.json")) == []
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"a": 1}', '{"a": ["b"]}', '{"a": [1, 2]}'])
+def test_what_was_parsed_and_is_damaged_is_parsed_again(store, parsed, damage):
+    parsed()
+    store.fetch([kernel(1)])
+    path = store.folder / module.PARSED
+    path.write_text(damage)
+    names = parsed()
+    assert Store(store.folder).fetch([kernel(1)]) == [built_of(kernel(1))] and names
+    assert json.loads(path.read_text())
+    assert parsed() == [] and Store(store.folder).get(kernel(1)) is not None
+
+
+def test_what_others_may_have_written_is_not_taken_for_parsed(store, parsed):
+    parsed()
+    store.fetch([kernel(1)])
+    store.folder.chmod(0o770)
+    names = parsed()
+    assert Store(store.folder).get(kernel(1)) is None and names
+    store.folder.chmod(0o700)
+    path = store.folder / module.PARSED
+    path.rename(store.folder.parent / "elsewhere")
+    path.symlink_to(store.folder.parent / "elsewhere")
+    names = parsed()
+    assert Store(store.folder).get(kernel(1)) is not None and names
+
+
+def test_versions_of_the_package_keep_what_each_has_parsed(store, parsed):
+    path = store.folder / module.PARSED
+    store.folder.mkdir(mode=0o700)
+    path.write_text(json.dumps({"another version": ["digest", ["x"]]}))
+    parsed()
+    Store(store.folder).fetch([kernel(1)])
+    assert json.loads(path.read_text())["another version"] == ["digest", ["x"]]
+
+
+def test_a_package_that_brings_all_writes_nothing(store, parsed, tmp_path):
+    parsed()
+    store.fetch([kernel(1)])
+    before = sorted(store.folder.iterdir())
+    parsed()
+    mine = Store(tmp_path / "mine", presets=store.folder)
+    assert mine.fetch([kernel(1)]) == [built_of(kernel(1))]
+    assert not mine.folder.exists() and sorted(store.folder.iterdir()) == before
 
 
 # The command

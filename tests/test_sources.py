@@ -50,15 +50,16 @@ def tree(tmp_path):
 
 
 @pytest.fixture
-def keys_in(kernels, monkeypatch, tmp_path):
+def keys_in(kernels, monkeypatch):
     """Keys of the kernels from a copy of the package; what one call parsed the next one knows."""
+    parsed = {}
 
     def keys(tree):
-        found = Sources(tree, tmp_path / "parsed.json")
+        found = Sources(tree)
+        found.learn(parsed)
         monkeypatch.setattr(store, "sources", lambda: found)
         keys = [store.key_of(x) for x in kernels]
-        if not (tmp_path / "parsed.json").exists():
-            found.save(tmp_path / "parsed.json")
+        parsed.update(found.used)
         return keys
 
     return keys
@@ -182,6 +183,17 @@ def test_what_was_parsed_is_not_parsed_again(tree, keys_in, monkeypatch):
     path.write_text(path.read_text() + "X = 1\n")
     with pytest.raises(TypeError, match="not callable"):
         keys_in(tree)
+
+
+def test_equal_modules_of_two_packages_import_each_from_its_own(tree):
+    for package in ("specs", "mosaic"):
+        (tree / package / "twin.py").write_text("from . import tile\n")
+    found = Sources(tree)
+    imports = [found.module(f"kernels_pallas.{x}.twin").imports for x in ("specs", "mosaic")]
+    assert imports == [("kernels_pallas.specs:tile",), ("kernels_pallas.mosaic:tile",)]
+    again = Sources(tree)
+    again.learn(found.used)
+    assert imports[1] == again.module("kernels_pallas.mosaic.twin").imports
 
 
 def test_strings_of_c_are_no_comments():

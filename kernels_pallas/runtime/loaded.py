@@ -9,6 +9,7 @@ queued launches refer to the machine code, and nothing says when the last one is
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kernels_pallas.kernel import DESCRIPTIONS, Kernel
 from kernels_pallas.runtime import build, driver
@@ -66,13 +67,14 @@ def load(
         missing = [x for x in kernels if not is_loaded(x, device)]
         if not missing:
             return
-        if None in map(store().get, missing):
+        found: Sequence[Any] = store().get_all(missing)
+        if None in found:
             if not can_build():
                 return
             others = [x.for_any_length() for x in prefetch() if x.source]
             others = [x for x in others if not is_loaded(x, device)]
             missing = list(dict.fromkeys((*missing, *others)))
-        found = store().fetch(missing, jobs, build.terminal_progress())
+            found = store().fetch(missing, jobs, build.terminal_progress())
         for kernel, built in zip(missing, found, strict=True):
             _loaded[kernel, device] = built.cubin, driver.load(built.cubin, built.image, device)
 

@@ -5,15 +5,17 @@ import of this package. What is not code does not count: comments and docstrings
 which stand in for a GPU, and modules that none of these imports, such as those that launch.
 
 The hash is of syntax trees, written so that every version of Python writes them alike: kernels that
-one has built are found by another.
+one has built are found by another. To parse all modules takes longer than the rest of a process's
+first call, so what was parsed is kept beside kernels, by the content of each module.
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,23 +38,25 @@ class Module(NamedTuple):
 
 
 class Sources:
-    """The modules of the package in `folder`, each read once."""
+    """The modules of the package in `folder`, each read once.
 
-    def __init__(self, folder: Path = FOLDER, parsed: Path | None = None):
-        """
-        Args:
-          parsed: a file that `save` wrote, of the same modules or others: those that it knows by
-            their content are not parsed again.
-        """
+    Attributes:
+      used: the modules that were asked for, by name and content.
+    """
+
+    def __init__(self, folder: Path = FOLDER):
         self.folder = folder
         files = {x.relative_to(folder): x for x in folder.rglob("*.py")}
         self._paths = {_name(place): file for place, file in files.items()}
         self._modules: dict[str, Module] = {}
         self._edges: dict[str, tuple[str, ...]] = {}
         self._digests: dict[frozenset[str], str] = {}
-        self._parsed: dict[str, list[Any]] = {}
-        if parsed is not None and parsed.is_file():
-            self._parsed = json.loads(parsed.read_bytes())
+        self._known: dict[str, Module] = {}
+        self.used: dict[str, Module] = {}
+
+    def learn(self, parsed: Mapping[str, Module]) -> None:
+        """Modules that another process `used`, and that are not parsed again."""
+        self._known |= parsed
 
     def digest(self, roots: Iterable[str]) -> str:
         """Of what builds kernels and of the modules `roots`, with what they import."""
@@ -80,16 +84,11 @@ class Sources:
         """
         if (found := self._modules.get(name)) is None:
             content = self._path(name).read_bytes()
-            known = self._parsed.get(hashlib.sha256(content).hexdigest())
-            found = Module(known[0], tuple(known[1])) if known else parse(content, name)
-            self._modules[name] = found
+            parts = _own_digest(), name.encode(), content
+            key = hashlib.sha256(b"\0".join(parts)).hexdigest()
+            found = self._known.get(key) or parse(content, name)
+            self._modules[name] = self.used[key] = found
         return found
-
-    def save(self, path: Path) -> None:
-        """Writes what was parsed of the modules that were asked for."""
-        contents = {name: self._path(name).read_bytes() for name in self._modules}
-        known = {hashlib.sha256(x).hexdigest(): self._modules[n] for n, x in contents.items()}
-        path.write_text(json.dumps(known, sort_keys=True))
 
     def _imported(self, name: str) -> tuple[str, ...]:
         """The modules that one imports."""
@@ -112,6 +111,12 @@ class Sources:
         if spec is None or spec.origin is None:
             raise ModuleNotFoundError(f"no module {name}")
         return Path(spec.origin)
+
+
+@functools.cache
+def _own_digest() -> bytes:
+    """Of the rules by which modules are hashed: those of other rules are parsed anew."""
+    return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 
 def _name(path: Path) -> str:

@@ -35,13 +35,14 @@ from kernels_pallas.runtime import build as building
 from kernels_pallas.runtime.build import LOG, Built, Progress
 from kernels_pallas.runtime.cubin import Cubin
 from kernels_pallas.runtime.description import canonical, describe, modules
-from kernels_pallas.runtime.sources import Sources
+from kernels_pallas.runtime.sources import Module, Sources
 
 FORMAT = 2
 PRESETS = Path(__file__).with_name("presets")  # comes with the package, or is absent
 LIMIT_BYTES = 1 << 30
 SUFFIX = ".kernel"
-PARSED = "sources.json"  # beside presets: what `Sources` need not parse again
+PARSED = "sources.json"  # beside kernels: what `Sources` need not parse again
+MODULES = 1024  # there at most: some versions of each
 LAYERS = "layers.json"  # beside kernels: the layers that all kernels are there of
 LEFT_SECONDS = 3600.0  # after which a file that was not finished is thrown away
 WAIT_SECONDS = 10.0  # after which is said what is waited for
@@ -91,7 +92,7 @@ def key_of(kernel: Kernel) -> str:
 @functools.cache
 def sources() -> Sources:
     """Those of the package."""
-    return Sources(parsed=PRESETS / PARSED)
+    return Sources()
 
 
 class Entry(NamedTuple):
@@ -126,6 +127,10 @@ class Store:
         self._memory: dict[str, Built] = {}
         self._lock = threading.RLock()
         self._warned: set[str] = set()
+        self._sources = _sources_in(self._presets, True) if self._presets is not None else {}
+        if self._is_trusted():
+            self._sources |= _sources_in(self.folder, False)
+        sources().learn(self._sources)
 
     def get(self, kernel: Kernel) -> Built | None:
         """The machine code of `kernel`, as it is compiled: for any length where it can be.
@@ -133,6 +138,12 @@ class Store:
         None where there is none, or none that may be used.
         """
         return self._get(key_of(kernel), kernel.name)
+
+    def get_all(self, kernels: Sequence[Kernel]) -> list[Built | None]:
+        """`get` of each, at a process's first call: the next process finds their keys sooner."""
+        found = [self.get(kernel) for kernel in kernels]
+        self._save_sources()
+        return found
 
     def put(self, kernel: Kernel, built: Built) -> None:
         """Keeps the machine code of `kernel`, in memory where the folder cannot be used."""
@@ -176,12 +187,23 @@ class Store:
                     found[key] = result
                 if lock := locks[key]:
                     lock.release()
+        self._save_sources()
         if errors:
             first = next(error for key in wanted if (error := errors.get(key)))
             names = ", ".join(wanted[key].name for key in errors)
             more = f"{len(errors)} of {len(wanted)} kernels ({names}); the first: "
             raise RuntimeError(f"{more if len(errors) > 1 else ''}{first}") from first
         return [built for key in keys if (built := found[key])]
+
+    def _save_sources(self) -> None:
+        """Keeps what was parsed for keys, so that the next process need not parse it."""
+        used = sources().used
+        if used.keys() <= self._sources.keys() or not self._is_trusted():
+            return
+        self._sources |= used
+        newest = dict([*self._sources.items()][-MODULES:])
+        with contextlib.suppress(OSError):  # as when kernels are kept, where it is said
+            _write_whole(self.folder / PARSED, json.dumps(newest).encode())
 
     def layers(self) -> "list[dict[str, Any]]":
         """The layers that `add_layers` was told of, presets first."""
@@ -197,7 +219,7 @@ class Store:
     def serves(self, layer: dict[str, Any]) -> bool:
         """Whether kernels of a layer are there; of a folder where no layer was noted that is not
         known, and they may be."""
-        there = self.folder.is_dir() and not self._refused()
+        there = self._is_trusted()
         notes = [self._presets, *[self.folder] * there]
         if any(layer in _layers(x) for x in notes if x is not None):
             return True
@@ -213,8 +235,10 @@ class Store:
         count = 0
         with self._lock:
             self._memory.clear()
-            with contextlib.suppress(OSError):
-                (self.folder / LAYERS).unlink()
+            self._sources.clear()
+            for name in (LAYERS, PARSED):
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
             for entry in self._files(self.folder, False):
                 with contextlib.suppress(OSError):
                     self._path(self.folder, entry.key, entry.name).unlink()
@@ -246,7 +270,7 @@ class Store:
         if self._presets is not None:
             if built := _read(self._path(self._presets, key, name), key, again, preset=True):
                 return built
-        if not self.folder.is_dir() or self._refused():
+        if not self._is_trusted():
             return None
         path = self._path(self.folder, key, name)
         built = _read(path, key, again)
@@ -284,6 +308,10 @@ class Store:
                 f"run: chmod go-w '{self.folder}'"
             )
         return None
+
+    def _is_trusted(self) -> bool:
+        """Whether the folder is there, and may be trusted."""
+        return self.folder.is_dir() and not self._refused()
 
     def _refused(self) -> bool:
         """Whether the folder may not be trusted; why is said once."""
@@ -346,8 +374,7 @@ class Store:
 def _read(path: Path, key: str, again: bool, preset: bool = False) -> Built | None:
     """What `_write` wrote; None where it is missing, damaged, a link or to be made anew."""
     try:
-        with open(path, "rb", opener=None if preset else _open_no_link) as file:
-            head, _, rest = file.read().partition(b"\n")
+        head, _, rest = _content(path, trusted=preset).partition(b"\n")
         if head != _checksum(rest):
             raise ValueError("it is damaged")
         line, _, image = rest.partition(b"\n")
@@ -365,6 +392,12 @@ def _read(path: Path, key: str, again: bool, preset: bool = False) -> Built | No
         if not again:
             LOG.warning("%s does not count, its kernel is built anew: %s", path, error)
         return None
+
+
+def _content(path: Path, trusted: bool) -> bytes:
+    """`trusted`: it may be a link."""
+    with open(path, "rb", opener=None if trusted else _open_no_link) as file:
+        return file.read()
 
 
 def _open_no_link(path: str, flags: int) -> int:
@@ -386,6 +419,15 @@ def _write(path: Path, key: str, kernel: Kernel, built: Built) -> None:
     }
     rest = canonical(manifest).encode() + b"\n" + built.image
     _write_whole(path, _checksum(rest) + b"\n" + rest)
+
+
+def _sources_in(folder: Path, preset: bool) -> dict[str, Module]:
+    """The modules that processes before this one parsed; none where they are missing or damaged."""
+    try:
+        found = json.loads(_content(folder / PARSED, trusted=preset))
+        return {key: Module(digest, tuple(imports)) for key, (digest, imports) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
