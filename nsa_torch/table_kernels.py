@@ -149,14 +149,14 @@ def _by_row(*arrays, tile, tiles):
     return [x.view(batch, tiles, tile.rows) for x in rows]
 
 
-def _interval_items(first, last, *, spec, cuts):
+def _interval_items(first, last, *, spec, split):
     parts, heads = spec.key_tiles * spec.consumers, spec.B * spec.Hkv
     columns = spec.consumers * len(work_items.PART_COLUMNS)
     if spec.key_tiles > MOST or first.dtype != torch.int32 or last.dtype != torch.int32:
         return None
     tokens, tiles = spec.query_tile.tokens, spec.key_tiles
-    span = -(-spec.query_tiles // cuts.segments)
-    items = cuts.segments * cuts.tiles * heads
+    span = -(-spec.query_tiles // split.segments)
+    items = split.segments * split.tiles * heads
     of_parts = first.new_empty(spec.B, tiles, columns)
     before = first.new_empty(spec.B, tiles)
     firsts, counts = (first.new_empty(spec.B, spec.Hkv, tiles) for _ in range(2))
@@ -169,11 +169,11 @@ def _interval_items(first, last, *, spec, cuts):
     room = max(1 << (tiles - 1).bit_length(), 2)
     sizes = {"HEADS": spec.Hkv, "COLUMNS": columns, "ROOM": room}
     arrays = of_parts, before, firsts, counts
-    _run("interval_partials", spec.B, *arrays, tiles, span, cuts.partials, **sizes)
+    _run("interval_partials", spec.B, *arrays, tiles, span, split.partials, **sizes)
     sizes = {"BATCH": spec.B, "HEADS": spec.Hkv, "TOKENS": tokens, "KEYS": spec.tile_keys}
     sizes |= {"COLUMNS": columns, "FIXED": WORK_ITEM_INTS, "INTS": INTERVAL_ITEM_INTS}
-    sizes |= {"STREAMS": cuts.streams, "SIZE": 128}
-    numbers = spec.T, tiles, span, cuts.partials, cuts.tiles, cuts.segments, items
+    sizes |= {"STREAMS": split.streams, "SIZE": 128}
+    numbers = spec.T, tiles, span, split.partials, split.tiles, split.segments, items
     programs = -(-items // 128)
     _run("interval_items", programs, first, of_parts, before, table, *numbers, **sizes)
     return table, firsts, counts
