@@ -11,6 +11,7 @@ A document names a table between two comments, and this command fills what stand
 | table | what it shows | options |
 |---|---|---|
 | `summary` | NSA's times beside dense attention's in a few rows | `device` |
+| `packed` | packed rows beside rows (`bench.packed`) | `device`, `implementation` |
 | `attention` | whole NSA beside dense attention, by shape | `mode`, `implementation`, `device` |
 | `branches` | the time of each branch, a row a shape | `mode`, `framework`, `device` |
 | `variants` | one kernel's variants that were measured while it was written | `kernel`, `device` |
@@ -41,7 +42,7 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,52 @@ def summary(device: str = "nvidia-h200") -> str:
             cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
+    rows += _packed_summary()
     return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
+
+
+def _packed_summary() -> Iterator[list[str]]:
+    """A row of the first shape of `bench.packed` in each mode, beside the same rows."""
+    newest = _of_packed(DEVICE.name, "mosaic")
+    documents, _ = next(iter(newest))
+    for mode, which in PASSES.items():
+        rows, varlen = (newest[documents, mode].get(form) for form in ("rows", "varlen"))
+        assert rows is not None and varlen is not None
+        assert rows.time_ms is not None and varlen.time_ms is not None
+        what = f"packed: {_documents(documents)} in one row, 64 / 4 heads, on an H100"
+        said = f"**{varlen.time_ms / rows.time_ms - 1:+.1%}** of rows' {ms(rows)}"
+        yield [f"{which}, ms", what, ms(varlen), MISSING, said, commits([rows, varlen])]
+
+
+type _Forms = dict[str, Record]  # rows, varlen, cu_seqlens
+
+
+def _of_packed(device: str, implementation: str) -> dict[tuple[tuple[int, ...], str], _Forms]:
+    """The newest records of `bench.packed` by documents and mode."""
+    found: dict[tuple[tuple[int, ...], str], _Forms] = {}
+    for record in records.read(DEVICE.parent / device / "packed.jsonl"):
+        if record.status == "ok" and record.implementation == implementation:
+            key = tuple(record.extra["documents"]), record.mode
+            found.setdefault(key, {})[record.extra["form"]] = record
+    return found
+
+
+def _documents(lengths: Sequence[int]) -> str:
+    if len({*lengths}) == 1:
+        return f"{len(lengths)} x {length(lengths[0])}"
+    return f"{len(lengths)} documents, {sum(lengths)} tokens"
+
+
+def packed(device: str = DEVICE.name, implementation: str = "mosaic") -> str:
+    head = ["documents", "heads, D", "pass", "rows", "one row", "its borders alone", "metadata"]
+    rows = []
+    for (documents, mode), forms in _of_packed(device, implementation).items():
+        each = [forms.get(form) for form in ("rows", "varlen", "cu_seqlens")]
+        first = next(x for x in each if x is not None)
+        made = MISSING if each[1] is None else f"{each[1].extra['metadata_ms']:.1f}"
+        what = [_documents(documents), f"{first.H} / {first.Hkv}, {first.D}", PASSES[mode]]
+        rows.append([*what, *map(ms, each), made, commits(each)])
+    return table([*head, "commit"], rows)
 
 
 # Dense kernels that always have a column; the others of `KERNEL_NAMES` have one where there are
@@ -661,6 +707,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 }
 TABLES: Mapping[str, Callable[..., str]] = {
     "summary": summary,
+    "packed": packed,
     "attention": attention,
     "branches": branches,
     "variants": variants,
