@@ -34,7 +34,7 @@ from nsa_interop import weights
 from nsa_jax import nn
 from nsa_torch import heads
 from nsa_torch.huggingface import NSAForCausalLM, from_safetensors, to_safetensors
-from nsa_torch.huggingface.convert import DifferentError, convert, main, pairs
+from nsa_torch.huggingface.convert import STARTS, DifferentError, convert, main, pairs
 
 SIZES = dict(
     vocab_size=97,
@@ -145,7 +145,7 @@ def parity(case, found, dtype="float32"):
     return check_parity("logits", found, exact, rough, dtype=dtype)
 
 
-@pytest.mark.parametrize("start", ["values", "gates"])
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("dtype", EXACT_DTYPES)
 @by_case
 def test_logits_are_the_dense_models(case, dtype, start, model):
@@ -200,8 +200,9 @@ def test_a_wrong_mapping_is_seen(case, mutant, model):
     assert not parity(case, logits(made, tokens())).ok
 
 
+@pytest.mark.parametrize("start", ["values", "shared"])
 @by_case
-def test_generate_gives_the_dense_models_tokens(case, model):
+def test_generate_gives_the_dense_models_tokens(case, start, model):
     """From the cache; of a row that is padded on the left, too."""
     ids = tokens(width=30)
     mask = torch.ones_like(ids)
@@ -209,7 +210,7 @@ def test_generate_gives_the_dense_models_tokens(case, model):
     options = dict(max_new_tokens=REACH - 30, do_sample=False, attention_mask=mask)
     options |= dict(pad_token_id=0, eos_token_id=None)
     want = dense(case).generate(ids, **options)
-    assert torch.equal(model(case).generate(ids, **options), want)
+    assert torch.equal(model(case, start=start).generate(ids, **options), want)
     assert want.shape[1] == REACH
 
 
@@ -243,11 +244,21 @@ def test_the_start_by_gates_trains_the_selected_branch_alone(model):
         assert bool(x.grad.any()) != other, name
 
 
+@by_case
+def test_the_start_with_shared_keys_trains_all_but_the_gates(case, model):
+    made = model(case, start="shared").train()
+    ids = tokens(width=2 * REACH)
+    made(ids, labels=ids).loss.backward()
+    for name, x in made.named_parameters():
+        assert bool(x.grad.any()) == (".gate." not in name), name
+    assert not any("W_K_" in name for name, _ in made.named_parameters())
+
+
 @torch.no_grad()
-def test_both_starts_are_bitwise_the_same_beyond_their_reach(model):
+def test_all_starts_are_bitwise_the_same_beyond_their_reach(model):
     ids = tokens(width=4 * REACH)
-    one, other = (model("qwen2", start=start)(ids).logits for start in ("values", "gates"))
-    assert torch.equal(one, other)
+    one, *others = (model("qwen2", start=start)(ids).logits for start in STARTS)
+    assert all(torch.equal(one, other) for other in others)
     assert not torch.allclose(one, dense("qwen2")(ids).logits, atol=0.05)
 
 
@@ -272,23 +283,28 @@ def test_what_is_saved_again_is_the_same(model, tmp_path):
     assert again.config.converted_from["model_type"] == "qwen3"
 
 
-@pytest.mark.parametrize("start", ["values", "gates"])
+@pytest.mark.parametrize("start", STARTS)
 def test_gates_of_each_query_head(start, model):
     made = model("qwen3", start=start, gate="head", gate_temp=0.5)
     assert parity("qwen3", logits(made, tokens())).ok
 
 
-@pytest.mark.parametrize("phi", ["mlp", "mlp_pe", "mlp_rope"])
-def test_a_learned_phi(phi, model):
-    made = model("llama 3.1", phi=phi, gate_temp=0.5)
+@pytest.mark.parametrize(
+    ("phi", "start"),
+    [("mlp", "values"), ("mlp_pe", "values"), ("mlp_rope", "values"), ("mlp_pe", "shared")],
+)
+def test_a_learned_phi(phi, start, model):
+    made = model("llama 3.1", phi=phi, start=start, gate_temp=0.5)
     assert made.config.phi == phi and parity("llama 3.1", logits(made, tokens())).ok
     assert made.model.layers[0].self_attn.compress_params()[0] is not None
 
 
-@pytest.mark.parametrize("case", ["llama 3.1", "qwen2", "qwen3 yarn"])
+@pytest.mark.parametrize(
+    ("case", "start"), [("llama 3.1", "values"), ("qwen2", "shared"), ("qwen3 yarn", "values")]
+)
 @torch.no_grad()
-def test_the_twin_in_jax_reads_it(case, model, tmp_path):
-    made = model(case)
+def test_the_twin_in_jax_reads_it(case, start, model, tmp_path):
+    made = model(case, start=start)
     config = made.config
     to_safetensors(tmp_path / "twin.safetensors", made)
     spec = ModelSpec(
@@ -455,6 +471,11 @@ REFUSED = {
     "check": (nothing, dict(check=65), r"check must be in 1..64 tokens .*got 65"),
     "size": (nothing, dict(num_selected=1), "num_selected"),
     "softmax": (nothing, dict(gate="softmax"), "gate must not be 'softmax'"),
+    "rotation after phi": (
+        nothing,
+        dict(phi="mlp_rope", start="shared"),
+        "kv must be 'separate'",
+    ),
     "name": (nothing, dict(hidden_size=3), "hidden_size must be one of"),
     "layer": (nothing, dict(dense_layers=(2,)), "dense_layers must be in 0..1, got 2"),
     "start": (nothing, dict(start="zero"), "start must be one of"),
@@ -530,7 +551,7 @@ def test_files_are_read_and_written_one_at_a_time(source, tmp_path, folders):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("start", ["values", "gates"])
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("case", ["llama 3.1", "qwen3 yarn", "qwen2"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu(case, start, dtype, tmp_path):
@@ -555,7 +576,8 @@ def test_on_a_gpu(case, start, dtype, tmp_path):
     assert parity.ok, parity.reason
     ours.train()(ids, labels=ids).loss.backward()
     assert all(bool(x.grad.isfinite().all()) for x in ours.parameters())
-    grad = ours.model.layers[0].self_attn.W_V_sel.weight.grad
+    layer = ours.model.layers[0].self_attn
+    grad = (layer.W_V if start == "shared" else layer.W_V_sel).weight.grad
     assert bool(grad.any())
 
 

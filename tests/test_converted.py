@@ -7,6 +7,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from bench.lm import converted
+from nsa_torch.huggingface.convert import STARTS
 
 SMALL = converted.Preset(
     *(16, 32, 1, 2, 1),
@@ -37,13 +38,12 @@ def small(monkeypatch):
 
 def test_lines_of_runs_that_begin_alike(small, tmp_path, capsys):
     found = {(x["run"], x["step"]): x for x in run(tmp_path, "--preset=tiny", "--seed=1")}
-    assert set(found) == {(x, i) for x in ("dense", "values", "gates") for i in range(3)}
+    assert set(found) == {(x, i) for x in ("dense", *STARTS) for i in range(3)}
     for name in ("loss", "within", "beyond"):
-        values, gates = (found[x, 0][name] for x in ("values", "gates"))
-        assert values == gates
+        assert len({found[x, 0][name] for x in STARTS}) == 1
     assert found["values", 0]["within"] == pytest.approx(found["dense", 0]["within"], abs=1e-5)
     assert found["values", 0]["beyond"] != pytest.approx(found["dense", 0]["beyond"], abs=1e-7)
-    for name in ("dense", "values", "gates"):
+    for name in ("dense", *STARTS):
         losses = [found[name, i]["loss"] for i in range(3)]
         assert len(set(losses)) == 3 and losses[-1] < losses[0]
     assert found["dense", 0]["preset"]["length"] == 48

@@ -21,6 +21,8 @@ num_selected * select_block tokens, the model computes what the dense one does, 
   values    1/2 each   selected twice as large, others zero    everything; keys and gates of the
                                                                zero branches from the second step
   gates     0, 1, 0    as they are                             the selected branch alone, for ever
+  shared    0, 1, 0    once for all branches, as W_V; keys     everything but the gates
+                       too, as W_K: a third of the cache
 """
 
 import argparse
@@ -51,6 +53,7 @@ MODELS = ("llama", "mistral", "qwen2", "qwen3")
 STARTS = {
     "values": ((0.0, 0.0, 0.0), (0.0, 2.0, 0.0)),
     "gates": ((-100.0, 100.0, -100.0), (1.0, 1.0, 1.0)),
+    "shared": ((-100.0, 100.0, -100.0), (1.0,)),
 }
 SETTABLE = (
     *(field.name for field in dataclasses.fields(NSAConfig)),
@@ -91,12 +94,16 @@ def pairs(x: Tensor, width: int) -> Tensor:
 
 
 def configuration(
-    source: transformers.PreTrainedConfig, dense_layers: Iterable[int] = (), **nsa: Any
+    source: transformers.PreTrainedConfig,
+    dense_layers: Iterable[int] = (),
+    kv: str = "separate",
+    **nsa: Any,
 ) -> NSAModelConfig:
     """That of the converted model.
 
     Args:
       dense_layers: numbers of layers that keep dense attention.
+      kv: as in `nsa_torch.NSAAttention`.
       nsa: some of `SETTABLE`.
 
     Raises:
@@ -129,7 +136,7 @@ def configuration(
     if outside := sorted(dense_layers - set(layers)):
         raise ValueError(f"dense_layers must be in 0..{layers[-1]}, got {outside[0]}")
     head_dim = getattr(source, "head_dim", None)
-    own: dict[str, Any] = {"kv": "separate", "gate": "sigmoid"} | nsa
+    own: dict[str, Any] = {"kv": kv, "gate": "sigmoid"} | nsa
     attention = ["dense" if i in dense_layers else "nsa" for i in layers]
     return NSAModelConfig(
         vocab_size=source.vocab_size,
@@ -163,7 +170,7 @@ def converted(name: str, x: Tensor, config: NSAModelConfig, start: str) -> dict[
     if part in IN_PAIRS:
         x = pairs(x, config.head_dim)
     kind = config.layer_attention[int(layer)]
-    ours = OURS[kind].get(part, (part,))
+    ours = OURS["dense" if config.kv == "shared" else kind].get(part, (part,))
     factors: Sequence[float] = (1.0,) * len(ours)
     if part == "v_proj" and kind == "nsa":
         factors = STARTS[start][1]
@@ -216,7 +223,7 @@ def convert(
 
     Args:
       source: a folder, or a name on the Hugging Face Hub.
-      start: "values" or "gates", as above.
+      start: "values", "gates" or "shared", as above.
       dtype: of the weights; None: as they are.
       dense_layers, nsa: as of `configuration`.
       check: tokens on which the logits are compared with the dense model's, in float32.
@@ -235,7 +242,8 @@ def convert(
     if not Path(source).is_dir() and not NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"{source} must be a folder, or a name on the Hugging Face Hub")
     theirs = transformers.AutoConfig.from_pretrained(source)
-    config = configuration(theirs, dense_layers, **nsa)
+    kv = "shared" if start == "shared" else "separate"
+    config = configuration(theirs, dense_layers, kv, **nsa)
     reach = config.num_selected * config.select_block
     if check is not None and not 1 <= check <= reach:
         raise ValueError(
