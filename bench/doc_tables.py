@@ -23,6 +23,7 @@ A document names a table between two comments, and this command fills what stand
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
+| `experiments` | questions of `bench.lm.experiments`, and which runs have a record | |
 | `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
 | `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
 | `versions` | what `make test-versions` found | `names` |
@@ -639,6 +640,26 @@ def quality_over_seeds(part: str = "kinds") -> str:
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
 
 
+def experiments() -> str:
+    """The questions, and which of their runs have a record, by seed."""
+    from .lm.experiments import EXPERIMENTS
+
+    rows = []
+    for name, at in EXPERIMENTS.items():
+        seeds = {
+            variant: sorted(
+                path.stem.rpartition("-")[2]
+                for path in DEVICE.parent.glob(f"*/quality/{at.setting}/{variant}-*.jsonl")
+            )
+            for variant in at.runs
+        }
+        there = [f"`{x}` {', '.join(found)}" for x, found in seeds.items() if found]
+        missing = [f"`{x}`" for x, found in seeds.items() if not found]
+        cells = "; ".join(there) or "none", ", ".join(missing) or "none"
+        rows.append([f"`{name}`", at.question, f"`{at.setting}`", *cells])
+    return table(["experiment", "question", "setting", "recorded: seeds", "not run"], rows)
+
+
 def converted(device: str = DEVICE.name) -> str:
     """Held-out loss of each run, less the dense model's at the same step: mean over seeds."""
     lines = list(lines_of("kernel_log/converted.jsonl", device))
@@ -722,6 +743,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "versions": versions,
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
+    "experiments": experiments,
     "showcase": showcase,
     "converted": converted,
     "selection": selection,

@@ -169,7 +169,7 @@ EXPERIMENTS = {
         (0, 1, 2),
     ),
     "repeats_13m": Experiment(
-        "The same of a small model.",
+        "Is it the gates or the text that repeats, of a small model?",
         "13m_bytes",
         ("dense", "sigmoid", "head", "head_shared"),
         (0, 1, 2),
@@ -191,7 +191,7 @@ EXPERIMENTS = {
         (0, 1, 2),
     ),
     "selection_13m": Experiment(
-        "The same of a small model.",
+        "What makes a small model's selection find what counts at rows of 8k?",
         "13m_8k",
         (
             *("dense", "head_shared", "head", "shared_022", "shared_half"),
@@ -206,7 +206,7 @@ EXPERIMENTS = {
         (0, 1, 2),
     ),
     "compression_13m": Experiment(
-        "The same of a small model.",
+        "Does learned compression help a small model?",
         "13m_2k",
         ("dense", "head", "head_mlp_pe", "head_mlp_rope", "head_shared", "shared_mlp_pe"),
         (0, 1, 2),
@@ -218,7 +218,7 @@ EXPERIMENTS = {
         (0, 1, 2),
     ),
     "copying_13m": Experiment(
-        "The same of a small model.",
+        "Do convolved keys make copying form early in a small model?",
         "13m_2k",
         ("dense", "head_shared", "dense_taps", "shared_taps", "head", "head_taps"),
         (0, 1, 2),
