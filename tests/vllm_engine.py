@@ -23,9 +23,11 @@ import torch
 from transformers import GenerationConfig
 from vllm import LLM, ModelRegistry, SamplingParams
 
+from nsa_core import paged_layout
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.vllm import backend
 from nsa_torch.vllm import model as engine_model
+from tests import vllm_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the engine's own
 SIZES = dict(
@@ -76,9 +78,9 @@ def engine(tmp_path):
     gc.collect()
 
 
-def answers(llm, prompts):
+def answers(llm, prompts, new=NEW):
     greedy = SamplingParams(
-        temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=0
     )
     given = [{"prompt_token_ids": x} for x in prompts]
     return llm.generate(given, greedy, use_tqdm=False)
@@ -135,7 +137,7 @@ def test_answers_are_those_of_generate(engine, changes):
     assert [x.num_cached_tokens for x in found] == [0, 32, 16, 128, 48, 96, 32]
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     kept = pages(llm)
-    elements = backend.paged_layout.page_elements(2, 16, 16, kept[0].config, kept[0].separate)
+    elements = paged_layout.page_elements(2, 16, 16, kept[0].config, kept[0].separate)
     assert all(x.num_pages >= blocks for x in kept)
     assert sum(x.nbytes for x in kept[0].tensors().values()) == kept[0].num_pages * elements * 4
 
@@ -226,6 +228,26 @@ def test_weights_that_do_not_fit(engine, monkeypatch):
     )
     with pytest.raises(Exception, match="weights are missing: "):
         engine(model())
+
+
+@pytest.mark.parametrize("case", vllm_steps.CASES)
+def test_recorded_steps_are_the_engines(engine, case):
+    """What `test_vllm_step.py` plays back, recorded anew; with RECORD_STEPS=1 it is written."""
+    changes, options, _ = vllm_steps.CASES[case]
+    record = os.environ.get("RECORD_STEPS") == "1"
+    if "speculative_config" in options and not record:
+        pytest.skip("which guesses are taken follows from a machine's numbers")
+    torch.manual_seed(0)
+    lm = NSAForCausalLM(NSAModelConfig(**vllm_steps.SIZES | changes)).eval()
+    make = functools.partial(engine, lm)
+    steps = vllm_steps.record(case, make, backend, engine_model, answers)
+    if record:
+        vllm_steps.write(case, steps)
+    else:
+        lost = lambda found: [
+            {k: x for k, x in step.items() if k != "tokens"} for step in found
+        ]
+        assert lost(steps) == lost(vllm_steps.read()[case])
 
 
 def test_guesses_are_taken_and_taken_back(engine):

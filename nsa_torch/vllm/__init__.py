@@ -4,19 +4,29 @@ Installing the extra `vllm` is enough: vLLM finds `register` by the entry point
 `vllm.general_plugins`. Its own scheduler, block tables, prefix caching, chunked prefill, preemption
 and speculative decoding are used as they are:
   `model.py`    the library's modules under vLLM's model interface
-  `backend.py`  what a layer keeps in vLLM's blocks, a step's metadata, the op that attends
+  `backend.py`  vLLM's side of a layer's cache and of a step, the op that attends
+  `step.py`     ours, without vLLM
 """
+
+import warnings
 
 from nsa_core import extras
 
 MODEL = "NSAForCausalLM"  # of `architectures` in config.json
+TRIED = "0.32"  # the versions of vLLM that ran: their first two numbers
 
 
 def register() -> None:
     """Called by vLLM in each of its processes, more than once."""
     extras.require("vllm", "vllm")
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, __version__
 
+    if __version__.split(".")[:2] != TRIED.split("."):
+        warnings.warn(
+            f"nsa_torch.vllm was tried with vLLM {TRIED}, got {__version__}, of which it uses "
+            "names that are not public",
+            stacklevel=2,
+        )
     import nsa_torch.huggingface  # noqa: F401, AutoConfig knows model_type "nsa" from here on
 
     # By name: CUDA must not be touched before vLLM forks.

@@ -1,4 +1,4 @@
-"""What a layer keeps in vLLM's blocks, what a step is, and the op that appends and attends.
+"""What vLLM asks of a backend, and the op that appends and attends (`step.py`).
 
 A block has `select_block` tokens of one layer. vLLM hands a layer all blocks as `[B, Hkv, N, C]`, C
 elements a token and head, which have room for all that NSA keeps of its tokens:
@@ -11,18 +11,14 @@ block table, and vLLM's accounting, prefix hashes and block tables hold for all 
 """
 
 import importlib.metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa_core import paged_layout
 from nsa_core.layer import LayerSpec
-from nsa_core.paged_runs import Run, plan_runs
-from nsa_core.types import Branches
-from nsa_torch.paged_attend import paged_attention
-
-TRIED = "0.32"
+from nsa_torch.vllm import TRIED
+from nsa_torch.vllm.step import Step, elements_of_token
 
 try:
     from vllm.forward_context import get_forward_context
@@ -41,28 +37,11 @@ except ImportError as error:
         f"{error}"
     ) from error
 
-QUERIES = 8  # of a row, that kernels on pages take at once
 OP = "nsa_attend"
 
 
-class NSAMetadata(NamedTuple):
-    """A step, the same for all layers.
-
-    Attributes:
-      page_table, lengths, starts, runs: as of `paged_attention`; no starts: the rows have the same
-        few new tokens, and shapes follow from nothing else.
-      tokens: of all rows.
-    """
-
-    page_table: Tensor
-    lengths: Tensor
-    starts: Tensor | None
-    runs: list[Run] | None
-    tokens: int
-
-
-class NSABuilder(AttentionMetadataBuilder[NSAMetadata]):
-    """Decides by the host's copies of bounds and lengths alone: nothing is read from the device."""
+class NSABuilder(AttentionMetadataBuilder[Step]):
+    """Makes a `Step` of vLLM's metadata, once for all layers."""
 
     # Steps whose rows have the same 1 to 8 new tokens can be CUDA graphs.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
@@ -74,19 +53,8 @@ class NSABuilder(AttentionMetadataBuilder[NSAMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> NSAMetadata:
-        m = common_attn_metadata
-        at, longest, tokens = (
-            (m.block_table_tensor, m.seq_lens),
-            m.max_query_len,
-            m.num_actual_tokens,
-        )
-        if longest <= QUERIES and longest * m.num_reqs == tokens:
-            return NSAMetadata(*at, None, None, tokens)
-        starts, lengths = m.query_start_loc_cpu.tolist(), m.seq_lens_cpu_upper_bound.tolist()
-        starts, lengths = starts[: m.num_reqs + 1], lengths[: m.num_reqs]
-        runs = plan_runs(starts, lengths, self.kv_cache_spec.block_size)
-        return NSAMetadata(*at, m.query_start_loc, runs, tokens)
+    ) -> Step:
+        return Step.of(common_attn_metadata, self.kv_cache_spec.block_size)
 
 
 class NSABackend(AttentionBackend):
@@ -126,21 +94,14 @@ class NSABackend(AttentionBackend):
 
 
 def cache_spec(spec: LayerSpec, dtype: torch.dtype) -> FullAttentionSpec:
-    """The cache of a layer in vLLM's words.
-
-    Raises:
-      ValueError: the elements of a block are not a whole number a token and head.
-    """
-    config, heads = spec.config, spec.n_kv_groups
-    elements = paged_layout.page_elements(heads, spec.d_k, spec.d_v, config, spec.separate)
-    places = heads * config.select_block
+    """The cache of a layer in vLLM's words."""
     return FullAttentionSpec(
-        block_size=config.select_block,
-        num_kv_heads=heads,
+        block_size=spec.config.select_block,
+        num_kv_heads=spec.n_kv_groups,
         head_size=spec.d_k,
         head_size_v=spec.d_v,
         dtype=dtype,
-        state_content_bytes=-(-elements // places) * dtype.itemsize,
+        state_content_bytes=elements_of_token(spec) * dtype.itemsize,
     )
 
 
@@ -156,25 +117,9 @@ def _attend(
         out.zero_()
         query.new_empty(layer.gathered)
         return
-    step: NSAMetadata = steps[layer_name]
-    n, spec = step.tokens, layer.spec
-    keys, values = (
-        Branches(*x[:, :n].unbind()) if spec.separate else x[0, :n] for x in (key, value)
-    )
-    out[:n] = paged_attention(
-        query[:n],
-        gates[:n],
-        layer.pages,
-        step.page_table,
-        step.lengths,
-        step.starts,
-        key=keys,
-        value=values,
-        params=layer.params(),
-        made_with=spec.cached,
-        runs=step.runs,
-    )
-    out[n:] = 0
+    step: Step = steps[layer_name]
+    given = query, key, value, gates, out
+    step.attend(layer.pages, layer.spec, layer.params(), *given)
 
 
 def _shapes(query, key, value, gates, out, layer_name) -> None:

@@ -10,12 +10,12 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from nsa_core.paged_runs import GATHERED_KEYS
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.model import NSAModel
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
 from nsa_torch.vllm.backend import OP, NSABackend, cache_spec
+from nsa_torch.vllm.step import check_block_size, gathered_elements, pages_in
 
 
 class Pages(nn.Module, AttentionLayerBase):
@@ -30,9 +30,9 @@ class Pages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.name = prefix
         self.pages: PagedCache | None = None
-        spec, longest = attention.spec, vllm_config.model_config.max_model_len
-        keys = max(GATHERED_KEYS, longest) * (2 if spec.separate else 1)
-        self.gathered = keys * spec.n_kv_groups * (spec.d_k + spec.d_v)
+        self.gathered = gathered_elements(
+            attention.spec, vllm_config.model_config.max_model_len
+        )
         self.attention = (attention,)  # no submodule: its weights are the model's
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
@@ -51,11 +51,7 @@ class Pages(nn.Module, AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Of `[B, Hkv, N, C]`. Keeps no tensor named `kv_cache`: vLLM would zero blocks in it."""
-        spec = self.spec
-        check_block_size(kv_cache.shape[2], spec.config.select_block)
-        sizes = spec.n_kv_groups, spec.d_k, spec.d_v
-        options = {"config": spec.config, "separate": spec.separate}
-        self.pages = PagedCache.carve(kv_cache.view(-1), *sizes, **options)
+        self.pages = pages_in(kv_cache, self.spec)
 
 
 @support_torch_compile
@@ -172,11 +168,3 @@ def check(vllm_config: VllmConfig, config: NSAModelConfig) -> None:
         )
     if cache.user_specified_block_size:
         check_block_size(cache.block_size, config.select_block)
-
-
-def check_block_size(size: int, select_block: int) -> None:
-    if size != select_block:
-        raise ValueError(
-            f"block_size must be select_block={select_block}, got {size}: "
-            f"pass --block-size {select_block}"
-        )

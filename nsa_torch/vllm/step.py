@@ -1,0 +1,129 @@
+"""A layer's cache in an engine's memory, and a step from what the engine says of it.
+
+Nothing of vLLM is imported: metadata that were recorded from it drive the same code anywhere.
+"""
+
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core import paged_layout
+from nsa_core.layer import LayerSpec
+from nsa_core.paged_runs import GATHERED_KEYS, Run, plan_runs
+from nsa_core.types import Branches
+from nsa_torch.paged import PagedCache
+from nsa_torch.paged_attend import paged_attention
+
+
+class Step(NamedTuple):
+    """The same for all layers.
+
+    Attributes:
+      page_table, lengths, starts, runs: as of `paged_attention`; no starts: the rows have the same
+        few new tokens, and shapes follow from nothing else.
+      tokens: of all rows.
+    """
+
+    page_table: Tensor
+    lengths: Tensor
+    starts: Tensor | None
+    runs: list[Run] | None
+    tokens: int
+
+    @classmethod
+    def of(cls, metadata: Any, block_size: int) -> Self:
+        """By the host's copies of bounds and lengths alone: nothing is read from the device.
+
+        Args:
+          metadata: vLLM's `CommonAttentionMetadata`.
+          block_size: tokens of a block.
+        """
+        m = metadata
+        at, tokens = (m.block_table_tensor, m.seq_lens), m.num_actual_tokens
+        if m.max_query_len <= QUERIES and m.max_query_len * m.num_reqs == tokens:
+            return cls(*at, None, None, tokens)
+        starts, lengths = m.query_start_loc_cpu.tolist(), m.seq_lens_cpu_upper_bound.tolist()
+        runs = plan_runs(starts[: m.num_reqs + 1], lengths[: m.num_reqs], block_size)
+        return cls(*at, m.query_start_loc, runs, tokens)
+
+    def attend(
+        self,
+        pages: PagedCache,
+        spec: LayerSpec,
+        params: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gates: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Appends the tokens of a layer to `pages` and attends to all; arguments as of the op."""
+        n = self.tokens
+        keys, values = (
+            Branches(*x[:, :n].unbind()) if spec.separate else x[0, :n] for x in (key, value)
+        )
+        out[:n] = paged_attention(
+            query[:n],
+            gates[:n],
+            pages,
+            self.page_table,
+            self.lengths,
+            self.starts,
+            key=keys,
+            value=values,
+            params=params,
+            made_with=spec.cached,
+            runs=self.runs,
+        )
+        out[n:] = 0
+
+
+def elements_of_token(spec: LayerSpec) -> int:
+    """Of a token and key/value head, compressed tokens included: whole, so that it may be more than
+    NSA keeps.
+    """
+    config, heads = spec.config, spec.n_kv_groups
+    elements = paged_layout.page_elements(heads, spec.d_k, spec.d_v, config, spec.separate)
+    return -(-elements // (heads * config.select_block))
+
+
+def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
+    """A layer's cache in an engine's blocks `[B, Hkv, N, C]`.
+
+    Raises:
+      ValueError: blocks of another size than `select_block`, of other heads, or without room for
+        all that NSA keeps of their tokens.
+    """
+    _, heads, size, elements = memory.shape
+    check_block_size(size, spec.config.select_block)
+    if heads != spec.n_kv_groups:
+        raise ValueError(
+            f"blocks must have all {spec.n_kv_groups} key/value heads of the layer, got {heads}"
+        )
+    if elements < elements_of_token(spec):
+        raise ValueError(
+            f"blocks must have {elements_of_token(spec)} elements a token and head, those of "
+            f"{'three branches' if spec.separate else 'keys and values'} and of compressed "
+            f"tokens, got {elements}"
+        )
+    widths = spec.n_kv_groups, spec.d_k, spec.d_v
+    options = {"config": spec.config, "separate": spec.separate}
+    return PagedCache.carve(memory.view(-1), *widths, **options)
+
+
+def gathered_elements(spec: LayerSpec, longest: int) -> int:
+    """Of what a step may copy from pages beside them, at most; `longest`: tokens of a row."""
+    block = spec.config.select_block
+    keys = max(GATHERED_KEYS, -(-longest // block) * block)
+    each = (2 if spec.separate else 1) * keys + keys // spec.config.compress_stride
+    return each * spec.n_kv_groups * (spec.d_k + spec.d_v)
+
+
+def check_block_size(size: int, select_block: int) -> None:
+    """Raises ValueError unless blocks have `select_block` tokens."""
+    if size != select_block:
+        raise ValueError(
+            f"block_size must be select_block={select_block}, got {size}: "
+            f"pass --block-size {select_block}"
+        )
