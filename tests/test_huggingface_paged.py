@@ -16,6 +16,7 @@ from nsa_torch.huggingface import (
     NSAModelConfig,
     NSAPagedModelCache,
     StepGraph,
+    generation,
     step_graph,
 )
 from nsa_torch.huggingface import rows as rows_module
@@ -409,6 +410,56 @@ def test_forward_hooks_are_called_at_each_step(kind, as_on_a_gpu):
     assert len(calls) == 2 * expected and captured == [WIDTH + step_graph.WARMUP]
 
 
+def test_generate_is_on_pages_by_default_on_a_gpu(as_on_a_gpu, monkeypatch):
+    """Where a step is a graph of kernels on pages; not where the cache comes back, beams, dense
+    layers, or who asks for another cache. Texts are the same.
+    """
+    made, ids, seen = model(), tokens(2), []
+    want = made.generate(ids, max_new_tokens=5, do_sample=False)
+
+    class Seen(NSAPagedModelCache):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            seen.append((self.batch_size, self.get_max_length()))
+            as_on_a_gpu(self)
+
+    def generate(made=made, **options):
+        seen.clear()
+        found = made.generate(ids, **dict(max_new_tokens=5, do_sample=False) | options)
+        return found if isinstance(found, torch.Tensor) else found.sequences
+
+    monkeypatch.setattr(generation, "NSAPagedModelCache", Seen)
+    as_on_a_gpu(None)
+    assert torch.equal(generate(), want) and not seen  # no kernels here
+    monkeypatch.setattr(generation, "_has_kernels_and_room", lambda *x: True)
+    assert torch.equal(generate(), want)
+    assert seen == [(2, WIDTH + 4)]
+    sampled = generate(do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=2)
+    assert torch.equal(sampled[::2], want[:, : WIDTH + 2]) and seen == [(4, WIDTH + 1)]
+    for options in (
+        dict(cache_implementation="dynamic"),
+        dict(use_cache=False),
+        dict(num_beams=2),
+        dict(return_dict_in_generate=True),
+        dict(disable_compile=True),
+        dict(made=model("mixed")),
+    ):
+        generate(max_new_tokens=2, **options)
+        assert not seen, options
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 30, True), (1 << 10, False)])
+def test_pages_take_half_of_the_free_memory_at_most(free, expected, monkeypatch):
+    made = model()
+    monkeypatch.setattr(generation, "decodes_on_pages", lambda *x: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    assert generation._has_kernels_and_room(made, 2, 100) is expected
+    monkeypatch.undo()
+    assert not generation._has_kernels_and_room(made, 2, 100)  # no kernels on a CPU
+
+
 @torch.no_grad()
 def test_what_is_refused(monkeypatch):
     made, ids = model("mixed"), tokens(2)
@@ -497,6 +548,30 @@ def test_replay_on_a_gpu_equals_eager(phi, kv):
         caches[0].reset()
         texts.append(generate(cache=caches[0], disable_compile=off))
     assert torch.equal(*texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["shared", "separate"])
+def test_generate_is_on_pages_by_default(kv, monkeypatch):
+    """The text of a cache that grows, for padded rows and in chunks."""
+    sizes = dict(vocab_size=128, hidden_size=128, num_attention_heads=8, num_key_value_heads=2)
+    torch.manual_seed(0)
+    config = NSAModelConfig(**sizes, head_dim=64, num_hidden_layers=2, pad_token_id=0, kv=kv)
+    made, seen = NSAForCausalLM(config).to("cuda").eval(), []
+    init = NSAPagedModelCache.__init__
+    monkeypatch.setattr(
+        NSAPagedModelCache, "__init__", lambda *x: seen.append(x[2:]) or init(*x)
+    )
+    ids = torch.randint(1, 128, (2, 700), device="cuda")
+    mask = (torch.arange(700, device="cuda") >= torch.tensor([[0], [90]], device="cuda")).long()
+    for options in ({}, {"prefill_chunk_size": 300}):
+        options |= dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+        texts = [
+            made.generate(ids * mask, **options, cache_implementation=name)
+            for name in (None, "dynamic")
+        ]
+        assert torch.equal(*texts)
+    assert seen == [(2, 711)] * 2
 
 
 @pytest.mark.gpu

@@ -4,9 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa_torch.huggingface.cache import NSAModelCache
+from nsa_torch.huggingface.cache_allocator import bytes_of_block
 from nsa_torch.huggingface.compatibility import (
     CACHE,
     CausalLMOutputWithPast,
@@ -16,6 +18,7 @@ from nsa_torch.huggingface.compatibility import (
 )
 from nsa_torch.huggingface.continuous import manager_of
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
+from nsa_torch.huggingface.paged_layer import decodes_on_pages
 from nsa_torch.huggingface.rows import check_prompt
 from nsa_torch.huggingface.step_graph import StepGraph, why_not
 
@@ -58,9 +61,8 @@ class NSAGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """`cache_implementation`: None or "dynamic" grows; "static" has room for `max_length`.
-
-        A paged cache is one that the caller gives: "paged" means `generate_batch` there.
+        """`cache_implementation`: "dynamic" grows; "static" has room for `max_length`; None: pages
+        where `goes_on_pages`, else "dynamic". "paged" means `generate_batch` there.
         """
         name, given = generation_config.cache_implementation, model_kwargs.get(CACHE)
         if given is not None and name is not None:
@@ -77,6 +79,12 @@ class NSAGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"cache_implementation must be None, 'dynamic' or 'static', got {name!r}"
             )
+        rows = batch_size * generation_config.num_return_sequences
+        if name is None and goes_on_pages(
+            self, generation_config, generation_mode, rows, max_cache_length
+        ):
+            model_kwargs[CACHE] = NSAPagedModelCache(self.config, rows, max_cache_length)
+            return
         cache = NSAModelCache(self.config, max_cache_length if name == "static" else None)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -112,6 +120,35 @@ class NSAGenerationMixin(GenerationMixin):
             return CausalLMOutputWithPast(logits=logits, **cache_argument(cache))
 
         return call
+
+
+def goes_on_pages(model: Any, given: Any, mode: Any, rows: int, capacity: int) -> bool:
+    """Whether `generate` keeps `rows` of `capacity` tokens on pages where nobody says what to keep:
+    steps are then one CUDA graph.
+
+    Args:
+      given: the `GenerationConfig`; mode: a `GenerationMode`.
+    """
+    wanted = (
+        mode in ("greedy_search", "sample")
+        and set(model.config.layer_attention) == {"nsa"}
+        # A cache that comes back may have to grow.
+        and not (given.return_dict_in_generate or given.is_assistant)
+        and not (given.disable_compile or given.compile_config is not None)
+        and getattr(model, "hf_quantizer", None) is None
+    )
+    return wanted and why_not(model) is None and _has_kernels_and_room(model, rows, capacity)
+
+
+def _has_kernels_and_room(model: Any, rows: int, capacity: int) -> bool:
+    """Whether kernels read the pages, and these take no more than half of the free memory."""
+    config, device = model.config, model.device
+    if not decodes_on_pages(config.layer_spec, model.dtype, device):
+        return False
+    blocks = rows * -(-capacity // config.select_block)
+    free, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * blocks * bytes_of_block(config, model.dtype) <= free + kept
 
 
 def _is_step(inputs: dict[str, Any], config: Any) -> bool:

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
+from nsa_core.layer import LayerSpec
+from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
 from nsa_torch.huggingface.cache import ModelLayer, compute_dtype
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache
-from nsa_torch.paged_attend import paged_attention
+from nsa_torch.paged_attend import explain, paged_attention
 
 
 class Call(NamedTuple):
@@ -276,6 +278,18 @@ def attend_pages(
     if order is not None:
         out = torch.empty_like(out).index_copy_(0, order, out)
     return attention.out(out.reshape(*x.shape[:2], -1))
+
+
+def decodes_on_pages(spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether steps of one token a row run on kernels that read the pages of such a layer."""
+    heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
+    place: Any = {"dtype": dtype, "device": device}
+    cache = PagedCache(
+        1, heads, *widths, config=spec.config, separate=spec.kv == "separate", **place
+    )
+    query, gates = (torch.empty(1, spec.n_heads, n, **place) for n in (spec.d_k, 3))
+    table, lengths = (torch.zeros(x, dtype=torch.int32, device=device) for x in ((1, 1), 1))
+    return explain(query, gates, cache, table, lengths).implementation != GATHERED
 
 
 def one_name(implementation: str | Branches[str | None] | None) -> str | None:
