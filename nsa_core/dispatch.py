@@ -50,6 +50,7 @@ class Problem(NamedTuple):
     device: str | None = None  # the GPU, as its driver calls it
     requires_grad: bool = False  # whether a backward pass may follow
     cached: bool = False  # whether the keys are a cache, whose lengths the device knows
+    is_fp8: bool = False  # whether its tokens are rounded to 8 bits
 
 
 def layer_note(

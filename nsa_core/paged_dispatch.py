@@ -43,7 +43,9 @@ class Inputs:
         """`problem` of `B` rows of `T` queries (0: of different numbers), `S` tokens at most."""
         rows, same = self.page_table.shape[0], self.cu_seqlens_q is None
         length = self.query.shape[0] // rows if same else 0
-        return problem._replace(B=rows, T=length, S=self.capacity, packed=not same, cached=True)
+        sizes = {"B": rows, "T": length, "S": self.capacity}
+        is_fp8 = self.cache.is_fp8
+        return problem._replace(**sizes, packed=not same, cached=True, is_fp8=is_fp8)
 
 
 def even_rows(

@@ -8,6 +8,15 @@ in the order of its tokens:
 
 Slot `s` of a compressed token is `p // d` of its LAST raw token p, which lies in the same page:
 no page depends on the one after it, so that rows can share their first pages.
+
+A cache in fp8 has float8_e4m3fn in the place of all but the compressed keys, which decide what is
+selected, and a float32 scale for each token and head (`nsa_core.rounding`). Compressed tokens are
+made of tokens that were not rounded: the newest ones of a row lie in a ring too,
+
+    raw token p         recent[slot of the row, p % (2 l)]
+
+It may have anything, another row's tokens too: a token in it counts where it rounds to what the
+page has, else the page's is taken.
 """
 
 import dataclasses
@@ -19,6 +28,7 @@ from nsa_core import validate
 from nsa_core.array_ops import ArrayOps
 from nsa_core.cache_contents import UNSAID, Contents
 from nsa_core.config import NSAConfig
+from nsa_core.types import Branches
 
 
 @dataclasses.dataclass
@@ -32,6 +42,10 @@ class PagedArrays:
       sliding_key, sliding_value: as the selected ones, or None: the sliding branch reads these.
       raw_key, raw_value: what compressed tokens are made of, or None: the selected ones.
       contents: what the tokens were made with.
+      selected_key_scale, ..: of a cache in fp8, float32 `[P, Hkv, l']` or `[P, Hkv, l'/d]`.
+      recent_key, recent_value: of a cache in fp8, `[R, 2 l, Hkv, D]`, `[R, 2 l, Hkv, Dv]`: the
+        newest tokens of `R` rows, which compressed tokens are made of, in the dtype of the
+        compressed keys.
     """
 
     config: NSAConfig
@@ -43,6 +57,15 @@ class PagedArrays:
     sliding_value: Any = None
     raw_key: Any = None
     raw_value: Any = None
+    selected_key_scale: Any = None
+    selected_value_scale: Any = None
+    compressed_value_scale: Any = None
+    sliding_key_scale: Any = None
+    sliding_value_scale: Any = None
+    raw_key_scale: Any = None
+    raw_value_scale: Any = None
+    recent_key: Any = None
+    recent_value: Any = None
     contents: Contents = dataclasses.field(default=UNSAID, kw_only=True)
 
     @property
@@ -72,8 +95,24 @@ class PagedArrays:
             return self.raw_key, self.raw_value
         return self.selected_key, self.selected_value
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether tokens are rounded to 8 bits."""
+        return self.recent_key is not None
+
+    @property
+    def dtype(self) -> Any:
+        """Of the tokens and queries of a call."""
+        return self.compressed_key.dtype
+
+    def sources(self, kind: str) -> Branches:
+        """The name of the array that each branch reads of `kind`, `key` or `value`."""
+        sliding = "sliding" if self.separate else "selected"
+        return Branches(f"compressed_{kind}", f"selected_{kind}", f"{sliding}_{kind}")
+
 
 ARRAYS = tuple(field.name for field in dataclasses.fields(PagedArrays))[1:-1]
+PAGES = tuple(name for name in ARRAYS if not name.startswith("recent"))
 
 
 def slots_of(config: NSAConfig) -> int:
@@ -117,16 +156,30 @@ def shapes(
     value_width: int,
     config: NSAConfig,
     separate: bool,
+    fp8_rows: int = 0,
 ) -> dict[str, tuple[int, ...] | None]:
-    """The shape of each of `ARRAYS`; None: not there."""
+    """The shape of each of `ARRAYS`; None: not there. `fp8_rows`: of a cache in fp8."""
     sizes = {"key": key_width, "value": value_width}
     found: dict[str, tuple[int, ...] | None] = {}
     for name in ARRAYS:
-        branch, kind = name.split("_")
+        branch, kind, *scale = name.split("_")
         count = slots_of(config) if branch == "compressed" else config.select_block
         missing = branch in ("sliding", "raw") and not separate
-        found[name] = None if missing else (num_pages, count, kv_heads, sizes[kind])
+        shape = num_pages, count, kv_heads, sizes[kind]
+        if scale:
+            missing, shape = missing or not fp8_rows, (num_pages, kv_heads, count)
+        elif branch == "recent":
+            shape = fp8_rows, 2 * config.compress_block, kv_heads, sizes[kind]
+            missing = not fp8_rows
+        found[name] = None if missing else shape
     return found
+
+
+def dtype_of(name: str, dtype: Any, compressed: Any, scale: Any) -> Any:
+    """Of one of `ARRAYS`, of these three: of most pages, of compressed keys, of scales."""
+    if name.endswith("_scale"):
+        return scale
+    return compressed if name == "compressed_key" or name.startswith("recent") else dtype
 
 
 def page_elements(
@@ -138,15 +191,16 @@ def page_elements(
 
 
 def allocate(
-    zeros: Callable[[tuple[int, ...]], Any],
+    zeros: Callable[[str, tuple[int, ...]], Any],
     num_pages: int,
     kv_heads: int,
     key_width: int,
     value_width: int,
     config: NSAConfig,
     separate: bool,
+    fp8_rows: int = 0,
 ) -> dict[str, Any]:
-    """Each of `ARRAYS`, made by `zeros`, or None.
+    """Each of `ARRAYS`, made by `zeros` of its name and shape, or None.
 
     Raises:
       ValueError: a size that is not a positive int.
@@ -155,8 +209,8 @@ def allocate(
     validate.sizes(
         num_pages=num_pages, kv_heads=kv_heads, key_width=key_width, value_width=value_width
     )
-    found = shapes(num_pages, kv_heads, key_width, value_width, config, separate)
-    return {name: None if shape is None else zeros(shape) for name, shape in found.items()}
+    found = shapes(num_pages, kv_heads, key_width, value_width, config, separate, fp8_rows)
+    return {name: None if x is None else zeros(name, x) for name, x in found.items()}
 
 
 class Tokens(NamedTuple):

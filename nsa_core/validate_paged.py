@@ -4,43 +4,69 @@ import numpy as np
 
 from nsa_core import validate
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import PagedArrays, slots_of
+from nsa_core.paged_layout import PagedArrays, dtype_of, shapes
+from nsa_core.rounding import DTYPE as FP8
 from nsa_core.types import Branches
-from nsa_core.validate import array, dtype_name, shape
+from nsa_core.validate import FLOATS, array, dtype_name, shape
 
 INDICES = ("int32",)
+PAGE_DTYPES = *FLOATS, FP8
+QUERIES = "bfloat16", "float16", "float32"  # of a cache in fp8
+
+
+def dtypes(dtype: str, compressed_dtype: str) -> None:
+    """Of the pages of a cache, and of its compressed keys."""
+    if dtype not in PAGE_DTYPES:
+        raise ValueError(f"dtype must be one of {PAGE_DTYPES}, got {dtype}")
+    if dtype != FP8 and compressed_dtype != dtype:
+        raise ValueError(
+            f"compressed_dtype must be the cache's where that is not {FP8}, {dtype}, "
+            f"got {compressed_dtype}"
+        )
+    if dtype == FP8 and compressed_dtype not in QUERIES:
+        raise ValueError(
+            f"compressed_dtype must be one of {QUERIES} in a cache of {FP8}, "
+            f"got {compressed_dtype}"
+        )
 
 
 def pages(cache: PagedArrays) -> None:
     """All arrays of one pool: the same number of pages, of kv heads, and one dtype."""
     config = cache.config
     validate.configuration(config)
-    array("selected_key", cache.selected_key, 4)
+    array("selected_key", cache.selected_key, 4, PAGE_DTYPES)
     number, _, kv_heads, key_width = cache.selected_key.shape
-    array("selected_value", cache.selected_value, 4)
+    array("selected_value", cache.selected_value, 4, PAGE_DTYPES)
     value_width = cache.selected_value.shape[3]
     validate.sizes(
         num_pages=number, kv_heads=kv_heads, key_width=key_width, value_width=value_width
     )
-    raw, slots = config.select_block, slots_of(config)
-    for branch in ("selected", "compressed", "sliding", "raw"):
-        for kind, width in (("key", key_width), ("value", value_width)):
-            name = f"{branch}_{kind}"
-            x = getattr(cache, name)
-            if x is None:
-                continue
-            array(name, x, 4)
-            shape(name, x, (number, slots if branch == "compressed" else raw, kv_heads, width))
-            if x.dtype != cache.selected_key.dtype:
-                raise ValueError(
-                    f"{name} must have the dtype of selected_key, "
-                    f"{dtype_name(cache.selected_key)}, got {dtype_name(x)}"
-                )
+    dtype = dtype_name(cache.selected_key)
+    if (dtype == FP8) != cache.is_fp8:
+        raise ValueError(f"pages of {FP8}, and no others, must have scales, got {dtype}")
+    rows = cache.recent_key.shape[0] if cache.is_fp8 else 0
+    sizes = number, kv_heads, key_width, value_width, config, cache.separate, rows
+    compressed = dtype_name(cache.compressed_key)
+    dtypes(dtype, compressed)
     for one, two in (("sliding_key", "sliding_value"), ("raw_key", "raw_value")):
         if (getattr(cache, one) is None) != (getattr(cache, two) is None):
             raise ValueError(f"{one} and {two} must both be given or both be None")
     if (cache.sliding_key is None) != (cache.raw_key is None):
         raise ValueError("sliding_key and raw_key must both be given or both be None")
+    for name, wanted in shapes(*sizes).items():
+        x = getattr(cache, name)
+        if x is None and wanted is not None:
+            raise ValueError(f"{name} must be given in a cache of {dtype}, got None")
+        if x is not None and wanted is None:
+            raise ValueError(f"{name} must be None where pages are {dtype}, got an array")
+        if x is None or wanted is None:
+            continue
+        array(name, x, len(wanted), PAGE_DTYPES)
+        shape(name, x, wanted)
+        expected = dtype_of(name, dtype, compressed, "float32")
+        if dtype_name(x) != expected:
+            like = "the dtype of selected_key, " if expected == dtype else ""
+            raise ValueError(f"{name} must have {like}{expected}, got {dtype_name(x)}")
 
 
 def table(page_table, lengths) -> None:
@@ -61,6 +87,18 @@ def page_numbers(
         raise ValueError(
             f"page_table[{row}, {column}] must be a page of the cache, 0..{cache.num_pages - 1}, "
             f"got {page_table[row, column]}"
+        )
+
+
+def slots(cache: PagedArrays, found, lengths) -> None:
+    """Which row of `recent` each row has, int32 `[B]`; None: row `b` the `b`-th."""
+    if found is not None:
+        array("slots", found, 1, INDICES)
+        shape("slots", found, tuple(lengths.shape))
+    elif cache.is_fp8 and lengths.shape[0] > cache.recent_key.shape[0]:
+        raise ValueError(
+            f"a cache in fp8 made for max_rows={cache.recent_key.shape[0]} takes no more rows "
+            f"without slots, got {lengths.shape[0]}"
         )
 
 
@@ -89,10 +127,10 @@ def new_tokens(
             name = kind if one else f"{kind}.{branch}"
             array(name, x, 3)
             shape(name, x, (key.selected.shape[0], cache.kv_heads, width))
-            if x.dtype != cache.selected_key.dtype:
+            if x.dtype != cache.dtype:
                 raise ValueError(
                     f"{name} must have the dtype of the cache, "
-                    f"{dtype_name(cache.selected_key)}, got {dtype_name(x)}"
+                    f"{dtype_name(cache)}, got {dtype_name(x)}"
                 )
         apart = any(x is not given.selected for x in given)
         if apart and not cache.separate:
@@ -110,9 +148,9 @@ def queries(cache: PagedArrays, query, gates, lengths, cu_seqlens_q, scale) -> N
     array("query", query, 3)
     validate.sizes(tokens=query.shape[0], heads=query.shape[1])
     shape("query", query, (*query.shape[:2], cache.selected_key.shape[3]))
-    if query.dtype != cache.selected_key.dtype:
+    if query.dtype != cache.dtype:
         raise ValueError(
-            f"query must have the dtype of the cache, {dtype_name(cache.selected_key)}, "
+            f"query must have the dtype of the cache, {dtype_name(cache)}, "
             f"got {dtype_name(query)}"
         )
     if query.shape[1] % cache.kv_heads:

@@ -5,24 +5,25 @@ The twin of `nsa_torch.paged`, where the words are explained. Nothing is written
 its memory. All sizes are static: one compilation serves growing lengths.
 """
 
-import functools
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nsa_core import paged_layout, validate, validate_paged
+from nsa_core import paged_layout, rounding, validate, validate_paged
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
 from nsa_core.types import Branches
 from nsa_jax.cache import known_contents
 from nsa_jax.compression import apply_phi
 from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import put
+
+MAX_ROWS = 64
 
 
 @jax.tree_util.register_pytree_node_class
@@ -32,11 +33,12 @@ class PagedCache(PagedArrays):
     Args:
       num_pages: of `config.select_block` tokens each.
       config: of the layer; also says how compressed tokens are made.
+      dtype, compressed_dtype, max_rows: as of `nsa_torch.PagedCache`; `jnp.float8_e4m3fn`: in fp8.
       separate: whether each branch has keys and values of its own (`Branches`): three times the
         raw tokens.
 
     Raises:
-      ValueError: a size that is not a positive int.
+      ValueError: a size that is not a positive int, a dtype that there is no cache of.
     """
 
     def __init__(
@@ -49,10 +51,20 @@ class PagedCache(PagedArrays):
         config: NSAConfig = NSAConfig(),
         dtype: Any = jnp.bfloat16,
         separate: bool = False,
+        compressed_dtype: Any = None,
+        max_rows: int = MAX_ROWS,
     ):
-        zeros = functools.partial(jnp.zeros, dtype=dtype)
-        sizes = num_pages, kv_heads, key_width, value_width
-        super().__init__(config, **paged_layout.allocate(zeros, *sizes, config, separate))
+        is_fp8 = jnp.dtype(dtype).name == rounding.DTYPE
+        compressed_dtype = compressed_dtype or (jnp.bfloat16 if is_fp8 else dtype)
+        validate_paged.dtypes(*(jnp.dtype(x).name for x in (dtype, compressed_dtype)))
+        validate.sizes(max_rows=max_rows)
+
+        def zeros(name, shape):
+            one = paged_layout.dtype_of(name, dtype, compressed_dtype, jnp.float32)
+            return jnp.zeros(shape, one)
+
+        sizes = num_pages, kv_heads, key_width, value_width, config, separate
+        super().__init__(config, **paged_layout.allocate(zeros, *sizes, max_rows * is_fp8))
 
     def tree_flatten(self):
         return [getattr(self, name) for name in ARRAYS], (self.config, self.contents)
@@ -88,7 +100,33 @@ class PagedCache(PagedArrays):
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
-        return jax.tree.map(lambda x: put(x, jnp.asarray(target), x[source]), self)
+        return self._copied(PAGES, source, target)
+
+    def copy_recent(self, source, target) -> Self:
+        """The cache with the newest tokens of whole rows copied, as `nsa_torch.PagedCache` does."""
+        return self._copied(("recent_key", "recent_value"), source, target)
+
+    def _copied(self, names, source, target) -> Self:
+        kept = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return self.replace(
+            **{k: put(x, jnp.asarray(target), x[source]) for k, x in kept.items()}
+        )
+
+    def read(self, name: str, at):
+        """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in its dtype."""
+        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
+        if scale is None:
+            return pages[at]
+        return rounding.restored(OPS, pages[at], scale.swapaxes(1, 2)[at], self.dtype)
+
+    def written(self, name: str, at: Places, new) -> dict[str, jax.Array]:
+        """What changes where tokens are put in one of its arrays of pages."""
+        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
+        if scale is None:
+            return {name: _write(pages, at, new)}
+        codes, new_scale = rounding.rounded(OPS, new)
+        scale = _write(scale.swapaxes(1, 2), at, new_scale).swapaxes(1, 2)
+        return {name: _write(pages, at, codes), f"{name}_scale": scale}
 
 
 @any_rank
@@ -102,6 +140,7 @@ def append(
     cu_seqlens_q=None,
     params: tuple[CompressParams, CompressParams] | None = None,
     made_with: Facts = (),
+    slots=None,
 ) -> PagedCache:
     """The cache with new tokens in their pages, and the compressed tokens which they finish.
 
@@ -117,6 +156,7 @@ def append(
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       made_with: as in `cached_attention`.
+      slots: as of `nsa_torch.append`, of a cache in fp8.
 
     Raises:
       ValueError: shapes or dtypes that do not fit the cache, or it was filled with parameters of
@@ -125,6 +165,7 @@ def append(
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
+    validate_paged.slots(cache, slots, lengths)
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
@@ -147,6 +188,7 @@ def append(
         params,
         count,
         mixed,
+        slots,
     )
 
 
@@ -160,7 +202,7 @@ def check_page_numbers(cache: PagedCache, page_table, lengths, *, read: bool) ->
     validate_paged.page_numbers(np.asarray(page_table), np.asarray(lengths), cache, read)
 
 
-def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count, mixed):
+def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count, mixed, slots):
     config, pool = cache.config, cache.num_pages
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, config.select_block, pool)
@@ -168,12 +210,11 @@ def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count,
     if cache.separate:
         branches["sliding"] = key.sliding, value.sliding
         branches["raw"] = key.compressed, value.compressed
-    written = {
-        f"{branch}_{kind}": _write(getattr(cache, f"{branch}_{kind}"), at, new)
-        for branch, pair in branches.items()
-        for kind, new in zip(("key", "value"), pair, strict=True)
-    }
-    cache = cache.replace(**written)
+    changed = {}
+    for branch, pair in branches.items():
+        for kind, new in zip(("key", "value"), pair, strict=True):
+            changed |= cache.written(f"{branch}_{kind}", at, new)
+    cache = cache.replace(**changed)
 
     last = paged_layout.finished(OPS, tokens, lengths.shape[0], config)
     row, position = (x[last.token] for x in tokens)
@@ -183,15 +224,52 @@ def _append(cache, key, value, page_table, lengths, cu_seqlens_q, params, count,
     slot = position // config.compress_stride
     into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
     into = into._replace(there=into.there & last.there)
-    made = {}
+    changed = {}
     for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
-        windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        pages = getattr(cache, f"compressed_{kind}")
+        of_call = (key if kind == "key" else value).compressed
+        if cache.is_fp8:
+            at_call = last.token, row, cu_seqlens_q, slots
+            windows = _windows(cache, kind, of_call, *at_call, window, taken, lengths)
+        else:
+            windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
         new = apply_phi(windows[None], one, window[None, :, 0])[0]
         if mixed is not False:
             new = jnp.where(mixed[row][:, None, None], jnp.asarray(jnp.nan, new.dtype), new)
-        made[f"compressed_{kind}"] = _write(pages, into, new)
-    return cache.replace(**made)
+        changed |= cache.written(f"compressed_{kind}", into, new)
+        if cache.is_fp8:
+            changed |= _kept(cache, kind, of_call, tokens, at, lengths, slots)
+    return cache.replace(**changed)
+
+
+def _windows(cache, kind, new, last, row, cu_seqlens_q, slots, window, taken, lengths):
+    """Tokens at the positions `window` `[K, l]` of rows `[K]`, which end with the tokens `last` of
+    the call: of the call, else of the ring where they round to what the pages have, else of these.
+    """
+    count, length = window.shape[1], getattr(cache, f"recent_{kind}").shape[1]
+    token = last[:, None] + jnp.arange(count) - (count - 1)
+    if cu_seqlens_q is None:
+        begin = row * (new.shape[0] // lengths.shape[0])
+    else:
+        begin = cu_seqlens_q[row]
+    slot = (row if slots is None else slots[row]).clip(0, cache.recent_key.shape[0] - 1)
+    kept = getattr(cache, f"recent_{kind}")[slot[:, None], window % length]
+    there = rounding.restored(OPS, *rounding.rounded(OPS, kept), cache.dtype)
+    name = f"{'raw' if cache.separate else 'selected'}_{kind}"
+    stored = cache.read(name, (taken.page, taken.offset))
+    found = jnp.where((there == stored).all(-1, keepdims=True), kept, stored)
+    of_call = (token >= begin[:, None])[..., None, None]
+    return jnp.where(of_call, new[token.clip(0)], found)
+
+
+def _kept(cache, kind, new, tokens, at, lengths, slots) -> dict[str, jax.Array]:
+    """The ring with the tokens of the call."""
+    ring = getattr(cache, f"recent_{kind}")
+    rows, length = ring.shape[:2]
+    slot = tokens.row if slots is None else slots[tokens.row]
+    newest = tokens.position >= lengths[tokens.row] - length
+    there = at.there & newest & (slot >= 0) & (slot < rows)
+    into = Places(slot, tokens.position.clip(0) % length, there)
+    return {f"recent_{kind}": _write(ring, into, new)}
 
 
 def _write(pages, at: Places, new):

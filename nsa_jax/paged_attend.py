@@ -144,12 +144,12 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     gates = Branches(*(gates[..., c] for c in range(3)))
     queries = jnp.where(there[..., None], query[padded.token], 0)
 
-    copies = functools.partial(_side_by_side, table, lengths)
+    copies = functools.partial(_side_by_side, cache, table, lengths)
     whole = paged_layout.raw_entries(config)
-    selected = copies(whole, cache.selected_key, cache.selected_value)
-    sliding = copies(whole, *cache.sliding) if cache.separate else selected
-    pair = cache.compressed_key, cache.compressed_value
-    compressed = copies(paged_layout.compressed_entries(config), *pair)
+    selected = copies(whole, "selected_key", "selected_value")
+    sliding = copies(whole, "sliding_key", "sliding_value") if cache.separate else selected
+    finished = paged_layout.compressed_entries(config)
+    compressed = copies(finished, "compressed_key", "compressed_value")
     key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     out = api.attend(
         queries,
@@ -169,17 +169,18 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
     return jnp.where((tokens.position >= 0)[:, None, None], out, 0)
 
 
-def _side_by_side(page_table, lengths, entries: paged_layout.Entries, *arrays):
+def _side_by_side(cache, page_table, lengths, entries: paged_layout.Entries, *names: str):
     """What pages hold of each row, `[B, S, Hkv, .]`: whole pages, zeros where nothing is finished.
 
     A probability of zero times a value that is NaN is NaN.
     """
-    pages = jnp.clip(page_table, 0, arrays[0].shape[0] - 1)
+    pages = jnp.clip(page_table, 0, cache.num_pages - 1)
     index = jnp.arange(entries.count(page_table.shape[1]), dtype=jnp.int32)
     there = index * entries.stride + entries.block <= lengths[:, None]
 
-    def copy(x):
-        rows = x[pages].reshape(pages.shape[0], -1, *x.shape[2:])
+    def copy(name):
+        found = cache.read(name, (pages,))
+        rows = found.reshape(pages.shape[0], -1, *found.shape[3:])
         return jnp.where(there[..., None, None], rows[:, entries.first :], 0)
 
-    return tuple(map(copy, arrays))
+    return tuple(map(copy, names))

@@ -31,24 +31,37 @@ def side_by_side(
     compressed = paged_layout.compressed_entries(config)
     whole = page_table.shape[1] * config.select_block
 
-    def copies(pair: Pair, entries: Entries, reach: int) -> Pair:
-        key, value = (_copy(x, page_table, lengths, entries, reach) for x in pair)
+    def copies(branch: str, entries: Entries, reach: int) -> Pair:
+        key, value = (
+            _copy(cache, f"{branch}_{kind}", page_table, lengths, entries, reach)
+            for kind in ("key", "value")
+        )
         return key, value
 
-    selected = copies((cache.selected_key, cache.selected_value), raw, whole)
+    selected = copies("selected", raw, whole)
     sliding = selected
     if cache.separate:
-        sliding = copies(cache.sliding, raw, queries + config.window)
-    pair = cache.compressed_key, cache.compressed_value
-    return Branches(copies(pair, compressed, whole), selected, sliding)
+        sliding = copies("sliding", raw, queries + config.window)
+    return Branches(copies("compressed", compressed, whole), selected, sliding)
 
 
 def _copy(
-    pages: Tensor, page_table: Tensor, lengths: Tensor, entries: Entries, reach: int
+    cache: PagedCache,
+    name: str,
+    page_table: Tensor,
+    lengths: Tensor,
+    entries: Entries,
+    reach: int,
 ) -> Tensor:
     rows, width = page_table.shape
-    count = entries.count(width)
-    if count > 0 and pages.is_contiguous() and paged.append_why_not(pages) is None:
+    count, pages = entries.count(width), getattr(cache, name)
+    scaled = getattr(cache, f"{name}_scale", None) is not None
+    if (
+        count > 0
+        and not scaled
+        and pages.is_contiguous()
+        and paged.append_why_not(cache) is None
+    ):
         from nsa_torch.triton_ops import TRITON_OPS
 
         dtype = str(pages.dtype).removeprefix("torch.")
@@ -57,7 +70,8 @@ def _copy(
         kernel = decode_descriptions.gather(*sizes, dtype, entries, reach)
         (out,) = TRITON_OPS.run(kernel, pages, page_table, lengths)
         return out
-    found = pages[page_table.clamp(0, pages.shape[0] - 1)].flatten(1, 2)[:, entries.first :]
+    found = cache.read(name, (page_table.clamp(0, cache.num_pages - 1),))
+    found = found.flatten(1, 2)[:, entries.first :]
     token = torch.arange(found.shape[1], device=pages.device) * entries.stride
     end = lengths.clamp(max=width * entries.per_page * entries.stride)[:, None]
     seen = (token + entries.block <= end) & (token >= end - reach)

@@ -56,8 +56,9 @@ def append(
     lengths: Tensor,
     cu_seqlens_q: Tensor | None,
     means: bool,
+    slots: Tensor | None,
 ) -> None:
-    """As `triton_append.append`."""
+    """As `triton_append.append`; `slots` are of a cache in fp8, which it does not write."""
     spec = described(cache, key, page_table, cu_seqlens_q, means)
     if not spec.N:
         return

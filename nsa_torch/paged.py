@@ -10,7 +10,6 @@ CUDA graph serves rows that grow, shrink, end and begin: a row of length 0 is pa
 The twin of `nsa_jax.paged`. Where things lie: `nsa_core.paged_layout`.
 """
 
-import functools
 import importlib
 import math
 from typing import Any, NamedTuple, Self
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton import capability
-from nsa_core import paged_layout, validate, validate_paged
+from nsa_core import paged_layout, rounding, validate, validate_paged
 from nsa_core.cache_contents import UNSAID, Contents, Facts, facts_of
 from nsa_core.compress_params import CompressParams
 from nsa_core.config import NSAConfig
-from nsa_core.paged_layout import ARRAYS, PagedArrays, Places, slots_of
+from nsa_core.paged_layout import ARRAYS, PAGES, PagedArrays, Places, slots_of
 from nsa_core.types import Branches
 from nsa_torch import checks
 from nsa_torch.compress import apply_phi
@@ -32,6 +31,8 @@ from nsa_torch.torch_ops import TORCH_OPS as OPS
 from nsa_torch.torch_ops import capability_of
 
 APPENDERS = "mosaic", "triton", "torch"
+FP8 = torch.float8_e4m3fn
+MAX_ROWS = 64
 
 
 class PagedCache(PagedArrays):
@@ -40,11 +41,16 @@ class PagedCache(PagedArrays):
     Args:
       num_pages: of `config.select_block` tokens each.
       config: of the layer; also says how compressed tokens are made.
+      dtype: of the tokens; `torch.float8_e4m3fn`: they are rounded as `append` writes them
+        (`nsa_core.rounding`), compressed keys are not.
       separate: whether each branch has keys and values of its own (`Branches`): three times the
         raw tokens.
+      compressed_dtype: of a cache in fp8, that of compressed keys, new tokens and queries; None:
+        bfloat16.
+      max_rows: of a cache in fp8, rows whose newest `2 l` tokens are kept as they were given.
 
     Raises:
-      ValueError: a size that is not a positive int.
+      ValueError: a size that is not a positive int, a dtype that there is no cache of.
     """
 
     def __init__(
@@ -58,10 +64,22 @@ class PagedCache(PagedArrays):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         separate: bool = False,
+        compressed_dtype: torch.dtype | None = None,
+        max_rows: int = MAX_ROWS,
     ):
-        zeros = functools.partial(torch.zeros, dtype=dtype, device=device)
-        sizes = num_pages, kv_heads, key_width, value_width
-        super().__init__(config, **paged_layout.allocate(zeros, *sizes, config, separate))
+        is_fp8 = dtype is FP8
+        compressed_dtype = compressed_dtype or (torch.bfloat16 if is_fp8 else dtype)
+        validate_paged.dtypes(
+            *(str(x).removeprefix("torch.") for x in (dtype, compressed_dtype))
+        )
+        validate.sizes(max_rows=max_rows)
+
+        def zeros(name, shape):
+            one = paged_layout.dtype_of(name, dtype, compressed_dtype, torch.float32)
+            return torch.zeros(shape, dtype=one, device=device)
+
+        sizes = num_pages, kv_heads, key_width, value_width, config, separate
+        super().__init__(config, **paged_layout.allocate(zeros, *sizes, max_rows * is_fp8))
 
     @classmethod
     def view(
@@ -73,6 +91,10 @@ class PagedCache(PagedArrays):
         compressed_key: Tensor | None = None,
         compressed_value: Tensor | None = None,
         separate: bool = False,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+        compressed_dtype: torch.dtype = torch.bfloat16,
+        max_rows: int = MAX_ROWS,
     ) -> Self:
         """A cache on pages that another manager owns, in place.
 
@@ -80,13 +102,16 @@ class PagedCache(PagedArrays):
           key_pages, value_pages: `[P, l', Hkv, D]`, `[P, l', Hkv, Dv]`, of the selected branch.
           compressed_key, compressed_value: `[P, l'/d, Hkv, .]`; None: made here, zeros.
           separate: whether each branch has keys and values of its own, in pages made here, zeros.
+          key_scale, value_scale: of pages in fp8, float32 `[P, Hkv, l']`, of each token and head.
+          compressed_dtype, max_rows: of pages in fp8, as of `PagedCache`; what such a cache has
+            beside these pages and scales is made here.
 
         Raises:
           ValueError: shapes or dtypes that do not fit, such as pages of another size than
-            `config.select_block`.
+            `config.select_block`, or of fp8 without scales.
         """
         for name, x in (("key_pages", key_pages), ("value_pages", value_pages)):
-            validate.array(name, x, 4)
+            validate.array(name, x, 4, validate_paged.PAGE_DTYPES)
             if x.shape[1] != config.select_block:
                 raise ValueError(
                     f"{name} must have pages of select_block={config.select_block} tokens, "
@@ -96,14 +121,32 @@ class PagedCache(PagedArrays):
             raise ValueError(
                 "compressed_key and compressed_value must both be given or both be None"
             )
-        if compressed_key is None or compressed_value is None:
-            shape = key_pages.shape[0], slots_of(config), key_pages.shape[2]
-            compressed_key = key_pages.new_zeros(*shape, key_pages.shape[3])
-            compressed_value = value_pages.new_zeros(*shape, value_pages.shape[3])
+        is_fp8 = key_pages.dtype is FP8
+        if is_fp8 and (key_scale is None or value_scale is None or compressed_key is not None):
+            raise ValueError(
+                "pages of float8_e4m3fn must have key_scale and value_scale, and no compressed ones"
+            )
+        given = {
+            "selected_key": key_pages,
+            "selected_value": value_pages,
+            "compressed_key": compressed_key,
+            "compressed_value": compressed_value,
+            "selected_key_scale": key_scale,
+            "selected_value_scale": value_scale,
+        }
+        compressed_dtype = compressed_dtype if is_fp8 else key_pages.dtype
+        pages, _, kv_heads, key_width = key_pages.shape
+        sizes = pages, kv_heads, key_width, value_pages.shape[3]
+        rows = max_rows if is_fp8 else 0
+        arrays: dict[str, Any] = {}
+        for name, shape in paged_layout.shapes(*sizes, config, separate, rows).items():
+            dtypes = key_pages.dtype, compressed_dtype, torch.float32
+            dtype = paged_layout.dtype_of(name, *dtypes)
+            arrays[name] = given.get(name)
+            if arrays[name] is None and shape is not None:
+                arrays[name] = torch.zeros(shape, dtype=dtype, device=key_pages.device)
         cache = cls.__new__(cls)
-        arrays = key_pages, value_pages, compressed_key, compressed_value
-        own = [torch.zeros_like(x) for x in arrays[:2] * 2] if separate else []
-        PagedArrays.__init__(cache, config, *arrays, *own)
+        PagedArrays.__init__(cache, config, **arrays)
         validate_paged.pages(cache)
         checks.devices(key_pages, cache.tensors())
         return cache
@@ -135,6 +178,7 @@ class PagedCache(PagedArrays):
                 f"memory must be contiguous and have one axis, got shape {tuple(memory.shape)} "
                 f"with strides {memory.stride()}"
             )
+        validate.array("memory", memory, 1)
         page = paged_layout.page_elements(*sizes)
         if memory.shape[0] < page:
             raise ValueError(
@@ -162,8 +206,35 @@ class PagedCache(PagedArrays):
 
         Rows share the pages before it by their tables alone. A shorter length crops a row.
         """
-        for x in self.tensors().values():
-            x[target] = x[source]
+        for name, x in self.tensors().items():
+            if name in PAGES:
+                x[target] = x[source]
+
+    def copy_recent(self, source: Tensor, target: Tensor) -> None:
+        """Copies the newest tokens of whole rows of a cache in fp8, as where one forks: `[K]` slots
+        each. Without it the next two means of the fork are of rounded tokens.
+        """
+        for x in (self.recent_key, self.recent_value):
+            if x is not None:
+                x[target] = x[source]
+
+    def read(self, name: str, at: Any) -> Tensor:
+        """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in its dtype."""
+        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
+        if scale is None:
+            return pages[at]
+        # Not every version of torch indexes and copies 8-bit floats on every device.
+        codes = pages.view(torch.uint8)[at].view(FP8)
+        return rounding.restored(OPS, codes, scale.transpose(1, 2)[at], self.dtype)
+
+    def write(self, name: str, at: Places, new: Tensor) -> None:
+        """Puts tokens in one of its arrays of pages (`write`)."""
+        pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
+        if scale is None:
+            return write(pages, at, new)
+        codes, new_scale = rounding.rounded(OPS, new)
+        write(pages.view(torch.uint8), at, codes.view(torch.uint8))
+        write(scale.transpose(1, 2), at, new_scale)
 
 
 def append(
@@ -176,6 +247,7 @@ def append(
     cu_seqlens_q: Tensor | None = None,
     params: tuple[CompressParams, CompressParams] | None = None,
     made_with: Facts = (),
+    slots: Tensor | None = None,
     implementation: str | None = None,
 ) -> None:
     """Writes new tokens to their pages, and the compressed tokens which they finish. In place.
@@ -192,6 +264,9 @@ def append(
       cu_seqlens_q: int32 `[B + 1]`, where each row's tokens begin; None: `N / B` each.
       params: of the compression, for keys and values (`nsa_core.compress_params`); None: means.
       made_with: as in `cached_attention`.
+      slots: int32 `[B]`, of a cache in fp8: which of its `max_rows` rings of newest tokens each row
+        has, its own and the same in all calls; a row with one beyond them has none. None: row `b`
+        has the `b`-th. Means of tokens that a row's ring has not are of rounded ones.
       implementation: `mosaic` or `triton` (one launch), or `torch`; None: the first that can,
         `mosaic` where its kernel is on disk.
 
@@ -200,26 +275,32 @@ def append(
         another kind.
       NotImplementedError: a gradient is wanted, or the named implementation cannot run.
     """
-    given = key, value, page_table, lengths, cu_seqlens_q, params, made_with
+    given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
     new = checked_tokens(cache, *given)
     key, value, count = new.key, new.value, new.key.selected.shape[0]
-    by_kernel = _kernel(cache, key, page_table, cu_seqlens_q, new.are_means, implementation)
+    call = cache, key, page_table, cu_seqlens_q, new.are_means
+    by_kernel = _kernel(*call, implementation)
     cache.contents = new.contents
     if by_kernel is not None:
-        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, new.are_means)
+        by_kernel(cache, key, value, page_table, lengths, cu_seqlens_q, new.are_means, slots)
         if not new.are_means:
             tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
             _compress(cache, page_table, tokens, new.params)
         return
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
     at = paged_layout.places(page_table, *tokens, cache.config.select_block, cache.num_pages)
-    raw_pages = [(cache.selected_key, key.selected), (cache.selected_value, value.selected)]
+    raw_pages = [("selected_key", key.selected), ("selected_value", value.selected)]
     if cache.separate:
-        raw_pages += [(cache.sliding_key, key.sliding), (cache.sliding_value, value.sliding)]
-        raw_pages += [(cache.raw_key, key.compressed), (cache.raw_value, value.compressed)]
-    for pages, x in raw_pages:
-        write(pages, at, x)
-    _compress(cache, page_table, tokens, new.params)
+        raw_pages += [("sliding_key", key.sliding), ("sliding_value", value.sliding)]
+        raw_pages += [("raw_key", key.compressed), ("raw_value", value.compressed)]
+    for name, x in raw_pages:
+        cache.write(name, at, x)
+    recent = None
+    if cache.is_fp8:
+        recent = _Recent(cache, new, lengths, cu_seqlens_q, slots)
+    _compress(cache, page_table, tokens, new.params, recent)
+    if recent is not None:
+        recent.keep(tokens, at)
 
 
 class NewTokens(NamedTuple):
@@ -245,12 +326,14 @@ def checked_tokens(
     cu_seqlens_q: Tensor | None,
     params: tuple[CompressParams, CompressParams] | None,
     made_with: Facts,
+    slots: Tensor | None = None,
 ) -> NewTokens:
     """Arguments and errors as of `append`."""
     checks.tensors(key=key, value=value, page_table=page_table, lengths=lengths)
     key, value = Branches.each(key), Branches.each(value)
     validate_paged.table(page_table, lengths)
     count = validate_paged.new_tokens(cache, key, value, lengths, cu_seqlens_q)
+    validate_paged.slots(cache, slots, lengths)
     params = (None, None) if params is None else params
     for one, x in zip(params, (key, value), strict=True):
         validate.phi(one, x.compressed[None], cache.config)
@@ -284,14 +367,57 @@ def _kernel(cache, key, page_table, cu_seqlens_q, means, implementation) -> Any:
     return None
 
 
-def append_why_not(pages: Tensor) -> str | None:
+def append_why_not(cache: PagedCache) -> str | None:
     """Why the Triton kernel cannot write such pages, or None."""
-    if pages.device.type != "cuda":
-        return f"needs an NVIDIA GPU, got {pages.device.type}"
-    return capability.copies_why_not(capability_of(pages.device.index), pages.dtype)
+    device = cache.selected_key.device
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, got {device.type}"
+    found = capability_of(device.index)
+    reason = capability.copies_why_not(found, cache.dtype)
+    return reason or (capability.fp8_why_not(found) if cache.is_fp8 else None)
 
 
-def _compress(cache, page_table, tokens, params) -> None:
+class _Recent:
+    """The newest tokens of the rows of a call, as they were given: those of the call, and those of
+    calls before it in the rings of a cache in fp8.
+    """
+
+    def __init__(self, cache, new: NewTokens, lengths, cu_seqlens_q, slots):
+        self.cache, self.lengths = cache, lengths
+        batch, count = lengths.shape[0], new.key.selected.shape[0]
+        self.new = {"key": new.key.compressed, "value": new.value.compressed}
+        index = torch.arange(batch, device=lengths.device)
+        self.begin = index * (count // batch) if cu_seqlens_q is None else cu_seqlens_q[:-1]
+        self.slot = index if slots is None else slots
+        self.rows, self.length = cache.recent_key.shape[:2]
+
+    def windows(self, kind: str, last: Tensor, row: Tensor, window: Tensor, taken: Places):
+        """Tokens at the positions `window` `[K, l]` of rows `[K]`, which end with the tokens `last`
+        of the call: of the call, else of the ring, else of the pages.
+        """
+        back = torch.arange(window.shape[1], device=last.device) - (window.shape[1] - 1)
+        token = last[:, None] + back
+        slot = self.slot[row].clamp(0, self.rows - 1)[:, None]
+        kept = getattr(self.cache, f"recent_{kind}")[slot, window % self.length]
+        name = f"{'raw' if self.cache.separate else 'selected'}_{kind}"
+        there = rounding.restored(OPS, *rounding.rounded(OPS, kept), self.cache.dtype)
+        stored = self.cache.read(name, (taken.page, taken.offset))
+        same = (there == stored).all(-1, keepdim=True)
+        found = torch.where(same, kept, stored)
+        of_call = (token >= self.begin[row][:, None])[..., None, None]
+        return torch.where(of_call, self.new[kind][token.clamp(min=0)], found)
+
+    def keep(self, tokens: paged_layout.Tokens, at: Places) -> None:
+        """Puts the tokens of the call in the rings."""
+        slot, position = self.slot[tokens.row], tokens.position
+        newest = position >= self.lengths[tokens.row] - self.length
+        there = at.there & newest & (slot >= 0) & (slot < self.rows)
+        into = Places(slot.clamp(0, self.rows - 1), position.clamp(min=0) % self.length, there)
+        for kind, x in self.new.items():
+            write(getattr(self.cache, f"recent_{kind}"), into, x)
+
+
+def _compress(cache, page_table, tokens, params, recent: _Recent | None = None) -> None:
     """Makes the compressed tokens that these tokens, in their pages by now, have finished."""
     config, pool = cache.config, cache.num_pages
     last = paged_layout.finished(OPS, tokens, page_table.shape[0], config)
@@ -302,10 +428,13 @@ def _compress(cache, page_table, tokens, params) -> None:
     slot = position // config.compress_stride
     into = paged_layout.places(page_table, row, slot, slots_of(config), pool)
     into = into._replace(there=into.there & last.there)
-    compressed = cache.compressed_key, cache.compressed_value
-    for pages, raw, one in zip(compressed, cache.raw, params, strict=True):
-        windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
-        write(pages, into, apply_phi(windows[None], one, window[None, :, 0])[0])
+    for kind, raw, one in zip(("key", "value"), cache.raw, params, strict=True):
+        if recent is None:
+            windows = raw[taken.page, taken.offset]  # [K, l, Hkv, .]
+        else:
+            windows = recent.windows(kind, last.token, row, window, taken)
+        new = apply_phi(windows[None], one, window[None, :, 0])[0]
+        cache.write(f"compressed_{kind}", into, new)
 
 
 def write(pages: Tensor, at: Places, new: Tensor) -> None:

@@ -40,6 +40,7 @@ def paged_attention(
     value: Tensor | Branches[Tensor] | None = None,
     params: tuple[CompressParams, CompressParams] | None = None,
     made_with: Facts = (),
+    slots: Tensor | None = None,
     config: NSAConfig | None = None,
     scale: float | None = None,
     max_seqlen_q: int | None = None,
@@ -59,8 +60,8 @@ def paged_attention(
       query: `[N, H, D]`, the rows' tokens one after the other.
       gates: `Branches` of `[N, H]`, or `[N, H, 3]` in the branches' order.
       page_table, lengths, cu_seqlens_q: as of `append`.
-      key, value, params, made_with: as of `append`, which is called with them first; None: the
-        tokens are in the cache.
+      key, value, params, made_with, slots: as of `append`, which is called with them first; None:
+        the tokens are in the cache.
       config: must be the cache's where it is given.
       scale: of the logits; None: `D**-0.5`.
       max_seqlen_q: of the longest row of `cu_seqlens_q`; None: read from the device. Up to 8, rows
@@ -82,7 +83,7 @@ def paged_attention(
             return known
     new = None
     if key is not None and value is not None:
-        given = key, value, page_table, lengths, cu_seqlens_q, params, made_with
+        given = key, value, page_table, lengths, cu_seqlens_q, params, made_with, slots
         new = checked_tokens(cache, *given)
     elif key is not None or value is not None:
         raise ValueError("key and value must both be given or both be None")
@@ -101,7 +102,7 @@ def paged_attention(
     if new is not None and is_mosaic and of_tokens is None and _appends(inputs, new):
         cache.contents, together = new.contents, (new.key, new.value)
     elif new is not None:
-        step, options = None, {"params": params, "made_with": made_with}
+        step, options = None, {"params": params, "made_with": made_with, "slots": slots}
         at = page_table, lengths
         append(cache, new.key, new.value, *at, cu_seqlens_q=cu_seqlens_q, **options)
     if chosen is None:

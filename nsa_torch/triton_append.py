@@ -12,8 +12,11 @@ from nsa_torch.triton_ops import TRITON_OPS as OPS
 
 
 def why_not(cache: PagedCache, *call: Any) -> str | None:
-    """Why the kernel cannot write such pages, or None."""
-    return paged.append_why_not(cache.selected_key)
+    """Why the kernel cannot run this call, or None."""
+    *_, means = call
+    if cache.is_fp8 and not means:
+        return "makes means alone in a cache in fp8"
+    return paged.append_why_not(cache)
 
 
 def is_ready(*call: Any) -> bool:
@@ -28,6 +31,7 @@ def append(
     lengths: Tensor,
     cu_seqlens_q: Tensor | None,
     means: bool,
+    slots: Tensor | None,
 ) -> None:
     """Writes new tokens to their pages in one launch; the means too, if compressed tokens are.
 
@@ -35,7 +39,7 @@ def append(
     """
     tokens = key.selected.shape[0]
     rows, pages = page_table.shape
-    kernel = decode_descriptions.append(
+    launches = decode_descriptions.append(
         tokens,
         rows,
         pages,
@@ -46,11 +50,17 @@ def append(
         ragged=cu_seqlens_q is not None,
         separate=cache.separate,
         means=means,
+        fp8_rows=cache.recent_key.shape[0] if cache.is_fp8 else 0,
+        slots=slots is not None,
     )
     new = (key.selected, value.selected, key.sliding, value.sliding)
     new = (*new, key.compressed, value.compressed)
-    OPS.run_in_place(
-        kernel,
+    keys, values = cache.sources("key"), cache.sources("value")
+    raw = "raw" if cache.separate else "selected"
+    rounded = [keys.selected, values.selected, keys.sliding, values.sliding]
+    rounded += [f"{raw}_key", f"{raw}_value", values.compressed]
+    scales = [getattr(cache, f"{name}_scale") for name in rounded]
+    arrays = [
         *(x.contiguous() for x in new),
         *(cache.selected_key, cache.selected_value),
         *cache.sliding,
@@ -58,4 +68,8 @@ def append(
         *(cache.compressed_key, cache.compressed_value),
         *(x.contiguous() for x in (page_table, lengths)),
         lengths if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-    )
+        *(lengths if x is None else x for x in (*scales, cache.recent_key, cache.recent_value)),
+        lengths if slots is None else slots.contiguous(),
+    ]
+    for kernel in launches:
+        OPS.run_in_place(kernel, *arrays)

@@ -64,3 +64,33 @@ def right_bfloat16(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter_builder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter_builder, "create_fp_trunc", create_fp_trunc)
+
+
+def right_fp8(monkeypatch) -> None:
+    """8-bit floats as on a GPU: the interpreter rounds the least ones otherwise, and reads NaN as a
+    number.
+    """
+    import ml_dtypes
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    ext, trunc = interpreter_builder.create_fp_ext, interpreter_builder.create_fp_trunc
+    convert = interpreter_builder.create_fp_to_fp
+
+    def converted(otherwise):
+        def to(x, dtype, *rest):
+            source, target = x.dtype.scalar, dtype.scalar
+            if source == tl.float8e4nv and target in (tl.float32, tl.float16):
+                found = x.data.view(ml_dtypes.float8_e4m3fn)
+                kind = np.float32 if target == tl.float32 else np.float16
+                return TensorHandle(found.astype(kind), target)
+            if (source, target) == (tl.float32, tl.float8e4nv):
+                found = x.data.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+                return TensorHandle(found.view(np.uint8), target)
+            return otherwise(x, dtype, *rest)
+
+        return to
+
+    monkeypatch.setattr(interpreter_builder, "create_fp_ext", converted(ext))
+    monkeypatch.setattr(interpreter_builder, "create_fp_trunc", converted(trunc))
+    monkeypatch.setattr(interpreter_builder, "create_fp_to_fp", converted(convert))

@@ -28,6 +28,7 @@ SHAPES = {
 DECODE = {
     "decode": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024),
     "verify": DecodeCase(8, 8, 32, 2, 192, 128, pages=64),
+    "decode fp8": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024, fp8=True),
 }
 COMPILED = (
     ("paper", 80, "interval:forward"),
@@ -51,6 +52,9 @@ COMPILED = (
     ("verify", 100, "decode:partials"),
     ("decode", 89, "paged_append:append"),
     ("verify", 90, "paged_gather:gather"),
+    ("decode fp8", 90, "decode:partials"),
+    ("decode fp8", 89, "decode:finish"),
+    ("decode fp8", 90, "paged_append:append"),
 )
 # Bytes that a thread may keep in local memory: registers of loops with masks.
 SPILLS = 128

@@ -42,6 +42,7 @@ def small(monkeypatch):
         monkeypatch.setattr(decode_descriptions, "SPLIT", 16)
         monkeypatch.setattr(decode_descriptions, "CANDIDATES", 32)
         interpreted_triton.right_bfloat16(monkeypatch)
+        interpreted_triton.right_fp8(monkeypatch)
 
 
 def tensor(x, dtype=torch.float32):
@@ -57,6 +58,7 @@ class Call:
     dtype: torch.dtype = torch.float32
     width: int = 9
     seed: int = 0
+    fp8: bool = False
 
     def inputs(self) -> paged_attend.Inputs:
         rows, sizes = self.rows, self.rows.sizes
@@ -64,7 +66,8 @@ class Call:
         cache = nsa_torch.PagedCache(
             *(POOL, sizes.Hkv, sizes.D, sizes.Dv),
             config=sizes.config,
-            dtype=self.dtype,
+            dtype=torch.float8_e4m3fn if self.fp8 else self.dtype,
+            compressed_dtype=self.dtype,
             device=DEVICE,
             separate=sizes.separate,
         )
@@ -138,12 +141,12 @@ def test_rows_are_copied_side_by_side(sizes, monkeypatch):
     given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4).inputs()
     monkeypatch.setattr(decode_descriptions, "GATHERED", 512)  # several programs a row
     if INTERPRETED:
-        monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+        monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
     for more in (0, 3):  # tokens that were not written
         call = given.cache, given.page_table, given.lengths + more, 20
         found = gathered_rows.side_by_side(*call)
         with monkeypatch.context() as patch:
-            patch.setattr(paged, "append_why_not", lambda pages: "torch")
+            patch.setattr(paged, "append_why_not", lambda cache: "torch")
             want = gathered_rows.side_by_side(*call)
         for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
@@ -182,10 +185,34 @@ def test_blocks_are_those_of_the_reference():
 
 
 @kernel
+@pytest.mark.parametrize("name", ["borders", "several queries", "one head a group, own keys"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_in_fp8(name, dtype):
+    """The kernels against the steps of `attention` on gathered pages, which an oracle of its own
+    judges (`test_fp8_cache.py`); blocks are those of keys that were not rounded.
+    """
+    call = dataclasses.replace(CASES[name], dtype=dtype, fp8=True)
+    inputs = call.inputs()
+    out, indices = paged_attend.with_indices("triton", inputs)
+    want = paged_attend.gathered(
+        inputs, None, "reference" if dtype is torch.float32 else "sdpa"
+    )
+    atol = FLOAT32_MAX if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out, want, rtol=0, atol=atol)
+    if dtype is torch.float32:
+        whole = dataclasses.replace(call, fp8=False).inputs()
+        assert torch.equal(indices, paged_attend.with_indices("triton", whole)[1])
+        assert not torch.allclose(out, paged_attend.with_indices("triton", whole)[0], atol=1e-4)
+
+
+@kernel
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
-def test_append_writes_what_torch_writes(separate, monkeypatch):
-    """Prompts, chunks, tokens, padding; the pages are compared, unwritten entries too."""
-    monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+def test_append_writes_what_torch_writes(separate, fp8, monkeypatch):
+    """Prompts, chunks, tokens, padding; the pages are compared, unwritten entries too. In fp8 a
+    prompt that takes its own places in the ring, and rows that have another one later.
+    """
+    monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
     sizes, ends = Sizes(2, 1, separate=separate), [61, 24, 0, 17]
     rows, table = Rows(sizes, ends), tensor(tables(ends, SMALL, POOL, 6))
     # No page: its tokens are lost. One beyond the pool is an error where the host reads it.
@@ -195,14 +222,19 @@ def test_append_writes_what_torch_writes(separate, monkeypatch):
         cache = nsa_torch.PagedCache(
             *(POOL, 1, sizes.D, sizes.Dv),
             config=SMALL,
-            dtype=torch.float32,
+            dtype=torch.float8_e4m3fn if fp8 else torch.float32,
+            compressed_dtype=torch.float32,
             device=DEVICE,
             separate=separate,
         )
         for x in cache.tensors().values():
             x.fill_(torch.nan)
         at = [0] * 4
-        for counts in ([44, 3, 0, 16], [1, 20, 0, 1], [16, 1, 0, 0]):
+        for counts, slots in (
+            ([44, 3, 0, 16], None),
+            ([1, 20, 0, 1], [0, 1, 9, 3]),
+            ([16, 1, 0, 0], [0, 9, 2, 1]),
+        ):
             end = [a + c for a, c in zip(at, counts, strict=True)]
             lengths = [n if c else 0 for n, c in zip(end, counts, strict=True)]
             key, value = (rows.cut(x, at, end, tensor) for x in ("key", "value"))
@@ -213,17 +245,18 @@ def test_append_writes_what_torch_writes(separate, monkeypatch):
                 table,
                 tensor(np.array(lengths, np.int32)),
                 cu_seqlens_q=tensor(bounds(counts)),
+                slots=None if slots is None else tensor(np.array(slots, np.int32)),
                 implementation=name,
             )
             at = end
-        caches[name] = cache.tensors()
+        caches[name] = {k: x.float() for k, x in cache.tensors().items()}
     for name, x in caches["triton"].items():
         torch.testing.assert_close(x, caches["torch"][name], rtol=0, atol=1e-6, equal_nan=True)
 
 
 @kernel
 def test_append_of_as_many_tokens_a_row(monkeypatch):
-    monkeypatch.setattr(paged, "append_why_not", lambda pages: None)
+    monkeypatch.setattr(paged, "append_why_not", lambda cache: None)
     rows, found = Rows(Sizes(2, 1), [30, 45]), []
     table = tensor(tables([30, 45], SMALL, POOL, 6))
     for name in ("triton", "torch"):
@@ -337,6 +370,8 @@ def problem(**changes) -> Problem:
         ({"T": 0, "packed": True}, "got rows of different numbers"),
         ({"H": 1024}, "up to 128 query heads"),
         ({"D": 512}, "widths up to 256"),
+        ({"is_fp8": True}, r"(8, 9) or more for pages in fp8, got (8, 0)"),
+        ({"is_fp8": True, "capability": (8, 9)}, None),
     ],
 )
 def test_what_kernels_take(changes, reason):
@@ -363,6 +398,10 @@ def test_choice_on_posed_devices(monkeypatch):
     for there, want in ((False, "triton"), (True, "mosaic")):
         monkeypatch.setattr(loaded, "on_disk", lambda kernel, there=there: there)
         assert registry.choose(problem(capability=(9, 0))).implementation == want
+    eight = problem(capability=(9, 0), is_fp8=True)
+    assert registry.choose(eight).implementation == "triton"
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, got float8_e4m3fn"):
+        registry.choose(eight, "mosaic")
     large_groups = problem(capability=(9, 0), H=128)
     assert registry.choose(large_groups).implementation == "triton"
     strided = problem(strided="cache contiguous")
@@ -390,9 +429,10 @@ def test_no_length_compiles_anything():
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.skipif(not JAX_TRITON, reason="jax-triton is not installed")
-def test_jax_lowers_a_decode_step():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=["16 bits", "fp8"])
+def test_jax_lowers_a_decode_step(dtype):
     sizes, lengths = Sizes(16, 1, 32, 32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    cache = nsa_jax.PagedCache(8, 1, 32, 32, config=sizes.config)
+    cache = nsa_jax.PagedCache(8, 1, 32, 32, config=sizes.config, dtype=dtype)
     query = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
     gates = jax.ShapeDtypeStruct((2, 16, 3), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((2, 4), jnp.int32)
@@ -402,7 +442,7 @@ def test_jax_lowers_a_decode_step():
 
         return steps.attention(triton.OPS, *arrays, None)
 
-    with compiled_for((8, 0)):
+    with compiled_for((9, 0)):
         traced = jax.jit(step).trace(query, gates, cache, table, lengths)
         lowered = traced.lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("@triton_kernel_call") == 2

@@ -5,6 +5,7 @@ tests.triton_compile`, a process of its own, compiles what it reads and prints a
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -32,7 +33,9 @@ from nsa_torch.triton_ops import TritonOps
 from tests.inputs import PAPER
 
 ROOT = Path(__file__).parents[1]
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"} | {
+    "float8_e4m3fn": "fp8e4nv"
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,7 @@ class DecodeCase:
     pages: int
     dtype: str = "bfloat16"
     config: NSAConfig = PAPER
+    fp8: bool = False
 
 
 def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launch]:
@@ -147,21 +151,34 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sizes = 64, case.Hkv, case.D, case.Dv, case.config
-    shapes = paged_layout.shapes(*sizes, separate=False)
+    shapes = paged_layout.shapes(*sizes, separate=False, fp8_rows=8 * case.fp8)
+    pages_of = torch.float8_e4m3fn if case.fp8 else dtype
+    dtype_of = functools.partial(paged_layout.dtype_of, dtype=pages_of, compressed=dtype)
     cache = PagedArrays(
-        case.config, **{name: None if x is None else array(*x) for name, x in shapes.items()}
+        case.config,
+        **{
+            name: array(*x, dtype=dtype_of(name, scale=torch.float32))
+            for name, x in shapes.items()
+            if x is not None
+        },
     )
     tokens, at = case.B * case.T, (case.B, case.pages)
     table, lengths = (array(*x, dtype=torch.int32) for x in (at, at[:1]))
     gates = array(tokens, case.H, 3)
     query = array(tokens, case.H, case.D)
     triton_decode.attention(ops, query, gates, cache, table, lengths, None)
-    flags = {"ragged": True, "separate": False, "means": True}
+    flags = {"ragged": True, "separate": False, "means": True, "fp8_rows": 8 * case.fp8}
     widths = case.D, case.Dv
-    kernel = decode_descriptions.append(tokens, *at, 64, case.Hkv, widths, case.config, **flags)
+    kernels = decode_descriptions.append(
+        *(tokens, *at, 64, case.Hkv, widths, case.config), **flags, slots=case.fp8
+    )
     pairs = [array(tokens, case.Hkv, x) for x in widths] * 3
-    pages = [cache.selected_key, cache.selected_value] * 4
-    ops.run(kernel, *pairs, *pages, table, lengths, lengths)
+    pages = [cache.selected_key, cache.selected_value] * 3
+    pages += [cache.compressed_key, cache.compressed_value]
+    scales = [array(1, dtype=torch.float32)] * 7
+    rings = [array(1)] * 2
+    for kernel in kernels:
+        ops.run(kernel, *pairs, *pages, table, lengths, lengths, *scales, *rings, lengths)
     entries = paged_layout.compressed_entries(case.config)
     sizes = *at, 64, case.Hkv, case.D, case.dtype
     kernel = decode_descriptions.gather(*sizes, entries, reach=1 << 20)

@@ -11,6 +11,7 @@ from kernels_pallas.triton.decode_descriptions import QUERIES
 from kernels_pallas.triton.tiling import HEADS, choose, power, scores_tiling
 
 AMPERE = (8, 0)
+ADA = (8, 9)  # the first that converts 8-bit floats
 WIDTH = 256
 BLOCK = 128  # keys of a selection block
 SELECTED = 64  # blocks of a token
@@ -43,7 +44,14 @@ def decode_why_not(problem: Any) -> str | None:
     if problem.packed or not 1 <= problem.T <= QUERIES:
         rows = "rows of different numbers" if problem.packed else f"{problem.T} a row"
         return f"takes the same 1 to {QUERIES} queries for each row, got {rows}"
-    return why_not(problem)
+    return why_not(problem) or (fp8_why_not(problem.capability) if problem.is_fp8 else None)
+
+
+def fp8_why_not(found: tuple[int, int]) -> str | None:
+    """Why kernels on a GPU of this capability cannot read or write pages in fp8, or None."""
+    if found < ADA:
+        return f"needs compute capability {ADA} or more for pages in fp8, got {found}"
+    return None
 
 
 def copies_why_not(found: tuple[int, int], dtype: object) -> str | None:

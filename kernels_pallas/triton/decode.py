@@ -40,10 +40,41 @@ def entry_place(table, entry, mask, P, PER_PAGE: tl.constexpr):
 
 
 @triton.jit
+def _scales(scale, place, head, mask, HEADS: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Of tokens of one head, `[P, HEADS, PER_PAGE]`."""
+    at = (place // PER_PAGE * HEADS + head) * PER_PAGE + place % PER_PAGE
+    return tl.load(scale + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_values(
+    value,
+    scale,
+    like,
+    place,
+    head,
+    mask,
+    HEADS: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """`[keys, COLUMNS]` in the dtype of `like`."""
+    values = load_rows(value, place * HEADS + head, mask, WIDTH, COLUMNS)
+    if FP8:
+        scales = _scales(scale, place, head, mask, HEADS, PER_PAGE)
+        values = (values.to(tl.float32) * scales[:, None]).to(like.dtype)
+    return values
+
+
+@triton.jit
 def _split_walk(
     rows,
     key,
     value,
+    key_scale,
+    value_scale,
     table,
     head,
     P,
@@ -65,6 +96,8 @@ def _split_walk(
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8_KEYS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attention of the rows to `begin .. end - 1`, of which each sees `low .. high - 1`."""
     most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -73,10 +106,26 @@ def _split_walk(
     for block in range(begin, end, KEYS):
         at = block + tl.arange(0, KEYS)
         inner = at < end
-        place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE) * HEADS + head
-        keys = load_columns(key, place, inner, WIDTH, COLUMNS)
-        values = load_rows(value, place, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        place = entry_place(table, at + FIRST_SLOT, inner, P, PER_PAGE)
+        keys = load_columns(key, place * HEADS + head, inner, WIDTH, COLUMNS)
+        if FP8_KEYS:
+            keys = keys.to(rows.dtype)
+        values = load_values(
+            value,
+            value_scale,
+            rows,
+            place,
+            head,
+            inner,
+            HEADS,
+            PER_PAGE,
+            VALUE_WIDTH,
+            VALUE_COLUMNS,
+            FP8,
+        )
         logits = tl.dot(rows, keys, input_precision=PRECISION) * scale
+        if FP8_KEYS:
+            logits *= _scales(key_scale, place, head, inner, HEADS, PER_PAGE)[None, :]
         seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
         logits = tl.where(seen & inner[None, :], logits, NEGATIVE_INFINITY)
         if KEPT:
@@ -93,6 +142,9 @@ def partials(
     compressed_value,
     sliding_key,
     sliding_value,
+    compressed_value_scale,
+    sliding_key_scale,
+    sliding_value_scale,
     page_table,
     lengths,
     M,
@@ -122,6 +174,7 @@ def partials(
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Programs: B * HEADS * ROW_TILES * (splits + windows).
 
@@ -129,6 +182,7 @@ def partials(
       query: `[B * QUERIES, HEADS * GROUP, WIDTH]`.
       compressed_key, compressed_value: `[P, PAGE / COMPRESS_STRIDE, HEADS, .]`.
       sliding_key, sliding_value: `[P, PAGE, HEADS, .]`.
+      compressed_value_scale, ..: float32 `[P, HEADS, .]` of pages in fp8, read if `FP8`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`.
       splits, windows: of the compressed keys and of the window, for the longest row there can be.
       candidates: compressed keys of that row.
@@ -171,6 +225,8 @@ def partials(
             rows,
             compressed_key,
             compressed_value,
+            compressed_value_scale,
+            compressed_value_scale,
             table,
             head,
             P,
@@ -192,6 +248,8 @@ def partials(
             COLUMNS,
             VALUE_COLUMNS,
             PRECISION,
+            False,
+            FP8,
         )
     else:
         begin = tl.maximum(length - QUERIES - WINDOW + 1, 0) + (split - splits) * SPLIT
@@ -202,6 +260,8 @@ def partials(
             rows,
             sliding_key,
             sliding_value,
+            sliding_key_scale,
+            sliding_value_scale,
             table,
             head,
             P,
@@ -223,6 +283,8 @@ def partials(
             COLUMNS,
             VALUE_COLUMNS,
             PRECISION,
+            FP8,
+            FP8,
         )
     if begin < end:
         at = (pair * ALL + number) * count + split
@@ -341,6 +403,8 @@ def finish(
     query,
     selected_key,
     selected_value,
+    selected_key_scale,
+    selected_value_scale,
     page_table,
     lengths,
     gates,
@@ -384,6 +448,7 @@ def finish(
     COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Programs: B * HEADS * QUERIES * PARTS.
 
@@ -462,10 +527,26 @@ def finish(
         inside = step % STEPS * KEYS + tl.arange(0, KEYS)
         key_at = tl.maximum(block, 0) * PAGE + inside
         inner = (inside < PAGE) & (key_at <= tl.where(block >= 0, position, -1))
-        place = entry_place(table, key_at, inner, P, PAGE) * HEADS + head
-        keys = load_columns(selected_key, place, inner, WIDTH, COLUMNS)
-        values = load_rows(selected_value, place, inner, VALUE_WIDTH, VALUE_COLUMNS)
+        place = entry_place(table, key_at, inner, P, PAGE)
+        keys = load_columns(selected_key, place * HEADS + head, inner, WIDTH, COLUMNS)
+        if FP8:
+            keys = keys.to(rows.dtype)
+        values = load_values(
+            selected_value,
+            selected_value_scale,
+            rows,
+            place,
+            head,
+            inner,
+            HEADS,
+            PAGE,
+            VALUE_WIDTH,
+            VALUE_COLUMNS,
+            FP8,
+        )
         logit = tl.dot(rows, keys, input_precision=PRECISION) * scale
+        if FP8:
+            logit *= _scales(selected_key_scale, place, head, inner, HEADS, PAGE)[None, :]
         logit = tl.where(inner[None, :] & here[:, None], logit, NEGATIVE_INFINITY)
         most, total, acc = softmax_step(logit, values, most, total, acc, PRECISION)
 

@@ -26,10 +26,12 @@ class Decode:
     Attributes:
       problem: `B` rows of `T` queries; `S`: the tokens that a row's table has room for.
       config: an `NSAConfig`.
+      is_fp8: whether all pages but those of compressed keys are in 8 bits, with scales.
     """
 
     problem: Problem
     config: Any
+    is_fp8: bool = False
 
     @property
     def pages(self) -> int:
@@ -81,19 +83,21 @@ class Decode:
             "PAGE": config.select_block,
             "WINDOW": config.window,
             "SPLIT": SPLIT,
+            "FP8": self.is_fp8,
         }
 
     def _warps(self, tiling: Tiling) -> int:
-        """Products in float32 keep their operands in registers."""
-        return 8 if self.problem.itemsize == 4 else tiling.warps
+        """Products in float32 keep their operands in registers, as those that were 8 bits do."""
+        return 8 if self.problem.itemsize == 4 or self.is_fp8 else tiling.warps
 
     def _scalars(self, pool: int) -> tuple[int | float, ...]:
         sizes = self.pages, pool, self.splits, self.windows, self.candidates
         return *sizes, self.problem.log2_scale
 
     def partials(self, pool: int) -> TritonKernel:
-        """Arrays: query, compressed key and value, sliding key and value, page_table, lengths;
-        results: logits, maxima, sums, outputs, counters. `pool`: pages that there are.
+        """Arrays: query, compressed key and value, sliding key and value, the scales of the last
+        three (where there are none: any), page_table, lengths; results: logits, maxima, sums,
+        outputs, counters. `pool`: pages that there are.
         """
         p, count = self.problem, self.splits + self.windows
         tiling = p.tiling("forward", min(power(self.rows), ROWS), 64)
@@ -116,8 +120,8 @@ class Decode:
         )
 
     def finish(self, pool: int) -> TritonKernel:
-        """Arrays: query, selected key and value, page_table, lengths, gates, then the results
-        of `partials`; results: out, indices, and what its programs hand to each other.
+        """Arrays: query, selected key and value, their scales, page_table, lengths, gates, then
+        the results of `partials`; results: out, indices, and what its programs hand to each other.
         """
         p, config = self.problem, self.config
         ratio = config.select_block // config.compress_stride
@@ -207,33 +211,48 @@ def append(
     ragged: bool,
     separate: bool,
     means: bool,
-) -> TritonKernel:
-    """Arrays: new keys and values by branch, the pages, page_table, lengths, starts; no result.
+    fp8_rows: int = 0,
+    slots: bool = False,
+) -> list[TritonKernel]:
+    """One launch, or two. Arrays: new keys and values by branch, the pages, page_table, lengths,
+    starts, the scales, the rings, slots (where there are none: any); no result.
+
+    Where a row of a cache in fp8 may have so many tokens that they take the places in its ring of
+    those that its means need, the ring is written by a launch of its own.
 
     Args:
       tokens: new ones of all rows; pages: of a row's table; pool: pages that there are.
       ragged: whether rows have different numbers of tokens; means: whether compressed tokens are
         means, which are made here.
+      fp8_rows: rings of a cache in fp8; slots: whether the rows say which one they have.
     """
     width, value_width = widths
-    return TritonKernel(
-        f"{HERE}.paged_append:append",
-        tokens * kv_heads,
-        (tokens, rows, pages, pool),
-        (),
-        {
-            "HEADS": kv_heads,
-            "WIDTH": width,
-            "VALUE_WIDTH": value_width,
-            "COLUMNS": power(width),
-            "VALUE_COLUMNS": power(value_width),
-            "PAGE": config.select_block,
-            "COMPRESS_BLOCK": config.compress_block,
-            "COMPRESS_STRIDE": config.compress_stride,
-            "BLOCK_ROWS": 1 << (config.compress_block - 1).bit_length(),
-            "RAGGED": ragged,
-            "SEPARATE": separate,
-            "MEANS": means,
-        },
-        1,
-    )
+    constants = {
+        "HEADS": kv_heads,
+        "WIDTH": width,
+        "VALUE_WIDTH": value_width,
+        "COLUMNS": power(width),
+        "VALUE_COLUMNS": power(value_width),
+        "PAGE": config.select_block,
+        "COMPRESS_BLOCK": config.compress_block,
+        "COMPRESS_STRIDE": config.compress_stride,
+        "BLOCK_ROWS": 1 << (config.compress_block - 1).bit_length(),
+        "RAGGED": ragged,
+        "SEPARATE": separate,
+        "MEANS": means,
+        "FP8": fp8_rows > 0,
+        "SLOTS": slots,
+    }
+    longest = tokens if ragged else tokens // rows
+    apart = fp8_rows > 0 and longest > config.compress_block + 1
+    return [
+        TritonKernel(
+            f"{HERE}.paged_append:append",
+            tokens * kv_heads,
+            (tokens, rows, pages, pool, fp8_rows),
+            (),
+            constants | {"WRITES": writes, "KEEPS": keeps},
+            4 if fp8_rows else 1,
+        )
+        for writes, keeps in (((True, False), (False, True)) if apart else ((True, True),))
+    ]

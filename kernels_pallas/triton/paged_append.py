@@ -4,6 +4,9 @@ A program has one token and one key/value head. It writes the token to its page.
 is the last of a compressed one, position i d + l - 1, it also writes the mean of the last `l`
 tokens: those of this call from the call, which other programs may not have written yet, the
 others from their pages. What bounds it is the launch.
+
+A cache in fp8 gets codes and scales (`nsa_core.rounding`), and its mean is of the older tokens in
+the row's ring, where these round to what the page has.
 """
 
 import triton
@@ -11,6 +14,9 @@ import triton.language as tl
 
 from kernels_pallas.triton.decode import entry_place
 from kernels_pallas.triton.rows import load_rows, store_rows
+
+LARGEST = tl.constexpr(448.0)  # as in `nsa_core.rounding`
+LEAST = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -27,22 +33,98 @@ def _row_of(starts, token, B):
 
 
 @triton.jit
+def _rounded(rows):
+    """Codes and scales of rows in float32."""
+    largest = tl.maximum(tl.max(tl.abs(rows), axis=1), LEAST)
+    inverse = tl.math.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
+    return (rows * inverse[:, None]).to(tl.float8e4nv), largest * (1.0 / LARGEST)
+
+
+@triton.jit
+def _restored(codes, scales, like):
+    """What is read of them, in the dtype of `like`, as float32."""
+    return (codes.to(tl.float32) * scales[:, None]).to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _scale_place(at, head, HEADS: tl.constexpr, PER_PAGE: tl.constexpr):
+    """Where the scale of the entry `at` lies."""
+    return (at // PER_PAGE * HEADS + head) * PER_PAGE + at % PER_PAGE
+
+
+@triton.jit
+def _store(
+    rows,
+    pages,
+    scale,
+    at,
+    head,
+    HEADS: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """`pages[at] = rows`, `[1, COLUMNS]`, of one head."""
+    one = tl.arange(0, 1)
+    if FP8:
+        rows, scales = _rounded(rows.to(tl.float32))
+        tl.store(scale + _scale_place(at, head, HEADS, PER_PAGE) + one, scales)
+    store_rows(pages, at * HEADS + head + one, rows, one == 0, WIDTH, COLUMNS)
+
+
+@triton.jit
 def _store_token(
-    new, pages, token, at, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+    new,
+    pages,
+    scale,
+    token,
+    at,
+    head,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """`pages[at] = new[token]` of one head."""
     one = tl.arange(0, 1)
     row = load_rows(new, token * HEADS + head + one, one == 0, WIDTH, COLUMNS)
-    store_rows(pages, at * HEADS + head + one, row, one == 0, WIDTH, COLUMNS)
+    _store(row, pages, scale, at, head, HEADS, PAGE, WIDTH, COLUMNS, FP8)
+
+
+@triton.jit
+def _keep_token(
+    new,
+    recent,
+    token,
+    slot,
+    position,
+    head,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """The token to its row's ring."""
+    one = tl.arange(0, 1)
+    row = load_rows(new, token * HEADS + head + one, one == 0, WIDTH, COLUMNS)
+    at = slot.to(tl.int64) * RING + position % RING
+    store_rows(recent, at * HEADS + head + one, row, one == 0, WIDTH, COLUMNS)
 
 
 @triton.jit
 def _store_mean(
     new,
     raw,
+    raw_scale,
+    recent,
     compressed,
+    compressed_scale,
     token,
     begin,
+    slot,
+    R,
     table,
     position,
     at,
@@ -55,6 +137,9 @@ def _store_mean(
     COMPRESS_BLOCK: tl.constexpr,
     COMPRESS_STRIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    RING: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_MEAN: tl.constexpr,
 ):
     """The mean of the tokens up to `token`, in the page of it: the entry `at` of `raw`."""
     back = tl.arange(0, BLOCK_ROWS)
@@ -63,15 +148,28 @@ def _store_mean(
     rows = load_rows(new, mine * HEADS + head, inside & (mine >= begin), WIDTH, COLUMNS)
     older = inside & (mine < begin)
     entry = tl.maximum(position - COMPRESS_BLOCK + 1 + back, 0)
-    place = entry_place(table, entry, older, P, PAGE) * HEADS + head
-    rows = rows.to(tl.float32) + load_rows(raw, place, older, WIDTH, COLUMNS).to(tl.float32)
+    place = entry_place(table, entry, older, P, PAGE)
+    stored = load_rows(raw, place * HEADS + head, older, WIDTH, COLUMNS)
+    if FP8:
+        scales = _scale_place(place, head, HEADS, PAGE)
+        stored = _restored(stored, tl.load(raw_scale + scales, mask=older, other=0.0), recent)
+        kept_at = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * RING + entry % RING
+        kept = load_rows(recent, kept_at * HEADS + head, older, WIDTH, COLUMNS).to(tl.float32)
+        codes, scales = _rounded(kept)
+        same = tl.min((_restored(codes, scales, recent) == stored).to(tl.int32), axis=1)
+        stored = tl.where((same > 0)[:, None], kept, stored)
+    rows = rows.to(tl.float32) + stored.to(tl.float32)
     mean = tl.sum(rows, axis=0)[None, :] / COMPRESS_BLOCK
-    slot = at // PAGE * (PAGE // COMPRESS_STRIDE) + position % PAGE // COMPRESS_STRIDE
-    one = tl.arange(0, 1)
-    store_rows(compressed, slot * HEADS + head + one, mean, one == 0, WIDTH, COLUMNS)
+    PER_PAGE: tl.constexpr = PAGE // COMPRESS_STRIDE
+    to = at // PAGE * PER_PAGE + position % PAGE // COMPRESS_STRIDE
+    if FP8:
+        mean = mean.to(recent.dtype.element_ty)
+    _store(
+        mean, compressed, compressed_scale, to, head, HEADS, PER_PAGE, WIDTH, COLUMNS, FP8_MEAN
+    )
 
 
-@triton.jit(do_not_specialize=["N", "B", "M", "P"])
+@triton.jit(do_not_specialize=["N", "B", "M", "P", "R"])
 def append(
     selected_key,
     selected_value,
@@ -90,10 +188,21 @@ def append(
     page_table,
     lengths,
     starts,
+    selected_key_scale,
+    selected_value_scale,
+    sliding_key_scale,
+    sliding_value_scale,
+    raw_key_scale,
+    raw_value_scale,
+    compressed_value_scale,
+    recent_key,
+    recent_value,
+    slots,
     N,
     B,
     M,
     P,
+    R,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -106,6 +215,10 @@ def append(
     RAGGED: tl.constexpr,
     SEPARATE: tl.constexpr,
     MEANS: tl.constexpr,
+    FP8: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WRITES: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Programs: N * HEADS.
 
@@ -114,6 +227,9 @@ def append(
         unless `SEPARATE`.
       selected_key_pages ..: `[P, PAGE, HEADS, .]`, compressed `[P, PAGE / COMPRESS_STRIDE, ..]`.
       page_table: int32 `[B, M]`; lengths: int32 `[B]`; starts: int32 `[B + 1]`, read if `RAGGED`.
+      selected_key_scale ..: float32 `[P, HEADS, .]`; recent_key, recent_value: `[R, 2 l, HEADS,
+        .]`; slots: int32 `[B]`, read if `SLOTS`; all of pages in `FP8`.
+      WRITES, KEEPS: whether pages are written, and rings.
     """
     program = tl.program_id(0)
     token = (program // HEADS).to(tl.int64)
@@ -132,34 +248,90 @@ def append(
     table = page_table + row * M
     page = tl.load(table + tl.maximum(position, 0) // PAGE)
     page = tl.where((position >= 0) & (page < P), page, -1)
-    if page >= 0:
+    RING: tl.constexpr = 2 * COMPRESS_BLOCK
+    slot = row.to(tl.int32)
+    if SLOTS:
+        slot = tl.load(slots + row)
+    if WRITES & (page >= 0):
         at = page.to(tl.int64) * PAGE + position % PAGE
-        _store_token(selected_key, selected_key_pages, token, at, head, HEADS, WIDTH, COLUMNS)
         _store_token(
-            selected_value,
-            selected_value_pages,
+            selected_key,
+            selected_key_pages,
+            selected_key_scale,
             token,
             at,
             head,
             HEADS,
+            PAGE,
+            WIDTH,
+            COLUMNS,
+            FP8,
+        )
+        _store_token(
+            selected_value,
+            selected_value_pages,
+            selected_value_scale,
+            token,
+            at,
+            head,
+            HEADS,
+            PAGE,
             VALUE_WIDTH,
             VALUE_COLUMNS,
+            FP8,
         )
         if SEPARATE:
-            _store_token(sliding_key, sliding_key_pages, token, at, head, HEADS, WIDTH, COLUMNS)
             _store_token(
-                sliding_value,
-                sliding_value_pages,
+                sliding_key,
+                sliding_key_pages,
+                sliding_key_scale,
                 token,
                 at,
                 head,
                 HEADS,
+                PAGE,
+                WIDTH,
+                COLUMNS,
+                FP8,
+            )
+            _store_token(
+                sliding_value,
+                sliding_value_pages,
+                sliding_value_scale,
+                token,
+                at,
+                head,
+                HEADS,
+                PAGE,
                 VALUE_WIDTH,
                 VALUE_COLUMNS,
+                FP8,
             )
-            _store_token(raw_key, raw_key_pages, token, at, head, HEADS, WIDTH, COLUMNS)
             _store_token(
-                raw_value, raw_value_pages, token, at, head, HEADS, VALUE_WIDTH, VALUE_COLUMNS
+                raw_key,
+                raw_key_pages,
+                raw_key_scale,
+                token,
+                at,
+                head,
+                HEADS,
+                PAGE,
+                WIDTH,
+                COLUMNS,
+                FP8,
+            )
+            _store_token(
+                raw_value,
+                raw_value_pages,
+                raw_value_scale,
+                token,
+                at,
+                head,
+                HEADS,
+                PAGE,
+                VALUE_WIDTH,
+                VALUE_COLUMNS,
+                FP8,
             )
         if MEANS:
             into = position - COMPRESS_BLOCK + 1
@@ -167,9 +339,14 @@ def append(
                 _store_mean(
                     raw_key,
                     raw_key_pages,
+                    raw_key_scale,
+                    recent_key,
                     compressed_key_pages,
+                    compressed_value_scale,
                     token,
                     begin,
+                    slot,
+                    R,
                     table,
                     position,
                     at,
@@ -182,13 +359,21 @@ def append(
                     COMPRESS_BLOCK,
                     COMPRESS_STRIDE,
                     BLOCK_ROWS,
+                    RING,
+                    FP8,
+                    False,
                 )
                 _store_mean(
                     raw_value,
                     raw_value_pages,
+                    raw_value_scale,
+                    recent_value,
                     compressed_value_pages,
+                    compressed_value_scale,
                     token,
                     begin,
+                    slot,
+                    R,
                     table,
                     position,
                     at,
@@ -201,4 +386,33 @@ def append(
                     COMPRESS_BLOCK,
                     COMPRESS_STRIDE,
                     BLOCK_ROWS,
+                    RING,
+                    FP8,
+                    FP8,
                 )
+    if FP8 & KEEPS:
+        if (page >= 0) & (position >= length - RING) & (slot >= 0) & (slot < R):
+            _keep_token(
+                raw_key,
+                recent_key,
+                token,
+                slot,
+                position,
+                head,
+                HEADS,
+                WIDTH,
+                COLUMNS,
+                RING,
+            )
+            _keep_token(
+                raw_value,
+                recent_value,
+                token,
+                slot,
+                position,
+                head,
+                HEADS,
+                VALUE_WIDTH,
+                VALUE_COLUMNS,
+                RING,
+            )

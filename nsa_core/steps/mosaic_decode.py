@@ -81,6 +81,8 @@ def why_not(problem: Any) -> str | None:
     """Why the kernel cannot run a paged call, or None: `T` queries a row of `S` tokens."""
     if problem.packed:
         return "takes the same 1 to 8 queries for each row, got rows of different numbers"
+    if problem.is_fp8:
+        return "takes pages of bfloat16 or float16, got float8_e4m3fn"
     if not interpret.get() and problem.platform not in ("gpu", "cuda"):
         return f"needs a Hopper GPU, got {problem.platform}"
     if not interpret.get() and problem.capability != HOPPER:

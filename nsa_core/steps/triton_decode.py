@@ -34,10 +34,20 @@ def attention(
         scale=float(width**-0.5 if scale is None else scale),
         capability=ops.capability(query),
     )
-    decode, pool = Decode(problem, config), cache.num_pages
+    decode, pool = Decode(problem, config, cache.is_fp8), cache.num_pages
     at = page_table, lengths
+    keys, values = cache.sources("key"), cache.sources("value")
+
+    def scales(*names):
+        found = [getattr(cache, f"{name}_scale", None) for name in names]
+        return [lengths if x is None else x for x in found]  # which nobody reads
+
     compressed = cache.compressed_key, cache.compressed_value
-    found = ops.run(decode.partials(pool), query, *compressed, *cache.sliding, *at)
+    split = scales(values.compressed, keys.sliding, values.sliding)
+    partials = decode.partials(pool)
+    found = ops.run(partials, query, *compressed, *cache.sliding, *split, *at)
     selected = cache.selected_key, cache.selected_value
-    out, indices, *_ = ops.run(decode.finish(pool), query, *selected, *at, gates, *found)
+    chosen = scales(keys.selected, values.selected)
+    finish = decode.finish(pool)
+    out, indices, *_ = ops.run(finish, query, *selected, *chosen, *at, gates, *found)
     return out, indices

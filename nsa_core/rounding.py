@@ -1,0 +1,35 @@
+"""Tokens in fp8, for either framework: float8_e4m3fn and a float32 scale a token and head.
+
+    scale = max |x| / 448        code = e4m3(x 448 / max |x|)        x ~ code * scale
+
+e4m3 has 3 bits after the point, 448 is its largest number and 2^-9 its least. So the largest
+element of a row is exact, and of the others
+
+    |code * scale - x| <= max(2^-4 |x|, 2^-10 scale)
+
+A row of zeros has a scale too, so that nothing is divided by 0. A row with an element that is not
+finite is not finite as a whole.
+"""
+
+from typing import Any
+
+from nsa_core.array_ops import ArrayOps
+
+DTYPE = "float8_e4m3fn"
+LARGEST = 448.0
+LEAST = 1e-30  # the maximum of a row counts as this at least: 448 / LEAST is finite
+
+
+def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
+    """Codes, shaped as `x`, and scales of its last axis."""
+    x = ops.to_float32(x)
+    largest = ops.xp.clip(ops.xp.amax(ops.xp.abs(x), -1), min=LEAST)
+    # One division: torch makes a product with the reciprocal of a number over a tensor.
+    factor = ops.xp.full_like(largest, LARGEST) / largest
+    codes = ops.cast(x * factor[..., None], getattr(ops.xp, DTYPE))
+    return codes, largest * (1 / LARGEST)
+
+
+def restored(ops: ArrayOps, codes: Any, scale: Any, dtype: Any) -> Any:
+    """What is read of them, in a dtype of `ops.xp`."""
+    return ops.cast(ops.to_float32(codes) * scale[..., None], dtype)
