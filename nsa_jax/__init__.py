@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         selected_attention,
         sliding_attention,
     )
+    from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
+    from nsa_jax.indexer import index_blocks
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
     from nsa_jax.varlen import varlen_metadata
@@ -38,12 +40,15 @@ __all__ = [
     "RopeMLPParams",
     "append",
     "attention",
+    "block_attention",
     "cached_attention",
     "compress",
     "compressed_attention",
     "explain",
+    "index_blocks",
     "init_cache",
     "paged_attention",
+    "paged_block_attention",
     "prepare",
     "select_blocks",
     "selected_attention",
@@ -62,9 +67,12 @@ _HOMES = {
     "PoolParams": "compress_params",
     "RopeMLPParams": "compress_params",
     "append": "paged",
+    "block_attention": "blocks",
     "cached_attention": "cache",
+    "index_blocks": "indexer",
     "init_cache": "cache",
     "paged_attention": "paged_attend",
+    "paged_block_attention": "blocks",
     "prepare": "warm_up",
     "varlen_metadata": "varlen",
 }

@@ -50,7 +50,7 @@ def choose(
     width = min(n, num_blocks)
     floor = lax.top_k(ranked, width)[0][..., -1:]
     above = ranked > floor
-    tied = candidate & (ranked == floor)
+    tied = (ranked == floor) & (ranked > -jnp.inf)
     room = width - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     chosen = above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
     # The keys below are distinct, so this second top-k has no ties to order.

@@ -12,6 +12,7 @@ extras.require("torch", "torch")
 from nsa_core.config import NSAConfig
 from nsa_core.paged_runs import plan_runs
 from nsa_core.types import Branches
+from nsa_torch.blocks import block_attention, paged_block_attention
 from nsa_torch.cache import NSACache, cached_attention, init_cache
 from nsa_torch.compress import MLPParams, PoolParams, RopeMLPParams
 from nsa_torch.functional import (
@@ -23,6 +24,7 @@ from nsa_torch.functional import (
     selected_attention,
     sliding_attention,
 )
+from nsa_torch.indexer import index_blocks
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append
 from nsa_torch.paged_attend import paged_attention
@@ -41,12 +43,15 @@ __all__ = [
     "VarlenMetadata",
     "append",
     "attention",
+    "block_attention",
     "cached_attention",
     "compress",
     "compressed_attention",
     "explain",
+    "index_blocks",
     "init_cache",
     "paged_attention",
+    "paged_block_attention",
     "plan_runs",
     "prepare",
     "select_blocks",

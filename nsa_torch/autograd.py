@@ -49,8 +49,8 @@ class _Whole(NamedTuple):
         return nsa_jax.attention(query, key, value, gates, **options)
 
 
-def _pull_back(function: Callable[..., Any], grad, *arrays):
-    """Gradients of what is floating in `arrays`, from that of the first output."""
+def _pull_back(function: Callable[..., Any], grads, *arrays):
+    """Gradients of what is floating in `arrays`, from those of the first outputs."""
     moving = [
         x is not None and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in arrays
     ]
@@ -59,10 +59,10 @@ def _pull_back(function: Callable[..., Any], grad, *arrays):
         supply = iter(floats)
         pairs = zip(moving, arrays, strict=True)
         out = function(*(next(supply) if moves else x for moves, x in pairs))
-        return out if isinstance(out, jax.Array) else out[0]
+        return [out] if isinstance(out, jax.Array) else [*out][: len(grads)]
 
     floats = [x for moves, x in zip(moving, arrays, strict=True) if moves]
-    return jax.vjp(of_floats, *floats)[1](grad)
+    return jax.vjp(of_floats, *floats)[1]([*grads])
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,11 +70,16 @@ def _jitted(function: _Branch | _Whole, backward: bool):
     return jax.jit(functools.partial(_pull_back, function) if backward else function.__call__)
 
 
-def _run(function: _Branch | _Whole, tensors: Sequence[Tensor | None], grad: Tensor | None):
-    """What `function` returns; where `grad` is given, the gradients of what is floating."""
-    given = tensors if grad is None else [grad, *tensors]
-    dense = (None if x is None else _dense(x) for x in given)
-    return dlpack.call_jax(_jitted(function, grad is not None), *dense)
+def _run(
+    function: _Branch | _Whole, tensors: Sequence[Tensor | None], grads: Sequence[Tensor] = ()
+):
+    """What `function` returns; where `grads` of the first of that are given, the gradients of what
+    is floating.
+    """
+    dense = [None if x is None else _dense(x) for x in tensors]
+    if not grads:
+        return dlpack.call_jax(_jitted(function, False), *dense)
+    return dlpack.call_jax(_jitted(function, True), tuple(map(_dense, grads)), *dense)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -103,7 +108,7 @@ def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
     name = "select_blocks" if selects else f"{branch}_attention"
     kind = "select_blocks/jax" if selects else f"branch_attention/jax/{branch}"
 
-    def run(arguments, grad=None):
+    def run(arguments, grads=()):
         tensors, (_, *place) = arguments[:count], arguments[count:]
         place = operators.lengths(*place)
         kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
@@ -111,13 +116,17 @@ def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
         if cu_seqlens is None:
             (place if isinstance(kv_len, int) else extra)["kv_len"] = kv_len
         function = _Branch(name, (*words, *extra), tuple(place.items()))
-        return _run(function, [*tensors, *extra.values()], grad)
+        return _run(function, [*tensors, *extra.values()], grads)
 
     if selects:
         operators.define(kind, lambda *given: run(given), operators.index_shapes)
     else:
         functions = lambda *given: run(given), operators.branch_shapes
-        backward = lambda grad, *given: run(given, grad)
+
+        def backward(grad, *given):
+            grad_lse, given = operators.second_gradient(given, count)
+            return run(given, [x for x in (grad, grad_lse) if x is not None])
+
         operators.define(kind, *functions, backward, floats=3, returned=2)
 
     def call(*given, config, kv_len, cu_seqlens=None, scale=None, with_lse=True):
@@ -125,7 +134,7 @@ def _define_branch(branch: str, *words: str) -> Callable[..., Any]:
         if selects:
             return operators.call(kind, *(x.detach() for x in given), False, *place)[0]
         out, lse = operators.call(kind, *given, False, *place)
-        return out, lse.detach()
+        return out, lse
 
     return call
 
@@ -141,19 +150,19 @@ sliding_attention = _define_branch("sliding", "query", "key", "value")
 def _define_whole(mode: InputMode) -> None:
     """Makes all steps in one call known."""
 
-    def run(arguments, grad=None):
+    def run(arguments, grads=()):
         *tensors, block_indices = arguments[: mode.count + 1]
         place = operators.lengths(*arguments[mode.count + 2 :])
         kv_len, cu_seqlens = place.pop("kv_len"), place.pop("cu_seqlens")
         segment_ids = _segment_ids(cu_seqlens, kv_len, tensors[0].device)
         function = _Whole(mode, tuple(place.items()))
-        return _run(function, [*tensors, block_indices, segment_ids], grad)
+        return _run(function, [*tensors, block_indices, segment_ids], grads)
 
     def shapes(*arguments):
         query, _, value, _ = mode.inputs(arguments)
         return operators.branch_shapes(query, None, value.selected)[:1]
 
-    forward, backward = lambda *given: run(given), lambda grad, *given: run(given, grad)
+    forward, backward = lambda *given: run(given), lambda grad, *given: run(given, [grad])
     operators.define(_kind(mode), forward, shapes, backward, floats=mode.count)
 
 

@@ -113,8 +113,10 @@ class Work(NamedTuple):
                 lse[:, part] = chunk_lse
         return out, lse
 
-    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """The gradients of query, key and value, given that of out."""
+    def backward(
+        self, grad: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> list[Tensor]:
+        """The gradients of query, key and value, given those of out and lse."""
         pair = key, value
         grad_query = torch.empty_like(query)
         source, _ = self.plan(slice(0, 1))
@@ -124,8 +126,12 @@ class Work(NamedTuple):
             inputs = [x.detach() for x in (query[:, part], *map(source.read, pair))]
             # As in the forward pass, whatever surrounds the backward pass.
             with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-                out, _ = attend(*(x.requires_grad_() for x in inputs))
-                grads = torch.autograd.grad(out, inputs, grad[:, part])
+                out, lse = attend(*(x.requires_grad_() for x in inputs))
+                results, grads = [out], [grad[:, part]]
+                if lse is not None and grad_lse is not None:
+                    results.append(lse)
+                    grads.append(grad_lse[:, part])
+                grads = torch.autograd.grad(results, inputs, grads)
             grad_query[:, part] = grads[0]
             for total, chunk_grad in zip(totals, grads[1:], strict=True):
                 source.add(total, chunk_grad)
@@ -160,23 +166,25 @@ def chunked(name: str, count: int) -> Callable[[Callable[..., Work | None]], Cal
             out, lse = todo.forward(*arguments[:3])
             return out, shapes(with_lse, *arguments)[1] if lse is None else lse
 
-        def backward(with_lse, grad, *arguments):
-            todo = work(with_lse, arguments)
+        def backward(grad, *arguments):
+            grad_lse, arguments = operators.second_gradient(arguments, count)
+            todo = work(grad_lse is not None, arguments)
             if todo is None:
                 return [torch.zeros_like(x) for x in arguments[:3]]
-            return todo.backward(grad, *arguments[:3])
+            return todo.backward(grad, grad_lse, *arguments[:3])
 
         kind, without_lse = f"branch_attention/{name}", f"branch_attention/{name}/without_lse"
         for with_lse, each in ((True, kind), (False, without_lse)):
-            bound = (functools.partial(f, with_lse) for f in (forward, shapes, backward))
-            operators.define(each, *bound, floats=3, returned=2, composed=True)
+            bound = [functools.partial(f, with_lse) for f in (forward, shapes)]
+            gradient = {"backward": backward, "floats": 3, "returned": 2}
+            operators.define(each, *bound, **gradient, composed=True)
 
         @functools.wraps(work_of)
         def branch(*given, with_lse=True, config, kv_len, cu_seqlens=None, scale=None):
             place = operators.arguments(config, kv_len, cu_seqlens, scale)
             chosen = kind if with_lse else without_lse
             out, lse = operators.call(chosen, *given, False, *place)
-            return out, lse.detach() if with_lse else None
+            return out, lse if with_lse else None
 
         return branch
 
@@ -187,5 +195,5 @@ def nothing_seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     """What queries without keys give: out 0, lse -inf, gradients 0."""
     nothing = sum(x[..., :0].sum() for x in (key, value))
     rows = query[..., :0].sum(dim=-1, keepdim=True) + nothing
-    lse = query.new_full(query.shape[:3], float("-inf"), dtype=wide(query.dtype))
+    lse = rows[..., 0].to(wide(query.dtype)) - float("inf")
     return rows.repeat(1, 1, 1, value.shape[-1]), lse

@@ -295,8 +295,10 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
     out, lse = varlen(
         query, key, value, bounds, longest, causal=causal, window=window, scale=scale
     )
-    out, lse = first_order.once(out), lse.detach()
-    return out[..., :value_width], lse.masked_fill(lse == float("inf"), float("-inf"))
+    lse = lse.detach().masked_fill(lse == float("inf"), float("-inf"))
+    if query.requires_grad and torch.is_grad_enabled():
+        lse = _WithoutGradient.apply(query, lse)
+    return first_order.once(out)[..., :value_width], lse
 
 
 def _check_sequences(number: int) -> None:
@@ -304,6 +306,26 @@ def _check_sequences(number: int) -> None:
         raise NotImplementedError(
             f"fa2 takes at most {MAX_SEQUENCES} sequences (compressed: times "
             f"compress_stride) in one call, got {number}"
+        )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """`lse` of `query`, which refuses a gradient that FA-2 would lose."""
+
+    @staticmethod
+    def forward(query, lse):
+        return lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None
+        raise NotImplementedError(
+            "fa2 has no gradient of its log-sum-exp: name another implementation"
         )
 
 

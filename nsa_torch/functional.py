@@ -18,9 +18,10 @@ first counts as 0, one that is less than the one before it as that one, one beyo
 On a CPU, and anywhere while `nsa_torch.debug` tells events, such numbers raise `ValueError`.
 What follows from them is made anew in each call, or once a batch: `varlen_metadata`.
 
-All functions return gradients for floating tensors, except that none flows through the
-log-sum-exp and the block indices. `reference` alone has second derivatives: of the others a
-backward pass that autograd records (`create_graph=True`) raises. Bad input raises `ValueError`
+All functions return gradients for floating tensors, through the log-sum-exp too, where `fa2`
+alone has none and raises; none flows through the block indices. `reference` alone has second
+derivatives: of the others a backward pass that autograd records (`create_graph=True`) raises.
+Bad input raises `ValueError`
 (argument, expected, got); what an implementation cannot do raises `NotImplementedError`.
 """
 

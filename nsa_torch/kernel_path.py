@@ -96,12 +96,16 @@ class KernelPath:
         step = getattr(self.steps.forward, branch)
         return step(ops, query, key, value, *indices, *layout.rest)
 
-    def _branch_backward(self, branch, ops, do, out, lse, query, key, value, *rest):
+    def _branch_backward(self, branch, ops, do, out, lse, *rest):
+        dlse, rest = operators.second_gradient(rest, 4 if branch == "selected" else 3)
+        query, key, value, *rest = rest
         indices, rest = _split(rest, -operators.REST_COUNT)
         layout = self._layout(ops, query, *rest)
         query, do = padding_zeroed(ops, layout, query, do)
         (delta,) = self.steps.backward.delta_of(ops, do, out)
-        rows, count = RowResiduals(lse, delta), key.shape[1]
+        if dlse is not None:
+            (dlse,) = ops.derive(_of_rows_with_keys, dlse, lse)
+        rows, count = RowResiduals(lse, delta, dlse=dlse), key.shape[1]
         if branch == "compressed":
             key, value = layout.in_slots(key, value)
         key, value = (BRANCHES[branch](layout, x) for x in (key, value))
@@ -327,7 +331,7 @@ class KernelPath:
     def _call_branch(self, branch, tensors, *place):
         kind = f"branch_attention/{self.name}/{branch}"
         out, lse = operators.call(kind, *tensors, False, *operators.arguments(*place))
-        return out, lse.detach()
+        return out, lse
 
     def select_blocks(
         self, query, compressed_key, *, config, kv_len, cu_seqlens=None, scale=None
@@ -439,6 +443,12 @@ def _split(tensors, count):
 
 def _selection(ops, given, indices):
     return indices if given is None else ops.zeros(given, (0,))
+
+
+@derived(lambda dlse, lse: [like(dlse)])
+def _of_rows_with_keys(ops, dlse, lse):
+    """What sees nothing has no log-sum-exp that could change."""
+    return [ops.xp.where(lse == -float("inf"), 0.0, dlse)]
 
 
 @derived(lambda x, *, width: [like(x, *x.shape[:-1], width)])

@@ -61,7 +61,8 @@ class Call(NamedTuple):
       run: gives the results.
       shapes: gives them unwritten.
       backward: gradients of the first `floats` tensors. It takes the gradient of the first result,
-        the results that were `kept`, then the arguments. None: there are none.
+        the results that were `kept`, that of the second result if there is one, then the arguments.
+        None: there are none.
       returned: results that a caller wants; the others are there for the gradient.
       composed: whether operators of torch are all that it runs.
     """
@@ -223,6 +224,14 @@ def index_shapes(query, key, *rest):
 # Gradients
 
 
+def second_gradient(flat: Sequence[Any], count: int) -> tuple[Tensor | None, Sequence[Any]]:
+    """That of the second result, if any, and the arguments, of what a `Call.backward` gets behind
+    what was kept; `count`: tensors among the arguments.
+    """
+    given = len(flat) - count - REST_COUNT
+    return (flat[0] if given else None), flat[given:]
+
+
 def _refuse_empty(kind: str, saved: Sequence[Any]) -> None:
     """Raises where memory of what was saved is gone (`early_release`)."""
     if any(x.numel() and not x.is_meta and not x.data_ptr() for x in _tensors(saved)):
@@ -277,8 +286,9 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, grad, *_):
-        saved, call, count = _saved(ctx), ctx.call, ctx.kept
+    def backward(ctx, grad, *others):
+        grad, saved, count = _with_second(ctx, grad, *others)
+        call = ctx.call
         direct = plain([grad])
         addresses = [x.data_ptr() for x in saved if isinstance(x, Tensor)] if direct else []
         if 0 in addresses:
@@ -293,6 +303,18 @@ class Differentiable(torch.autograd.Function):
                 found = _call_backward(call.kind, grad, saved[:count], saved[count:])
         nothing = [None] * (len(saved) - count - call.floats)
         return None, None, None, *found, *nothing
+
+
+def _with_second(ctx, grad, second=None, *_):
+    """The gradient of the first result, what was saved, and how much of it is not an argument: that
+    of the second result, where it is returned and has one, stands behind what was kept.
+    """
+    saved, call, count = _saved(ctx), ctx.call, ctx.kept
+    if grad is None:
+        grad = next(iter(call.shapes(*saved[count:]))).zero_()
+    if call.returned < 2 or second is None:
+        return grad, saved, count
+    return grad, [*saved[:count], second.contiguous(), *saved[count:]], count + 1
 
 
 class Transformed(torch.autograd.Function):
@@ -310,12 +332,13 @@ class Transformed(torch.autograd.Function):
         kind, *inputs = inputs
         ctx.call = _calls[kind]
         _save(ctx, output[ctx.call.kept], inputs)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad, *_):
-        saved, call, count = _saved(ctx), ctx.call, ctx.kept
-        found = _call_backward(call.kind, grad, saved[:count], saved[count:])
-        return None, *found, *[None] * (len(saved) - count - call.floats)
+    def backward(ctx, grad, *others):
+        grad, saved, count = _with_second(ctx, grad, *others)
+        found = _call_backward(ctx.call.kind, grad, saved[:count], saved[count:])
+        return None, *found, *[None] * (len(saved) - count - ctx.call.floats)
 
 
 class Gradient(torch.autograd.Function):

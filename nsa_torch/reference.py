@@ -56,7 +56,7 @@ def _attend(query, key, value, mask, scale):
     logits = torch.einsum("btkgd,bskd->bkgts", grouped, key) * scale
     # Rows without keys keep finite logits, so that no NaN is ever made.
     logits = torch.where(mask, logits, float("-inf")).masked_fill(~some, 0)
-    lse = logits.detach().logsumexp(dim=-1).masked_fill(~some[..., 0], float("-inf"))
+    lse = logits.logsumexp(dim=-1).masked_fill(~some[..., 0], float("-inf"))
     probs = logits.softmax(dim=-1).masked_fill(~mask, 0)
     out = torch.einsum("bkgts,bskd->btkgd", probs, value)
     out = torch.where(rearrange(some, "b k g t 1 -> b t k g 1"), out, 0)

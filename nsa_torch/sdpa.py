@@ -87,7 +87,7 @@ def selected_attention(
         rows, seen = block_rows(where, block_indices, queries, num_keys, config)
 
         def attend(query, keys, values):
-            out, lse = _attend(
+            out, lse = attend_rows(
                 rearrange(query, "b q (k g) d -> (b q) k g d", k=kv_heads),
                 rearrange(keys, "b q k s d -> (b q) k s d"),
                 rearrange(values, "b q k s d -> (b q) k s d"),
@@ -137,7 +137,7 @@ def _dense(seen, scale, with_lse):
         key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         # The heads of a group are rows of one matrix, so that K and V are not repeated.
         group = query.shape[2] // key.shape[2]
-        out, lse = _attend(
+        out, lse = attend_rows(
             rearrange(query, "b q (k g) d -> b k (g q) d", g=group),
             rearrange(key, "b s k d -> b k s d"),
             rearrange(value, "b s k d -> b k s d"),
@@ -152,7 +152,7 @@ def _dense(seen, scale, with_lse):
     return attend
 
 
-def _attend(query, key, value, seen, scale, with_lse):
+def attend_rows(query, key, value, seen, scale, with_lse):
     """Query `[N, Hkv, R, D]`, keys `[N, Hkv, K, D]`, `seen` broadcast to `[N, Hkv, R, K]`."""
     empty = ~seen.any(dim=-1, keepdim=True)
     query = query.masked_fill(empty, 0)
@@ -165,11 +165,11 @@ def _attend(query, key, value, seen, scale, with_lse):
     out = out.masked_fill(empty, 0)
     if not with_lse:
         return out, None
-    with torch.no_grad():
-        dtype = wide(query.dtype)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        logits = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
-        return out, logits.masked_fill_(~seen, float("-inf")).logsumexp(dim=-1)
+    dtype = wide(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * scale
+    logits = logits.masked_fill_(~seen, float("-inf")).masked_fill_(empty, 0)
+    return out, _logsumexp(logits, empty)
 
 
 def _plain(query, key, value, seen, empty, scale, with_lse):
@@ -187,4 +187,9 @@ def _plain(query, key, value, seen, empty, scale, with_lse):
     out = out.masked_fill(empty, 0)
     if not with_lse:
         return out, None
-    return out, logits.detach().logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))
+    return out, _logsumexp(logits, empty)
+
+
+def _logsumexp(logits, empty):
+    """-inf of `empty` rows, whose logits are finite: torch's gradient of such a sum is NaN."""
+    return logits.logsumexp(dim=-1).masked_fill(empty[..., 0], float("-inf"))

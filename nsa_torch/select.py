@@ -73,7 +73,7 @@ def select_from_scores(scores: Tensor, own: Tensor, config: NSAConfig) -> Tensor
     ranked = ranked.masked_fill(~candidate, float("-inf"))
     floor = ranked.topk(width, dim=-1).values[..., -1:]
     above = ranked > floor
-    tied = candidate & (ranked == floor)
+    tied = (ranked == floor) & (ranked > float("-inf"))
     room = width - above.sum(dim=-1, keepdim=True)
     chosen = above | (tied & (tied.cumsum(dim=-1) <= room))
     # The chosen blocks are distinct, so their order does not hang on ties.

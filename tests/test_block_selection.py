@@ -18,7 +18,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 
 from bench.block_selection import attend, layer_of
 from bench.judge.parity import FLOAT32_MAX
-from nsa_torch.huggingface import block_selection, register_block_attention
+from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from nsa_torch.huggingface.compatibility import CACHE, causal_mask_function
 
@@ -31,7 +31,7 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
-    rotary_dim=8,
+    partial_rotary_factor=0.5,
     num_experts_per_tok=2,
     num_local_experts=4,
     dense_intermediate_size=32,
@@ -195,14 +195,15 @@ def arguments(queries, keys, heads=4, kv_heads=2, width=16, batch=2):
 
 @pytest.mark.parametrize("index_heads", [1, 2])
 @pytest.mark.parametrize("queries", [1, 11, 40])
-def test_any_order_twice_and_later_blocks(index_heads, queries):
-    """Indices as a set: unsorted, with duplicates, with blocks that begin after the query."""
+def test_any_order_and_later_blocks(index_heads, queries):
+    """Indices as a set: unsorted, with blocks that begin after the query."""
     layer, tensors = module(topk=6), arguments(queries, 40)
     generator = torch.Generator().manual_seed(1)
-    indices = torch.randint(0, 5, (2, index_heads, queries, 5), generator=generator)
+    shape = 2, index_heads, queries, 5
+    indices = torch.rand(shape, generator=generator).argsort(-1)[..., :4]
     own = torch.arange(40 - queries, 40).expand(2, index_heads, -1)[..., None] // BLOCK
-    indices = torch.cat([indices, own], -1).masked_fill(indices[..., :1] == 4, -1)
-    indices = torch.where(indices.eq(-1).all(-1, keepdim=True), own, indices)
+    indices = indices.masked_fill(indices[..., :1] == 4, -1)
+    indices = torch.cat([indices.masked_fill(indices == own, -1), own], -1)
     want = attend("eager", layer, *tensors, indices)
     got, weights = block_attention(layer, *tensors, None, block_indices=indices)
     assert weights is None
@@ -213,31 +214,17 @@ def test_any_order_twice_and_later_blocks(index_heads, queries):
         close(mine, theirs)
 
 
-def test_kernels_get_lists_as_the_contract_says(monkeypatch):
-    """int32, ascending, each block once, none after the query, -1 at the end, one width."""
-    handed = []
-
-    def attend(query, key, value, block_indices, **named):
-        handed.append((block_indices, named))
-        return query, None
-
-    monkeypatch.setattr(block_selection, "selected_attention", attend)
-    indices = torch.tensor([[4, 0, 2, 0], [-1, 1, -1, 3], [3, 4, 9, 4]]).expand(1, 1, 3, 4)
+def test_lists_have_one_width_and_a_block_is_named_once():
+    indices = torch.tensor([[4, 0, 2], [-1, 1, -1], [3, 4, 9]]).expand(1, 1, 3, 3)
     tensors = arguments(3, 40, heads=2, kv_heads=1, batch=1)
-    block_attention(module(2, 1, topk=5), *tensors, None, block_indices=indices)
-    [(lists, named)] = handed
-    assert lists.dtype == torch.int32 and named["config"].num_selected == 5
-    assert lists[0, :, 0].tolist() == [
-        [0, 2, 4, -1, -1],
-        [1, 3, -1, -1, -1],
-        [3, 4, -1, -1, -1],
-    ]
-    filled = torch.ones(1, 1, 1, 40, dtype=torch.int8)
-    filled[..., 30:] = 0  # queries in block 3: block 4 is after them
-    block_attention(module(2, 1, topk=5), *tensors, filled, block_indices=indices)
-    assert handed[1][0][0, :, 0].tolist() == [[0, 2, -1, -1, -1], [1, 3, -1, -1, -1]] + [
-        [3, -1, -1, -1, -1]
-    ]
+    few, more = (
+        block_attention(module(2, 1, topk=topk), *tensors, None, block_indices=indices)[0]
+        for topk in (3, 5)
+    )
+    assert torch.equal(few, more)
+    with pytest.raises(ValueError, match=r"block_indices\[0, 2, 0\] must name a block once"):
+        indices = indices.where(indices != 9, 4)
+        block_attention(module(2, 1), *tensors, None, block_indices=indices)
 
 
 class Sizes(TorchDispatchMode):

@@ -239,7 +239,6 @@ def check_branch(case, branch, implementation, device="cpu", blocks=None):
     options = where_of(case, device)
     out, lse = run(branch, implementation, *inputs, **options)
     assert out.dtype == inputs[0].dtype and lse.dtype == torch.float32
-    assert not lse.requires_grad
     grads = torch.autograd.grad(out, floats, tensor(want.weights[branch], device))
     names = ("out", "lse", "dquery", "dkey", "dvalue")
     exact, rough = want.exact[branch], want.rough[branch]

@@ -54,16 +54,18 @@ def fp8_why_not(found: tuple[int, int]) -> str | None:
     return None
 
 
-def copies_why_not(found: tuple[int, int], dtype: object) -> str | None:
-    """Why kernels that multiply no matrices (`paged_append.py`, `split_heads.py`) cannot run for
-    a dtype on a GPU of this capability, or None.
+def copies_why_not(
+    found: tuple[int, int], dtype: object, framework: str = "torch"
+) -> str | None:
+    """Why kernels whose tiles always fit (`paged_append.py`, `split_heads.py`, `index.py`) cannot
+    run for a dtype on a GPU of this capability, or None.
     """
     name = str(dtype).removeprefix("torch.")
     if found < AMPERE:
         return f"needs compute capability {AMPERE} or more, got {found}"
     if name not in DTYPES:
         return f"takes {', '.join(DTYPES)}, got {name}"
-    return _missing("torch")
+    return _missing(framework)
 
 
 @functools.cache  # every call asks, for every step

@@ -4,7 +4,7 @@
 [B, heads of its indexer, Sq, n], int64, -1 in empty slots: block `j` is the slots
 `j * block .. (j + 1) * block - 1` of the key axis, padding included. transformers' `eager` and
 `sdpa` make a dense mask of them, `[B, H, Sq, Sk]`. The function here runs
-`nsa_torch.selected_attention` on them, forward and backward, without an array of `Sq * Sk`:
+`nsa_torch.block_attention` on them, forward and backward, without an array of `Sq * Sk`:
 
     softmax over { k : block of k is chosen, k <= slot of the query, k is no padding }
 
@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from nsa_core.config import NSAConfig
-from nsa_torch.functional import selected_attention
+import nsa_torch
 from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
 
 NAME = "nsa_blocks"
@@ -44,7 +43,7 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
 
     Args:
       name: what `attn_implementation` says then.
-      implementation: of `nsa_torch.selected_attention`, a name that never falls back. None:
+      implementation: of `nsa_torch.block_attention`, a name that never falls back. None:
         automatic.
     """
     attend = functools.partial(block_attention, implementation=implementation)
@@ -157,9 +156,8 @@ def block_attention(
       attention_mask: what `key_states` returns.
       dropout: must be 0.
       block_indices: `[B, heads, Sq, n]`, any integer dtype and order, negative in empty slots;
-        `heads` divides Hkv. A block that is named twice counts once, one after the query not
-        at all.
-      implementation: of `nsa_torch.selected_attention`.
+        `heads` divides Hkv. A block after the query does not count; none is named twice.
+      implementation: of `nsa_torch.block_attention`.
 
     Raises:
       ValueError: shapes that contradict each other, or a mask that `key_states` has not made.
@@ -180,74 +178,58 @@ def block_attention(
     batch, heads, length, width = query.shape
     kv_heads, num_keys = key.shape[1:3]
     scaling = width**-0.5 if scaling is None else scaling
-    kv_len, real = num_keys, None
-    # A key/value head is a row of the batch: a cache [B, Hkv, Sk, D] is read without a copy.
-    rows = query.unflatten(1, (kv_heads, -1)).flatten(0, 1).transpose(1, 2)
-    key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
+    filled, real = None, None
     if attention_mask is not None:
-        filled, *padded = attention_mask[:, 0].repeat_interleave(kv_heads, dim=0).unbind(1)
-        kv_len = filled.sum(dim=1)
+        filled, *padded = attention_mask[:, 0].unbind(1)
         real = padded[0] != 0 if padded else None
-    if real is not None:
-        rows, key = _hide(rows, key, ~real)
     indexer = cast(Any, module.indexer)
-    config = _config(indexer.block_size, max(indexer.topk_blocks, block_indices.shape[-1]))
-    chosen = _block_lists(block_indices, kv_len, kv_heads, config)
-    out, _ = selected_attention(
-        rows.contiguous(),
+    spare = max(indexer.topk_blocks - block_indices.shape[-1], 0)  # one kernel for all lengths
+    lists = F.pad(block_indices, (0, spare), value=-1).to(torch.int32)
+    if length < num_keys:  # a cache: a head of [B, Hkv, Sk, D] is read without a copy
+        lists = lists.repeat_interleave(kv_heads // lists.shape[1], dim=1)
+        query, lists = query.unflatten(1, (kv_heads, -1)).flatten(0, 1), lists.flatten(0, 1)
+        key, value, lists = (
+            x.unsqueeze(1) for x in (key.flatten(0, 1), value.flatten(0, 1), lists)
+        )
+        filled, real = (
+            None if x is None else x.repeat_interleave(kv_heads, dim=0) for x in (filled, real)
+        )
+    query, key, value, lists = (x.transpose(1, 2) for x in (query, key, value, lists))
+    if real is not None:
+        query, key = _hide(query, key, ~real)
+    kv_len = num_keys if filled is None else filled.sum(dim=1)
+    found = nsa_torch.block_attention(
+        query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        chosen,
-        config=config,
+        lists,
+        block_size=indexer.block_size,
         kv_len=kv_len,
         scale=scaling,
         implementation=implementation,
     )
+    out = cast(Tensor, found)
     if real is not None:
         behind = real.cumsum(dim=1).gather(1, _query_slots(length, kv_len, out)) > 0
-        out = torch.where(behind[..., None, None], out, value.mean(dim=1, keepdim=True))
-    out = out.unflatten(0, (batch, kv_heads)).transpose(1, 2)
+        mean = value.mean(dim=1, keepdim=True).repeat_interleave(
+            out.shape[2] // value.shape[2], dim=2
+        )
+        out = torch.where(behind[..., None, None], out, mean)
+    if out.shape[0] > batch:
+        out = out.unflatten(0, (batch, kv_heads)).transpose(1, 2)
     return out.reshape(batch, length, heads, -1), None
 
 
-@functools.cache
-def _config(block: int, num_selected: int) -> NSAConfig:
-    """Sizes of the selected branch; the other branches' do not matter."""
-    return NSAConfig(
-        compress_block=block,
-        compress_stride=block,
-        select_block=block,
-        num_selected=num_selected,
-        num_initial=0,
-        num_local=0,
-        window=0,
-    )
-
-
-def _block_lists(
-    indices: Tensor, kv_len: int | Tensor, kv_heads: int, config: NSAConfig
-) -> Tensor:
-    """int32 `[B * Hkv, Sq, 1, n]`: ascending, each once, none after the query, -1 at the end."""
-    none = torch.iinfo(torch.int32).max
-    rows = indices.repeat_interleave(kv_heads // indices.shape[1], dim=1).flatten(0, 1)
-    length, spare = rows.shape[1], config.num_selected - rows.shape[2]
-    slot = _query_slots(length, kv_len, rows)
-    later = rows > (slot // config.select_block)[..., None]
-    rows = rows.masked_fill((rows < 0) | later, none).to(torch.int32).sort(dim=-1).values
-    again = F.pad(rows[..., 1:] == rows[..., :-1], (1, 0))
-    rows = rows.masked_fill(again, none).sort(dim=-1).values
-    return F.pad(rows.masked_fill(rows == none, -1), (0, spare), value=-1).unsqueeze(2)
-
-
 def _query_slots(length: int, kv_len: int | Tensor, like: Tensor) -> Tensor:
-    """`[R or 1, length]`, on the device of `like`: the queries end with key `kv_len - 1`."""
+    """`[B or 1, length]`, on the device of `like`: the queries end with key `kv_len - 1`."""
     first = (kv_len[:, None] if isinstance(kv_len, Tensor) else kv_len) - length
     return torch.arange(length, device=like.device)[None] + first
 
 
 def _hide(query: Tensor, key: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys `[R, ., ., D + LANES]`, so that `hidden` keys [R, Sk] weigh 0."""
-    lanes = hidden[..., None, None].to(key.dtype).expand(-1, -1, 1, LANES) * HIDDEN
+    """Queries and keys `[B, ., ., D + LANES]`, so that `hidden` keys [B, Sk] weigh 0."""
+    lanes = hidden[..., None, None].to(key.dtype) * HIDDEN
+    lanes = lanes.expand(-1, -1, key.shape[2], LANES)
     return F.pad(query, (0, LANES), value=1.0), torch.cat([key, lanes], dim=-1)
 
 

@@ -1,0 +1,159 @@
+"""Lists of key blocks that a caller made, in the form that the selected branch reads.
+
+The arrays are either framework's; `xp` is `jax.numpy` or `torch`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nsa_core import paged_layout, validate, validate_paged
+from nsa_core.array_ops import ArrayOps
+from nsa_core.config import NSAConfig
+
+INCLUDES = ("selected", "tail")
+# A block of 128 as two of 64 is the same function: kernels of 64 keep more CTAs on an SM, and store
+# dS. Beyond so many entries no kernel takes a list.
+WHOLE_BLOCK, MOST_ENTRIES = 64, 64
+
+
+@functools.cache
+def config_of(block_size: int, entries: int) -> NSAConfig:
+    """Sizes of the selected branch; the other branches' do not matter."""
+    return NSAConfig(block_size, block_size, block_size, entries, 0, 0, 0)
+
+
+def parts_of(block_size: int, entries: int) -> int:
+    """Into how many blocks one is cut for the kernels, lists of so many `entries`."""
+    parts = block_size // WHOLE_BLOCK
+    cut = block_size % WHOLE_BLOCK == 0 and entries * parts <= MOST_ENTRIES
+    return parts if cut else 1
+
+
+def check(query, key, value, block_indices, block_size, include, scale) -> None:
+    """Of `block_attention`, by shape and dtype alone.
+
+    Raises:
+      ValueError: an argument that no implementation takes.
+    """
+    validate.sizes(block_size=block_size)
+    if include not in INCLUDES:
+        raise ValueError(f"include must be one of {INCLUDES}, got {include!r}")
+    validate.attention(query, key, value, config_of(block_size, 1), None, scale)
+    lists("block_indices", block_indices, query.shape[:2], query.shape[2], key.shape[2])
+
+
+def lists(name: str, x, tokens, heads: int, kv_heads: int) -> None:
+    """int32 `[*tokens, G, n]`, of a scope `G` that fits the heads."""
+    validate.array(name, x, len(tokens) + 2, ("int32",))
+    scopes, entries = x.shape[-2:]
+    if tuple(x.shape[:-2]) != tuple(tokens) or entries < 1:
+        expected = ", ".join(map(str, tokens))
+        raise ValueError(
+            f"{name} must have shape [{expected}, G, n >= 1], got {tuple(x.shape)}"
+        )
+    fits = scopes > 0 and heads % scopes == 0
+    if not fits or (kv_heads % scopes and scopes % kv_heads):
+        raise ValueError(
+            f"{name} must have lists for G heads, where G divides H={heads} and is a divisor or "
+            f"a multiple of Hkv={kv_heads}, got G={scopes}"
+        )
+
+
+def with_tail(xp: Any, indices, position, block_size: int):
+    """`indices` `[B, T, G, n]` and the query's own block where that is not complete.
+
+    position: `[B, T]`, of the query in its sequence; negative: padding.
+    """
+    own = position // block_size
+    tail = xp.where((position + 1) % block_size == 0, -1, own)
+    shape = (*indices.shape[:3], 1)
+    tail = xp.broadcast_to(tail[:, :, None, None], shape)
+    return xp.concatenate([indices, xp.asarray(tail, dtype=indices.dtype)], -1)
+
+
+def for_kernels(xp: Any, indices, part, keys: int, block_size: int, kv_heads: int):
+    """`[B, T, max(G, Hkv), parts n]`: of blocks cut in parts, -1 for what is no block of `keys`.
+
+    part: int32 `0 .. parts - 1`.
+    """
+    *tokens, scopes, entries = indices.shape
+    parts, found = part.shape[0], indices
+    if parts > 1:
+        found = found[..., None] * parts + part
+    blocks = -(-keys // (block_size // parts))
+    found = xp.where((found >= 0) & (found < blocks), found, -1)
+    repeats = max(kv_heads // scopes, 1)
+    shape = (*tokens, scopes, repeats, entries * parts)
+    found = xp.broadcast_to(found.reshape(*tokens, scopes, 1, entries * parts), shape)
+    return found.reshape(*tokens, scopes * repeats, entries * parts)
+
+
+def refuse_repeated(indices: np.ndarray) -> None:
+    """Raises ValueError where a list of `[B, T, G, n]` names a block twice."""
+    ordered = np.sort(indices, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    for *place, entry in np.argwhere(twice)[:1]:
+        raise ValueError(
+            f"block_indices[{', '.join(map(str, place))}] must name a block once, got block "
+            f"{ordered[*place, entry]} twice"
+        )
+
+
+def check_paged(
+    query, key_pages, value_pages, page_table, lengths, block_indices, block_size, starts, scale
+) -> None:
+    """Of `paged_block_attention`, by shape and dtype alone; `starts`: `cu_seqlens_q`.
+
+    Raises:
+      ValueError: an argument that nothing takes.
+    """
+    validate.sizes(block_size=block_size)
+    validate.array("query", query, 3)
+    validate.sizes(tokens=query.shape[0], heads=query.shape[1])
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        validate.array(name, pages, 4)
+        if pages.dtype != query.dtype:
+            dtypes = validate.dtype_name(query), validate.dtype_name(pages)
+            raise ValueError(
+                f"{name} must have the dtype of query, {dtypes[0]}, got {dtypes[1]}"
+            )
+    validate.sizes(num_pages=key_pages.shape[0], page=key_pages.shape[1])
+    validate.shape("key_pages", key_pages, (*key_pages.shape[:3], query.shape[2]))
+    validate.shape("value_pages", value_pages, (*key_pages.shape[:3], value_pages.shape[3]))
+    validate_paged.table(page_table, lengths)
+    validate_paged.rows("query", query.shape[0], lengths, starts)
+    heads, kv_heads = query.shape[1], key_pages.shape[2]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of the pages' heads, got {heads} and {kv_heads}"
+        )
+    lists("block_indices", block_indices, query.shape[:1], heads, kv_heads)
+    validate.scaling(scale)
+
+
+class PagedKeys(NamedTuple):
+    """Keys `[N, lists, n * block_size]` of lists: their `row` in pages side by side, within
+    bounds, and whether the query has `seen` them.
+    """
+
+    row: Any
+    seen: Any
+
+
+def paged_keys(ops: ArrayOps, lists, tokens, page_table, pages, block_size: int) -> PagedKeys:
+    """
+    Args:
+      lists: of `for_kernels`, `[N, lists, n]`.
+      tokens: `paged_layout.Tokens` of the `N` queries.
+      pages: `[P, page, Hkv, .]`.
+    """
+    inside = ops.arange(lists, block_size)[0]
+    index = lists[..., None] * block_size + inside
+    seen = (lists >= 0)[..., None] & (index <= tokens.position[:, None, None, None])
+    row = tokens.row[:, None, None, None]
+    found = paged_layout.places(page_table, row, index.clip(0, None), *pages.shape[1::-1])
+    shape = (*lists.shape[:2], lists.shape[2] * block_size)
+    rows = found.page * pages.shape[1] + found.offset
+    return PagedKeys(rows.reshape(shape), (seen & found.there).reshape(shape))

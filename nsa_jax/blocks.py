@@ -1,0 +1,191 @@
+"""Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from nsa_core import block_lists, debug, paged_layout, validate
+from nsa_jax import geometry, jax_debug
+from nsa_jax.api import OutLse, selected_attention
+from nsa_jax.chunks import over_queries
+from nsa_jax.eager import any_rank
+from nsa_jax.jax_ops import JAX_OPS as OPS
+from nsa_jax.numerics import precision_of, scale_of, softmax, wide
+
+type Lengths = int | Int[Array, ""] | Int[Array, " B"] | None
+
+
+@any_rank
+def block_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_indices: Int[Array, "B T G n"],
+    *,
+    block_size: int,
+    scale: float | None = None,
+    include: str = "selected",
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Lengths = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B T H Dv"] | OutLse:
+    """Causal attention of each query to the key blocks that it names, in one softmax.
+
+    Block `j` is the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's sequence; of
+    these the query sees those at or before its own. The queries are the last tokens. Gradients
+    reach query, key and value, through the log-sum-exp too; their sums have a fixed order on
+    `mosaic` and `triton`. Names are those of `jax.nn.dot_product_attention`.
+
+    Args:
+      query: `[B, T, H, D]`, float.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
+      block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
+        `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
+        for which keys and values are repeated. In any order; negative entries are empty, and
+        blocks after the query's own, or beyond the keys, are not seen. A block must not be named
+        twice: it would count twice.
+      block_size: tokens of a block. Kernels take multiples of 16 up to 128.
+      scale: of the logits; None: `D**-0.5`.
+      include: `selected`; `tail`: also the query's own block where the query is not its last
+        token, which must not be named then.
+      query_seq_lengths: int32 `[B]`, number of valid queries, the first ones; None: `T`.
+      key_value_seq_lengths: number of valid keys, an int or int32 `[]` or `[B]`; None: `S`. The
+        last valid query stands at the last valid key.
+      segment_ids: int `[B, S]` of packed rows, as of `nsa_jax.attention`; block indices are local
+        to the sequence.
+      return_residual: return the log-sum-exp too.
+      implementation: of `selected_attention`.
+
+    Returns:
+      `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
+      the natural log-sum-exp `[B, T, H]` in float32 besides, -inf there. A sink of logit `s` is
+      `out * sigmoid(lse - s)`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit; where `nsa_core.debug` tells events, a block
+        that is named twice.
+      NotImplementedError: the named implementation cannot run this.
+    """
+    arrays = query, key, value, block_indices
+    block_lists.check(*arrays, block_size, include, scale)
+    validate.segments(segment_ids, *key.shape[:2])
+    (batch, length), keys, kv_heads = query.shape[:2], *key.shape[1:3]
+    kv_len, there = key_value_seq_lengths, None
+    if query_seq_lengths is not None:
+        if segment_ids is not None:
+            raise ValueError(
+                "query_seq_lengths must be None where segment_ids are given, got both"
+            )
+        validate.array("query_seq_lengths", query_seq_lengths, 1, ("int32", "int64"))
+        validate.shape("query_seq_lengths", query_seq_lengths, (batch,))
+        kv_len = keys if kv_len is None else kv_len
+        key, value = (geometry.without_padding(x, kv_len, None) for x in (key, value))
+        query_seq_lengths = jnp.asarray(query_seq_lengths, jnp.int32)
+        there = jnp.arange(length, dtype=jnp.int32) < query_seq_lengths[:, None]
+        query = jnp.where(there[..., None, None], query, 0)
+        block_indices = jnp.where(there[..., None, None], block_indices, -1)
+        # Of padding behind the queries: it names nothing.
+        kv_len = jnp.asarray(kv_len, jnp.int32) + length - query_seq_lengths
+    entries = block_indices.shape[-1]
+    if include == "tail":
+        config = block_lists.config_of(block_size, entries)
+        at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
+        position = geometry.query_layout(batch, length, **at, config=config).position
+        if there is not None:
+            position = jnp.where(there, position, -1)
+        block_indices = block_lists.with_tail(jnp, block_indices, position, block_size)
+        entries += 1
+    if debug.on and not jax_debug.JAX.traced([block_indices]):
+        block_lists.refuse_repeated(np.asarray(block_indices))
+    parts = block_lists.parts_of(block_size, entries)
+    part = jnp.arange(parts, dtype=jnp.int32)
+    found = block_lists.for_kernels(jnp, block_indices, part, keys, block_size, kv_heads)
+    repeats = found.shape[2] // kv_heads
+    if repeats > 1:
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    out, lse = selected_attention(
+        query,
+        key,
+        value,
+        found,
+        config=block_lists.config_of(block_size // parts, entries * parts),
+        kv_len=kv_len,
+        segment_ids=segment_ids,
+        scale=scale,
+        implementation=implementation,
+    )
+    return (out, lse) if return_residual else out
+
+
+@any_rank
+def paged_block_attention(
+    query: Float[Array, "N H D"],
+    key_pages: Float[Array, "P page Hkv D"],
+    value_pages: Float[Array, "P page Hkv Dv"],
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, " B"],
+    block_indices: Int[Array, "N G n"],
+    *,
+    block_size: int,
+    scale: float | None = None,
+    cu_seqlens_q: Int[Array, " B1"] | None = None,
+    return_residual: bool = False,
+) -> Float[Array, "N H Dv"] | tuple[Float[Array, "N H Dv"], Float[Array, "N H"]]:
+    """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
+
+    Reads the named blocks alone, and has no gradient.
+
+    Args:
+      query: `[N, H, D]`, the rows' tokens one after the other.
+      key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
+        of tokens.
+      page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
+      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      block_indices: int32 `[N, G, n]`, as of `block_attention`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
+        number.
+      block_size, scale, return_residual: as of `block_attention`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+    """
+    arrays = query, key_pages, value_pages, page_table, lengths, block_indices
+    block_lists.check_paged(*arrays, block_size, cu_seqlens_q, scale)
+    (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
+    capacity = page_table.shape[1] * key_pages.shape[1]
+    lengths = jnp.minimum(lengths, capacity)
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    part = jnp.zeros(1, jnp.int32)
+    sizes = capacity, block_size, kv_heads
+    lists = block_lists.for_kernels(jnp, block_indices[None], part, *sizes)[0]
+    number = lists.shape[1]
+    head = jnp.arange(number, dtype=jnp.int32) * kv_heads // number
+
+    def chunk(query, lists, row, position, page_table, key_pages, value_pages):
+        of = paged_layout.Tokens(row[0], position[0])
+        rows, seen = block_lists.paged_keys(
+            OPS, lists[0], of, page_table, key_pages, block_size
+        )
+        keys, values = (
+            jnp.where(seen[..., None], x.reshape(-1, *x.shape[2:])[rows, head[:, None]], 0)
+            for x in (key_pages, value_pages)
+        )
+        grouped = query[0].reshape(-1, number, heads // number, query.shape[-1])
+        exact = precision_of(query.dtype)
+        sums = {"precision": exact, "preferred_element_type": wide(query.dtype)}
+        logits = jnp.einsum("tlgd,tlsd->tlgs", grouped, keys, **sums)
+        logits *= jnp.asarray(scale_of(scale, query), logits.dtype)
+        probs, lse = softmax(logits, seen[:, :, None])
+        out = jnp.einsum("tlgs,tlsd->tlgd", probs.astype(values.dtype), values, **sums)
+        out = out.reshape(1, -1, heads, out.shape[-1]).astype(query.dtype)
+        return out, lse.reshape(1, -1, heads)
+
+    row_bytes = number * lists.shape[2] * block_size * (query.shape[-1] + value_pages.shape[-1])
+    per_token = [x[None] for x in (query, lists, tokens.row, tokens.position)]
+    shared = [jax.lax.stop_gradient(x) for x in (page_table, key_pages, value_pages)]
+    found = over_queries(chunk, per_token, shared, row_bytes * 4)
+    out, lse = (x[0] for x in found)
+    return (out, lse) if return_residual else out

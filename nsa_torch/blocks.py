@@ -1,0 +1,186 @@
+"""Attention to blocks of keys that the caller chose: `block_attention`, and on pages."""
+
+import torch
+from torch import Tensor
+
+from nsa_core import block_lists, paged_layout
+from nsa_core.config import NSAConfig
+from nsa_torch import checks
+from nsa_torch.chunks import chunks, wide
+from nsa_torch.functional import selected_attention
+from nsa_torch.geometry import geometry_of
+from nsa_torch.operators import requires_grad
+from nsa_torch.sdpa import attend_rows
+from nsa_torch.torch_ops import TORCH_OPS as OPS
+
+
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    scale: float | None = None,
+    include: str = "selected",
+    kv_len: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of each query to the key blocks that it names, in one softmax.
+
+    Block `j` is the tokens `j * block_size .. (j + 1) * block_size - 1` of the query's sequence; of
+    these the query sees those at or before its own. The queries are the last `T` tokens. Gradients
+    reach query, key and value, through the log-sum-exp too; their sums have a fixed order on
+    `mosaic` and `triton`.
+
+    Args:
+      query: `[B, T, H, D]`, float.
+      key, value: `[B, S, Hkv, D]`, `[B, S, Hkv, Dv]`.
+      block_indices: int32 `[B, T, G, n]`. `G` divides `H`: list `g` serves the query heads
+        `g * H / G .. (g + 1) * H / G - 1`. It is a divisor of `Hkv`, often 1, or a multiple of it,
+        for which keys and values are repeated. In any order; negative entries are empty, and
+        blocks after the query's own, or beyond the keys, are not seen. A block must not be named
+        twice: it would count twice.
+      block_size: tokens of a block. Kernels take multiples of 16 up to 128.
+      scale: of the logits; None: `D**-0.5`.
+      include: `selected`; `tail`: also the query's own block where the query is not its last
+        token, which must not be named then.
+      kv_len: number of valid keys, an int, or int32 or int64 `[]` or `[B]`; None: `S`.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`); block indices are
+        local to the sequence.
+      return_residual: return the log-sum-exp too.
+      implementation: of `selected_attention`.
+
+    Returns:
+      `[B, T, H, Dv]` in the dtype of `query`, 0 where a query sees no key; with `return_residual`
+      the natural log-sum-exp `[B, T, H]` in float32 besides, -inf there. A sink of logit `s` is
+      `out * sigmoid(lse - s)`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
+        reads the lists (on a CPU, or where `nsa_torch.debug` asks).
+      NotImplementedError: the named implementation cannot run this.
+    """
+    given = {"query": query, "key": key, "value": value, "block_indices": block_indices}
+    checks.tensors(**given)
+    block_lists.check(query, key, value, block_indices, block_size, include, scale)
+    checks.devices(query, given)
+    kv_len = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    entries, kv_heads = block_indices.shape[-1], key.shape[2]
+    if include == "tail":
+        config = block_lists.config_of(block_size, entries)
+        checks.packed(cu_seqlens, query, "query")
+        position = _positions(query, config, kv_len, cu_seqlens)
+        block_indices = block_lists.with_tail(torch, block_indices, position, block_size)
+        entries += 1
+    _refuse_repeated(block_indices)
+    parts = block_lists.parts_of(block_size, entries)
+    part = torch.arange(parts, dtype=torch.int32, device=query.device)
+    sizes = key.shape[1], block_size, kv_heads
+    found = block_lists.for_kernels(torch, block_indices, part, *sizes)
+    repeats = found.shape[2] // kv_heads
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+    out, lse = selected_attention(
+        query,
+        key,
+        value,
+        found,
+        config=block_lists.config_of(block_size // parts, entries * parts),
+        kv_len=None if cu_seqlens is not None else kv_len,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        implementation=implementation,
+    )
+    return (out, lse) if return_residual else out
+
+
+def _positions(query, config: NSAConfig, kv_len, cu_seqlens) -> Tensor:
+    held = checks.clamped(cu_seqlens, query.shape[1])
+    return geometry_of(query, config, kv_len, held).position
+
+
+def _refuse_repeated(block_indices: Tensor) -> None:
+    """Raises where a list names a block twice, if the host reads it."""
+    if checks.is_read(block_indices):
+        block_lists.refuse_repeated(block_indices.detach().cpu().numpy())
+
+
+def paged_block_attention(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    return_residual: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`block_attention` of each row's last tokens to its tokens in pages: `[N, H, Dv]`.
+
+    Reads the named blocks alone. Shapes decide what is launched, so that a CUDA graph serves
+    growing lengths.
+
+    Args:
+      query: `[N, H, D]`, the rows' tokens one after the other.
+      key_pages, value_pages: `[P, page, Hkv, D]`, `[P, page, Hkv, Dv]`; a page may have any number
+        of tokens.
+      page_table: int32 `[B, M]`, the pages of each row in the order of its tokens.
+      lengths: int32 `[B]`, tokens of each row, the queries' own included; 0: no row.
+      block_indices: int32 `[N, G, n]`, as of `block_attention`.
+      cu_seqlens_q: int32 `[B + 1]`, where each row's queries begin; None: all rows have the same
+        number.
+      block_size, scale, return_residual: as of `block_attention`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit; a block that is named twice, where the host
+        reads the lists.
+      NotImplementedError: a gradient is wanted.
+    """
+    tensors = query, key_pages, value_pages, page_table, lengths, block_indices
+    names = "query", "key_pages", "value_pages", "page_table", "lengths", "block_indices"
+    given = dict(zip(names, tensors, strict=True))
+    given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
+    checks.tensors(**given)
+    block_lists.check_paged(*tensors, block_size, cu_seqlens_q, scale)
+    checks.devices(query, given)
+    _refuse_repeated(block_indices)
+    if requires_grad(query, key_pages, value_pages):
+        raise NotImplementedError(
+            "paged_block_attention has no gradient: call it under no_grad"
+        )
+    (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
+    capacity = page_table.shape[1] * key_pages.shape[1]
+    lengths = lengths.clamp(max=capacity)
+    tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
+    part = torch.zeros(1, dtype=torch.int32, device=query.device)
+    sizes = capacity, block_size, kv_heads
+    lists = block_lists.for_kernels(torch, block_indices[None], part, *sizes)[0]
+    head = torch.arange(lists.shape[1], device=query.device) * kv_heads // lists.shape[1]
+    out = query.new_empty(count, heads, value_pages.shape[-1])
+    lse = query.new_empty(count, heads, dtype=wide(query.dtype))
+    row_bytes = lists[0].numel() * block_size * (query.shape[-1] + out.shape[-1]) * 4
+    for part in chunks(count, row_bytes):
+        of = paged_layout.Tokens(*(x[part] for x in tokens))
+        rows, seen = block_lists.paged_keys(
+            OPS, lists[part], of, page_table, key_pages, block_size
+        )
+        keys, values = (
+            x.flatten(0, 1)[rows.long(), head[:, None]].masked_fill(~seen[..., None], 0)
+            for x in (key_pages, value_pages)
+        )
+        found = attend_rows(
+            query[part].unflatten(1, (lists.shape[1], -1)),
+            keys,
+            values,
+            seen[:, :, None],
+            scale,
+            with_lse=True,
+        )
+        out[part], lse[part] = (x.flatten(1, 2) for x in found)
+    return (out, lse) if return_residual else out

@@ -1,0 +1,463 @@
+"""`block_attention` against dense masks in float64, which share no code with it, on every
+implementation; kernels in their interpreters, and on a GPU.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import kernels_pallas
+import nsa_jax
+import nsa_torch
+from bench.judge.parity import assert_parity
+from nsa_core import block_lists, debug
+from tests import interpreted_triton
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.test_torch_mosaic import interpreted  # noqa: F401, a fixture
+
+LENGTHS = "query_seq_lengths", "key_value_seq_lengths"
+NAMES = "out", "lse", "dquery", "dkey", "dvalue"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`segments`: lengths of packed sequences, then padding; `lengths`: valid keys of each row."""
+
+    block: int = 16
+    n: int = 3
+    T: int = 40
+    S: int = 70
+    H: int = 4
+    Hkv: int = 2
+    G: int = 2
+    D: int = 16
+    Dv: int = 8
+    B: int = 2
+    include: str = "selected"
+    segments: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    scale: float | None = None
+    dtype: str = "float32"
+
+    def places(self):
+        """Each key's sequence and position `[B, S]`, each query's index in the keys `[B, T]`."""
+        lengths = np.array(self.lengths or (self.S,) * self.B)
+        index = np.broadcast_to(np.arange(self.S), (self.B, self.S))
+        sequence = np.where(index < lengths[:, None], 0, -1)
+        position = index
+        if self.segments is not None:
+            of = np.full(self.S, -1)
+            start = np.zeros(self.S, int)
+            begin = 0
+            for i, length in enumerate(self.segments):
+                of[begin : begin + length] = i
+                start[begin : begin + length] = begin
+                begin += length
+            sequence, position = of[None], (np.arange(self.S) - start)[None]
+        query = lengths[:, None] - self.T + np.arange(self.T)
+        return sequence, position, query
+
+    def where(self, torch_side: bool) -> dict[str, Any]:
+        options: dict[str, Any] = dict(
+            block_size=self.block, include=self.include, scale=self.scale, return_residual=True
+        )
+        if self.segments is not None and torch_side:
+            options["cu_seqlens"] = torch.tensor(np.cumsum([0, *self.segments]))
+        elif self.segments is not None:
+            options["segment_ids"] = jnp.asarray(self.places()[0], jnp.int32)
+        elif self.lengths is not None and torch_side:
+            options["kv_len"] = torch.tensor(self.lengths)
+        elif self.lengths is not None:
+            options["key_value_seq_lengths"] = jnp.asarray(self.lengths, jnp.int32)
+        return options
+
+
+CASES = (
+    Case(),
+    Case(block=128, n=2, T=150, S=300, H=8, Hkv=4, G=1, B=1),  # one list for all heads
+    Case(H=6, Hkv=3, G=6, T=20, scale=0.7),  # a list a query head
+    Case(H=8, Hkv=1, G=4, block=5, T=70),
+    Case(include="tail", block=4, n=5, G=1, S=50),
+    Case(include="tail", block=4, n=4, T=55, S=55, B=1, segments=(17, 1, 20, 3)),
+    Case(T=61, S=61, B=1, segments=(20, 0, 1, 33)),
+    Case(lengths=(52, 70)),
+    Case(block=64, n=40, T=9, S=200, H=2, G=1),  # more entries than blocks
+)
+by_case = pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+
+
+def lists_of(case: Case) -> np.ndarray:
+    """Random blocks in any order, none twice: of the future, beyond the keys, empty anywhere."""
+    rng = np.random.default_rng(3)
+    shape = case.B, case.T, case.G
+    blocks = max(-(-case.S // case.block) + 2, case.n)
+    order = rng.permuted(np.broadcast_to(np.arange(blocks), (*shape, blocks)), axis=-1)
+    lists = order[..., : case.n].astype(np.int32)
+    lists = np.where(lists == blocks - 1, 2**31 - 1, lists)
+    lists[rng.uniform(size=lists.shape) < 0.3] = -1
+    lists[:, ::7] = -1
+    if case.include == "tail":
+        _, position, query = case.places()
+        own = np.take_along_axis(position, query, 1)[:, :, None, None] // case.block
+        lists = np.where(lists == own, -1, lists)
+    return lists.astype(np.int32)
+
+
+@functools.cache
+def tensors_of(case: Case) -> list[torch.Tensor]:
+    """Query, key, value, and gradients of the output and the log-sum-exp."""
+    make = torch.Generator().manual_seed(1)
+    kv = case.B, case.S, case.Hkv
+    shapes = (case.B, case.T, case.H, case.D), (*kv, case.D), (*kv, case.Dv)
+    shapes += (case.B, case.T, case.H, case.Dv), (case.B, case.T, case.H)
+    dtype = getattr(torch, case.dtype)
+    found = [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
+    return [*found[:4], found[4].float()]
+
+
+@functools.cache
+def expected(case: Case, dtype=torch.float64) -> list[np.ndarray]:
+    """`NAMES` by one dense mask, gradients by autograd."""
+    query, key, value, do, dlse = (x.to(dtype) for x in tensors_of(case))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    sequence, position, at = case.places()
+    inside = np.clip(at, 0, None)
+    own = np.where(at >= 0, np.take_along_axis(sequence, inside, 1), -1)[:, :, None]
+    seen = (sequence[:, None] == own) & (own >= 0)
+    seen &= np.arange(case.S) <= at[..., None]
+    block = position // case.block
+    lists = lists_of(case)
+    chosen = (lists[..., None] == block[:, None, None, None]).any(3)  # [B, T, G, S]
+    if case.include == "tail":
+        mine = np.take_along_axis(position, inside, 1)
+        tail = block[:, None] == (mine // case.block)[..., None]
+        tail &= (mine % case.block != case.block - 1)[..., None]
+        chosen |= tail[:, :, None]
+    mask = torch.tensor(chosen & seen[:, :, None]).transpose(1, 2)
+    mask = mask.repeat_interleave(case.H // case.G, 1)
+    key, value = (x.repeat_interleave(case.H // case.Hkv, 2) for x in (key, value))
+    scale = case.D**-0.5 if case.scale is None else case.scale
+    logits = torch.einsum("bthd,bshd->bhts", query, key) * scale
+    some = mask.any(-1)
+    low = logits.masked_fill(~mask, -torch.inf).masked_fill(~some[..., None], 0)
+    out = torch.einsum("bhts,bshd->bthd", low.softmax(-1).masked_fill(~mask, 0), value)
+    lse = low.logsumexp(-1).masked_fill(~some, -torch.inf).transpose(1, 2)
+    grads = torch.autograd.grad([out, lse], leaves, [do, dlse])
+    return [x.detach().double().numpy() for x in (out, lse, *grads)]
+
+
+def judge(case: Case, found) -> None:
+    found = [np.asarray(x, np.float64) for x in found]
+    for name, got, want in zip(NAMES, found, expected(case), strict=True):
+        if case.dtype == "float32":
+            np.testing.assert_allclose(got, want, rtol=0, atol=5e-5, err_msg=name)
+        else:
+            rough = expected(case, getattr(torch, case.dtype))[NAMES.index(name)]
+            assert_parity(name, got, want, rough, dtype=jnp.dtype(case.dtype))
+
+
+def on_torch(case: Case, implementation, device="cpu") -> list[torch.Tensor]:
+    query, key, value, do, dlse = (x.to(device) for x in tensors_of(case))
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    options = case.where(True)
+    options |= {k: v.to(device) for k, v in options.items() if isinstance(v, torch.Tensor)}
+    lists = torch.tensor(lists_of(case), device=device)
+    out, lse = nsa_torch.block_attention(
+        *leaves, lists, **options, implementation=implementation
+    )
+    grads = torch.autograd.grad([out, lse], leaves, [do, dlse])
+    return [x.detach().cpu() for x in (out, lse, *grads)]
+
+
+def doubles(found):
+    return [x.double().numpy() for x in found]
+
+
+def on_jax(case: Case, implementation):
+    query, key, value, do, dlse = (jnp.asarray(x.numpy()) for x in tensors_of(case))
+    options = case.where(False) | {"implementation": implementation}
+
+    @jax.jit
+    def whole(lists, *leaves):
+        attend = lambda *leaves: nsa_jax.block_attention(*leaves, lists, **options)
+        found, pull = jax.vjp(attend, *leaves)
+        return *found, *pull((do, dlse))
+
+    return whole(jnp.asarray(lists_of(case)), query, key, value)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "jax"])
+@by_case
+def test_torch(case, implementation):
+    judge(case, on_torch(case, implementation))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@by_case
+def test_jax(case, implementation):
+    judge(case, on_jax(case, implementation))
+
+
+KERNELS = (
+    Case(block=128, n=2, T=4, S=140, H=16, Hkv=1, G=1, B=1, Dv=16, dtype="bfloat16"),
+    Case(T=22, S=22, B=1, Dv=16, segments=(9, 0, 1, 8), dtype="bfloat16"),
+)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.skipif(INTERPRETED, reason="kernels of Pallas")
+@pytest.mark.parametrize("case", KERNELS, ids=["halves", "packed"])
+def test_mosaic(case):
+    found = on_torch(case, "mosaic")
+    judge(case, doubles(found))
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize(
+    "case", [dataclasses.replace(x, dtype="float32") for x in KERNELS], ids=["halves", "packed"]
+)
+def test_triton(case, monkeypatch):
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(kernels_pallas, "why_not", lambda name, problem: None)
+    judge(case, on_torch(case, "triton", DEVICE))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs once more there")
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_triton_in_its_interpreter():
+    interpreted_triton.run_again(__file__)
+
+
+ON_A_GPU = (
+    Case(block=128, n=16, T=1500, S=3000, H=64, Hkv=4, G=4, D=128, Dv=128, B=1),
+    Case(
+        block=128,
+        n=16,
+        T=900,
+        S=900,
+        H=16,
+        Hkv=2,
+        G=1,
+        D=64,
+        Dv=64,
+        B=1,
+        segments=(500, 1, 350),
+    ),
+    Case(block=64, n=8, T=800, S=800, H=8, Hkv=2, G=8, D=64, Dv=64),
+    Case(block=32, n=8, T=300, S=800, H=8, Hkv=2, D=64, Dv=64, lengths=(411, 800)),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "sdpa"])
+@pytest.mark.parametrize("case", ON_A_GPU, ids=range(len(ON_A_GPU)))
+def test_gpu(case, implementation):
+    case = dataclasses.replace(case, dtype="bfloat16")
+    first, second = (on_torch(case, implementation, "cuda") for _ in range(2))
+    judge(case, doubles(first))
+    if implementation != "sdpa":  # whose gradients are added atomically there
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_the_same_bits_twice():
+    first, second = (on_torch(CASES[1], "sdpa") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_a_gradient_of_the_log_sum_exp_alone():
+    """A penalty on it, as router z-losses: autograd gives no gradient of the output then."""
+    case = CASES[0]
+    leaves = [x.detach().double().requires_grad_() for x in tensors_of(case)[:3]]
+    lists = torch.tensor(lists_of(case))
+
+    def penalty(query, key, implementation):
+        options = case.where(True) | {"implementation": implementation}
+        lse = nsa_torch.block_attention(query, key, leaves[2], lists, **options)[1]
+        return lse.masked_fill(lse == -torch.inf, 0).square().sum()
+
+    assert torch.autograd.gradcheck(
+        lambda q, k: penalty(q, k, "sdpa"), leaves[:2], fast_mode=True
+    )
+    for name in ("jax", "reference"):
+        low = [x.detach().float().requires_grad_() for x in leaves[:2]]
+        got = torch.autograd.grad(penalty_of(case, lists, low, name), low)
+        want = torch.autograd.grad(penalty(*leaves[:2], "sdpa"), leaves[:2])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-3)
+
+
+def penalty_of(case, lists, low, name):
+    options = case.where(True) | {"implementation": name}
+    value = tensors_of(case)[2]
+    lse = nsa_torch.block_attention(*low, value, lists, **options)[1]
+    return lse.masked_fill(lse == -torch.inf, 0).square().sum()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_valid_queries_come_first():
+    """`query_seq_lengths`: the last valid query stands at the last valid key; NaN in padding."""
+    case = Case(T=12, S=40, B=2)
+    query, key, value = (jnp.asarray(x.numpy()) for x in tensors_of(case)[:3])
+    lists = jnp.asarray(lists_of(case))
+    counts, ends = (12, 7), (31, 40)
+    dirty = (
+        query.at[1, 7:].set(jnp.nan),
+        key.at[0, 31:].set(jnp.nan),
+        value.at[0, 31:].set(jnp.nan),
+    )
+    for include, name in (("selected", "reference"), ("tail", "xla")):
+        options = dict(block_size=16, include=include, return_residual=True)
+        options["implementation"] = name
+        if include == "tail":
+            lists = jnp.full_like(lists, -1)
+        attend = jax.jit(functools.partial(nsa_jax.block_attention, **options))
+        lengths = dict(zip(LENGTHS, map(jnp.asarray, (counts, ends)), strict=True))
+        out, lse = attend(*dirty, lists, **lengths)
+        for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            alone = query[row, :count], key[row, :end], value[row, :end], lists[row, :count]
+            want = attend(*(x[None] for x in alone))
+            np.testing.assert_allclose(out[row, :count], want[0][0], atol=1e-6)
+            np.testing.assert_allclose(lse[row, :count], want[1][0], atol=1e-6)
+            assert not out[row, count:].any() and np.isneginf(lse[row, count:]).all()
+
+
+def test_a_block_of_128_is_two_of_64():
+    assert block_lists.parts_of(128, 16) == 2 and block_lists.parts_of(128, 32) == 2
+    assert block_lists.parts_of(128, 33) == block_lists.parts_of(64, 16) == 1
+
+
+BAD = (
+    (dict(block_indices=torch.zeros(1, 20, 2, 3).short()), "block_indices must have dtype"),
+    (dict(block_indices=torch.zeros(1, 20, 3).int()), "block_indices must have 4 axes"),
+    (dict(block_indices=torch.zeros(1, 19, 2, 3).int()), r"\[1, 20, G, n >= 1\]"),
+    (dict(block_indices=torch.zeros(1, 20, 2, 0).int()), r"\[1, 20, G, n >= 1\]"),
+    (dict(block_indices=torch.zeros(1, 20, 3, 1).int()), "got G=3"),
+    (dict(block_indices=torch.zeros(1, 20, 0, 1).int()), "got G=0"),
+    (dict(block_size=0), "block_size must be an int >= 1, got 0"),
+    (dict(block_size=64.0), "block_size must be an int >= 1, got 64.0"),
+    (dict(include="window"), "include must be one of"),
+    (dict(scale=0.0), "scale must be a positive number"),
+    (dict(query=torch.zeros(1, 41, 4, 8)), "query must not be longer than key"),
+    (dict(value=torch.zeros(1, 40, 1, 8)), "the same"),
+    (dict(implementation="mosaic"), "mosaic"),
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize(("changed", "message"), BAD)
+def test_bad_input(changed, message):
+    given = dict(
+        query=torch.zeros(1, 20, 4, 8),
+        key=torch.zeros(1, 40, 2, 8),
+        value=torch.zeros(1, 40, 2, 8),
+        block_indices=torch.zeros(1, 20, 2, 1).int(),
+        block_size=16,
+    )
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        nsa_torch.block_attention(**given | changed)
+    arrays = {
+        k: jnp.asarray(v.numpy()) if isinstance(v, torch.Tensor) else v
+        for k, v in (given | changed).items()
+    }
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        nsa_jax.block_attention(**arrays)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+def test_a_block_named_twice():
+    x = torch.zeros(1, 20, 2, 8)
+    lists = torch.tensor([3, -1, 0, 3, -1]).int().expand(1, 20, 1, 5)
+    message = r"block_indices\[0, 0, 0\] must name a block once, got block 3 twice"
+    with pytest.raises(ValueError, match=message):
+        nsa_torch.block_attention(x, x, x, lists, block_size=4)
+    arrays = [jnp.asarray(y.numpy()) for y in (x, x, x, lists)]
+    nsa_jax.block_attention(*arrays, block_size=4)  # nobody reads them
+    debug.enable("routing")
+    try:
+        with pytest.raises(ValueError, match=message):
+            nsa_jax.block_attention(*arrays, block_size=4)
+    finally:
+        debug.enable()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize(("page", "block", "scopes"), [(32, 16, 2), (8, 24, 1), (16, 16, 4)])
+@pytest.mark.parametrize("same", [True, False])
+def test_pages(page, block, scopes, same):
+    """Each row is `block_attention` of its tokens, whatever lies in pages that are not its own."""
+    rng = np.random.default_rng(0)
+    heads, kv_heads, width, columns = 4, 2, 16, 96 // page
+    lengths, counts = [77, 0, 5, 96], ([3, 3, 3, 3] if same else [7, 0, 1, 40])
+    pages = rng.normal(size=(2, 4 * columns + 3, page, kv_heads, width)).astype(np.float32)
+    table = rng.permutation(4 * columns + 3)[: 4 * columns].reshape(4, columns).astype(np.int32)
+    total, blocks = sum(counts), -(-96 // block) + 1
+    query = rng.normal(size=(total, heads, width)).astype(np.float32)
+    order = np.broadcast_to(np.arange(blocks), (total, scopes, blocks))
+    lists = rng.permuted(order, axis=-1)[..., :3].astype(np.int32)
+    lists[rng.uniform(size=lists.shape) < 0.2] = -1
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    rows = []
+    for row, length in enumerate(lengths):
+        key, value = pages[:, table[row]].reshape(2, 1, 96, kv_heads, width)[:, :, :length]
+        mine = slice(starts[row], starts[row + 1])
+        if length < counts[row] or not counts[row]:
+            rows.append(None)
+            continue
+        arrays = (torch.tensor(x) for x in (query[None, mine], key, value, lists[None, mine]))
+        options = dict(block_size=block, return_residual=True, implementation="sdpa")
+        rows.append([x[0].numpy() for x in nsa_torch.block_attention(*arrays, **options)])
+    used = np.zeros(pages.shape[1:3], bool)
+    for row, length in enumerate(lengths):
+        used[table[row, np.arange(length) // page], np.arange(length) % page] = True
+    pages[:, ~used] = np.nan
+    given = query, *pages, table, np.array(lengths, np.int32), lists
+    options = {"block_size": block, "return_residual": True}
+    cu = None if same else starts
+    of_torch = nsa_torch.paged_block_attention(
+        *map(torch.tensor, given), cu_seqlens_q=None if same else torch.tensor(cu), **options
+    )
+    of_jax = nsa_jax.paged_block_attention(*map(jnp.asarray, given), cu_seqlens_q=cu, **options)
+    for found in (of_torch, of_jax):
+        out, lse = (np.asarray(x) for x in found)
+        for row, want in enumerate(rows):
+            mine = slice(starts[row], starts[row + 1])
+            if want is None:
+                assert not out[mine].any() and np.isneginf(lse[mine]).all()
+                continue
+            np.testing.assert_allclose(out[mine], want[0], atol=2e-6)
+            np.testing.assert_allclose(lse[mine], want[1], atol=2e-6)
+
+
+BAD_PAGES = (
+    (dict(query=torch.zeros(2, 3, 8)), "multiple of the pages' heads"),
+    (dict(value_pages=torch.zeros(5, 8, 2, 8)), r"value_pages must have shape \(6, 8, 2, 8\)"),
+    (dict(page_table=torch.zeros(2, 3)), "page_table must have dtype"),
+    (dict(lengths=torch.zeros(3).int()), r"lengths must have shape \(2,\)"),
+    (dict(block_indices=torch.zeros(2, 3, 1).int()), "got G=3"),
+    (
+        dict(query=torch.zeros(2, 4, 8, requires_grad=True)),
+        "has no gradient: call it under no_grad",
+    ),
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize(("changed", "message"), BAD_PAGES)
+def test_bad_pages(changed, message):
+    given = dict(query=torch.zeros(2, 4, 8), key_pages=torch.zeros(6, 8, 2, 8))
+    given |= dict(value_pages=torch.zeros(6, 8, 2, 8), page_table=torch.zeros(2, 3).int())
+    given |= dict(lengths=torch.ones(2).int(), block_indices=torch.zeros(2, 1, 1).int())
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        nsa_torch.paged_block_attention(**given | changed, block_size=8)
