@@ -4,9 +4,11 @@ Each kernel for one architecture or two, each architecture and each shape severa
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from kernels_pallas.triton.index_descriptions import IndexSizes
 from kernels_pallas.triton.tiling import smem_of
 from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
@@ -30,7 +32,16 @@ DECODE = {
     "verify": DecodeCase(8, 8, 32, 2, 192, 128, pages=64),
     "decode fp8": DecodeCase(8, 1, 64, 4, 128, 128, pages=1024, fp8=True),
 }
+INDEX = {
+    "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
+    "many": IndexSizes(1, 32768, 32768, 6, 64, "float16", 64, 1, 64, 1, 2),
+    "index32": IndexSizes(1, 4096, 4096, 4, 128, "float32", 128, 1, 16, 0, 1),
+}
 COMPILED = (
+    ("m3", 90, "index:index_blocks"),
+    ("m3", 86, "index:index_blocks"),
+    ("many", 80, "index:index_blocks"),
+    ("index32", 89, "index:index_blocks"),
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),
     ("wide", 90, "selected:forward"),
@@ -61,7 +72,8 @@ SPILLS = 128
 
 
 def test_kernels_compile_within_the_limits_of_an_architecture():
-    found = reports([((SHAPES | DECODE)[shape], arch, name) for shape, arch, name in COMPILED])
+    cases: dict[str, Any] = SHAPES | DECODE | INDEX
+    found = reports([(cases[shape], arch, name) for shape, arch, name in COMPILED])
     for (shape, arch, name), report in zip(COMPILED, found, strict=True):
         about = f"{shape} on {arch}: {report}"
         assert report.name == name and report.capability == arch, about
@@ -70,7 +82,7 @@ def test_kernels_compile_within_the_limits_of_an_architecture():
         products = not name.startswith(
             ("combine", "dkv:merge", "selected:tile", "paged", "split")
         )
-        assert report.tensor_cores == (products and "float32" not in shape), about
+        assert report.tensor_cores == (products and "32" not in shape), about
 
 
 def test_long_float32_sums_are_compensated():

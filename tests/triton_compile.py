@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from kernels_pallas.kernel import Array
-from kernels_pallas.triton import decode_descriptions, descriptions
+from kernels_pallas.triton import decode_descriptions, descriptions, index_descriptions
+from kernels_pallas.triton.index_descriptions import IndexSizes
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
@@ -186,6 +187,15 @@ def decode_launches(case: DecodeCase, capability: tuple[int, int]) -> list[Launc
     return ops.launches
 
 
+def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launch]:
+    """The kernel of an indexer."""
+    kernel = index_descriptions.index_blocks(sizes, capability)
+    return [Launch(kernel, (sizes.dtype, sizes.dtype, "int32"))]
+
+
+NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches}
+
+
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     """What Triton compiles, and its options."""
     from triton.compiler import ASTSource
@@ -259,8 +269,7 @@ def reports(questions: list[tuple[Any, int, str]], processes: int = 2) -> list[R
     """Of each (case, capability, function), e.g. `interval:dq`; in processes of their own."""
     lines = []
     for case, capability, function in questions:
-        note = decode_launches if isinstance(case, DecodeCase) else launches
-        noted = note(case, divmod(capability, 10))
+        noted = NOTES.get(type(case), launches)(case, divmod(capability, 10))
         launch = next(x for x in noted if x.kernel.function.endswith(f".{function}"))
         asked = dataclasses.asdict(launch.kernel), launch.dtypes, capability
         lines.append(json.dumps(asked))

@@ -1,0 +1,95 @@
+"""What an indexer's blocks are, for either framework: sizes and their checks."""
+
+from typing import NamedTuple
+
+from kernels_pallas.triton.index_descriptions import IndexSizes
+from nsa_core import validate
+from nsa_core.config import NSAConfig
+
+ACTIVATIONS, REDUCTIONS = (None, "relu"), (None, "sum")
+
+
+class Index(NamedTuple):
+    """How scores of keys become blocks; fields as the arguments of `index_blocks`."""
+
+    pool: int
+    num_selected: int
+    num_initial: int
+    num_local: int
+    activation: str | None
+    reduce: str | None
+    entry: int
+
+    @property
+    def config(self) -> NSAConfig:
+        """Of the top-n, which counts in tokens."""
+        block = self.pool * self.entry
+        forced = self.num_initial, self.num_local
+        return NSAConfig(block, block, block, self.num_selected, *forced, 0)
+
+    def num_blocks(self, rows: int) -> int:
+        """Of so many keys."""
+        return -(-rows // self.pool)
+
+    def sizes(self, query, key) -> IndexSizes:
+        """Of the kernel."""
+        (batch, length, heads, width), rows = query.shape, key.shape[1]
+        dtype = validate.dtype_name(query)
+        rest = self.pool, self.entry, self.num_selected, self.num_initial, self.num_local
+        return IndexSizes(batch, length, rows, heads, width, dtype, *rest)
+
+    def kernel_why_not(self) -> str | None:
+        """Why no kernel takes these scores."""
+        if self.activation is not None or self.reduce is not None:
+            return (
+                "takes scores as they are, of each head, got "
+                f"activation={self.activation!r}, reduce={self.reduce!r}"
+            )
+        return None
+
+
+def check(query, key, index: Index, packed: bool) -> None:
+    """Of `index_blocks`, by shape and dtype alone.
+
+    Raises:
+      ValueError: an argument that no implementation takes.
+    """
+    validate.sizes(pool=index.pool, entry=index.entry)
+    _ = index.config  # checks the rest
+    for name, allowed in (("activation", ACTIVATIONS), ("reduce", REDUCTIONS)):
+        if getattr(index, name) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {getattr(index, name)!r}")
+    validate.array("index_query", query, 4)
+    if 0 in query.shape:
+        raise ValueError(f"index_query must not be empty, got shape {tuple(query.shape)}")
+    validate.array("index_key", key, 3)
+    if key.dtype != query.dtype:
+        raise ValueError(
+            f"index_key must have the dtype of index_query, {validate.dtype_name(query)}, "
+            f"got {validate.dtype_name(key)}"
+        )
+    batch, length, _, width = query.shape
+    validate.shape("index_key", key, (batch, key.shape[1], width))
+    if packed and index.entry != 1:
+        raise ValueError(f"entry must be 1 in packed rows, got {index.entry}")
+    if packed and key.shape[1] != length:
+        raise ValueError(
+            "index_key must be as long as index_query in packed rows, "
+            f"got {key.shape[1]} and {length}"
+        )
+
+
+def key_length(kv_len, length: int, rows: int, entry: int):
+    """`kv_len` in tokens, from an argument that may be None.
+
+    Raises:
+      ValueError: not as many tokens as queries, or more than the keys have.
+    """
+    if kv_len is None:
+        kv_len = rows if entry == 1 else length
+    if isinstance(kv_len, int) and (kv_len < length or kv_len // entry > rows):
+        raise ValueError(
+            f"kv_len must be from T={length} to the tokens of {rows} keys of entry={entry}, "
+            f"got {kv_len}"
+        )
+    return kv_len

@@ -1,0 +1,261 @@
+"""`index_blocks` against plain loops in float64 that share no code with it; Triton's kernel in its
+interpreter, and on a GPU.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import nsa_jax
+import nsa_torch
+from nsa_torch import indexer
+from tests import interpreted_triton
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
+from tests.limits import set_limits
+
+plain = pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    pool: int = 16
+    n: int = 3
+    initial: int = 0
+    local: int = 1
+    activation: str | None = None
+    reduce: str | None = None
+    entry: int = 1
+    T: int = 60
+    S: int = 100
+    heads: int = 3
+    width: int = 16
+    B: int = 2
+    lengths: tuple[int, ...] | None = None
+    segments: tuple[int, ...] | None = None
+    dtype: str = "float32"
+    equal: bool = False  # small integers: many scores are the same
+
+    @property
+    def keys(self) -> int:
+        return self.S // self.entry
+
+    @property
+    def options(self):
+        return dict(
+            pool=self.pool,
+            num_selected=self.n,
+            num_initial=self.initial,
+            num_local=self.local,
+            activation=self.activation,
+            reduce=self.reduce,
+            entry=self.entry,
+        )
+
+    def where(self, of_torch: bool):
+        if self.segments is not None:
+            ids = np.repeat(np.arange(len(self.segments)), self.segments)
+            ids = np.pad(ids, (0, self.S - ids.size), constant_values=-1)
+            if of_torch:
+                return {"cu_seqlens": torch.tensor(np.cumsum([0, *self.segments]))}
+            return {"segment_ids": jnp.asarray(ids, jnp.int32)[None]}
+        lengths = self.lengths or (self.S,)
+        if len(lengths) == 1:
+            return {"kv_len": lengths[0]}
+        return {"kv_len": (torch.tensor if of_torch else jnp.asarray)(lengths)}
+
+
+CASES = (
+    Case(),
+    Case(n=9, initial=1, local=2),  # more than there are blocks
+    Case(local=0, heads=1, T=100),
+    Case(pool=7, n=4, equal=True),
+    Case(pool=1, n=5, entry=4, local=0, activation="relu", reduce="sum"),  # QSA's
+    Case(pool=2, n=3, entry=4, local=1, S=98, T=98, equal=True),
+    Case(B=1, T=70, S=70, segments=(33, 0, 1, 25), n=2),
+    Case(lengths=(71, 100)),
+    Case(pool=128, n=2, T=140, S=300, B=1, heads=4),
+)
+
+
+@functools.cache
+def tensors_of(case: Case):
+    rng = np.random.default_rng(2)
+    shapes = (case.B, case.T, case.heads, case.width), (case.B, case.keys, case.width)
+    if case.equal:
+        found = [rng.integers(-1, 2, size=shape).astype(np.float32) for shape in shapes]
+    else:
+        found = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return [torch.tensor(x).to(getattr(torch, case.dtype)) for x in found]
+
+
+@functools.cache
+def expected(case: Case):
+    """The scores `[B, T, lists, N]` of candidates, else -inf, +inf where forced; by loops."""
+    query, key = (x.double().numpy() for x in tensors_of(case))
+    lists = 1 if case.reduce else case.heads
+    block = case.pool * case.entry
+    scores = np.full((case.B, case.T, lists, -(-case.S // block)), -np.inf)
+    lengths = case.lengths or (case.S,) * case.B
+    for b in range(case.B):
+        for t in range(case.T):
+            start, p = 0, lengths[b] - case.T + t
+            if case.segments is not None:
+                ends = np.cumsum(case.segments)
+                start = max([0, *ends[ends <= p]])
+                if p >= ends[-1]:
+                    continue
+                p = p - start
+            for j in range(p // block + 1):
+                rows = [r for r in range(j * case.pool, (j + 1) * case.pool)]
+                rows = [start + r for r in rows if r * case.entry + case.entry - 1 <= p]
+                s = query[b, t] @ key[b, rows].T
+                s = np.maximum(s, 0) if case.activation else s
+                s = s.sum(0, keepdims=True) if case.reduce else s
+                scores[b, t, :, j] = s.max(-1, initial=-np.inf)
+                if j < case.initial or j > p // block - case.local:
+                    scores[b, t, :, j] = np.inf
+    return scores
+
+
+def judge(case: Case, found) -> None:
+    """Ascending, once each, the highest; in float32 and of equal scores exactly the lower ones."""
+    found, scores = np.asarray(found), expected(case)
+    assert found.dtype == np.int32 and found.shape == (*scores.shape[:3], case.n)
+    spare = np.pad(scores, ((0, 0),) * 3 + ((0, case.n),), constant_values=-np.inf)
+    order = np.argsort(-spare, axis=-1, kind="stable")[..., : case.n]
+    best = np.take_along_axis(spare, order, -1)
+    want = np.sort(np.where(best > -np.inf, order, 2**30), -1)
+    want = np.where(want == 2**30, -1, want)
+    if case.dtype == "float32" or case.equal:
+        np.testing.assert_array_equal(found, want)
+        return
+    filled = found >= 0
+    np.testing.assert_array_equal(filled, want >= 0)
+    later = np.where(filled, found, np.arange(10**6, 10**6 + case.n))
+    assert (np.diff(later, axis=-1) > 0).all()
+    got = np.take_along_axis(spare, np.maximum(found, 0), -1)
+    query, key = (x.double().numpy() for x in tensors_of(case))
+    size = np.linalg.norm(query, axis=-1)[..., None] * np.linalg.norm(key, axis=-1).max()
+    least = np.where(best > -np.inf, best, np.inf).min(-1, keepdims=True)
+    assert np.where(filled, got >= least - 2.0**-16 * size, True).all()
+    forced = np.isinf(best) & (best > 0)
+    np.testing.assert_array_equal((np.isinf(got) & filled).sum(-1), forced.sum(-1))
+
+
+def on_torch(case, implementation, device="cpu"):
+    tensors = (x.to(device) for x in tensors_of(case))
+    options = case.options | case.where(True) | {"implementation": implementation}
+    options = {k: v.to(device) if hasattr(v, "to") else v for k, v in options.items()}
+    return nsa_torch.index_blocks(*tensors, **options).cpu()
+
+
+@plain
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_torch(case, monkeypatch):
+    set_limits(monkeypatch, torch_chunk_bytes=50_000)
+    judge(case, on_torch(case, None))
+
+
+@plain
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_jax(case):
+    arrays = (jnp.asarray(x.numpy()) for x in tensors_of(case))
+    run = functools.partial(nsa_jax.index_blocks, **case.options, **case.where(False))
+    judge(case, jax.jit(run)(*arrays))
+
+
+IN_TRITON = (
+    Case(T=3, S=300, n=17, initial=1, local=2, heads=1, width=24, B=1),
+    Case(T=5, S=70, entry=4, heads=2, B=1, local=0),
+    Case(T=2, S=90, heads=2, lengths=(90, 55), equal=True, dtype="float16"),
+    Case(pool=32, T=3, S=700, n=2, B=1, dtype="float16"),  # several steps of the selection
+)
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
+def test_triton(case, monkeypatch):
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(indexer, "_device_why_not", lambda query: None)
+    judge(case, on_torch(case, "triton", DEVICE))
+
+
+@plain
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_triton_in_its_interpreter():
+    interpreted_triton.run_again(__file__)
+
+
+ON_A_GPU = (
+    Case(pool=128, n=16, T=3000, S=9000, heads=4, width=128, B=1, dtype="bfloat16"),
+    Case(pool=64, n=40, T=2000, S=6000, heads=2, width=64, B=2, dtype="float16"),
+    Case(pool=128, n=16, T=500, S=4000, heads=4, width=128, B=1, dtype="bfloat16", equal=True),
+    Case(pool=32, n=8, T=300, S=2000, heads=3, width=96, lengths=(1500, 2000)),
+)
+
+
+@pytest.mark.gpu
+@plain
+@pytest.mark.parametrize("case", ON_A_GPU, ids=range(len(ON_A_GPU)))
+def test_gpu(case):
+    found = on_torch(case, "triton", "cuda")
+    judge_fast(case, found)
+    assert torch.equal(found, on_torch(case, "triton", "cuda"))
+    assert nsa_torch.indexer.index_blocks.__name__ == "index_blocks"
+
+
+def judge_fast(case, found):
+    """By `torch`, which the loops judge on small cases, in float64."""
+    wide = dataclasses.replace(case, dtype="float64")
+    tensors = [x.double().cuda() for x in tensors_of(case)]
+    options = case.options | case.where(True)
+    options = {k: v.cuda() if hasattr(v, "cuda") else v for k, v in options.items()}
+    want = nsa_torch.index_blocks(*tensors, **options, implementation="torch").cpu()
+    same = (found == want).all(-1).double().mean().item()
+    assert same == 1 if case.equal else same > 0.999, (wide, same)
+
+
+BAD = (
+    (dict(index_key=torch.zeros(1, 40, 1, 8)), "index_key must have 3 axes"),
+    (dict(index_key=torch.zeros(1, 40, 9)), r"index_key must have shape \(1, 40, 8\)"),
+    (
+        dict(index_key=torch.zeros(1, 40, 8).half()),
+        "index_key must have the dtype of index_query",
+    ),
+    (dict(pool=0), "pool must be an int >= 1, got 0"),
+    (dict(num_selected=0), "num_selected must be >= 1"),
+    (dict(num_selected=2, num_local=3), "num_initial . num_local = 3"),
+    (dict(activation="gelu"), "activation must be one of"),
+    (dict(reduce="mean"), "reduce must be one of"),
+    (dict(kv_len=19), "kv_len must be"),
+    (dict(kv_len=41), "kv_len must be"),
+    (dict(implementation="sdpa"), "implementation must be one of"),
+    (dict(implementation="triton", pool=20), "takes blocks of"),
+    (dict(implementation="triton", reduce="sum"), "of each head"),
+    (dict(implementation="triton"), "needs an NVIDIA GPU"),
+)
+
+
+@plain
+@pytest.mark.parametrize(("changed", "message"), BAD)
+def test_bad_input(changed, message):
+    given = dict(index_query=torch.zeros(1, 20, 2, 8), index_key=torch.zeros(1, 40, 8))
+    given |= changed
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        nsa_torch.index_blocks(**given)
+    given = {k: jnp.asarray(v.numpy()) if hasattr(v, "numpy") else v for k, v in given.items()}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        nsa_jax.index_blocks(**given)
+
+
+@plain
+def test_packed_rows_of_entries_are_refused():
+    query, key = torch.zeros(1, 20, 2, 8), torch.zeros(1, 5, 8)
+    with pytest.raises(ValueError, match="entry must be 1 in packed rows"):
+        nsa_torch.index_blocks(query, key, entry=4, cu_seqlens=torch.tensor([0, 20]))
