@@ -4,9 +4,10 @@
     python -m bench.block_selection --lengths 1024 --heads 8 --kv_heads 2 --out rows.jsonl
 
 One layer, without its projections and its indexer. Every query gets its own block and others of
-those that it may see, at random. A row of JSON each in `--out`:
+those that it may see: at random, or (`--overlap 0.95`) those of the query before it, of which each
+is drawn anew with that probability less than 1. A row of JSON each in `--out`:
 
-  nsa_blocks    `nsa_torch.selected_attention` on the blocks
+  nsa_blocks    `nsa_torch.block_attention` on the blocks
   sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
                 makes of the blocks at every layer: its time counts
   ms            median, p20, p80; forward, and with the gradients of query, key and value
@@ -48,6 +49,9 @@ DEVICE = flags.DEFINE_string("device", None, "cuda or cpu; default: a GPU if any
 MODE = flags.DEFINE_multi_enum("mode", list(MODES), MODES, "Repeatable.", **at)
 NAMES = flags.DEFINE_multi_enum(
     "implementation", list(IMPLEMENTATIONS), IMPLEMENTATIONS, "Repeatable.", **at
+)
+OVERLAP = flags.DEFINE_float(
+    "overlap", 0.0, "Of a query's blocks with the ones before it.", 0.0, 1.0, **at
 )
 CHECKED = flags.DEFINE_integer("checked", 256, "Queries that are judged.", **at)
 SECONDS = flags.DEFINE_float("seconds", 1.0, "Of samples a row, about.", **at)
@@ -116,6 +120,24 @@ def random_blocks(
     return torch.cat(rows, dim=2)
 
 
+def similar_blocks(
+    batch: int, kv_heads: int, length: int, block: int, chosen: int, device: str, overlap: float
+) -> Tensor:
+    """As `random_blocks`, but each of the others is drawn anew with probability `1 - overlap`."""
+    draw = torch.Generator(device).manual_seed(0)
+    shape = batch, kv_heads, length, chosen - 1
+    token = torch.arange(length, device=device)[:, None]
+    redrawn = torch.rand(shape, generator=draw, device=device) >= overlap
+    last = torch.where(redrawn, token, 0).cummax(dim=2).values
+    place = torch.rand(shape, generator=draw, device=device).gather(2, last)
+    part = torch.arange(chosen - 1, device=device)  # of the blocks before: most differ
+    found = ((part + place) / (chosen - 1) * (last // block)).long()
+    own = (token // block).expand(batch, kv_heads, length, 1)
+    found = found.masked_fill(found >= own, -1).sort(dim=-1).values
+    twice = torch.nn.functional.pad(found[..., 1:] == found[..., :-1], (1, 0))
+    return torch.cat([found.masked_fill(twice, -1), own], dim=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Of a length and a mode of `MODES`; the other sizes are flags."""
@@ -136,6 +158,8 @@ class Problem:
 
     def blocks(self) -> Tensor:
         sizes = BATCH.value, KV_HEADS.value, self.length, BLOCK.value, CHOSEN.value
+        if OVERLAP.value:
+            return similar_blocks(*sizes, device(), OVERLAP.value)
         return random_blocks(*sizes, device())
 
     def results(self, name: str, tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
@@ -223,6 +247,7 @@ def main(argv: Sequence[str]) -> int:
         "block": BLOCK.value,
         "n": CHOSEN.value,
         "dtype": DTYPE.value,
+        "overlap": OVERLAP.value,
     }
     statuses = []
     for length in command.integers("lengths", LENGTHS.value, ()):

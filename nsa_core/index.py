@@ -1,6 +1,6 @@
 """What an indexer's blocks are, for either framework: sizes and their checks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kernels_pallas.triton.index_descriptions import IndexSizes
 from nsa_core import validate
@@ -79,7 +79,7 @@ def check(query, key, index: Index, packed: bool) -> None:
         )
 
 
-def key_length(kv_len, length: int, rows: int, entry: int):
+def key_length(kv_len: Any, length: int, rows: int, entry: int) -> Any:
     """`kv_len` in tokens, from an argument that may be None.
 
     Raises:
