@@ -74,11 +74,11 @@ def index_blocks(
     validate.length(kv_len, index_query, segment_ids)
     validate.segments(segment_ids, batch, index_key.shape[1])
     if segment_ids is None:
-        kv_len = indexing.key_length(kv_len, length, index_key.shape[1], entry)
+        tokens = indexing.key_length(kv_len, length, index_key.shape[1], entry)
     else:
-        kv_len = length
+        tokens = length
     index_query, index_key = lax.stop_gradient((index_query, index_key))
-    options = {"kv_len": kv_len, "segment_ids": segment_ids, "config": index.config}
+    options = {"kv_len": tokens, "segment_ids": segment_ids, "config": index.config}
     where = geometry.query_layout(batch, length, **options)
     name = _implementation(implementation, index, index_query, index_key, segment_ids)
     if name == "triton":

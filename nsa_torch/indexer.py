@@ -75,13 +75,13 @@ def index_blocks(
     checks.packed(cu_seqlens, index_query, "index_query")
     batch, length = index_query.shape[:2]
     if cu_seqlens is None:
-        kv_len = indexing.key_length(kv_len, length, index_key.shape[1], entry)
+        tokens = indexing.key_length(kv_len, length, index_key.shape[1], entry)
     else:
         checks.length(kv_len, index_query, cu_seqlens, None)
-        kv_len, cu_seqlens = length, checks.clamped(cu_seqlens, length)
+        tokens, cu_seqlens = length, checks.clamped(cu_seqlens, length)
     name = _implementation(implementation, index, index_query, index_key, cu_seqlens)
     with torch.no_grad(), as_given(index_query):
-        options = {"config": index.config, "kv_len": kv_len, "cu_seqlens": cu_seqlens}
+        options = {"config": index.config, "kv_len": tokens, "cu_seqlens": cu_seqlens}
         where = geometry(batch, length, **options, device=index_query.device)
         if name == "torch":
             return _in_chunks(index_query, index_key, where, index)

@@ -238,22 +238,12 @@ def test_triton_in_its_interpreter():
 
 
 ON_A_GPU = (
-    Case(block=128, n=16, T=1500, S=3000, H=64, Hkv=4, G=4, D=128, Dv=128, B=1),
+    Case(block=128, n=6, T=400, S=1300, H=32, Hkv=2, G=2, D=128, Dv=128, B=1),
     Case(
-        block=128,
-        n=16,
-        T=900,
-        S=900,
-        H=16,
-        Hkv=2,
-        G=1,
-        D=64,
-        Dv=64,
-        B=1,
-        segments=(500, 1, 350),
+        block=128, n=3, T=500, S=500, H=16, Hkv=2, G=1, D=64, Dv=64, B=1, segments=(300, 1, 150)
     ),
-    Case(block=64, n=8, T=800, S=800, H=8, Hkv=2, G=8, D=64, Dv=64),
-    Case(block=32, n=8, T=300, S=800, H=8, Hkv=2, D=64, Dv=64, lengths=(411, 800)),
+    Case(block=64, n=5, T=300, S=500, H=8, Hkv=2, G=8, D=64, Dv=64),
+    Case(block=32, n=8, T=300, S=500, H=8, Hkv=2, D=64, Dv=64, lengths=(411, 500)),
 )
 
 
