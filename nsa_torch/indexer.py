@@ -88,6 +88,28 @@ def index_blocks(
         return _on_triton(index_query, index_key, where, index)
 
 
+def blocks_at(
+    query: Tensor,
+    key: Tensor,
+    position: Tensor,
+    pool: int,
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+) -> Tensor:
+    """`index_blocks` of queries at any places: `position` `[B or 1, T]`, negative: padding."""
+    index = Index(pool, num_selected, num_initial, num_local, None, None, 1)
+    indexing.check(query, key, index, False)
+    with torch.no_grad(), as_given(query):
+        query, key = query.contiguous(), key.contiguous()
+        position = position.expand(query.shape[:2])
+        none = torch.zeros_like(position)
+        where = Geometry(position, none, none, None, None)
+        if _implementation(None, index, query, key, None) == "torch":
+            return _in_chunks(query, key, where, index)
+        return _on_triton(query, key, where, index)
+
+
 def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> str:
     """The name of what runs.
 

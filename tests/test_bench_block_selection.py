@@ -75,7 +75,7 @@ def test_a_block_too_early_is_wrong(tmp_path, monkeypatch):
     attend = ours.block_attention
 
     def early(module, *rest, block_indices=None):
-        return attend(module, *rest, block_indices=(block_indices - 1).clamp(min=0))
+        return attend(module, *rest, block_indices=block_indices - 1)
 
     monkeypatch.setattr(ours, "block_attention", early)
     status, rows = run(tmp_path / "rows.jsonl", "--mode=forward")
@@ -93,6 +93,14 @@ def test_without_ours_nothing_was_measured(tmp_path):
 
 def test_blocks_are_distinct_and_may_be_seen():
     found = block_selection.random_blocks(1, 2, 45, 8, 3, "cpu")
+    alike = block_selection.similar_blocks(1, 2, 200, 8, 5, "cpu", 0.9)
+    own = torch.arange(200)[:, None] // 8
+    assert alike.shape == (1, 2, 200, 5) and (alike[..., -1:] == own).all()
+    ordered = alike.sort(dim=-1).values
+    assert ((ordered[..., 1:] > ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()
+    assert (alike <= own).all() and (alike[:, :, 100:] >= 0).double().mean() > 0.9
+    kept = (alike[:, :, 101:, :-1, None] == alike[:, :, 100:-1, None, :-1]).any(-1)
+    assert 0.8 < kept.double().mean() < 0.95
     assert found.shape == (1, 2, 45, 3) and found.dtype == torch.int64
     own = torch.arange(45)[:, None] // 8
     assert (found <= own).all() and (found == own).any(dim=-1).all()

@@ -1,5 +1,6 @@
 """Released models that choose key blocks: ours in place of transformers' dense mask."""
 
+import contextlib
 import copy
 import functools
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from bench.judge.parity import FLOAT32_MAX
 from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from nsa_torch.huggingface.compatibility import CACHE, causal_mask_function
+from tests.limits import set_limits
 
 BLOCK, TOPK = 8, 3
 SIZES = dict(
@@ -225,6 +227,40 @@ def test_lists_have_one_width_and_a_block_is_named_once():
     with pytest.raises(ValueError, match=r"block_indices\[0, 2, 0\] must name a block once"):
         indices = indices.where(indices != 9, 4)
         block_attention(module(2, 1), *tensors, None, block_indices=indices)
+
+
+@torch.no_grad()
+def test_the_indexer_is_ours_under_our_name():
+    """Those that transformers' own chooses; nothing of queries times keys; undone by a name."""
+    ids, found = tokens(1, 300), {}
+    made = copy.deepcopy(model("eager"))
+    indexer = made.model.layers[1].self_attn.indexer
+    indexer.register_forward_hook(lambda module, given, out: found.setdefault(name, out))
+    for name in ("eager", NAME, "sdpa"):
+        made.set_attn_implementation(name)
+        if name != NAME:
+            made(ids)
+            continue
+        with limited_chunks(50_000), Sizes() as sizes:
+            made(ids)
+        assert sizes.most < 300 * 300
+    assert found[NAME].dtype == torch.int32 and found["eager"].dtype == torch.int64
+    assert torch.equal(found[NAME].long(), sorted_lists(found["eager"]))
+    assert torch.equal(found["sdpa"], found["eager"])
+
+
+def sorted_lists(indices):
+    """Ascending, -1 at the end."""
+    last = indices.max() + 1
+    ordered = indices.masked_fill(indices < 0, last).sort(dim=-1).values
+    return ordered.masked_fill(ordered == last, -1)
+
+
+@contextlib.contextmanager
+def limited_chunks(size):
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, torch_chunk_bytes=size)
+        yield
 
 
 class Sizes(TorchDispatchMode):

@@ -14,7 +14,8 @@ of theirs reaches the values alone.
 
 Importing `nsa_torch.huggingface` registers it as `attn_implementation="nsa_blocks"`, and under
 the same name the function that makes its mask. Without the latter transformers drops the
-padding and hands None.
+padding and hands None. Under these names the model's indexer runs on `nsa_torch.index_blocks`
+(`block_indexer`).
 """
 
 import functools
@@ -26,9 +27,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import nsa_torch
+from nsa_torch.huggingface import block_indexer
 from nsa_torch.huggingface.compatibility import causal_mask_function, sdpa_attention_forward
 
 NAME = "nsa_blocks"
+NAMES: set[str] = set()  # all that were registered
 # Padding is hidden by lanes behind the head width, 1 in queries, `HIDDEN` in keys that are
 # padding and 0 in others: kernels read it with the keys. 16 is what they ask widths to be
 # multiples of; 16 * HIDDEN * scaling leaves exp() at 0 in every dtype.
@@ -49,6 +52,7 @@ def register_block_attention(name: str = NAME, *, implementation: str | None = N
     attend = functools.partial(block_attention, implementation=implementation)
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, key_states)
+    NAMES.add(name)
 
 
 def key_states(
@@ -82,6 +86,7 @@ def key_states(
         row's first token is left without a key that it may see, and transformers' own paths
         average all keys then, later ones too.
     """
+    block_indexer.take_over(NAMES)  # a model asks for its mask before its layers run
     if mask_function is not causal_mask_function:
         raise NotImplementedError(
             f"attn_implementation={NAME!r} takes the causal mask alone, got packed rows "
