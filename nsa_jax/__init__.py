@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from nsa_jax.blocks import block_attention, paged_block_attention
     from nsa_jax.cache import NSACache, cached_attention, init_cache
+    from nsa_jax.index_loss import indexer_kl
     from nsa_jax.indexer import index_blocks
     from nsa_jax.paged import PagedCache, append
     from nsa_jax.paged_attend import paged_attention
@@ -46,6 +47,7 @@ __all__ = [
     "compressed_attention",
     "explain",
     "index_blocks",
+    "indexer_kl",
     "init_cache",
     "paged_attention",
     "paged_block_attention",
@@ -70,6 +72,7 @@ _HOMES = {
     "block_attention": "blocks",
     "cached_attention": "cache",
     "index_blocks": "indexer",
+    "indexer_kl": "index_loss",
     "init_cache": "cache",
     "paged_attention": "paged_attend",
     "paged_block_attention": "blocks",

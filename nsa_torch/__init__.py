@@ -24,6 +24,7 @@ from nsa_torch.functional import (
     selected_attention,
     sliding_attention,
 )
+from nsa_torch.index_loss import indexer_kl
 from nsa_torch.indexer import index_blocks
 from nsa_torch.module import NSAAttention
 from nsa_torch.paged import PagedCache, append
@@ -49,6 +50,7 @@ __all__ = [
     "compressed_attention",
     "explain",
     "index_blocks",
+    "indexer_kl",
     "init_cache",
     "paged_attention",
     "paged_block_attention",

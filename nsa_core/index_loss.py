@@ -1,0 +1,77 @@
+"""Checks of `indexer_kl`, for either framework."""
+
+import math
+from typing import NamedTuple
+
+from nsa_core import block_lists, validate
+
+
+class Teacher(NamedTuple):
+    """Which attention heads an index head learns from.
+
+    A pair is a key/value head read by an index head, `pairs = max(Hi, Hkv)`: pair `p` has the
+    `heads` query heads `p * heads ..`, of key/value head `p * Hkv // pairs`.
+    """
+
+    index_heads: int
+    kv_heads: int
+    pairs: int
+    heads: int
+
+    @property
+    def of_one(self) -> int:
+        """Pairs of an index head."""
+        return self.pairs // self.index_heads
+
+
+def check(query, key, lse, index_query, index_key, block_indices, block_size) -> Teacher:
+    """By shape and dtype alone.
+
+    Raises:
+      ValueError: an argument that nothing takes.
+    """
+    validate.queries(query)
+    validate.array("key", key, 4)
+    validate.heads(query, key)
+    batch, length, heads, width = query.shape
+    validate.shape("key", key, (batch, key.shape[1], key.shape[2], width))
+    if length > key.shape[1]:
+        raise ValueError(
+            f"query must not be longer than key, got T={length} and S={key.shape[1]}"
+        )
+    validate.array("lse", lse, 3, ("float32", "float64"))
+    validate.shape("lse", lse, (batch, length, heads))
+    validate.array("index_query", index_query, 4)
+    index_heads = index_query.shape[2]
+    validate.shape(
+        "index_query", index_query, (batch, length, index_heads, index_query.shape[3])
+    )
+    validate.array("index_key", index_key, 3)
+    validate.shape("index_key", index_key, (batch, key.shape[1], index_query.shape[3]))
+    if index_key.dtype != index_query.dtype:
+        raise ValueError(
+            f"index_key must have the dtype of index_query, {validate.dtype_name(index_query)}, "
+            f"got {validate.dtype_name(index_key)}"
+        )
+    kv_heads = key.shape[2]
+    fits = index_heads > 0 and heads % index_heads == 0
+    if not fits or (kv_heads % index_heads and index_heads % kv_heads):
+        raise ValueError(
+            f"index_query must have Hi heads, where Hi divides H={heads} and is a divisor or a "
+            f"multiple of Hkv={kv_heads}, got Hi={index_heads}"
+        )
+    if block_indices is not None:
+        validate.sizes(block_size=block_size)
+        name, tokens = "block_indices", (batch, length)
+        block_lists.lists(name, block_indices, tokens, heads, kv_heads)
+        if block_indices.shape[2] not in (1, index_heads):
+            raise ValueError(
+                f"block_indices must have a list for all heads or for each of the {index_heads} "
+                f"index heads, got {block_indices.shape[2]}"
+            )
+    elif block_size is not None:
+        raise ValueError(
+            f"block_size must be None where block_indices are None, got {block_size}"
+        )
+    pairs = math.lcm(index_heads, kv_heads)
+    return Teacher(index_heads, kv_heads, pairs, heads // pairs)

@@ -1,0 +1,131 @@
+"""What trains an indexer: the divergence of its scores from the attention that it selects for."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nsa_core import block_lists, index_loss, validate
+from nsa_jax import geometry
+from nsa_jax.chunks import over_queries
+from nsa_jax.eager import any_rank
+from nsa_jax.numerics import precision_of, wide
+
+
+@any_rank
+def indexer_kl(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    lse: Float[Array, "B T H"],
+    index_query: Float[Array, "B T Hi Di"],
+    index_key: Float[Array, "B S Di"],
+    block_indices: Int[Array, "B T G n"] | None = None,
+    *,
+    block_size: int | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    kv_len: int | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B T Hi"]:
+    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
+
+        t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
+        p   = softmax of index_scale index_query . index_key_j
+        L   = sum_j t_j (log t_j - log p_j)
+
+    With `block_indices` these are the keys of the named blocks (the sparse stage), else all up to
+    the query (dense warm-up). Gradients reach `index_query` and `index_key` alone; values and the
+    output's gradient are not needed, so it works where the attention is frozen. Work goes by chunks
+    of queries, forward and backward; no array of queries times keys.
+
+    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+
+    Args:
+      query, key: of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the last `T`.
+      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
+        `sliding_attention` return it; -inf: the row has no keys, and its loss is 0.
+      index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
+        heads `h * H / Hi ..`.
+      block_indices: int32 `[B, T, Hi or 1, n]`, as of `block_attention`; None: all keys.
+      block_size: tokens of a block, where there are `block_indices`.
+      scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
+      kv_len: number of keys; None: `S`.
+      segment_ids: int `[B, S]` of packed rows.
+
+    Returns:
+      float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
+      the mean over tokens that count.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+    """
+    given = query, key, lse, index_query, index_key, block_indices
+    teacher = index_loss.check(*given, block_size)
+    validate.scaling(scale)
+    if index_scale is not None:
+        validate.positive("index_scale", index_scale, " or None")
+    validate.segments(segment_ids, *key.shape[:2])
+    validate.length(kv_len, query, segment_ids, key.shape[1])
+    batch, length, _, width = query.shape
+    keys, block = key.shape[1], block_size or 1
+    scale = width**-0.5 if scale is None else scale
+    index_scale = index_query.shape[-1] ** -0.5 if index_scale is None else index_scale
+    at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
+    where = geometry.query_layout(batch, length, **at, config=block_lists.config_of(block, 1))
+    repeats, listed = teacher.pairs // teacher.kv_heads, block_indices is not None
+    exact = {
+        "precision": precision_of(jnp.float32),
+        "preferred_element_type": wide(query.dtype),
+    }
+
+    def chunk(index_query, query, lse, position, start, *rest):
+        *lists, index_key, key = rest
+        query, key, lse = lax.stop_gradient((query, key, lse))
+        position, start = position[..., None, None], start[..., None, None]
+        scores = jnp.einsum("bqhd,bkd->bqhk", index_query, index_key, **exact) * index_scale
+        query = query.reshape(*query.shape[:2], teacher.pairs, teacher.heads, width)
+        if listed:
+            token = lists[0][..., None] * block + jnp.arange(block, dtype=jnp.int32)
+            seen = (lists[0] >= 0)[..., None] & (token <= position[..., None])
+            row = jnp.clip(token + start[..., None], 0, keys - 1)
+            seen, row = (x.reshape(*x.shape[:3], -1) for x in (seen, row))
+            # Of a query each row is named once, so that its gradient is no sum.
+            each = jnp.broadcast_to(row, (*scores.shape[:3], row.shape[3]))
+            unseen = jnp.broadcast_to(~seen, each.shape)
+            scores = jnp.take_along_axis(scores, jnp.where(unseen, 0, each), axis=-1)
+            row = jnp.repeat(row, teacher.pairs // row.shape[2], axis=2)
+            which = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+            head = jnp.arange(teacher.pairs, dtype=jnp.int32)[:, None] // repeats
+            near = key[which, row, head]
+            logits = jnp.einsum("bqphd,bqpkd->bqphk", query, near, **exact)
+        else:
+            local = jnp.arange(keys, dtype=jnp.int32) - start
+            seen = (local >= 0) & (local <= position)
+            near = jnp.repeat(key, repeats, axis=2)
+            logits = jnp.einsum("bqphd,bkpd->bqphk", query, near, **exact)
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+        lse = lse.reshape(*lse.shape[:2], teacher.pairs, teacher.heads, 1)
+        probs = jnp.exp(logits * scale - lse).sum(axis=3)
+        probs = probs.reshape(*probs.shape[:2], teacher.index_heads, teacher.of_one, -1)
+        t = jnp.where(seen, probs.sum(axis=3) / (teacher.of_one * teacher.heads), 0)
+        t = lax.stop_gradient(t)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        top = lax.stop_gradient(scores.max(axis=-1, keepdims=True, initial=-jnp.inf))
+        top = jnp.where(top == -jnp.inf, 0, top)
+        total = jnp.where(seen, jnp.exp(scores - top), 0).sum(axis=-1, keepdims=True)
+        logp = jnp.where(seen, scores - top, 0) - jnp.log(jnp.where(total > 0, total, 1))
+        entropy = jnp.where(t > 0, t * jnp.log(jnp.where(t > 0, t, 1)), 0)
+        return (entropy - t * jnp.where(seen, logp, 0)).sum(axis=-1)
+
+    arrays: list[Any] = [index_query, query, lse, where.position, where.key_start]
+    shared = index_key, lax.stop_gradient(key)
+    count, more = query.shape[2], 0
+    if listed:
+        # A number beyond the keys would be one of them in 32 bits.
+        arrays.append(jnp.where(block_indices < -(-keys // block), block_indices, -1))
+        count, more = teacher.pairs * (width + teacher.heads), keys * teacher.index_heads
+        keys_of = block_indices.shape[-1] * block
+    else:
+        keys_of = keys
+    return over_queries(chunk, arrays, shared, batch * (keys_of * count + more) * 4)

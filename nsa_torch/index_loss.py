@@ -1,0 +1,202 @@
+"""What trains an indexer: the divergence of its scores from the attention that it selects for."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_core import block_lists, index_loss, validate
+from nsa_core.index_loss import Teacher
+from nsa_torch import checks
+from nsa_torch.chunks import chunks, wide
+from nsa_torch.first_order import first_order
+from nsa_torch.functional import as_given
+from nsa_torch.geometry import Geometry, geometry
+
+
+def indexer_kl(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    index_query: Tensor,
+    index_key: Tensor,
+    block_indices: Tensor | None = None,
+    *,
+    block_size: int | None = None,
+    scale: float | None = None,
+    index_scale: float | None = None,
+    kv_len: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
+
+        t_j = mean over the heads of exp(scale q . k_j - lse)          (no gradient)
+        p   = softmax of index_scale index_query . index_key_j
+        L   = sum_j t_j (log t_j - log p_j)
+
+    With `block_indices` these are the keys of the named blocks (the sparse stage), else all up to
+    the query (dense warm-up). Gradients reach `index_query` and `index_key` alone; values and the
+    output's gradient are not needed, so it works where the attention is frozen. Work goes by chunks
+    of queries, forward and backward; no array of queries times keys. Sums have a fixed order.
+
+    Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
+
+    Args:
+      query, key: of the attention, `[B, T, H, D]`, `[B, S, Hkv, D]`; the queries are the last `T`.
+      lse: `[B, T, H]`, its natural log-sum-exp over the same keys, as `block_attention` and
+        `sliding_attention` return it; -inf: the row has no keys, and its loss is 0.
+      index_query, index_key: `[B, T, Hi, Di]`, `[B, S, Di]`. Index head `h` learns from the query
+        heads `h * H / Hi ..`.
+      block_indices: int32 `[B, T, Hi or 1, n]`, as of `block_attention`; None: all keys.
+      block_size: tokens of a block, where there are `block_indices`.
+      scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
+      kv_len: number of keys; None: `S`.
+      cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
+
+    Returns:
+      float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
+      the mean over tokens that count.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: a second derivative.
+    """
+    given = dict(query=query, key=key, lse=lse, index_query=index_query, index_key=index_key)
+    if block_indices is not None:
+        given["block_indices"] = block_indices
+    checks.tensors(**given)
+    teacher = index_loss.check(
+        query, key, lse, index_query, index_key, block_indices, block_size
+    )
+    validate.scaling(scale)
+    if index_scale is not None:
+        validate.positive("index_scale", index_scale, " or None")
+    checks.devices(query, given)
+    checks.packed(cu_seqlens, query, "query")
+    length = checks.length(kv_len, query, cu_seqlens, key.shape[1])
+    options: dict[str, Any] = {"kv_len": length}
+    options["cu_seqlens"] = checks.clamped(cu_seqlens, query.shape[1])
+    config = block_lists.config_of(block_size or 1, 1)
+    where = geometry(*query.shape[:2], **options, config=config, device=query.device)
+    scales = (
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
+    )
+    tensors = query.detach(), key.detach(), lse.detach()
+    work = _Work(*tensors, block_indices, block_size or 1, where, teacher, *scales)
+    with as_given(query):
+        return _Loss.apply(index_query, index_key, work)
+
+
+class _Work(NamedTuple):
+    """All but what the indexer makes."""
+
+    query: Tensor
+    key: Tensor
+    lse: Tensor
+    block_indices: Tensor | None
+    block_size: int
+    where: Geometry
+    teacher: Teacher
+    scale: float
+    index_scale: float
+
+    def parts(self):
+        batch, _, heads, width = self.query.shape
+        keys, most = self.key.shape[1], 0
+        if self.block_indices is not None:
+            most = keys * self.teacher.index_heads
+            keys = self.block_indices.shape[-1] * self.block_size
+            heads = self.teacher.pairs * (width + self.teacher.heads)
+        return chunks(self.query.shape[1], batch * (keys * heads + most) * 4)
+
+    def seen(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Whether a query sees a key, `[B, Q, Hi or 1, K]`, and the keys' rows, None for all."""
+        position = self.where.position[:, part, None, None]
+        start = self.where.key_start[:, part, None, None]
+        if self.block_indices is None:
+            local = torch.arange(self.key.shape[1], device=position.device) - start
+            return (local >= 0) & (local <= position), None
+        lists = self.block_indices[:, part].long()
+        inside = torch.arange(self.block_size, device=lists.device)
+        token = lists[..., None] * self.block_size + inside
+        seen = (lists[..., None] >= 0) & (token <= position[..., None])
+        rows = torch.where(seen, token + start[..., None], self.key.shape[1])
+        return seen.flatten(-2), rows.flatten(-2)
+
+    def attention(self, part: slice, seen: Tensor, rows: Tensor | None) -> Tensor:
+        """t `[B, Q, Hi, K]`."""
+        teacher, dtype = self.teacher, wide(self.query.dtype)
+        query = self.query[:, part].to(dtype).unflatten(2, (teacher.pairs, teacher.heads))
+        repeats = teacher.pairs // teacher.kv_heads
+        if rows is None:
+            key = self.key.to(dtype).repeat_interleave(repeats, dim=2)
+            logits = torch.einsum("bqphd,bkpd->bqphk", query, key)
+        else:
+            row = rows.clamp(max=self.key.shape[1] - 1)
+            row = row.repeat_interleave(teacher.pairs // row.shape[2], dim=2)
+            batch = torch.arange(row.shape[0], device=row.device)[:, None, None, None]
+            head = torch.arange(teacher.pairs, device=row.device)[:, None] // repeats
+            key = self.key[batch, row, head].to(dtype)  # [B, Q, pairs, K, D]
+            logits = query @ key.mT
+        lse = self.lse[:, part].to(dtype)
+        some = lse > -torch.inf
+        lse = lse.masked_fill(~some, torch.inf).unflatten(2, (teacher.pairs, teacher.heads))
+        probs = torch.exp(logits * self.scale - lse[..., None]).sum(dim=3)
+        probs = probs.unflatten(2, (teacher.index_heads, teacher.of_one)).sum(dim=3)
+        found = probs / (teacher.of_one * teacher.heads)
+        return found.masked_fill(~seen, 0)
+
+    def log_probs(
+        self, query: Tensor, key: Tensor, seen: Tensor, rows: Tensor | None
+    ) -> Tensor:
+        """log p `[B, Q, Hi, K]`, 0 where a key is not seen."""
+        dtype = wide(query.dtype)
+        scores = torch.einsum("bqhd,bkd->bqhk", query.to(dtype), key.to(dtype))
+        if rows is not None:
+            row = rows.clamp(max=key.shape[1] - 1)
+            scores = scores.gather(-1, row.expand(*scores.shape[:3], -1))
+        scores = (scores * self.index_scale).masked_fill(~seen, -torch.inf)
+        return scores.log_softmax(dim=-1).masked_fill(~seen, 0)
+
+    def loss(self, index_query: Tensor, index_key: Tensor) -> Tensor:
+        loss = index_query.new_empty(index_query.shape[:3], dtype=wide(index_query.dtype))
+        for part in self.parts():
+            seen, rows = self.seen(part)
+            t = self.attention(part, seen, rows)
+            logp = self.log_probs(index_query[:, part], index_key, seen, rows)
+            loss[:, part] = (torch.xlogy(t, t) - t * logp).sum(dim=-1)
+        return loss
+
+    def gradients(self, index_query: Tensor, index_key: Tensor, grad: Tensor):
+        """dS = grad (p sum(t) - t), by rows of scores; each has one entry of a query."""
+        dtype, keys = wide(index_query.dtype), index_key.shape[1]
+        dq = torch.empty_like(index_query)
+        dk = torch.zeros_like(index_key, dtype=dtype)
+        for part in self.parts():
+            seen, rows = self.seen(part)
+            t = self.attention(part, seen, rows)
+            logp = self.log_probs(index_query[:, part], index_key, seen, rows)
+            p = logp.exp().masked_fill(~seen, 0)
+            ds = (p * t.sum(dim=-1, keepdim=True) - t) * grad[:, part, :, None].to(dtype)
+            ds = ds * self.index_scale
+            if rows is not None:  # a row behind the keys takes what is not seen
+                whole = ds.new_zeros(*ds.shape[:3], keys + 1)
+                ds = whole.scatter_(-1, rows.expand_as(ds), ds)[..., :keys]
+            dq[:, part] = torch.einsum("bqhk,bkd->bqhd", ds, index_key.to(dtype))
+            dk += torch.einsum("bqhk,bqhd->bkd", ds, index_query[:, part].to(dtype))
+        return dq, dk.to(index_key.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index_query, index_key, work: _Work):
+        ctx.save_for_backward(index_query, index_key)
+        ctx.work = work
+        return work.loss(index_query, index_key)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        with torch.autocast(grad.device.type, enabled=False):
+            return *ctx.work.gradients(*ctx.saved_tensors, grad), None
