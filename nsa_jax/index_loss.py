@@ -121,7 +121,7 @@ def indexer_kl(
     arrays: list[Any] = [index_query, query, lse, where.position, where.key_start]
     shared = index_key, lax.stop_gradient(key)
     count, more = query.shape[2], 0
-    if listed:
+    if block_indices is not None:
         # A number beyond the keys would be one of them in 32 bits.
         arrays.append(jnp.where(block_indices < -(-keys // block), block_indices, -1))
         count, more = teacher.pairs * (width + teacher.heads), keys * teacher.index_heads
