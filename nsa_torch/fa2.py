@@ -24,6 +24,7 @@ import importlib.util
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nsa_torch import first_order, ranges
 from nsa_torch.chunks import Chunk, Rows, Work, chunked, nothing_seen
@@ -297,7 +298,10 @@ def _call(query, key, value, bounds, longest, *, causal=False, window=-1, scale=
     )
     lse = lse.detach().masked_fill(lse == float("inf"), float("-inf"))
     if query.requires_grad and torch.is_grad_enabled():
-        lse = _WithoutGradient.apply(query, lse)
+        # torch.compile traces the backward pass of a `Function` whether or not it is needed, that
+        # of an operator where it is; torch.func knows no gradient of an operator.
+        tied = _traced_lse if torch.compiler.is_compiling() else _WithoutGradient.apply
+        lse = tied(query, lse)
     return first_order.once(out)[..., :value_width], lse
 
 
@@ -322,11 +326,22 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if grad is None:
-            return None, None
-        raise NotImplementedError(
-            "fa2 has no gradient of its log-sum-exp: name another implementation"
-        )
+        return (None, None) if grad is None else _no_gradient_of_lse(ctx, grad)
+
+
+def _no_gradient_of_lse(ctx, grad):
+    raise NotImplementedError(
+        "fa2 has no gradient of its log-sum-exp: name another implementation"
+    )
+
+
+@torch.library.custom_op("nsa::fa2_lse", mutates_args=())
+def _traced_lse(query: Tensor, lse: Tensor) -> Tensor:
+    return lse.clone()
+
+
+_traced_lse.register_fake(lambda query, lse: torch.empty_like(lse))
+_traced_lse.register_autograd(_no_gradient_of_lse)
 
 
 class _Permute(torch.autograd.Function):

@@ -280,3 +280,36 @@ def test_autocast_changes_nothing():
             out = nsa_torch.attention(*leaves, config=x.config)
             results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own, traced
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_lse_of_fa2_has_no_gradient(compiled, monkeypatch):
+    """What does not ask for it gets its gradients, compiled whole too; with a stand-in that torch
+    can trace, since FA-2 needs a GPU and this is about what stands around it.
+    """
+
+    def stand_in(query, key, value, bounds, longest, **options):
+        return query * 2, query.sum(-1).t().float()
+
+    monkeypatch.setattr(fa2, "varlen", stand_in)
+    x = Inputs(40, 40, B=1)
+    query = x.query.detach().float().requires_grad_()
+    keys = nsa_torch.compress(x.key.detach().float(), config=x.config)
+    options = {"config": x.config, "kv_len": 40}
+
+    def attend(query):
+        return fa2.compressed_attention(query, keys, keys, **options)
+
+    def lse(query):
+        return attend(query)[1].nan_to_num(neginf=0).sum()
+
+    def out(query):
+        return attend(query)[0].sum()
+
+    if compiled:
+        out, lse = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (out, lse))
+    (got,) = torch.autograd.grad(out(query), query)
+    assert got[:, -1].eq(2).all()
+    with pytest.raises((NotImplementedError, RuntimeError), match="no gradient of its log-sum"):
+        torch.autograd.grad(lse(query), query)
