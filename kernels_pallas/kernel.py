@@ -32,6 +32,10 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
 
+def _plain(x: Any) -> Array:
+    return x if type(x) is Array else Array(tuple(x.shape), str(x.dtype))
+
+
 SCALAR = Array((64,), "int32")
 DESCRIPTIONS = 4096  # that a function remembers: those of some hundred lengths
 
@@ -105,7 +109,7 @@ class Kernel:
 
     def __post_init__(self):
         for name in ("inputs", "outputs"):
-            arrays = tuple(Array(tuple(x.shape), str(x.dtype)) for x in getattr(self, name))
+            arrays = tuple(map(_plain, getattr(self, name)))
             object.__setattr__(self, name, arrays)
 
     @property
@@ -118,6 +122,7 @@ class Kernel:
         """The names of the inputs that carry sizes."""
         return tuple(SIZE + size for size in self.sizes) if self.any_length else ()
 
+    @described
     def for_any_length(self) -> "Kernel":
         """The kernel of the same description that serves every length.
 

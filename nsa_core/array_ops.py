@@ -153,11 +153,11 @@ class ArrayOps(Protocol):
         ...
 
     def searchsorted(self, rows: Any, values: Any, side: str) -> Any:
-        """`numpy.searchsorted` of each row: `[B, n]` ascending and `[B, m]` to `[B, m]`."""
+        """`numpy.searchsorted` of each row: `[B, n]` ascending and `[B, m]` to int32 `[B, m]`."""
         ...
 
-    def sort_pairs(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Rows of both `[B, n]` in the order of the keys, which is stable."""
+    def sort(self, rows: Any) -> tuple[Any, Any]:
+        """Rows `[B, n]` in ascending order, which is stable, and where each element was."""
         ...
 
     def pad_end(self, x: Any, axis: int, count: int, value: float) -> Any:

@@ -198,7 +198,7 @@ def _sequences_of_segments(ops, ids, *, capacity):
     opens = xp.concatenate([ids[:, :1] == ids[:, :1], ids[:, 1:] != ids[:, :-1]], 1)
     runs = xp.cumsum(ops.to_int32(opens), 1)
     number = xp.broadcast_to(ops.arange(ids, capacity.sequences), shape)
-    start = ops.to_int32(ops.searchsorted(runs, number + 1, "left"))
+    start = ops.searchsorted(runs, number + 1, "left")
     end = ops.pad_end(start[:, 1:], 1, 1, capacity.S)
     there = ops.take_rows(ids, start.clip(0, capacity.S - 1)) >= 0
     length = xp.where(there, end - start, 0)
@@ -224,7 +224,7 @@ def _following(ops, start, length, capacity):
     units = (keys + (capacity.unit - 1)) // capacity.unit
     spare = length - config.compress_block
     windows = (spare // config.compress_stride + 1).clip(0, None)
-    before = lambda x: ops.to_int32(xp.cumsum(x, 1)) - x
+    before = lambda x: xp.cumsum(x, 1, dtype=xp.int32) - x
     return start, length, end, before(units) * capacity.unit, before(windows)
 
 
@@ -315,7 +315,7 @@ def _query_tiles(ops, start, end, *, capacity, tokens):
     offset = capacity.S - capacity.T
     first, end = ((x - offset).clip(0, capacity.T) for x in (start, end))
     tiles = ((end - first).clip(0, None) + (tokens - 1)) // tokens
-    before = ops.to_int32(xp.cumsum(tiles, 1)) - tiles
+    before = xp.cumsum(tiles, 1, dtype=xp.int32) - tiles
     at = xp.broadcast_to(ops.arange(start, count), (capacity.B, count))
     sequence = _last_before(ops, before, at)
     first, end, before = (ops.take_rows(x, sequence) for x in (first, end, before))

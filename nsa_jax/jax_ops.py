@@ -59,8 +59,9 @@ class JaxOps(ArrayOps):
         options = {"side": side, "method": "compare_all" if few else "scan_unrolled"}
         return jax.vmap(functools.partial(jnp.searchsorted, **options))(rows, values)
 
-    def sort_pairs(self, keys, values):
-        return jax.lax.sort((keys, values), num_keys=1, is_stable=True)
+    def sort(self, rows):
+        index = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+        return jax.lax.sort((rows, index), num_keys=1, is_stable=True)
 
     def pad_end(self, x, axis, count, value):
         widths = [(0, count if i == axis else 0) for i in range(x.ndim)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.plan.buffers import Plan
-from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipes_of
+from nsa_torch.recipes import SHARED_ARGUMENT, Known, Recipe, followed, recipe_of, recipes_of
 from nsa_torch.shared import Shared
 from nsa_torch.torch_ops import TORCH_OPS
 
@@ -83,7 +83,7 @@ def made(function: Callable[..., Sequence[Tensor]], borders: Tensor, **static: H
     if tables is None:
         return function(TORCH_OPS, borders, **static)
     named = tuple(sorted(static.items()))
-    recipe = Recipe(function, named, ((SHARED_ARGUMENT, 0, tuple(borders.shape)),))
+    recipe = recipe_of(function, named, ((SHARED_ARGUMENT, 0, tuple(borders.shape)),))
     return tables.of_borders(recipe, borders)
 
 

@@ -17,7 +17,7 @@ from kernels_pallas.kernel import Kernel
 from nsa_core.plan.buffers import Derived, Launch, Place, Plan, Release, View, by_address
 from nsa_interop import launch
 from nsa_torch import batch_tables, early_release, triton_ops
-from nsa_torch.recipes import Known, followed, recipes_of
+from nsa_torch.recipes import Known, Recipe, followed, recipes_of
 from nsa_torch.shared import SHARED, Kept
 from nsa_torch.torch_ops import TORCH_OPS, readable
 
@@ -107,14 +107,15 @@ class BoundPlan:
         return kept, addresses.copy()
 
     def _made(self) -> list[Tensor]:
-        """The constants; another plan on this device may have made them."""
-        found: list[Tensor] = []
         known: Known = {}
-        for n in self.constants:
-            recipe, i = self.recipes[n]
-            make = lambda recipe=recipe: followed(recipe, self.device, known)
-            found.append(SHARED.get((self.device, recipe), self.device, make)[i])
-        return found
+        made = [self.recipes[n] for n in self.constants]
+        return [_constant(recipe, self.device, known)[i] for recipe, i in made]
+
+
+def _constant(recipe: Recipe, device: torch.device, known: Known) -> list[Tensor]:
+    """What a recipe gives. Another plan on this device may have made it, or what it reads."""
+    make = lambda: followed(recipe, device, known, _constant)
+    return SHARED.get((device, recipe), device, make)
 
 
 def _put(x: Tensor, number: int, parts, addresses: list[int]) -> None:

@@ -1,11 +1,12 @@
 """How the arrays that a plan keeps are made: constants, and what is made once a batch.
 
-A recipe names derived steps and their numbers, not a plan: whichever plan reads an array of an
-equal recipe reads the same one.
+A recipe names derived steps and their numbers, not a plan: whichever plan reads an array of a
+recipe reads the same one.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,36 +17,29 @@ from nsa_core.plan.buffers import Plan
 from nsa_torch import table_kernels
 from nsa_torch.torch_ops import TORCH_OPS
 
+KEPT = 8192  # recipes: those of some hundred plans
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """A derived step, and how what it reads is made; the number of each result, and its shape."""
+    """A derived step, and how what it reads is made; the number of each result, and its shape.
+
+    Compared by identity, which is quick: `recipe_of` gives the same one for the same.
+    """
 
     function: Callable[..., Any]
     static: tuple[tuple[str, Any], ...]
     reads: tuple[tuple["Recipe", int, tuple[int, ...]], ...]
-    number: int = dataclasses.field(init=False)  # the hash, which is asked for again and again
 
-    def __post_init__(self):
-        object.__setattr__(self, "number", hash(self._parts))
 
-    @property
-    def _parts(self):
-        return self.function, self.static, self.reads
-
-    def __hash__(self):
-        return self.number
-
-    def __eq__(self, other):
-        same = isinstance(other, Recipe) and self.number == other.number
-        return self is other or (same and self._parts == other._parts)
+recipe_of = functools.lru_cache(KEPT)(Recipe)
 
 
 def _shared(ops, *arrays):
     raise TypeError("the shared argument is given, not made")
 
 
-SHARED_ARGUMENT = Recipe(_shared, (), ())  # `Plan.shared`
+SHARED_ARGUMENT = recipe_of(_shared, (), ())  # `Plan.shared`
 type Known = dict[Recipe, Any]  # what has been made
 
 
@@ -56,7 +50,7 @@ def recipes_of(plan: Plan) -> dict[int, tuple[Recipe, int]]:
         found[plan.shared] = SHARED_ARGUMENT, 0
     for step in (*plan.constants, *plan.batch):
         reads = tuple((*found[x.buffer], x.shape) for x in step.reads)
-        recipe = Recipe(step.function, step.static, reads)
+        recipe = recipe_of(step.function, step.static, reads)
         found |= {x.buffer: (recipe, i) for i, x in enumerate(step.writes)}
     return found
 

@@ -75,11 +75,10 @@ class TorchOps(ArrayOps):
 
     def searchsorted(self, rows, values, side):
         values = values.to(rows.dtype).contiguous()
-        return torch.searchsorted(rows.contiguous(), values, side=side)
+        return torch.searchsorted(rows.contiguous(), values, side=side, out_int32=True)
 
-    def sort_pairs(self, keys, values):
-        keys, order = torch.sort(keys, dim=-1, stable=True)
-        return keys, torch.gather(values, -1, order)
+    def sort(self, rows):
+        return torch.sort(rows, dim=-1, stable=True)
 
     def pad_end(self, x, axis, count, value):
         return F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, count), value=value)

@@ -18,7 +18,16 @@ import nsa_torch
 from kernels_pallas.mosaic import capability
 from nsa_core import debug, policy
 from nsa_core.plan import planner
-from nsa_torch import Branches, checks, early_release, operators, plans, signature
+from nsa_torch import (
+    Branches,
+    checks,
+    early_release,
+    kernel_layout,
+    operators,
+    plans,
+    shared,
+    signature,
+)
 from tests.inputs import SMALL
 from tests.planned import Eager
 from tests.stand_in_kernels import stand_in, stand_ins
@@ -112,6 +121,18 @@ def test_the_second_call_is_known(name, checked, monkeypatch):
         assert bool(checked) == (i == 0)
     again = nsa_torch.attention(**arguments)
     assert again.data_ptr() != got.data_ptr() and not again._is_view()
+
+
+def test_what_sizes_decide_is_made_once_for_forward_and_backward(monkeypatch):
+    made, geometry = [], kernel_layout.geometry
+    count = lambda *sizes, **how: made.append(sizes) or geometry(*sizes, **how)
+    monkeypatch.setattr(kernel_layout, "geometry", count)
+    shared.SHARED.clear()
+    arguments = good()
+    arguments["query"].requires_grad_()
+    for _ in range(2):
+        nsa_torch.attention(**arguments).sum().backward()
+    assert made == [(1, 24)]
 
 
 @pytest.mark.parametrize("name", ["plain", "branches", "packed"])

@@ -6,6 +6,7 @@ again and again, the next ones find all that and are a call of the driver.
 """
 
 import ctypes
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -35,6 +36,12 @@ REMEMBERED = 256  # launches of a plan that differ in stream or addresses
 
 _Dims = ctypes.c_uint64 * MAX_RANK
 _Boxes = ctypes.c_uint32 * MAX_RANK
+
+
+@functools.cache
+def _boxes(sizes: tuple[int, ...]) -> ctypes.Array:
+    """In the driver's terms; never written."""
+    return _Boxes(*sizes)
 
 
 class _Map(NamedTuple):
@@ -301,6 +308,6 @@ def _map(name: str, found: TensorMap, offset: int, shape: tuple[int, ...], dtype
             f"{where} must have strides below {LARGEST_STRIDE} bytes that are multiples of "
             f"{STRIDE_MULTIPLE}, a limit of CUDA's tensor maps, got {steps} of {shape}"
         )
-    arrays = _Dims(*dims), _Dims(*steps), _Boxes(*found.box), _Boxes(*found.steps)
+    arrays = _Dims(*dims), _Dims(*steps), _boxes(found.box), _boxes(found.steps)
     tail = *arrays, found.interleave, found.swizzle, found.l2, found.oob
     return _Map(offset, found.argument, (found.type, len(dims)), tail)

@@ -32,10 +32,10 @@ class AttentionSizes:
     interpret: bool | object = False
     any_length: bool = False
 
-    def for_any_length(self) -> Self:
-        """The same with nominal lengths."""
+    def for_any_length(self, **nominal: Any) -> Self:
+        """The same with nominal lengths; `nominal`: those of other fields."""
         lengths = {"B": 2, "T": NOMINAL_LENGTH, "S": NOMINAL_LENGTH}
-        return dataclasses.replace(self, any_length=True, **lengths)
+        return dataclasses.replace(self, any_length=True, **lengths, **nominal)
 
     @property
     def group(self) -> int:

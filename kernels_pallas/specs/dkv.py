@@ -81,7 +81,7 @@ class Dkv(AttentionSizes):
         nominal = {"work_items": NOMINAL_LENGTH, length: NOMINAL_LENGTH}
         if self.stored_rows:
             nominal["stored_rows"] = 2
-        return dataclasses.replace(super().for_any_length(), **nominal)
+        return super().for_any_length(**nominal)
 
     # Sizes of a CTA: no length counts.
 
@@ -112,7 +112,7 @@ class Dkv(AttentionSizes):
         """Keys of a work item."""
         return ROWS * self.consumers
 
-    @property
+    @functools.cached_property
     def query_tile(self) -> Tile:
         """What one TMA copy per slab brings: neighbouring tokens, or a single one. Gathered
         tiles have the fewest rows in which the tokens of a copy have room.

@@ -50,7 +50,7 @@ class StoredDsQuery(BlockListSizes):
 
     def for_any_length(self) -> Self:
         """The same with nominal lengths."""
-        return dataclasses.replace(super().for_any_length(), stored_rows=2)
+        return super().for_any_length(stored_rows=2)
 
     @property
     def query_tile(self) -> Tile:

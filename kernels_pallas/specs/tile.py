@@ -5,6 +5,7 @@ A tile has up to 64 rows: `64 // G` tokens times the `G` query heads of one key/
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -34,7 +35,7 @@ class Tile:
     slab: int
     rows: int = ROWS
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """One TMA copy moves a multiple of 128 bytes; 0 where no number of tokens has that."""
         rows = 128 // (2 * self.slab)  # whose slabs are 128 bytes
@@ -63,6 +64,7 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
     return rows, cdiv(warps, WARPS)
 
 
+@functools.cache
 def slab_width(*widths: int) -> int:
     """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
     common = math.gcd(*widths)

@@ -21,6 +21,7 @@ they belong to one segment, or, of a window, are neighbours in each segment.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -111,19 +112,19 @@ def split_causal(
       sees: of the token `end - 1`, how many it sees about; None: all that a token before sees.
     """
 
-    heads, samples = spec.B * spec.Hkv, 64
+    heads, query_tiles, samples = spec.B * spec.Hkv, spec.query_tiles, 64
     ends = (spec.T * (2 * i + 1) // (2 * samples) for i in range(samples))
     sees = sees or (lambda end: tiles_seen(0, end))
-    total = heads * spec.query_tiles / samples * sum(sees(end) for end in ends)
+    total = heads * query_tiles / samples * sum(sees(end) for end in ends)
 
     def steps(split):
         """Of the SM that is done last, as measured on an H200 (bench/records/log/dkv.md)."""
-        items, longest = split.partials * heads, -(-spec.query_tiles // split.segments)
+        items, longest = split.partials * heads, -(-query_tiles // split.segments)
         if items <= SMS:
             return COMPARED * longest + ITEM_STEPS
         return (total + ITEM_STEPS * items) / SMS + longest
 
-    counts = [x for x in SEGMENTS if x == 1 or spec.query_tiles // x >= MIN_INTERVAL]
+    counts = [x for x in SEGMENTS if x == 1 or query_tiles // x >= MIN_INTERVAL]
     splits = [_split_into(spec, tiles_seen, x) for x in counts]
     few = [x for x in splits if x.partials * heads <= MAX_ITEMS] or splits[:1]
     return min(few, key=steps)
@@ -144,10 +145,10 @@ def split_window(spec: Any, tiles_seen: Callable[[int, int], int]) -> IntervalSp
 def _split_into(
     spec: Any, tiles_seen: Callable[[int, int], int], segments: int
 ) -> IntervalSplit:
+    length, key_tiles = spec.T, spec.key_tiles
     tokens = -(-spec.query_tiles // segments) * spec.query_tile.tokens
-    begins = [i * tokens for i in range(segments)]
-    seen = [tiles_seen(min(x, spec.T), min(x + tokens, spec.T)) for x in begins]
-    seen = [min(x, spec.key_tiles) for x in seen]
+    ends = [min(i * tokens, length) for i in range(segments + 1)]
+    seen = [min(tiles_seen(*x), key_tiles) for x in itertools.pairwise(ends)]
     return IntervalSplit(segments, max(seen), sum(seen))
 
 
@@ -166,12 +167,10 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     segments, span = split.segments, -(-spec.query_tiles // split.segments)
     xp, integers = ops.xp, ops.to_int32
 
-    def token_after(bound, key, side):
-        return integers(ops.searchsorted(bound, key, side))
-
     # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
+    token_after = ops.searchsorted
     begin = token_after(last, start, "right")
     # A tile behind all that is seen has no queries, not the last one's.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
@@ -186,7 +185,7 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     # The partials of a tile stand together, in the order of its segments: `[B, tiles]`.
     first_segment = begin // span
     count = xp.where(begin < end, (end + (span - 1)) // span - first_segment, 0)
-    before = integers(xp.cumsum(count, 1)) - count
+    before = xp.cumsum(count, 1, dtype=xp.int32) - count
 
     # Items, `[tile of a segment, segment, row]`: `n` counts tiles from the first one seen.
     shape = split.tiles, segments, heads
@@ -273,7 +272,7 @@ class WorkItems:
         """Token t sees no key after t."""
         return not self.placed and not self.lists.packed and self.lists.T == self.lists.S
 
-    @property
+    @functools.cached_property
     def cuts(self) -> tuple[int, ...]:
         """The chunk that each segment begins with, and how many chunks there are."""
         lists = self.lists
@@ -289,7 +288,7 @@ class WorkItems:
     def segments(self) -> int:
         return len(self.cuts) - 1
 
-    @property
+    @functools.cached_property
     def capacities(self) -> tuple[int, ...]:
         """Work items of a row in each segment at most: none is empty, and a tile of keys that
         the segment's tokens see has one at most that is not full.

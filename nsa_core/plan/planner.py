@@ -56,7 +56,7 @@ class PlanOps(ArrayOps):
     def _refused(self, *arguments, **options):
         return self.xp
 
-    arange = cast = contiguous = take_rows = searchsorted = sort_pairs = pad_end = _refused
+    arange = cast = contiguous = take_rows = searchsorted = sort = pad_end = _refused
 
     # What steps ask
 
@@ -85,23 +85,22 @@ class PlanOps(ArrayOps):
         found = function.shapes(*arrays, **dict(named))
         place = Place.ALONE if own else self._place_of_derived(arrays)
         writes = tuple(self._new(x, place, own) for x in found)
-        kept: dict[Place, list[Any]] = {
-            Place.CONSTANT: self._constants,
-            Place.BATCH: self._batch,
-        }
-        steps = kept.get(place, self._steps)
+        steps = self._steps
+        if place is Place.CONSTANT or place is Place.BATCH:
+            steps = self._constants if place is Place.CONSTANT else self._batch
         steps.append(Derived(function, named, tuple(arrays), writes))
         return writes
 
     def _place_of_derived(self, arrays) -> Place:
         """Of what follows from `arrays` alone."""
-        places = {
-            Place.BATCH if x.buffer == self._shared else self._buffers[x.buffer].place
-            for x in arrays
-        }
-        if places <= {Place.CONSTANT}:
-            return Place.CONSTANT
-        return Place.BATCH if places <= {Place.CONSTANT, Place.BATCH} else Place.ALONE
+        found = Place.CONSTANT
+        for x in arrays:
+            place = self._buffers[x.buffer].place
+            if place is Place.BATCH or x.buffer == self._shared:
+                found = Place.BATCH
+            elif place is not Place.CONSTANT:
+                return Place.ALONE
+        return found
 
     def part(self, x, index):
         found = _part(x, index)

@@ -125,11 +125,9 @@ def _segments_of_items(ops, like, *, spec):
 
 @derived(lambda table, segment, *, spec: [int32(*table.shape)])
 def _longest_first(ops, table, segment, *, spec):
-    index = ops.arange(table, spec.items)
     by_row = table.reshape(spec.lists.rows, spec.items, -1)
     begin, end = (by_row[..., WorkItem._fields.index(name)] for name in ("begin", "end"))
-    index = ops.xp.broadcast_to(index, begin.shape)
-    _, order = ops.sort_pairs(segment - (end - begin), index)
+    _, order = ops.sort(segment - (end - begin))
     return [ops.take_rows(by_row, order).reshape(table.shape)]
 
 

@@ -30,7 +30,7 @@ def align_sequences(ops: ArrayOps, key, start, first, last, config: NSAConfig):
 
 def _place_shapes(start, *, count, length, ratio):
     places = start.shape[0], length
-    return Array(places, "int64"), Array(places, "bool"), int32(*start.shape)
+    return int32(*places), Array(places, "bool"), int32(*start.shape)
 
 
 @derived(_place_shapes)

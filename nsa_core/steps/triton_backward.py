@@ -122,7 +122,7 @@ def _edges(ops, first, last, *, tiles: int, keys: int, num_keys: int):
         ops.searchsorted(last, end, "left"),
         ops.searchsorted(first, begin, "right"),
     )
-    return [ops.xp.stack([ops.to_int32(x) for x in edges], -1)]
+    return [ops.xp.stack(edges, -1)]
 
 
 def selected(
@@ -194,17 +194,15 @@ def block_query_lists(ops, block_indices, position, key_start, *, sizes: ListSiz
     xp, tiles = ops.xp, sizes.tiles
     keys = _chosen_tiles(ops, block_indices, position, key_start, sizes)
     rows = keys.shape[0]
-    entry = xp.broadcast_to(ops.arange(keys, sizes.entries), keys.shape)
-    keys, order = ops.sort_pairs(keys, entry)
+    keys, order = ops.sort(keys)
     order = ops.to_int32(order)  # no name stays with one of more bytes
     borders = xp.broadcast_to(ops.arange(keys, tiles + 1), (rows, tiles + 1))
-    starts = ops.to_int32(ops.searchsorted(keys, borders, "left"))
+    starts = ops.searchsorted(keys, borders, "left")
     segment = descriptions.SEGMENT
     items = ((starts[:, 1:] - starts[:, :-1] + segment - 1) // segment).clip(1, None)
-    ends = ops.to_int32(xp.cumsum(items, 1))
+    ends = xp.cumsum(items, 1, dtype=xp.int32)
     numbers = xp.broadcast_to(ops.arange(keys, sizes.items), (rows, sizes.items))
-    tile_of = ops.to_int32(ops.searchsorted(ends, numbers, "right"))
-    return order, starts, ends, tile_of
+    return order, starts, ends, ops.searchsorted(ends, numbers, "right")
 
 
 def _chosen_tiles(ops, block_indices, position, key_start, sizes):
