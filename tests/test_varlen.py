@@ -386,6 +386,61 @@ def test_no_wait_on_a_gpu(implementation):
                 assert same(each, want)
 
 
+def near(one, other, most=0.01):
+    """Whether the difference is small, root mean square, beside the numbers or beside 0.001."""
+    one, other = one.float(), other.float()
+    return (one - other).square().mean() <= most**2 * other.square().mean() + 1e-6
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_a_million_tokens(implementation):
+    """Forward; documents that are longer than 2^16, empty, of one token, and padding."""
+    total, numbers = 2**20, [0, 70_001, 70_001, 70_002, 1_000_000, 1_000_900]
+    make = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, total, n, 64) for n in (16, 2, 2)] + [(1, total, 16, 3)]
+    how = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
+    inputs = [torch.randn(x, **how) for x in shapes]
+    packed = {"config": CONFIG, "implementation": implementation}
+    meta = nsa_torch.varlen_metadata(
+        borders(numbers), total=total, device="cuda", config=CONFIG
+    )
+    with torch.no_grad():
+        out = nsa_torch.attention(*inputs, varlen=meta, **packed)
+        assert not out[:, numbers[-1] :].any()
+        for first, end in (
+            (0, 70_001),
+            (70_001, 70_002),
+            (70_002, 1_000_000),
+            (1_000_000, 1_000_900),
+        ):
+            alone = nsa_torch.attention(
+                *(x[:, first:end].contiguous() for x in inputs), **packed
+            )
+            assert near(out[:, first:end], alone)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_any_number_of_documents(implementation):
+    """Up to one a token, forward and backward, beside `sdpa`; the same room is the same plan."""
+    options, length = {"config": CONFIG, "implementation": implementation}, 4096
+    inputs = on_a_gpu(length=length)
+    for numbers in ([*range(length + 1)], [*range(0, length + 1, 20)], [0, length]):
+        meta = nsa_torch.varlen_metadata(
+            borders(numbers), total=length, max_sequences=length, device="cuda", config=CONFIG
+        )
+        packed = {"varlen": meta, **options}
+        query, key, *_ = inputs
+        compressed = nsa_torch.compress(key, config=CONFIG, varlen=meta)
+        packed["block_indices"] = nsa_torch.select_blocks(query, compressed, **packed)
+        found = with_gradients(inputs, **packed)
+        want = with_gradients(inputs, **packed | {"implementation": "sdpa"})
+        assert all(near(x, y, 0.02) for x, y in zip(found, want, strict=True))
+
+
 STREAMS = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
 
