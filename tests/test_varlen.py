@@ -1,14 +1,17 @@
 """Packed rows whose metadata is made once a batch (`nsa_torch.varlen_metadata`)."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import nsa_torch
+from kernels_pallas.kernel import Array
 from kernels_pallas.mosaic import capability
 from nsa_core import debug
 from nsa_core.plan.buffers import Launch, Place
-from nsa_torch import NSAAttention, mosaic, triton
+from nsa_torch import NSAAttention, mosaic, operators, triton
 from nsa_torch.input_modes import PRECOMPRESSED
 from nsa_torch.kernel_path import SAVING
 from nsa_torch.plans import Planned
@@ -150,7 +153,47 @@ def test_tables_of_a_layer(name):
         made([0, 9]).tensors(4, 2, 16, implementation="sdpa")
 
 
+def test_memory_of_many_documents():
+    """Tables and buffers of a layer, forward and backward, hardly grow while documents have some
+    16 tokens on average.
+    """
+
+    def bytes_of(sequences, length=4096):
+        array = lambda *shape: Array((1, length, *shape), "bfloat16")
+        numbers = Array((sequences + 1,), "int32")
+        place = operators.arguments(nsa_torch.NSAConfig(), length, numbers, None)
+        gates = [array(16)] * 3
+        with capability.interpreted(True):
+            plans = mosaic.PATH.plans(
+                array(16, 64), array(2, 64), array(2, 64), gates, place, True, None
+            )
+        return sum(x.bytes for plan in plans for x in plan.buffers)
+
+    assert bytes_of(256) < 1.25 * bytes_of(8)
+
+
 # All implementations
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "reference", "jax"])
+def test_the_same_blocks_at_any_place(implementation):
+    """Of a document alone, and of the same between others."""
+
+    def chosen(inputs, **packed):
+        query, key, *_ = inputs
+        packed |= {"config": SMALL}
+        compressed = nsa_torch.compress(key, **packed)
+        options = packed | {"implementation": implementation}
+        return nsa_torch.select_blocks(query, compressed, **options)
+
+    document, before, after = (leaves(x, length=n) for x, n in enumerate((70, 37, 130)))
+    alone = chosen(document)
+    for parts in [document, after], [before, document], [after, before, document, before]:
+        ends = [0, *itertools.accumulate(x[0].shape[1] for x in parts)]
+        first = next(a for a, x in zip(ends, parts, strict=False) if x is document)
+        row = [torch.cat(x, dim=1) for x in zip(*parts, strict=True)]
+        found = chosen(row, varlen=nsa_torch.varlen_metadata(borders(ends), config=SMALL))
+        assert torch.equal(found[:, first : first + 70], alone)
 
 
 OF_BATCHES = [(x, y) for x in ("sdpa", "reference") for y in BATCHES]

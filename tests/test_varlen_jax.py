@@ -63,6 +63,24 @@ def test_as_segment_ids(name, implementation):
     assert same(run(inputs, varlen=meta), run(inputs, segment_ids=ids))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_same_blocks_at_any_place(implementation):
+    """Of a document alone, and of the same between others."""
+
+    def chosen(inputs, **packed):
+        query, key = inputs
+        packed |= {"config": SMALL}
+        compressed = nsa_jax.compress(key, **packed)
+        return nsa_jax.select_blocks(query, compressed, **packed, implementation=implementation)
+
+    document, others = ([x[i : i + 1] for x in leaves()[:2]] for i in range(2))
+    alone = chosen(document)
+    row = [jnp.concatenate([y[:, :37], x, y], 1) for x, y in zip(document, others, strict=True)]
+    ids = jnp.repeat(jnp.arange(3), jnp.array([37, S, S]))[None]
+    found = chosen(row, varlen=nsa_jax.varlen_metadata(ids, config=SMALL))
+    assert (found[:, 37 : 37 + S] == alone).all()
+
+
 def test_every_function_takes_it():
     query, key, value, _ = leaves()
     ids, found = ids_of("padding"), []
