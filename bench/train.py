@@ -288,6 +288,11 @@ def _batches(settings: TrainConfig, folder: Path, batch: int, length: int) -> Ba
     )
 
 
+def _are_packed(batches: Batches) -> bool:
+    """Whether rows have documents with borders."""
+    return batches.train(0, slice(0, 1)).segment_ids is not None
+
+
 def _variant(
     framework: str,
     task: spec.Task,
@@ -323,7 +328,7 @@ def runs(folder: Path, settings: TrainConfig, ranks: Ranks) -> int:
     epochs = batches.epochs(training.steps)
     if epochs is not None and epochs > 1 and ranks.rank == 0:
         print(f"warning: the text is seen {epochs:.1f} times: {MEMORIZED}", file=sys.stderr)
-    packed = batches.train(0, slice(0, 1)).segment_ids is not None
+    packed = _are_packed(batches)
     plan = [
         loop.Run(
             _variant(framework, task, DENSE.value, ranks, packed),
@@ -375,12 +380,15 @@ def throughput(folder: Path, settings: TrainConfig) -> int:
         for framework, length in itertools.product(_frameworks(), map(int, LENGTHS.value)):
             batch = BATCH.value or BATCH_SIZE.value or max(1, TOKENS.value // length)
             batches = _batches(settings, folder, batch, length)
+            packed = _are_packed(batches)
             for task in _tasks(settings, batch=batch, seq_len=length):
                 task = settings.fitted(task, batches.vocabulary)
+                if packed:  # which records without a word are not
+                    task = dataclasses.replace(task, name=f"{task.name}-documents")
                 every = DENSE.value == "all" and task.model.attention == "dense"
                 some = []
                 for dense in variants.DENSE[framework] if every else (DENSE.value,):
-                    variant = _variant(framework, task, dense)
+                    variant = _variant(framework, task, dense, packed=packed)
                     given = task, Path(scratch), batches, SECONDS.value
                     heartbeat.say(f"{framework} {task.model.attention} {length}")
                     found = speed.measure(variant, *given)

@@ -41,7 +41,7 @@ def _rows(like: Tensor, count: int, length: int) -> tuple[Tensor, list[Tensor]]:
     """`[count, pitch]`, and its rows `[1, length]`."""
     pitch = -(-length // PITCH) * PITCH
     out = torch.empty(count, pitch, dtype=torch.int32, device=like.device)
-    return out, [row[None, :length] for row in out]
+    return out, list(out[:, None, :length].unbind())
 
 
 def _run(name: str, programs: int | tuple[int, ...], *arguments: Any, **sizes: Any) -> None:

@@ -491,6 +491,16 @@ def test_the_command_measures_kinds_of_gates_in_turn(command):
     assert all(x.status == "ok" for x in found) and "| tiny-head-gates |" in output.out
 
 
+def test_speed_of_packed_rows_has_a_name_of_its_own(command, monkeypatch):
+    asked, nsa = [], variants.nsa
+    monkeypatch.setattr(variants, "nsa", lambda *at: asked.append(at[-1]) or nsa(*at))
+    flags = "--throughput --lengths=32 --tokens=64 --row_seconds=0 --attention=nsa".split()
+    flags += ["--framework=torch", f"--corpus_bytes={CORPUS}", "--pack=documents"]
+    status, _, (found,) = command(*flags)
+    assert status == 0 and (found.model, found.status) == ("tiny-documents", "ok")
+    assert asked == [True]
+
+
 def test_a_speed_that_was_asked_for_and_is_not_there(command):
     """Dense attention by a backend of GPUs; what NSA took is measured."""
     status, _, found = command(
