@@ -32,7 +32,7 @@ from bench.lm import (
     variants,
     watch,
 )
-from bench.lm.data import Batches
+from bench.lm.data import Batch, Batches
 from bench.lm.parallel import Parallel
 from bench.lm.ranks import Ranks
 from nsa_core.layer import LayerSpec
@@ -246,6 +246,28 @@ def test_a_following_batch_changes_no_number(tmp_path, framework):
         numbers = [learner.step(batches[i], i, told[i]) for i in range(3)]
         found.append([*numbers, measures.loss(learner, batches[4])])
     assert found[0] == found[1] == found[2]
+
+
+def test_a_graph_serves_any_number_of_documents_that_there_is_room_for(tmp_path, monkeypatch):
+    """Of any process; one graph is kept."""
+    captures = []
+
+    def captured(call):
+        captures.append(call)
+        return lambda: None, call()
+
+    monkeypatch.setattr(torch_learner.timing, "cuda_graph", captured)
+    run = run_of(tmp_path, "torch", task("nsa"))
+    learner = variants.learner(run.variant, run.task, tmp_path)
+    learner.graph = True
+    tokens = run.batches.train(0).tokens
+    several = lambda n: np.sort(np.arange(tokens.size).reshape(tokens.shape) % n, axis=1)
+    others = [1]
+    monkeypatch.setattr(learner.ranks, "gather", lambda value: [value, [0, others[0]]])
+    steps = (2, 1, 8, 1), (9, 1, 32, 2), (2, 1, 32, 2), (2, 70, 128, 3)
+    for n, others[0], room, count in steps:
+        learner.step(Batch(tokens, several(n).astype(np.int32)), 0)
+        assert (learner.room, len(captures), len(learner.captured)) == (room, count, 1)
 
 
 def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):

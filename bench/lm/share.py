@@ -80,6 +80,13 @@ def count(batch: Batch) -> int:
     return rows * (width - 1) if which is None else int(which.sum())
 
 
+def documents(batch: Batch) -> int:
+    """How many the rows of its inputs have, padding among them."""
+    assert batch.segment_ids is not None
+    ids = batch.segment_ids[:, :-1]
+    return len(ids) + int((ids[:, 1:] != ids[:, :-1]).sum())
+
+
 def check_vocabulary(batch: Batch, vocabulary: int) -> None:
     """Raises `ValueError` where a token is none of the model's."""
     tokens = batch.tokens

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from nsa_core.config import NSAConfig
 from nsa_interop import weights
 from nsa_torch import functional
+from nsa_torch.checks import room
 from nsa_torch.module import NSAAttention
 from nsa_torch.varlen import VarlenMetadata, varlen_metadata
 
@@ -85,7 +86,7 @@ class Learner:
         self.accumulate, self.config = accumulate, task.model.layer.config
         cuda = torch.cuda.is_available()
         self.graph = graph and cuda
-        self.captured = {}
+        self.captured, self.room = {}, 0  # documents of a micro-batch at most
         self.place = torch.device("cuda" if cuda else "cpu")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -241,25 +242,32 @@ class Learner:
         """Of all processes."""
         return numbers
 
-    def _total(self, batch: Batch) -> float:
-        """Tokens of the global batch that have a loss, over the processes: what a process's
-        sum of losses is divided by, so that the mean over processes is that over tokens."""
-        count = share.count(batch)
-        if batch.segment_ids is not None:
-            count = sum(self.ranks.gather(count)) / self.ranks.size
-        return max(1.0, count)
-
     def _rows(self, batch: Batch) -> list[Rows]:
-        """The micro-batches, on the device."""
-        total = torch.tensor(self._total(batch), device=self.place)
-        found = []
-        for part in share.split(batch, self.accumulate):
+        """The micro-batches, on the device. A process's sum of losses is divided by the tokens of
+        the global batch that have one, over the processes: their mean is that over tokens.
+        """
+        parts, count = share.split(batch, self.accumulate), share.count(batch)
+        if batch.segment_ids is not None:
+            told = self.ranks.gather([count, max(map(share.documents, parts))])
+            count = sum(tokens for tokens, _ in told) / self.ranks.size
+            self._make_room(max(documents for _, documents in told))
+        total, found = torch.tensor(max(1.0, count), device=self.place), []
+        for part in parts:
             # Not uint16, of which torch knows little.
             narrow = part.tokens.dtype == np.uint16
             host = part.tokens.astype(np.int32) if narrow else part.tokens
             tokens = torch.from_numpy(np.ascontiguousarray(host)).to(self.place)
-            found.append(Rows(tokens, total, _packing(part, self.config, self.place)))
+            packing = _packing(part, self.config, self.place, self.room)
+            found.append(Rows(tokens, total, packing))
         return found
+
+    def _make_room(self, documents: int) -> None:
+        """For so many in a micro-batch, the same in all processes, whose graphs may have
+        collectives. It never shrinks: what was captured serves fewer of them.
+        """
+        if documents > self.room:
+            self.room = room(documents)
+            self.captured.clear()  # before others take as much memory
 
     def _backward(self, rows: list[Rows]) -> Tensor:
         """The loss; gradients in float32 in `trained`."""
@@ -353,7 +361,9 @@ def _own(leaf: Any) -> Any:
     return varlen_metadata(leaf.cu_seqlens.clone(), **sizes)
 
 
-def _packing(batch: Batch, config: NSAConfig, place: torch.device) -> Packing | None:
+def _packing(
+    batch: Batch, config: NSAConfig, place: torch.device, max_sequences: int
+) -> Packing | None:
     """That of the inputs of `batch`; padding is a document of its own, without a loss."""
     which = share.counted(batch)
     if which is None or batch.segment_ids is None:
@@ -366,8 +376,7 @@ def _packing(batch: Batch, config: NSAConfig, place: torch.device) -> Packing | 
         ids.shape
     )
     bounds = torch.from_numpy(np.append(np.flatnonzero(begins), ids.size))
-    # Room for a power of two of documents: few shapes, so few graphs are captured.
-    sizes = {"max_seqlen": ids.shape[1], "total": ids.size}
+    sizes = {"max_seqlen": ids.shape[1], "total": ids.size, "max_sequences": max_sequences}
     varlen = varlen_metadata(bounds, **sizes, config=config, device=place)
     arrays = ids.astype(np.int32), position, which
     return Packing(varlen, *(torch.from_numpy(each).to(place) for each in arrays))
