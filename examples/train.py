@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         "steps": 50,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--row_tokens", type=int, default=2048, help="of a packed row, at most")
+    parser.add_argument("--row_tokens", type=int, default=1024, help="of a packed row, at most")
     parser.add_argument("--document_tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
