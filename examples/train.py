@@ -42,9 +42,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--texts", default=f"{sysconfig.get_paths()['stdlib']}/*.py")
     parser.add_argument("--out", required=True, help="folder of the model")
     flags = parser.parse_args(argv)
+    for name, value in vars(flags).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
+    if flags.document_tokens > flags.row_tokens:
+        parser.error(f"--document_tokens must fit in a row, got {flags.document_tokens}")
     texts = documents(flags.texts, flags.document_tokens)
-    if len(texts) < 16 or flags.document_tokens > flags.row_tokens:
-        parser.error(f"16 documents that fit a row are needed, got {len(texts)}: {flags.texts}")
+    if len(texts) < 16:
+        parser.error(f"--texts must give 16 documents, got {len(texts)} of {flags.texts}")
+    held_out = min(len(texts) // 16, 32)  # documents
     sizes = {"hidden_size": flags.hidden, "intermediate_size": 3 * flags.hidden}
     heads = {"num_attention_heads": flags.heads, "num_key_value_heads": flags.kv_heads}
     config = NSAModelConfig(vocab_size=256, num_hidden_layers=flags.layers, **sizes, **heads)
@@ -57,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = Trainer(
-        NSAForCausalLM(config), how, train_dataset=texts[len(texts) // 16 :],
-        eval_dataset=texts[: len(texts) // 16], data_collator=DataCollatorWithFlattening(),
+        NSAForCausalLM(config), how, train_dataset=texts[held_out:],
+        eval_dataset=texts[:held_out], data_collator=DataCollatorWithFlattening(),
     )  # fmt: skip
     trainer.train()
     print(f"held-out loss, nats a byte: {trainer.evaluate()['eval_loss']:.4f}")

@@ -62,8 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in known.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     flags = parser.parse_args(argv)
+    for name, value in vars(flags).items():
+        if value < 1:
+            parser.error(f"--{name} must be at least 1, got {value}")
     data = [x.read_bytes() for x in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
     tokens = np.frombuffer(b"".join(data), np.uint8).astype(np.int32)
+    if flags.tokens >= len(tokens):
+        parser.error(f"--tokens must be below the text's {len(tokens)}, got {flags.tokens}")
     segments = np.repeat(np.arange(len(data), dtype=np.int32), [len(x) for x in data])
     width = flags.dim // flags.heads
     kind = {"gate": "head", "kv": "shared"}  # as good as dense attention: docs/training.md

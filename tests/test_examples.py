@@ -58,9 +58,24 @@ def test_train_learns_and_saves_what_loads(tmp_path, capsys):
     assert first == pytest.approx(np.log(256), abs=0.4) and held_out < first - 0.5
     made = NSAForCausalLM.from_pretrained(tmp_path / "model")
     assert made.config.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        ("train", "--texts none/*.txt", "--texts must give 16 documents, got 0 of none"),
+        ("train", "--steps 0", "--steps must be at least 1, got 0"),
+        ("train", "--document_tokens 2048", "--document_tokens must fit in a row, got 2048"),
+        ("train_jax", "--steps 0", "--steps must be at least 1, got 0"),
+        ("train_jax", "--tokens 999999999", "--tokens must be below the text's"),
+    ],
+)
+def test_what_training_refuses(script, flags, message, tmp_path, capsys):
+    main = runpy.run_path(str(ROOT / f"examples/{script}.py"))["main"]
+    out = ["--out", str(tmp_path / "none")] if script == "train" else []
     with pytest.raises(SystemExit) as ended:
-        main(["--out", str(tmp_path / "none"), "--texts", str(tmp_path / "*.txt")])
-    assert ended.value.code == 2 and "16 documents that fit a row" in capsys.readouterr().err
+        main([*flags.split(), *out])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
