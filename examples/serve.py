@@ -1,12 +1,15 @@
-"""Serves prompts of real text by continuous batching over a paged cache, NSA beside dense.
+"""Serves prompts of real text by continuous batching over a paged cache: NSA, dense, NSA by vLLM.
 
     python examples/serve.py                                    # small, runs on a CPU in seconds
+    python examples/serve.py --serve nsa,dense,vllm             # beside vLLM's CPU build
     python examples/serve.py --layers 12 --heads 64 --kv_heads 4 --head_dim 128 --hidden 2048 \
         --prompt_tokens 32768 --requests 8 --dtype bfloat16     # a GPU
 
-The manager is transformers' (`generate_batch`): it shares out pages, shares prefixes, mixes
-prefill with decode. Weights are random and texts are the standard library's source as bytes: what
-is measured is speed. All requests come at once. Needs the extra `hf` and transformers 5.19.
+The manager of `nsa` and `dense` is transformers' (`generate_batch`): it shares out pages, shares
+prefixes, mixes prefill with decode. `vllm` is NSA in vLLM's engine, in this process. Weights are
+random and texts are the standard library's source as bytes: what is measured is speed. All
+requests come at once. Needs the extra `hf` and transformers 5.19; `vllm` needs the extra `vllm`,
+and ran on a CPU alone.
 
     start         of the manager, with the CUDA graphs that it captures; other requests follow, of
                   the same lengths, so that kernels are built before the clock begins
@@ -18,11 +21,14 @@ is measured is speed. All requests come at once. Needs the extra `hf` and transf
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import json
+import os
 import statistics
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +39,16 @@ from transformers import GenerationConfig
 
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig, continuous_batching_config
 
-ATTENTION = "nsa", "dense"
+SERVED = "nsa", "dense", "vllm"
+
+# vLLM in one process, with 1 GiB for its blocks.
+VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -41,7 +56,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--attention", default="nsa,dense", help="what to serve with: nsa, dense or both")
+    add("--serve", default="nsa,dense", help=f"what to serve: some of {', '.join(SERVED)}")
     add("--layers", type=int, default=2)
     add("--hidden", type=int, default=128, help="width of the model")
     add("--heads", type=int, default=8)
@@ -57,11 +72,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found = parser.parse_args(argv)
-    unknown = set(found.attention.split(",")) - set(ATTENTION)
-    if unknown:
+    asked = found.serve.split(",")
+    if unknown := set(asked) - set(SERVED):
+        parser.error(f"--serve must be of {', '.join(SERVED)}, got {sorted(unknown)[0]!r}")
+    if "vllm" in asked and importlib.util.find_spec("vllm") is None:
+        parser.error("--serve vllm needs vLLM: pip install 'native-sparse-attention[vllm]'")
+    if "vllm" in asked and found.device != "cpu":
         parser.error(
-            f"--attention must be of {', '.join(ATTENTION)}, got {sorted(unknown)[0]!r}"
+            f"--serve vllm needs --device cpu, got {found.device}: it ran nowhere else"
         )
+    if "vllm" in asked and found.gpu_time:
+        parser.error("--gpu_time is not of --serve vllm")
     if found.gpu_time and not found.device.startswith("cuda"):
         parser.error(f"--gpu_time needs a GPU, got --device {found.device}")
     for name in ("layers", "requests", "prompt_tokens", "new_tokens", "step_tokens"):
@@ -129,21 +150,77 @@ def serve(flags: argparse.Namespace, attention: str) -> dict[str, float]:
     failed = [x.error for x in results if x.error] or ["a request is missing"]
     if len(results) != flags.requests or any(x.error for x in results):
         raise RuntimeError(f"{attention}: {failed[0]}")
-    times = [x.timestamps or [] for x in results]  # of each token
+    found = measures(begin, seconds, texts, [x.timestamps or [] for x in results])
+    if flags.gpu_time:
+        again = functools.partial(lm.generate_batch, texts, **options)
+        found["GPU seconds"] = gpu_seconds(again)
+    return found | {"start s": start}
+
+
+def serve_by_vllm(flags: argparse.Namespace) -> dict[str, float]:
+    """The same by vLLM's engine, in this process."""
+    for name, value in VLLM.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    lm = model(flags, "nsa")
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        lm.save_pretrained(folder)
+        engine = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype=flags.dtype,
+            block_size=lm.config.select_block,
+            max_model_len=flags.prompt_tokens + flags.new_tokens,
+            max_num_batched_tokens=max(flags.step_tokens, flags.requests),
+            max_num_seqs=flags.requests,
+            enable_prefix_caching=True,
+            enforce_eager=True,
+        ).llm_engine
+    start = time.perf_counter() - begin
+    texts = prompts(2 * flags.requests, flags.prompt_tokens)
+    token_times(
+        engine, texts[flags.requests :], flags.new_tokens, "other"
+    )  # ready from here on
+    begin, texts = time.perf_counter(), texts[: flags.requests]
+    times = token_times(engine, texts, flags.new_tokens, "own")
+    return measures(begin, time.perf_counter() - begin, texts, times) | {"start s": start}
+
+
+def token_times(
+    engine: Any, texts: list[list[int]], count: int, name: str
+) -> list[list[float]]:
+    """When vLLM's engine gave each new token of each request."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    times: dict[str, list[float]] = {}
+    for i, text in enumerate(texts):
+        times[f"{name} {i}"] = []
+        engine.add_request(f"{name} {i}", {"prompt_token_ids": text}, greedy)
+    while engine.has_unfinished_requests():
+        results, now = engine.step(), time.perf_counter()
+        for each in results:
+            seen = times[each.request_id]
+            seen += [now] * (len(each.outputs[0].token_ids) - len(seen))
+    return list(times.values())
+
+
+def measures(
+    begin: float, seconds: float, texts: list[list[int]], times: list[list[float]]
+) -> dict[str, float]:
+    """Of requests that came at `begin`; `times` of each new token."""
     first = [x[0] - begin for x in times]
     following = [later - sooner for x in times for sooner, later in itertools.pairwise(x)]
-    tokens = sum(len(x.generated_tokens) for x in results)
-    again = functools.partial(lm.generate_batch, texts, **options)
     return {
         "seconds": seconds,
-        **({"GPU seconds": gpu_seconds(again)} if flags.gpu_time else {}),
-        "new tokens/s": tokens / seconds,
+        "new tokens/s": sum(map(len, times)) / seconds,
         "prompt tokens/s": sum(map(len, texts)) / seconds,
         "first p50 ms": 1e3 * percentile(first, 50),
         "first p99 ms": 1e3 * percentile(first, 99),
         "next p50 ms": 1e3 * percentile(following, 50),
         "next p99 ms": 1e3 * percentile(following, 99),
-        "start s": start,
     }
 
 
@@ -175,13 +252,13 @@ def percentile(values: list[float], percent: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     flags = arguments(argv)
-    names = flags.attention.split(",")
-    rows = {name: serve(flags, name) for name in names}
+    names = flags.serve.split(",")
+    rows = {x: serve_by_vllm(flags) if x == "vllm" else serve(flags, x) for x in names}
     where = torch.cuda.get_device_name() if flags.device.startswith("cuda") else flags.device
     print(f"{flags.requests} requests, prompts up to {flags.prompt_tokens} tokens, on {where}")
-    print("attention".ljust(16) + "".join(name.rjust(12) for name in names))
+    print("".ljust(16) + "".join(name.rjust(12) for name in names))
     if flags.out:
-        about = {name: x for name, x in vars(flags).items() if name not in ("attention", "out")}
+        about = {name: x for name, x in vars(flags).items() if name not in ("serve", "out")}
         about |= {"device": where, "torch": torch.__version__}
         with flags.out.open("a") as file:
             for name, row in rows.items():

@@ -5,6 +5,7 @@
 import functools
 import gc
 import importlib.metadata
+import json
 import os
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ import torch
 from transformers import GenerationConfig
 from vllm import LLM, ModelRegistry, SamplingParams
 
+from examples import serve
 from nsa_core import paged_layout
 from nsa_torch.huggingface import NSAForCausalLM, NSAModelConfig
 from nsa_torch.vllm import backend
@@ -248,6 +250,24 @@ def test_recorded_steps_are_the_engines(engine, case):
             {k: x for k, x in step.items() if k != "tokens"} for step in found
         ]
         assert lost(steps) == lost(vllm_steps.read()[case])
+
+
+def test_the_example_serves_by_vllm(capsys, tmp_path):
+    out = tmp_path / "lines"
+    sizes = "--prompt_tokens=200 --new_tokens=4 --requests=3 --step_tokens=96 --layers=1"
+    argv = ["--serve=vllm", "--device=cpu", f"--out={out}", *sizes.split()]
+    assert serve.main(argv) == 0
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert line["attention"] == "vllm" and 0 < line["first p50 ms"] <= line["first p99 ms"]
+    assert line["new tokens/s"] * line["seconds"] == pytest.approx(12)
+    assert "3 requests, prompts up to 200 tokens, on cpu" in capsys.readouterr().out
+    for options, message in (
+        (["--serve=vllm", "--device=cuda"], "--serve vllm needs --device cpu, got cuda"),
+        (["--serve=sglang"], "--serve must be of nsa, dense, vllm, got 'sglang'"),
+    ):
+        with pytest.raises(SystemExit):
+            serve.main(options)
+        assert message in capsys.readouterr().err
 
 
 def test_guesses_are_taken_and_taken_back(engine):
