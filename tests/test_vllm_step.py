@@ -185,6 +185,9 @@ def test_memory_that_does_not_fit(shape, message):
     """
     with pytest.raises(ValueError, match=message):
         vllm_step.pages_in(torch.zeros(shape), spec_of())
+    memory = torch.zeros(4, 2, 64, 52).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="of float16, bfloat16, float32: they have no scales"):
+        vllm_step.pages_in(memory, spec_of())
 
 
 def test_all_blocks_of_the_engine_are_there():

@@ -189,6 +189,7 @@ def test_without_a_block_size(engine):
             {"block_size": 32},
             "block_size must be select_block=16, got 32: pass --block-size 16",
         ),
+        ({"block_size": 8}, "block_size must be select_block=16, got 8: pass --block-size 16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'auto'"),
     ],
 )

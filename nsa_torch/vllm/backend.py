@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa_core.layer import LayerSpec
 from nsa_torch.vllm import TRIED
-from nsa_torch.vllm.step import Step, elements_of_token
+from nsa_torch.vllm.step import DTYPES, Step, elements_of_token
 
 try:
     from vllm.forward_context import get_forward_context
@@ -60,7 +60,7 @@ class NSABuilder(AttentionMetadataBuilder[Step]):
 class NSABackend(AttentionBackend):
     """What vLLM asks of a backend. Layers are not its `Attention`: there is no implementation."""
 
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+    supported_dtypes = list(DTYPES)  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto"]  # noqa: RUF012
     select_block = 64  # of the model of this process
 

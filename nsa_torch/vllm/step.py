@@ -5,6 +5,7 @@ Nothing of vLLM is imported: metadata that were recorded from it drive the same 
 
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
@@ -14,6 +15,8 @@ from nsa_core.paged_runs import GATHERED_KEYS, Run, plan_runs
 from nsa_core.types import Branches
 from nsa_torch.paged import PagedCache
 from nsa_torch.paged_attend import paged_attention
+
+DTYPES = torch.float16, torch.bfloat16, torch.float32  # of blocks
 
 
 class Step(NamedTuple):
@@ -92,9 +95,12 @@ def pages_in(memory: Tensor, spec: LayerSpec) -> PagedCache:
     """A layer's cache in an engine's blocks `[B, Hkv, N, C]`.
 
     Raises:
-      ValueError: blocks of another size than `select_block`, of other heads, or without room for
-        all that NSA keeps of their tokens.
+      ValueError: blocks of another size than `select_block`, of other heads, without room for all
+        that NSA keeps of their tokens, or of a dtype that needs scales.
     """
+    if memory.dtype not in DTYPES:
+        names = ", ".join(str(x).removeprefix("torch.") for x in DTYPES)
+        raise ValueError(f"blocks must be of {names}: they have no scales, got {memory.dtype}")
     _, heads, size, elements = memory.shape
     check_block_size(size, spec.config.select_block)
     if heads != spec.n_kv_groups:
