@@ -28,12 +28,14 @@ class Run(NamedTuple):
       tokens: of the call.
       queries: of the longest row.
       columns: of the page table that the longest row reaches.
+      whole: whether the rows have no token before those of the call.
     """
 
     rows: slice
     tokens: slice
     queries: int
     columns: int
+    whole: bool
 
     @property
     def few(self) -> bool:
@@ -78,7 +80,7 @@ def plan_runs(starts: Sequence[int], lengths: Sequence[int], page_size: int) -> 
         if begin == end:
             continue
         columns, count = -(-max(length, 1) // page_size), end - begin
-        one = Run(slice(row, row + 1), slice(begin, end), count, columns)
+        one = Run(slice(row, row + 1), slice(begin, end), count, columns, count == length)
         joined = _join(runs[-1], one, page_size) if runs else None
         if joined is None:
             runs.append(one)
@@ -91,11 +93,14 @@ def _join(run: Run, row: Run, page_size: int) -> Run | None:
     """Both as one run, where the same kernels take them and copies stay within bounds."""
     if run.rows.stop != row.rows.start or run.few != row.few:
         return None
+    if not run.few and run.whole != row.whole:  # whole rows are attended to without their pages
+        return None
     both = Run(
         slice(run.rows.start, row.rows.stop),
         slice(run.tokens.start, row.tokens.stop),
         max(run.queries, row.queries),
         max(run.columns, row.columns),
+        run.whole and row.whole,
     )
     rows = both.rows.stop - both.rows.start
     if both.few:

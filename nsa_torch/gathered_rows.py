@@ -18,13 +18,19 @@ type Pair = tuple[Tensor, Tensor]
 
 
 def side_by_side(
-    cache: PagedCache, page_table: Tensor, lengths: Tensor, queries: int
+    cache: PagedCache,
+    page_table: Tensor,
+    lengths: Tensor,
+    queries: int,
+    at_hand: tuple[Branches, Branches] | None = None,
 ) -> Branches[Pair]:
     """Keys and values of each branch, `[B, S, Hkv, .]` or `[B, C, Hkv, .]`.
 
     Args:
       page_table, lengths: as of `paged_attention`.
       queries: of the longest row; its window is all that the sliding branch looks at.
+      at_hand: keys and values `[B, S, Hkv, .]` of all of the rows' tokens: only the compressed ones
+        are copied.
     """
     config = cache.config
     raw = paged_layout.raw_entries(config)
@@ -38,6 +44,10 @@ def side_by_side(
         )
         return key, value
 
+    if at_hand is not None:
+        key, value = at_hand
+        pair = copies("compressed", compressed, whole)
+        return Branches(pair, (key.selected, value.selected), (key.sliding, value.sliding))
     selected = copies("selected", raw, whole)
     sliding = selected
     if cache.separate:

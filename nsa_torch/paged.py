@@ -28,7 +28,7 @@ from nsa_torch import checks
 from nsa_torch.compress import apply_phi
 from nsa_torch.operators import requires_grad
 from nsa_torch.torch_ops import TORCH_OPS as OPS
-from nsa_torch.torch_ops import capability_of
+from nsa_torch.torch_ops import capability_of, readable
 
 APPENDERS = "mosaic", "triton", "torch"
 FP8 = torch.float8_e4m3fn
@@ -315,6 +315,18 @@ class NewTokens(NamedTuple):
     def are_means(self) -> bool:
         """Whether compressed tokens are means of them."""
         return self.params == (None, None)
+
+    def of(self, tokens: slice, rows: int) -> tuple[Branches, Branches]:
+        """Selected and sliding keys and values `[rows, S, Hkv, .]` of tokens of even rows."""
+
+        def cut(x: Branches[Tensor]) -> Branches:
+            selected, sliding = (
+                readable(each[tokens]).unflatten(0, (rows, -1))
+                for each in (x.selected, x.sliding)
+            )
+            return Branches(None, selected, selected if x.sliding is x.selected else sliding)
+
+        return cut(self.key), cut(self.value)
 
 
 def checked_tokens(

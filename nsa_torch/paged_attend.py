@@ -2,6 +2,7 @@
 queries (decode, guesses), else on rows gathered from the pages, by the steps of `attention`.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -92,50 +93,78 @@ def paged_attention(
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale)
     if requires_grad(query, inputs.gates, *cache.tensors().values()):
         raise NotImplementedError("paged_attention has no gradient: call it under no_grad")
-    of_tokens = None
-    if runs is None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
-        assert max_seqlen_q is not None
-        inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
-    chosen = _choose(inputs, implementation) if runs is None else None
-    is_mosaic = chosen is not None and chosen[0].implementation == "mosaic"
+    decided = _decide(inputs, max_seqlen_q, implementation) if runs is None else None
+    is_mosaic = decided is not None and decided.is_mosaic_step
     together = None
-    if new is not None and is_mosaic and of_tokens is None and _appends(inputs, new):
+    if new is not None and is_mosaic and _appends(inputs, new):
         cache.contents, together = new.contents, (new.key, new.value)
     elif new is not None:
         step, options = None, {"params": params, "made_with": made_with, "slots": slots}
         at = page_table, lengths
         append(cache, new.key, new.value, *at, cu_seqlens_q=cu_seqlens_q, **options)
-    if chosen is None:
-        return _in_runs(inputs, runs or (), implementation)
-    choice, name = chosen
-    if of_tokens is not None:
-        return of_tokens(choice.load()(inputs, max_seqlen_q, name))
+    if decided is None:
+        return _in_runs(inputs, runs or (), implementation, new)
     if not is_mosaic:
-        return choice.load()(inputs, max_seqlen_q, name)
+        return decided.run()
     out, _ = with_indices("mosaic", inputs, together)
     return out if step is None else step.keep(implementation, inputs, out)
 
 
-def _in_runs(inputs: Inputs, runs: Sequence[Run], implementation: str | None) -> Tensor:
-    """The rows of each run together."""
+def _in_runs(
+    inputs: Inputs, runs: Sequence[Run], implementation: str | None, new: NewTokens | None
+) -> Tensor:
+    """The rows of each run together; `new`: the tokens' keys and values."""
     query, cache, starts = inputs.query, inputs.cache, inputs.cu_seqlens_q
     out = query.new_zeros(*query.shape[:2], cache.selected_value.shape[-1])
+    at_hand = new is not None and new.key.selected.dtype == cache.selected_key.dtype
     for run in runs:
         table, own = inputs.page_table[run.rows], None
         if not run.few:
             table = table[:, : run.columns]
         if not run.even:
             own = starts[run.rows.start : run.rows.stop + 1] - run.tokens.start
-        at = cache, table, inputs.lengths[run.rows], own
-        out[run.tokens] = paged_attention(
-            query[run.tokens],
-            inputs.gates[run.tokens],
-            *at,
-            scale=inputs.scale,
-            max_seqlen_q=run.queries,
-            implementation=implementation,
+        mine = dataclasses.replace(
+            inputs,
+            query=query[run.tokens],
+            gates=inputs.gates[run.tokens],
+            page_table=table,
+            lengths=inputs.lengths[run.rows],
+            cu_seqlens_q=own,
         )
+        whole = None
+        if new is not None and at_hand and run.whole and run.even:
+            whole = new.of(run.tokens, table.shape[0])
+        out[run.tokens] = _decide(mine, run.queries, implementation).run(whole)
     return out
+
+
+class _Decided(NamedTuple):
+    """What runs rows whose tokens are in their pages; `of_tokens`: where they were made even."""
+
+    inputs: Inputs
+    max_seqlen_q: int | None
+    choice: Choice
+    name: str | None
+    of_tokens: Callable[[Tensor], Tensor] | None
+
+    @property
+    def is_mosaic_step(self) -> bool:
+        return self.choice.implementation == "mosaic" and self.of_tokens is None
+
+    def run(self, whole: tuple[Branches, Branches] | None = None) -> Tensor:
+        """The output; `whole`: keys and values of rows that have no others."""
+        if self.choice.implementation == paged_dispatch.GATHERED:
+            out = gathered(self.inputs, self.max_seqlen_q, self.name, whole)
+        else:
+            out = self.choice.load()(self.inputs, self.max_seqlen_q, self.name)
+        return out if self.of_tokens is None else self.of_tokens(out)
+
+
+def _decide(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> _Decided:
+    of_tokens = None
+    if max_seqlen_q is not None and paged_dispatch.are_few(inputs.cu_seqlens_q, max_seqlen_q):
+        inputs, of_tokens = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
+    return _Decided(inputs, max_seqlen_q, *_choose(inputs, implementation), of_tokens)
 
 
 class _Launch(NamedTuple):
@@ -227,9 +256,7 @@ def explain(
 ) -> Choice:
     """What `paged_attention` would run for these arguments, and why not what stands before it."""
     inputs = _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, None)
-    if max_seqlen_q is not None and paged_dispatch.are_few(cu_seqlens_q, max_seqlen_q):
-        inputs, _ = paged_dispatch.even_rows(OPS, inputs, max_seqlen_q)
-    return _choose(inputs, implementation)[0]
+    return _decide(inputs, max_seqlen_q, implementation).choice
 
 
 def _checked(query, gates, cache, page_table, lengths, cu_seqlens_q, scale) -> Inputs:
@@ -293,8 +320,16 @@ def with_indices(
     return triton_decode.attention(TRITON_OPS, *arguments, inputs.scale)
 
 
-def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | None) -> Tensor:
-    """Each row's pages side by side, then the steps of `attention`."""
+def gathered(
+    inputs: Inputs,
+    max_seqlen_q: int | None,
+    implementation: str | None,
+    whole: tuple[Branches, Branches] | None = None,
+) -> Tensor:
+    """Each row's pages side by side, then the steps of `attention`.
+
+    `whole`: keys and values of rows that have no others, in place of their pages.
+    """
     query, cache, table = inputs.query, inputs.cache, inputs.page_table
     config, rows, cu_seqlens_q = cache.config, table.shape[0], inputs.cu_seqlens_q
     capacity = inputs.capacity
@@ -318,7 +353,7 @@ def gathered(inputs: Inputs, max_seqlen_q: int | None, implementation: str | Non
         queries, gates = (torch.where(there, x[padded.token], 0) for x in (query, inputs.gates))
     gates = Branches(*gates.unbind(-1))
 
-    compressed, selected, sliding = side_by_side(cache, table, lengths, length)
+    compressed, selected, sliding = side_by_side(cache, table, lengths, length, whole)
     key, value = (Branches(None, *pair) for pair in zip(selected, sliding, strict=True))
     width = cache.selected_value.shape[-1]
     memory = {"query": queries, "key": selected[0], "value": selected[1]}

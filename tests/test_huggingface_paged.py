@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
 from bench.judge.parity import FLOAT32_MAX
+from nsa_torch import paged_attend
 from nsa_torch.huggingface import (
     NSAForCausalLM,
     NSAModel,
@@ -96,6 +97,21 @@ def test_what_no_token_wrote_reaches_nothing():
     own = mask.bool()
     assert torch.equal(got[own], want[own])
     assert any(x.isnan().any() for x in cache.layers[0].pages.tensors().values())
+
+
+@torch.no_grad()
+def test_a_prompt_is_attended_to_without_its_pages(monkeypatch):
+    """A chunk of rows that begin has all their tokens; those that follow read pages."""
+    made, ids, seen = model("pooled"), tokens(2), []
+    copies = paged_attend.side_by_side
+    monkeypatch.setattr(
+        paged_attend, "side_by_side", lambda *x: seen.append(x[4] is None) or copies(*x)
+    )
+    for splits, read in (([WIDTH], [False]), ([30, 10, 1], [False, True, True])):
+        seen.clear()
+        logits, _ = steps(made, ids, torch.ones_like(ids), splits)
+        assert difference(logits, alone(made, ids, (0, 0))) < FLOAT32_MAX
+        assert seen == read
 
 
 @torch.no_grad()

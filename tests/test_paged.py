@@ -16,7 +16,7 @@ from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
 from nsa_core.paged_runs import plan_runs
 from nsa_core.types import Branches
-from nsa_torch import paged_attend
+from nsa_torch import gathered_rows, paged_attend
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
 from tests.test_cache import phi
 
@@ -367,11 +367,12 @@ def test_runs_of_a_step():
     lengths = [30, 17, 0, 40, 8, 25, 61]
     counts = [1, 1, 0, 3, 3, 25, 30]
     found = plan_runs(bounds(counts).tolist(), lengths, 16)
-    facts = "rows", "tokens", "queries", "columns", "few", "even"
+    facts = "rows", "tokens", "queries", "columns", "few", "even", "whole"
     assert [tuple(getattr(x, name) for name in facts) for x in found] == [
-        (slice(0, 2), slice(0, 2), 1, 2, True, True),
-        (slice(3, 5), slice(2, 8), 3, 3, True, True),
-        (slice(5, 7), slice(8, 63), 30, 4, False, False),
+        (slice(0, 2), slice(0, 2), 1, 2, True, True, False),
+        (slice(3, 5), slice(2, 8), 3, 3, True, True, False),
+        (slice(5, 6), slice(8, 33), 25, 2, False, True, True),
+        (slice(6, 7), slice(33, 63), 30, 4, False, True, False),
     ]
     # Guesses of different numbers are one run, of which 64 queries or a half may be padding.
     guesses = plan_runs(bounds([1, 4, 2, 8, 9]).tolist(), [40] * 5, 16)
@@ -415,6 +416,39 @@ def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
     assert gathered == [(2, WIDTH), (2, 4)]  # no kernels here; the prompts' pages alone
     with pytest.raises(ValueError, match="runs need cu_seqlens_q"):
         step(paged, rows, table, [37, 44, 0, 60, 19], [38, 45, 1, 61, 20], True, runs=runs)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("counts", [[40, 0], [33, 33]], ids=["one row", "two alike"])
+def test_rows_that_begin_are_not_copied_from_pages(separate, counts, monkeypatch):
+    """All of their tokens are those of the call; the bits are those of copied ones."""
+    sizes = Sizes(separate=separate)
+    rows, table = Rows(sizes, counts), tables(counts, SMALL, POOL, WIDTH)
+    lengths, starts = (
+        torch.from_numpy(np.array(x, np.int32)) for x in (counts, bounds(counts))
+    )
+    cut = functools.partial(rows.cut, begin=[0, 0], end=counts, as_array=torch.from_numpy)
+    new, raw = {"key": cut("key"), "value": cut("value")}, []
+    copy = gathered_rows._copy
+
+    def seen(*call):
+        out = copy(*call)
+        raw.append(out.shape[1] > counts[0] // 2)
+        return out
+
+    monkeypatch.setattr(gathered_rows, "_copy", seen)
+    found = []
+    for runs in (plan_runs(starts.tolist(), counts, 16), None):
+        paged = Torch(sizes)
+        at = paged.cache, torch.from_numpy(table), lengths, starts
+        options = {"runs": runs, "max_seqlen_q": max(counts)}
+        raw.clear()
+        found.append(
+            nsa_torch.paged_attention(cut("query"), cut("gates"), *at, **new, **options)
+        )
+        assert any(raw) == (runs is None)
+    close(found[0].numpy(), rows.expected([0, 0], counts))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
 
 
 def _mutant_slot(monkeypatch):

@@ -28,6 +28,7 @@ class Call(NamedTuple):
     reach: int  # tokens of a row that the call reads
     starts: Tensor | None = None  # int32 [B + 1], where each row's tokens begin; None: T each
     order: Tensor | None = None  # int64 [B * T], the rows' own tokens, then the padding
+    runs: Sequence[Run] | None = None  # as of `paged_attention`
 
 
 class PagedRows:
@@ -80,8 +81,12 @@ class PagedRows:
         column = torch.arange(T, device=x.device)
         position = before[:, None] + column
         if count is None:
-            after = before + T
-            self.call = Call(position, after, after, table, reach)
+            after, starts, runs = before + T, None, None
+            if self.columns == 0 and T > QUERIES:  # no pages to read
+                tokens = slice(0, batch * T)
+                starts = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * T
+                runs = [Run(slice(0, batch), tokens, T, table.shape[1], whole=True)]
+            self.call = Call(position, after, after, table, reach, starts, runs=runs)
             return
         after = before + count.to(before.dtype)
         if T == 1:
@@ -174,7 +179,7 @@ class PagedLayer(SharedRowsLayer):
                 device=x.device,
                 separate=spec.separate,
             )
-        at = call.page_table, call.lengths, call.starts, x.shape[1], call.order
+        at = call.page_table, call.lengths, call.starts, x.shape[1], call.order, call.runs
         return attend_pages(attention, x, call.position, self.pages, *at)
 
     @property
