@@ -237,7 +237,7 @@ class _Step:
 
 def _appends(inputs: Inputs, new: NewTokens) -> bool:
     """Whether the step's kernel appends the tokens too."""
-    if not new.are_means:
+    if not new.are_means or inputs.cache.is_fp8:
         return False
     there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
     return dispatch.jax_has_cuda() or there or inputs.query.device.type != "cuda"

@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels_pallas.specs.decode import Decode, Variant
 
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # The paper's sizes; 8 warps, whose strips are many.
 PAPER = Decode(
     B=1,
@@ -64,25 +65,35 @@ def problem(spec: Decode, lengths, seed=0, zero_query=False) -> Problem:
     def normal(*shape):
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
-    arrays, rows = {}, [{} for _ in lengths]
+    arrays, scales, rows = {}, {}, [{} for _ in lengths]
     lead = spec.compress_block // spec.stride - 1
     for branch in ("compressed", "selected", "sliding"):
         slots = spec.per_page if branch == "compressed" else spec.block
-        pages = [
-            np.full((spec.pages, slots, spec.Hkv, width), np.nan, dtype)
-            for width in (spec.D, spec.Dv)
-        ]
-        for b, length in enumerate(lengths):
-            first, count = (
-                (lead, compressed(spec, length)) if slots < spec.block else (0, length)
-            )
-            written = [normal(count, spec.Hkv, width) for width in (spec.D, spec.Dv)]
-            for i in range(count):
-                page, place = divmod(i + first, slots)
-                for pool, values in zip(pages, written, strict=True):
-                    pool[table[b, page], place] = values[i]
-            rows[b][branch] = tuple(x.astype(np.float64) for x in written)
-        arrays[f"{branch}_key"], arrays[f"{branch}_value"] = pages
+        kinds = ("key", spec.D), ("value", spec.Dv)
+        shape = spec.pages, slots, spec.Hkv
+        for kind, width in kinds:
+            rounded = spec.fp8 and (branch, kind) != ("compressed", "key")
+            pool = np.full((*shape, width), np.nan, E4M3 if rounded else dtype)
+            scale = np.full(shape, np.nan, np.float32)
+            for b, length in enumerate(lengths):
+                first, count = (
+                    (lead, compressed(spec, length)) if slots < spec.block else (0, length)
+                )
+                written = normal(count, spec.Hkv, width)
+                factor = np.ones((count, spec.Hkv), np.float32)
+                if rounded:
+                    written = (written.astype(np.float32) * 100).clip(-448, 448).astype(E4M3)
+                    factor = rng.uniform(0.005, 0.015, factor.shape).astype(np.float32)
+                for i in range(count):
+                    page, place = divmod(i + first, slots)
+                    pool[table[b, page], place] = written[i]
+                    scale[table[b, page], place] = factor[i]
+                exact = written.astype(np.float64) * factor[..., None]
+                rows[b][branch] = (*rows[b].get(branch, ()), exact)
+            arrays[f"{branch}_{kind}"] = pool
+            if rounded:
+                scales[f"{branch}_{kind}_scale"] = np.ascontiguousarray(scale.swapaxes(1, 2))
+    arrays |= scales
     query = normal(spec.tokens, spec.H, spec.D) * dtype.type(0 if zero_query else 1.5)
     gates = rng.random((spec.tokens, spec.H, 3), np.float32)
     gates = gates.astype(np.dtype(getattr(ml_dtypes, spec.gate_dtype, spec.gate_dtype)))

@@ -12,6 +12,7 @@ wait for shows all the same:
                by nobody
 """
 
+import ml_dtypes
 import numpy as np
 
 from tests.emulated_warps import LANES, Warps, ml_dtype
@@ -65,6 +66,13 @@ class ClusterWarps(Warps):
         a, b = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b))
         both = a >> 16 | b & 0xFFFF0000 if high else a & 0xFFFF | b << 16
         return both.view(np.int32)
+
+    def widened(self, codes):
+        """As `warp_cluster.widened`, by a table of numbers."""
+        codes = np.ascontiguousarray(codes)[..., None].view(ml_dtypes.float8_e4m3fn)
+        exact = codes.astype(np.float32)
+        exact = np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
+        return [self.pack(exact[..., i], exact[..., i + 1], "bfloat16") for i in (0, 2)]
 
     def multiply(self, acc, a, b, dtype):
         row, column = LANES // 4, 2 * (LANES % 4)
@@ -207,13 +215,16 @@ class ClusterWarps(Warps):
                 raise RuntimeError("written over before others were waited for")
 
     def copy(self, to, address, to_offset, offset):
-        words = self._fetched(address + offset, 4)
-        for i in range(4):  # it may arrive at once
-            cta, index = (
-                np.broadcast_to(x, self.shape) for x in self._shared(to, to_offset + 4 * i)
-            )
-            self._check_free(cta, index, self._here(True))
-        entry = [self._here(True).copy(), self.ended.copy(), self.word(to) + to_offset, words]
+        self._copy(self.word(to) + to_offset, self._fetched(address + offset, 4), True)
+
+    def copy_word(self, to, address, only):
+        self._copy(self.word(to), self._fetched(address, 1), only)
+
+    def _copy(self, to, words, only):
+        for i in range(len(words)):  # it may arrive at once
+            cta, index = (np.broadcast_to(x, self.shape) for x in self._shared(to, 4 * i, only))
+            self._check_free(cta, index, self._here(only))
+        entry = [self._here(only).copy(), self.ended.copy(), to, words]
         self._arrive(*entry) if not self.late else self.copies.append(entry)
 
     def end_copies(self):

@@ -25,6 +25,9 @@ COMPILED = [
     {"variant": [4, 8, 2, 512], "D": 192},
     {"variant": [3, 8, 4, 512], "append": True},
     {"variant": [4, 8, 2, 512], "D": 192, "append": True},
+    {"variant": [4, 4, 2, 128], "fp8": True},
+    {"variant": [3, 8, 3, 1024], "fp8": True},
+    {"variant": [4, 8, 2, 512], "D": 192, "fp8": True},
     {
         "variant": [2, 4, 2, 128],
         "H": 16,
@@ -36,6 +39,7 @@ COMPILED = [
 OTHERS = [
     *({"variant": list(dataclasses.astuple(x))} for x in specs.VARIANTS),
     *({"variant": list(dataclasses.astuple(x)), "append": True} for x in specs.VARIANTS),
+    *({"variant": list(dataclasses.astuple(x)), "fp8": True} for x in specs.VARIANTS),
     {"variant": [4, 8, 4, 512], "block": 128, "compress_block": 64},
     {"variant": [16, 8, 4, 1024]},
 ]
@@ -113,9 +117,9 @@ def test_a_step_on_a_gpu(name):
     kernel = decode(made.spec)
 
     def tensor(x):
-        plain = x.view(np.int16) if x.itemsize == 2 else x
+        plain = x.view(f"int{8 * x.itemsize}") if x.itemsize < 4 else x
         found = torch.from_numpy(np.ascontiguousarray(plain)).cuda()
-        return found.view(getattr(torch, x.dtype.name)) if x.itemsize == 2 else found
+        return found.view(getattr(torch, x.dtype.name)) if x.itemsize < 4 else found
 
     def numpy(out, indices):
         half = np.dtype(getattr(ml_dtypes, made.spec.dtype, made.spec.dtype))

@@ -1,12 +1,15 @@
 """The decode kernel: its program on emulated lanes against the oracle, and its mutants."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+import nsa_torch
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
 from kernels_pallas.mosaic import (
@@ -22,6 +25,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.paged_layout import PagedArrays
 from nsa_core.steps import mosaic_decode
 from nsa_jax.jax_ops import JAX_OPS
+from nsa_torch import paged_attend
 from tests import decode_oracle as oracle
 from tests.decode_oracle import PAPER
 from tests.emulated_clusters import ClusterWarps
@@ -47,6 +51,14 @@ CASES = {
     "cluster of 16": ([5000], {"variant": Variant(16, 8, 4, 128)}),
     # Slices of the output, strips and stages that do not come out even.
     "cluster of 3": ([2125, 0, 4097], {"variant": Variant(3, 8, 4, 128), "pages": 100}),
+    "fp8": (BORDERS, {"window": 512, "pages": 120, "fp8": True}),
+    "fp8, three queries": ([2, 1090], {"q_len": 3, "H": 8, "Hkv": 2, "fp8": True}),
+    "fp8, wide": ([1300], {"D": 192, "variant": Variant(4, 8, 2, 128), "fp8": True}),
+    "fp8, narrow": ([1300], {"D": 64, "Dv": 64, "H": 6, "Hkv": 1, "fp8": True}),
+    "fp8, cluster of 3": (
+        [2125, 4097],
+        {"variant": Variant(3, 8, 4, 128), "pages": 100, "fp8": True},
+    ),
     "3 stages, narrow": ([1300, 40], {"Dv": 64, "variant": Variant(3, 4, 3, 128), "pages": 60}),
 }
 
@@ -156,6 +168,38 @@ def test_the_step_runs_on_a_paged_cache():
         found = mosaic_decode.attention(JAX_OPS, query, gates, cache, *rest)
     for x, y in zip(found, run(made.spec, made), strict=True):
         np.testing.assert_array_equal(np.asarray(x), y)
+
+
+def test_the_step_runs_on_a_paged_cache_in_fp8():
+    """By the public function, as `gathered` does it on the same pages."""
+    config, sizes = NSAConfig(num_selected=6, window=130), (14, 1, 128, 128)
+    cache = nsa_torch.PagedCache(*sizes, config=config, dtype=torch.float8_e4m3fn)
+    make = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=make).bfloat16()
+    for x in cache.tensors().values():
+        x.fill_(torch.nan)
+    table = torch.randperm(14, generator=make).int()[:13][None]
+    at, new = (table, torch.tensor([652]).int()), (draw(652, 1, 128), draw(652, 1, 128))
+    nsa_torch.append(cache, *new, *at)
+    call = functools.partial(
+        nsa_torch.paged_attention, draw(1, 16, 128), torch.rand(1, 16, 3), cache, *at
+    )
+    with interpreted(True):
+        inputs = paged_attend.Inputs(*call.args, None, None)
+        arrays = mosaic_decode.step_arrays(*call.args, None)
+        kernel = mosaic_decode.step_kernel(*call.args[:4], None, False)
+        assert paged_attend.explain(*call.args).implementation == "mosaic" and kernel.spec.fp8
+    plain = [
+        x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if x.dtype is torch.bfloat16
+        else x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        if x.dtype is torch.float8_e4m3fn
+        else x.numpy()
+        for x in arrays
+    ]
+    out, _ = kernel.call(*plain)
+    want = paged_attend.gathered(inputs, None, "sdpa").float().numpy()
+    np.testing.assert_allclose(out.astype(np.float32), want, rtol=0, atol=0.02)
 
 
 # New tokens.
@@ -295,6 +339,30 @@ def refilled_at_once(self, turn, chosen):
     self.lane.m.end_copies()
 
 
+def of_the_next_row(self, to, scales, copy=decode_streams._Rows.copy_scales):
+    self.first = self.first + 1
+    copy(self, to, scales)
+    self.first = self.first - 1
+
+
+FP8_MUTANTS = {
+    "scales of the next row": (decode_streams._Rows, "copy_scales", of_the_next_row),
+    "a lane's scales are its neighbour's": (
+        decode_streams.Queue,
+        "scales",
+        lambda self, turn, scales=decode_streams.Queue.scales: [
+            x[::-1] for x in scales(self, turn)
+        ],
+    ),
+    "codes are 1 % too large": (
+        ClusterWarps,
+        "widened",
+        lambda self, codes, widened=ClusterWarps.widened: [
+            self.pack(*(x * 1.02 for x in self.unpack(word, "bfloat16")), "bfloat16")
+            for word in widened(self, codes)
+        ],
+    ),
+}
 MUTANTS = {
     "a strip is copied over while it is read": (
         decode_streams.Queue,
@@ -338,6 +406,16 @@ def test_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(*MUTANTS[name])
     with pytest.raises((AssertionError, RuntimeError)):
         assert check(**SMALL, zero_query=name.startswith("ties")) == 1
+
+
+@pytest.mark.parametrize("name", [None, *FP8_MUTANTS])
+def test_mutants_in_fp8_are_caught(monkeypatch, name):
+    if name is None:
+        assert check(**SMALL, fp8=True) == 1
+        return
+    monkeypatch.setattr(*FP8_MUTANTS[name])
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert check(**SMALL, fp8=True) == 1
 
 
 def with_token(**changes):
@@ -411,6 +489,9 @@ def test_the_mutants_case_is_right(zero_query):
         ({"stride": 32, "block": 512}, "select_block of 16, 32, 64, 128 or 256, got 512"),
         ({"variant": Variant(1, 8, 4, 128)}, "cluster of 2, 3, 4, 8 or 16, got 1"),
         ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
+        ({"fp8": True, "dtype": "float16"}, "bfloat16 beside pages in fp8, got float16"),
+        ({"fp8": True, "D": 96}, "D of 64, 128 or 192 of pages in fp8, got 96"),
+        ({"fp8": True, "append": True}, "appends no tokens to pages in fp8"),
         ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
         ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
     ],

@@ -530,7 +530,7 @@ def filled(seed, batch=4, pages=20, kv_heads=2, width=64, around=1):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "gathered"])
+@pytest.mark.parametrize("implementation", ["mosaic", "triton", "gathered"])
 def test_one_graph_over_500_steps(implementation):
     """Rows grow by a token a step, end and begin again: a replay has the bits of an eager step on a
     cache of its own, both caches end alike, and memory around pages and rings is as before.
@@ -584,7 +584,7 @@ def test_one_graph_over_500_steps(implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [1, 4])
 @pytest.mark.parametrize(("heads", "width"), [((64, 4), 128), ((8, 2), 64)], ids=str)
-@pytest.mark.parametrize("implementation", ["triton", None])
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
 def test_steps_are_those_of_gathered_pages(implementation, heads, width, q_len):
     """Chunks of a prompt, then a step, with the kernels that append on this device; the blocks of a
     cache of 16 bits.

@@ -399,9 +399,11 @@ def test_choice_on_posed_devices(monkeypatch):
         monkeypatch.setattr(loaded, "on_disk", lambda kernel, there=there: there)
         assert registry.choose(problem(capability=(9, 0))).implementation == want
     eight = problem(capability=(9, 0), is_fp8=True)
-    assert registry.choose(eight).implementation == "triton"
-    with pytest.raises(NotImplementedError, match="bfloat16 or float16, got float8_e4m3fn"):
-        registry.choose(eight, "mosaic")
+    assert registry.choose(eight).implementation == "mosaic"
+    for refused in (eight._replace(dtype="float16"), eight._replace(D=96)):
+        assert registry.choose(refused).implementation == "triton"
+        with pytest.raises(NotImplementedError, match="pages in fp8, got"):
+            registry.choose(refused, "mosaic")
     large_groups = problem(capability=(9, 0), H=128)
     assert registry.choose(large_groups).implementation == "triton"
     strided = problem(strided="cache contiguous")

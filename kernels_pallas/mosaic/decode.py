@@ -172,14 +172,20 @@ class _Step:
     def _repeat(self, times: Any, body, state: list) -> list:
         return self.lane.m.repeat(times, body, state, unrolled=False)
 
-    def _score(self, times: Any, begin: Any, place: Any, keys, chosen: bool) -> list[Words]:
-        """S2 of strips `i` at turns `begin + i`, kept from `place` on; `keys(i)`: the first key
-        of the strip, the first and the end of those seen. Gives maximum and sum.
+    def _score(self, kind: int, times: Any, begin: Any, place: Any, keys) -> list[Words]:
+        """S2 of strips `i` of a branch at turns `begin + i`, kept from `place` on; `keys(i)`: the
+        first key of the strip, the first and the end of those seen. Gives maximum and sum.
         """
+        chosen = kind == exchange.SELECTED
         lane, queue = self.lane, self.queue
+        logits = (
+            queue.rounded_logits
+            if lane.spec.fp8 and kind != exchange.COMPRESSED
+            else queue.logits
+        )
 
         def strip(i, state):
-            s2 = exchange.masked(lane, queue.logits(begin + i, self.query), *keys(i))
+            s2 = exchange.masked(lane, logits(begin + i, self.query), *keys(i))
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen)
             return exchange.with_strip(lane, state, s2)
@@ -194,7 +200,7 @@ class _Step:
             return first, lead, work.count + lead
 
         self.compressed_state = self._score(
-            work.mine, lane.m.word(0), self.compressed_s2, slots, False
+            exchange.COMPRESSED, work.mine, lane.m.word(0), self.compressed_s2, slots
         )
 
     def score_sliding(self) -> None:
@@ -205,7 +211,8 @@ class _Step:
         def keys(i):
             return work.sliding_key(lane, i), work.window_start, work.seen
 
-        state = self._score(self.sliding, work.mine, self.sliding_s2, keys, False)
+        at = work.mine, self.sliding_s2
+        state = self._score(exchange.SLIDING, self.sliding, *at, keys)
         exchange.tell(lane, exchange.SLIDING, state)
 
     def rank_blocks(self) -> None:
@@ -213,12 +220,14 @@ class _Step:
         lane, work, gate = self.lane, self.work, self.gates[0]
         lane.m.wait_for_bytes(lane.barrier(exchange.COMPRESSED))
         norms = exchange.told(lane, exchange.COMPRESSED)
+        self.compressed_norms = norms
 
         def strip(i, nothing):
             place = self.compressed_s2 + i * TILE_BYTES
             p = exchange.probabilities(lane, exchange.kept(lane, place), norms)
-            weighted = [[x * gate[i // 2] for i, x in enumerate(tile)] for tile in p]
-            lane.m.write_words(place, exchange.left_operand(lane, weighted))
+            if not lane.spec.fp8:
+                weighted = [[x * gate[i // 2] for i, x in enumerate(tile)] for tile in p]
+                lane.m.write_words(place, exchange.left_operand(lane, weighted))
             exchange.push_scores(lane, p, work.compressed_strip(lane, i))
             return nothing
 
@@ -251,7 +260,11 @@ class _Step:
             return acc
 
         acc = [[m.word(0.0)] * 4 for _ in range(lane.spec.Dv // 8)]
-        acc = self._repeat(work.mine, compressed, acc)
+        if lane.spec.fp8:  # p is multiplied by scales before it is rounded
+            norms, gate = self.compressed_norms, self.gates[0]
+            acc = self._add(acc, work.mine, queue.near, self.compressed_s2, norms, gate)
+        else:
+            acc = self._repeat(work.mine, compressed, acc)
         norms = exchange.told(lane, exchange.SLIDING)
         begin = queue.near + work.mine
         return self._add(acc, self.sliding, begin, self.sliding_s2, norms, self.gates[2])
@@ -264,7 +277,8 @@ class _Step:
             some = start >= 0
             return m.larger(start, 0), m.word(0), m.where(some, work.seen, 0)
 
-        state = self._score(self.selected, self.queue.limit, self.compressed_s2, keys, True)
+        at = self.queue.limit, self.compressed_s2
+        state = self._score(exchange.SELECTED, self.selected, *at, keys)
         exchange.tell(lane, exchange.SELECTED, state)
         m.wait_for_bytes(lane.barrier(exchange.SELECTED))
 
@@ -282,7 +296,10 @@ class _Step:
         def strip(i, acc):
             s2 = exchange.kept(lane, place + i * TILE_BYTES)
             p = exchange.probabilities(lane, s2, norms)
-            acc = queue.add(acc, begin + i, exchange.left_operand(lane, p))
+            if lane.spec.fp8:
+                acc = queue.add_rounded(acc, begin + i, p)
+            else:
+                acc = queue.add(acc, begin + i, exchange.left_operand(lane, p))
             queue.refill(begin + i + self.stages, True)
             return acc
 

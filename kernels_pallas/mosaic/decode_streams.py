@@ -54,10 +54,23 @@ class Queue:
 
         def heads(name: str, width: int) -> Words:
             branches = "compressed", "selected", "sliding"
-            places = (getattr(arrays, f"{branch}_{name}") for branch in branches)
-            return [m.element(x, (kv_head, 2 * width)) for x in places]
+            places = {branch: getattr(arrays, f"{branch}_{name}") for branch in branches}
+            sizes = dict.fromkeys(branches, spec.token_bytes)
+            if name == "key":
+                sizes["compressed"] = 2
+            return [m.element(x, (kv_head, sizes[b] * width)) for b, x in places.items()]
+
+        def scales(name: str) -> Words:
+            rows = {"compressed": spec.per_page, "selected": spec.block, "sliding": spec.block}
+            places = {b: getattr(arrays, f"{b}_{name}_scale", None) for b in rows}
+            return [
+                None if x is None else m.element(x, (kv_head, 4 * rows[b]))
+                for b, x in places.items()
+            ]
 
         self.keys, self.values = heads("key", spec.D), heads("value", spec.Dv)
+        if spec.fp8:
+            self.key_scales, self.value_scales = scales("key"), scales("value")
 
     def _stage(self, turn: Any) -> Any:
         spec = self.lane.spec
@@ -131,14 +144,32 @@ class Queue:
             first = m.where(late, m.larger(start, 0), first)
             values = m.where(late, second, values)
         to, rows = self._stage(turn), _Rows(self, first, compressed)
-        m.when(values, lambda: rows.copy_values(to, self._pages(self.values, compressed, late)))
+        pages = lambda branches: self._pages(branches, compressed, late)
+
+        def copy_values():
+            rows.copy_values(to, pages(self.values))
+            if spec.fp8:
+                rows.copy_scales(to, pages(self.value_scales))
+
+        m.when(values, copy_values)
         keys = m.same(m.number(values), 0)
-        m.when(keys, lambda: rows.copy_keys(to, self._pages(self.keys, compressed, late)))
+        if not spec.fp8:
+            m.when(keys, lambda: rows.copy_keys(to, pages(self.keys), 2))
+            return
+        m.when(keys & compressed, lambda: rows.copy_keys(to, self.keys[0], 2))
+
+        def copy_raw_keys():
+            rows.copy_keys(to, self._raw_pages(self.keys, late), 1)
+            rows.copy_scales(to, self._raw_pages(self.key_scales, late))
+
+        m.when(keys & m.same(m.number(compressed), 0), copy_raw_keys)
 
     def _pages(self, branches: Words, compressed: Any, late: Any) -> Any:
-        m, (first, second, third) = self.lane.m, branches
-        raw = third if late is None else m.where(late, second, third)
-        return m.where(compressed, first, raw)
+        return self.lane.m.where(compressed, branches[0], self._raw_pages(branches, late))
+
+    def _raw_pages(self, branches: Words, late: Any) -> Any:
+        _, second, third = branches
+        return third if late is None else self.lane.m.where(late, second, third)
 
     # Products.
 
@@ -161,6 +192,62 @@ class Queue:
                 acc = m.multiply(acc, query[2 * chunk + 1], k[2:], spec.dtype)
             tiles.append(acc)
         return tiles
+
+    def rounded_logits(self, turn: Any, query: list[Words]) -> list[Words]:
+        """`logits` of a strip of keys in fp8."""
+        m, spec = self.lane.m, self.lane.spec
+        stage, tiles = self.take(turn), []
+        row, pair = self.lane.row, self.lane.pair * 8
+        # Of 128 bytes of a row its four parts of 32 are exchanged; a lane has 8 bytes of each.
+        whole = [stage + (row * ROW_BYTES + ((row & 3) << 5 ^ 32 * i) + pair) for i in range(4)]
+        rest = stage + (row * (ROW_BYTES // 2) + pair)
+        scales = self.scales(turn)
+        for tile in range(2):
+            acc = [m.word(0.0)] * 4
+            for chunk in range(spec.D // CHUNK):
+                part, i = divmod(chunk, 4)
+                start = part * PART_BYTES
+                if start + PART_BYTES <= STRIP * spec.D:
+                    codes = m.read_words(whole[i], 2, start + 8 * ROW_BYTES * tile)
+                else:
+                    codes = m.read_words(rest, 2, start + 4 * ROW_BYTES * tile + CHUNK * i)
+                for half, word in enumerate(codes):
+                    k = m.widened(word)
+                    acc = m.multiply(acc, query[2 * chunk + half], k, spec.dtype)
+            tiles.append([x * scales[tile][i % 2] for i, x in enumerate(acc)])
+        return tiles
+
+    def scales(self, turn: Any) -> list[Words]:
+        """Of the keys of the lane's columns of two tiles; the strip has been waited for."""
+        m, spec = self.lane.m, self.lane.spec
+        at = self._stage(turn) + self.lane.pair * 8
+        both = (m.read_words(at, 2, spec.scales_at + 32 * tile) for tile in range(2))
+        return [[m.real(x) for x in words] for words in both]
+
+    def add_rounded(self, acc: list[Words], turn: Any, p: list[Words]) -> list[Words]:
+        """`acc + P V` of a strip of values in fp8; `p` in float32."""
+        m, spec = self.lane.m, self.lane.spec
+        lane, stage, acc = self.lane, self.take(turn), list(acc)
+        scales = self.scales(turn)
+        p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
+        words = [
+            m.pack(p[t][2 * r], p[t][2 * r + 1], spec.dtype) for t in range(2) for r in (0, 1)
+        ]
+        wide = spec.Dv == 2 * PART
+        row_bytes = ROW_BYTES if wide else ROW_BYTES // 2
+        for part in range(spec.Dv // PART):
+            # The parts of 32 bytes of a lane's four rows are exchanged alike.
+            column = (part * PART + lane.row * 8) ^ (lane.pair << 5) if wide else lane.row * 8
+            at = stage + (lane.pair * (2 * row_bytes) + column)
+            v = [m.read_words(at, 2, key * row_bytes) for key in (0, 1, 8, 9)]
+            wider = [[x for word in codes for x in m.widened(word)] for codes in v]
+            for e in range(8):
+                pairs = [
+                    m.halves(wider[i][e // 2], wider[i + 1][e // 2], e % 2) for i in (0, 2)
+                ]
+                tile = part * 8 + e
+                acc[tile] = m.multiply(acc[tile], words, pairs, spec.dtype)
+        return acc
 
     def add(self, acc: list[Words], turn: Any, p: Words) -> list[Words]:
         """`acc + P V` of a strip, P `[16 heads, 16 keys]`."""
@@ -199,37 +286,54 @@ class _Rows:
             )
         )
 
-    def _address(self, pages: Any, row: Any, width: int, column: Any) -> Any:
-        """Of byte `column` of a row; each row has all heads."""
-        m, spec = self.m, self.lane.spec
+    def _place(self, row: Any) -> tuple[Any, Any]:
+        """The page of a row, and its number there."""
+        m = self.m
         row = m.larger(m.smaller(self.first + row, self.highest), self.lowest)
         page = m.read(self.lane.place("table") + ((row >> self.shift) << 2))
-        inside = (row & self.mask) * (spec.Hkv * 2 * width) + column
-        return m.beyond(pages, page, self.page_rows * (2 * width), inside)
+        return page, row & self.mask
 
-    def copy_keys(self, to: Any, pages: Any) -> None:
-        """The lowest bit of a row's number exchanges the halves of its parts."""
-        odd = ((self.lane.lane >> 3) & 1) << 2
-        self._copy(to, pages, self.lane.spec.D, [(self.lane.lane & 7) ^ odd] * 2)
+    def _address(self, pages: Any, row: Any, row_bytes: int, column: Any) -> Any:
+        """Of byte `column` of a row; each row has all heads."""
+        page, row = self._place(row)
+        inside = row * (self.lane.spec.Hkv * row_bytes) + column
+        return self.m.beyond(pages, page, self.page_rows * row_bytes, inside)
+
+    def copy_scales(self, to: Any, scales: Any) -> None:
+        """A lane a row."""
+        lane, m = self.lane, self.m
+        page, row = self._place(lane.lane & (STRIP - 1))
+        at = m.beyond(scales, page, self.page_rows * 4, row * 4)
+        m.copy_word(to + (lane.spec.scales_at + lane.lane * 4), at, lane.lane < STRIP)
+
+    def copy_keys(self, to: Any, pages: Any, size: int) -> None:
+        """The lowest bit of a row's number exchanges the halves of its parts; in fp8 (`size` 1) the
+        lowest two bits its parts of 32 bytes.
+        """
+        lane = self.lane.lane
+        turned = ((lane >> 3) & 1) << 2 if size == 2 else (lane >> 3) << 1
+        self._copy(to, pages, size * self.lane.spec.D, [(lane & 7) ^ turned] * 2)
 
     def copy_values(self, to: Any, pages: Any) -> None:
         """Bits 1 and 2 of a row's number exchange the chunks of its parts."""
-        lane = self.lane.lane
+        lane, spec = self.lane.lane, self.lane.spec
         even = (lane & 7) ^ ((lane >> 3) & 2)
-        self._copy(to, pages, self.lane.spec.Dv, [even, even ^ 4])
+        self._copy(to, pages, spec.token_bytes * spec.Dv, [even, even ^ 4])
 
-    def _copy(self, to: Any, pages: Any, width: int, chunks: Words) -> None:
+    def _copy(self, to: Any, pages: Any, row_bytes: int, chunks: Words) -> None:
         """8 lanes a row's part; `chunks`: the place of the lane's, in rows 0 to 3 of 8 and 4 to 7.
 
         All addresses come first, so that their reads of the table are under way together.
         """
-        m, lane, parts = self.m, self.lane.lane, width // PART
+        m, lane, parts = self.m, self.lane.lane, row_bytes // ROW_BYTES
         row, source = lane >> 3, (lane & 7) * 16
         groups = range(0, STRIP, 4) if parts else ()
-        places = [self._address(pages, row + first, width, source) for first in groups]
-        tail = range(0, STRIP if width % PART else 0, 8)
+        places = [self._address(pages, row + first, row_bytes, source) for first in groups]
+        tail = range(0, STRIP if row_bytes % ROW_BYTES else 0, 8)
         half_row, half_source = lane >> 2, (lane & 3) * 16 + parts * ROW_BYTES
-        ends = [self._address(pages, half_row + first, width, half_source) for first in tail]
+        ends = [
+            self._address(pages, half_row + first, row_bytes, half_source) for first in tail
+        ]
         into = [to + row * ROW_BYTES + (chunk << 4) for chunk in chunks]
         for i, at in enumerate(places):
             for part in range(parts):

@@ -76,6 +76,28 @@ def halves(a: Word, b: Word, high: int) -> Word:
     return Word(utils.inline_ptx(text, a.value, b.value, result_types=_i32(1)[0]))
 
 
+def widened(codes: Word) -> list[Word]:
+    """Four numbers of e4m3 as bfloat16, two in a word; NaN is read as 480.
+
+    A code's exponent and bits after the point are the last ones of those of a bfloat16, 2^120 times
+    less. Its sign goes four places higher: `prmt` repeats it, and it is shifted in. Numbers below
+    2^-6 are right too: they have no leading bit in either.
+    """
+    found = []
+    for select in ("0x1804", "0x3a24"):
+        text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; shr.s32 t, t, 4; "
+        text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }}"
+        found.append(
+            Word(utils.inline_ptx(text, codes.value, _scale(), result_types=_i32(1)[0]))
+        )
+    return found
+
+
+def _scale() -> Any:
+    """2^120, twice in bfloat16."""
+    return word(0x7B807B80).value
+
+
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
     """`acc + A B` of A `[16, 16]` and B `[16, 8]`.
 
@@ -146,6 +168,11 @@ def copy(to: Word, address: Word, to_offset: int, offset: int) -> None:
     """Starts a copy of 16 bytes of global memory to shared memory."""
     text = "cp.async.cg.shared.global.L2::128B"
     _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address)
+
+
+def copy_word(to: Word, address: Word, only: Word) -> None:
+    """Starts a copy of 4 bytes of global memory to shared memory, where `only` holds."""
+    _only("cp.async.ca.shared.global [$0], [$1], 4;", to, address, only=only)
 
 
 def end_copies() -> None:

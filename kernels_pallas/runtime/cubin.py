@@ -16,6 +16,7 @@ POINTER_BYTES = 8
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 ITEM_BYTES = {
     "bfloat16": 2,
+    "float8_e4m3fn": 1,
     "float16": 2,
     "float32": 4,
     "int16": 2,

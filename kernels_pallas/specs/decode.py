@@ -25,6 +25,7 @@ BARRIERS = 8  # the last words of shared memory; four are used
 RESERVED = 1024  # of shared memory, for Mosaic
 WIDEST_KEY, WIDEST_VALUE = 192, 128
 RAW = "raw", "selected", "sliding"  # branches with rows of single tokens
+FP8 = "float8_e4m3fn"
 GATE_DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -83,6 +84,7 @@ class Decode:
       gate_dtype: float32 or one of 16 bits.
       variant: cluster, warps, stages and capacity.
       append: whether the step puts its new tokens in their pages.
+      fp8: whether all pages but those of compressed keys are in 8 bits, with scales.
     """
 
     B: int
@@ -105,6 +107,7 @@ class Decode:
     variant: Variant = Variant(4, 8, 2, 128)
     gate_dtype: str = "float32"
     append: bool = False
+    fp8: bool = False
     interpret: bool | object = False
     any_length: bool = False
 
@@ -136,6 +139,16 @@ class Decode:
     def free(self) -> int:
         """Blocks that are chosen by score."""
         return self.n - self.num_initial - self.num_local
+
+    @property
+    def token_bytes(self) -> int:
+        """Of an element of a token's keys or values, and of compressed values."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def scales_at(self) -> int:
+        """Where in a stage the scales of a strip of tokens lie, behind it."""
+        return STRIP * max(self.D, self.Dv)
 
     @property
     def cluster_warps(self) -> int:
@@ -242,6 +255,13 @@ def why_not(spec: Decode) -> str | None:
             return f"the decode kernel takes {name} of {words}, got {value}"
     if spec.H % spec.Hkv:
         return f"the decode kernel takes H of a multiple of Hkv, got {spec.H} and {spec.Hkv}"
+    if spec.fp8:
+        if spec.dtype != "bfloat16":
+            return f"the decode kernel takes bfloat16 beside pages in fp8, got {spec.dtype}"
+        if spec.D % 64:
+            return f"the decode kernel takes D of 64, 128 or 192 of pages in fp8, got {spec.D}"
+        if spec.append:
+            return "the decode kernel appends no tokens to pages in fp8"
     if spec.table_pages > spec.variant.capacity and not spec.any_length:
         most, got = spec.variant.capacity, spec.table_pages
         return f"the decode kernel takes page tables of up to {most} columns, got {got}"
@@ -265,6 +285,9 @@ def decode(spec: Decode) -> Kernel:
     - `compressed_key` `[pages, per_page, Hkv, D]` and `compressed_value`.
     - `selected_key` `[pages, block, Hkv, D]` and `selected_value`; `sliding_key` and
       `sliding_value`, which may be the same arrays.
+    - of pages in `fp8`: these arrays but `compressed_key` are float8_e4m3fn, and behind them come
+      float32 `compressed_value_scale` `[pages, Hkv, per_page]`, `selected_key_scale` `[pages, Hkv,
+      block]`, `selected_value_scale`, `sliding_key_scale` and `sliding_value_scale`.
     - of a step that appends: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv,
       .]`, which it writes to the pages, with the means of raw ones that they finish; `raw_key` and
       `raw_value`, pages of these, which may be the selected ones. A token without a page is not
@@ -280,15 +303,19 @@ def decode(spec: Decode) -> Kernel:
     if reason := why_not(spec):
         raise NotImplementedError(reason)
     heads = spec.tokens, spec.H
-    pages = {}
+    pages, scales = {}, {}
     for branch, rows in (
         ("compressed", spec.per_page),
         ("selected", spec.block),
         ("sliding", spec.block),
     ):
         for name, width in (("key", spec.D), ("value", spec.Dv)):
-            shape = spec.pages, rows, spec.Hkv, width
-            pages[f"{branch}_{name}"] = Array(shape, spec.dtype)
+            shape, array = (spec.pages, rows, spec.Hkv, width), f"{branch}_{name}"
+            rounded = spec.fp8 and array != "compressed_key"
+            pages[array] = Array(shape, FP8 if rounded else spec.dtype)
+            if rounded:
+                scales[f"{array}_scale"] = Array((spec.pages, spec.Hkv, rows), "float32")
+    pages |= scales
     if spec.append:
         for name, rows, width in _appended(spec):
             places = (spec.pages, rows) if rows else (spec.tokens,)

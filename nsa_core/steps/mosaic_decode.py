@@ -58,6 +58,7 @@ def step_kernel(
         scale=float(width**-0.5 if scale is None else scale),
         gate_dtype=dtype_name(gates),
         append=append,
+        fp8=cache.is_fp8,
     )
     return decode(spec)
 
@@ -69,6 +70,16 @@ def step_arrays(
     compressed = cache.compressed_key, cache.compressed_value
     selected = cache.selected_key, cache.selected_value
     found = [query, gates, page_table, lengths, *compressed, *selected, *cache.sliding]
+    if cache.is_fp8:
+        keys, values = cache.sources("key"), cache.sources("value")
+        rounded = (
+            values.compressed,
+            keys.selected,
+            values.selected,
+            keys.sliding,
+            values.sliding,
+        )
+        found += [getattr(cache, f"{name}_scale") for name in rounded]
     if new is not None:
         key, value = new
         for branch in ("compressed", "selected", "sliding"):
@@ -81,8 +92,6 @@ def why_not(problem: Any) -> str | None:
     """Why the kernel cannot run a paged call, or None: `T` queries a row of `S` tokens."""
     if problem.packed:
         return "takes the same 1 to 8 queries for each row, got rows of different numbers"
-    if problem.is_fp8:
-        return "takes pages of bfloat16 or float16, got float8_e4m3fn"
     if not interpret.get() and problem.platform not in ("gpu", "cuda"):
         return f"needs a Hopper GPU, got {problem.platform}"
     if not interpret.get() and problem.capability != HOPPER:
@@ -126,11 +135,25 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
     sizes = {name: getattr(problem, name) for name in names}
     rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype, "append": append}
-    return _described(**sizes, **rest, scale=problem.D**-0.5)
+    return _described(**sizes, **rest, scale=problem.D**-0.5, fp8=problem.is_fp8)
 
 
 def _described(
-    *, B, T, H, Hkv, D, Dv, dtype, config, pool, table_pages, scale, gate_dtype, append=False
+    *,
+    B,
+    T,
+    H,
+    Hkv,
+    D,
+    Dv,
+    dtype,
+    config,
+    pool,
+    table_pages,
+    scale,
+    gate_dtype,
+    append=False,
+    fp8=False,
 ) -> Decode:
     return with_variant(
         Decode(
@@ -153,6 +176,7 @@ def _described(
             scale=scale,
             gate_dtype=gate_dtype,
             append=append,
+            fp8=fp8,
             interpret=interpret.get(),
         )
     )
