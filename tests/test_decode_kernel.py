@@ -514,6 +514,7 @@ def test_what_the_kernel_cannot_do(change, words):
         ({"B": 8, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(3, 8, 3, 1024)),
         ({"B": 1, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(16, 4, 2, 1024)),
         ({"B": 32, "Hkv": 4, "H": 64, "table_pages": 500}, Variant(2, 8, 2, 512)),
+        ({"B": 8, "q_len": 4, "Hkv": 4, "H": 64, "table_pages": 1024}, Variant(2, 8, 2, 1024)),
         ({"B": 32, "table_pages": 2000}, Variant(8, 8, 2, 2560)),
         ({"D": 192, "table_pages": 200}, Variant(8, 4, 2, 512)),
     ],
@@ -543,6 +544,6 @@ def test_what_a_step_runs_is_built_ahead():
         (8, 1024),
         (1, 2000),
     ):
-        posed = SimpleNamespace(B=batch, T=1, S=64 * pages, **sizes)
+        posed = SimpleNamespace(B=batch, T=1, S=64 * pages, is_fp8=False, **sizes)
         assert mosaic_decode.kernel_of(posed) in ahead
     assert not mosaic_decode.kernels_of(64, 2, 128, 128, "bfloat16", config)  # G = 32

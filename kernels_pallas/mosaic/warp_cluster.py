@@ -86,7 +86,7 @@ def widened(codes: Word) -> list[Word]:
     found = []
     for select in ("0x1804", "0x3a24"):
         text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; shr.s32 t, t, 4; "
-        text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }}"
+        text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }"
         found.append(
             Word(utils.inline_ptx(text, codes.value, _scale(), result_types=_i32(1)[0]))
         )
