@@ -15,8 +15,8 @@ made of tokens that were not rounded: the newest ones of a row lie in a ring too
 
     raw token p         recent[slot of the row, p % (2 l)]
 
-It may have anything, another row's tokens too: a token in it counts where it rounds to what the
-page has, else the page's is taken.
+It may have anything, another row's tokens too: a token in it counts where it may be what the page's
+was rounded from (`rounding.is_of`), else the page's is taken.
 """
 
 import dataclasses

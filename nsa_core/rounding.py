@@ -18,6 +18,9 @@ from nsa_core.array_ops import ArrayOps
 DTYPE = "float8_e4m3fn"
 LARGEST = 448.0
 LEAST = 1e-30  # the maximum of a row counts as this at least: 448 / LEAST is finite
+# How far a token may be from what is read of it, in parts of that and of the scale: by rounding to
+# e4m3, 2^-4 and 2^-10, and to 16 bits.
+NEAR, LEAST_NEAR = 2**-4 + 2**-7, 2**-9
 
 
 def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
@@ -28,6 +31,16 @@ def rounded(ops: ArrayOps, x: Any) -> tuple[Any, Any]:
     factor = ops.xp.full_like(largest, LARGEST) / largest
     codes = ops.cast(x * factor[..., None], getattr(ops.xp, DTYPE))
     return codes, largest * (1 / LARGEST)
+
+
+def is_of(ops: ArrayOps, x: Any, found: Any, scale: Any) -> Any:
+    """Whether each token of `x` may have been rounded to `found`, which is read of codes and scale:
+    whether no element is further off than rounding takes it, and little more. Such a token is as
+    good as what is read, wherever it came from.
+    """
+    off = ops.xp.abs(ops.to_float32(x) - ops.to_float32(found))
+    most = ops.xp.abs(ops.to_float32(found)) * NEAR + scale[..., None] * LEAST_NEAR
+    return (off <= most).all(-1)
 
 
 def restored(ops: ArrayOps, codes: Any, scale: Any, dtype: Any) -> Any:

@@ -253,10 +253,11 @@ def _windows(cache, kind, new, last, row, cu_seqlens_q, slots, window, taken, le
         begin = cu_seqlens_q[row]
     slot = (row if slots is None else slots[row]).clip(0, cache.recent_key.shape[0] - 1)
     kept = getattr(cache, f"recent_{kind}")[slot[:, None], window % length]
-    there = rounding.restored(OPS, *rounding.rounded(OPS, kept), cache.dtype)
     name = f"{'raw' if cache.separate else 'selected'}_{kind}"
     stored = cache.read(name, (taken.page, taken.offset))
-    found = jnp.where((there == stored).all(-1, keepdims=True), kept, stored)
+    scale = getattr(cache, f"{name}_scale").swapaxes(1, 2)[taken.page, taken.offset]
+    known = rounding.is_of(OPS, kept, stored, scale)[..., None]
+    found = jnp.where(known, kept, stored)
     of_call = (token >= begin[:, None])[..., None, None]
     return jnp.where(of_call, new[token.clip(0)], found)
 

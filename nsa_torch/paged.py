@@ -412,10 +412,10 @@ class _Recent:
         slot = self.slot[row].clamp(0, self.rows - 1)[:, None]
         kept = getattr(self.cache, f"recent_{kind}")[slot, window % self.length]
         name = f"{'raw' if self.cache.separate else 'selected'}_{kind}"
-        there = rounding.restored(OPS, *rounding.rounded(OPS, kept), self.cache.dtype)
         stored = self.cache.read(name, (taken.page, taken.offset))
-        same = (there == stored).all(-1, keepdim=True)
-        found = torch.where(same, kept, stored)
+        scale = getattr(self.cache, f"{name}_scale").transpose(1, 2)[taken.page, taken.offset]
+        known = rounding.is_of(OPS, kept, stored, scale)[..., None]
+        found = torch.where(known, kept, stored)
         of_call = (token >= self.begin[row][:, None])[..., None, None]
         return torch.where(of_call, self.new[kind][token.clamp(min=0)], found)
 

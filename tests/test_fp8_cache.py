@@ -161,6 +161,23 @@ def test_a_token_that_is_not_finite_stays_so(ops):
     assert (np.isfinite(found).all(1) == [False, False, True]).all()
 
 
+@pytest.mark.parametrize("ops", [TORCH_OPS, JAX_OPS], ids=["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_token_is_known_by_what_it_was_rounded_to(ops, dtype, rng):
+    """A token's own; not another one, nor one with an element that is one code off."""
+    make = torch.from_numpy if ops is TORCH_OPS else jnp.asarray
+    dtype = getattr(ops.xp, dtype)
+    x = ops.cast(make(rng.standard_normal((4000, 16)).astype(np.float32)), dtype)
+    codes, scale = rounding.rounded(ops, x)
+    found = rounding.restored(ops, codes, scale, dtype)
+    assert np.asarray(rounding.is_of(ops, x, found, scale)).all()
+    other = make(np.roll(np.asarray(ops.to_float32(x)), 1, axis=0))
+    assert not np.asarray(rounding.is_of(ops, other, found, scale)).any()
+    off = np.asarray(ops.to_float32(x)).copy()
+    off[:, 3] += np.abs(off[:, 3]) * 0.16 + np.asarray(scale) * 2**-7
+    assert not np.asarray(rounding.is_of(ops, make(off), found, scale)).any()
+
+
 # Rows.
 
 
@@ -443,17 +460,7 @@ def test_memory_in_fp8_is_not_carved():
 
 
 def of_stored_tokens(monkeypatch):
-    monkeypatch.setattr(rounding, "rounded", _misled(rounding.rounded))
-
-
-def _misled(rounded):
-    """Of the ring alone, whose tokens then round to nothing that a page has."""
-
-    def wrong(ops, x):
-        codes, scale = rounded(ops, x)
-        return codes, scale * (2 if x.ndim == 4 else 1)
-
-    return wrong
+    monkeypatch.setattr(rounding, "is_of", lambda ops, x, *_: torch.zeros(x.shape[:-1]).bool())
 
 
 def short_ring(monkeypatch):

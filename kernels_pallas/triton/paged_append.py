@@ -17,6 +17,8 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 
 LARGEST = tl.constexpr(448.0)  # as in `nsa_core.rounding`
 LEAST = tl.constexpr(1e-30)
+NEAR = tl.constexpr(2**-4 + 2**-7)
+LEAST_NEAR = tl.constexpr(2**-9)
 
 
 @triton.jit
@@ -36,6 +38,7 @@ def _row_of(starts, token, B):
 def _rounded(rows):
     """Codes and scales of rows in float32."""
     largest = tl.maximum(tl.max(tl.abs(rows), axis=1), LEAST)
+    largest += tl.sum(rows * 0.0, axis=1)  # NaN where an element is not finite
     inverse = tl.math.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)
     return (rows * inverse[:, None]).to(tl.float8e4nv), largest * (1.0 / LARGEST)
 
@@ -152,12 +155,13 @@ def _store_mean(
     stored = load_rows(raw, place * HEADS + head, older, WIDTH, COLUMNS)
     if FP8:
         scales = _scale_place(place, head, HEADS, PAGE)
-        stored = _restored(stored, tl.load(raw_scale + scales, mask=older, other=0.0), recent)
+        scales = tl.load(raw_scale + scales, mask=older, other=0.0)
+        stored = _restored(stored, scales, recent)
         kept_at = tl.minimum(tl.maximum(slot, 0), R - 1).to(tl.int64) * RING + entry % RING
         kept = load_rows(recent, kept_at * HEADS + head, older, WIDTH, COLUMNS).to(tl.float32)
-        codes, scales = _rounded(kept)
-        same = tl.min((_restored(codes, scales, recent) == stored).to(tl.int32), axis=1)
-        stored = tl.where((same > 0)[:, None], kept, stored)
+        most = tl.abs(stored) * NEAR + scales[:, None] * LEAST_NEAR
+        known = tl.min((tl.abs(kept - stored) <= most).to(tl.int32), axis=1)
+        stored = tl.where((known > 0)[:, None], kept, stored)
     rows = rows.to(tl.float32) + stored.to(tl.float32)
     mean = tl.sum(rows, axis=0)[None, :] / COMPRESS_BLOCK
     PER_PAGE: tl.constexpr = PAGE // COMPRESS_STRIDE
