@@ -4,6 +4,7 @@
     python -m bench.decode --framework=jax --S_list=4096,65536 --dtype=bf16
     python -m bench.summarize <out>/decode.csv
     python -m bench.decode --heads=64 --groups=4 --dk=128 --dv=128 --S_list=4096,16384,65536
+    python -m bench.decode --cache_dtype=fp8 --q_len=4
 
 On a GPU each of several lengths has a process of its own: all compile and are judged side by
 side, then they are timed in turn, each alone.
@@ -11,7 +12,8 @@ side, then they are timed in turn, each alone.
 `S` counts the tokens in the cache with the new ones, which are `--q_len` (more than one: guesses
 that are verified). `ms_total` is `cached_attention`: it appends the tokens and attends;
 `ms_paged` is the same on a paged cache whose pages lie in no order (`append`,
-`paged_attention`). The branches run by themselves on the same cache: `ms_cmp` is compressed
+`paged_attention`); with `--cache_dtype=fp8` that cache is in fp8, and is judged by what it
+has of the tokens. The branches run by themselves on the same cache: `ms_cmp` is compressed
 attention, `ms_sel` the scores, the selection and the attention to it (`ms_scores` without the
 attention), `ms_win` the sliding window. Each is launched by itself, with checks and a wait of its
 own, one after the other: they need not add up to the whole, and where something else runs on the
@@ -92,6 +94,9 @@ PAGED = flags.DEFINE_enum(
     "What runs the step on a paged cache; none: it is not run.",
     **_own,
 )
+CACHE_DTYPE = flags.DEFINE_enum(
+    "cache_dtype", "same", ("same", "fp8"), "Of the paged cache: the inputs', or fp8.", **_own
+)
 SIDE = flags.DEFINE_bool(
     "side_by_side",
     None,
@@ -110,7 +115,7 @@ COLUMNS += ("reads_actual_decode", "reads_expected_decode")
 COLUMNS += tuple(f"{name}_{p}" for name in TIMES.values() for p in ("p20", "p80"))
 COLUMNS += ("ms_scores", "ms_dense_flash", "ms_dense_cudnn", "ms_dense_math", "ms_dense_xla")
 COLUMNS += ("reads_cmp", "reads_sel", "reads_win", "B", "H", "Hkv", "D", "Dv", "dtype")
-COLUMNS += ("ms_paged", "paged_kernel", "paged_graph", "q_len", "above_whole")
+COLUMNS += ("ms_paged", "paged_kernel", "paged_graph", "q_len", "above_whole", "cache_dtype")
 COLUMNS += ("framework", "kernel", "graph", "device", "commit", "status", "reason")
 
 
@@ -186,7 +191,8 @@ class Case:
                 found |= self._doubt(found)
             label = self.labels.get(key, self.kernel)
             if key == "paged":
-                label = f"paged/{self.paged_kernel}"
+                beside = "" if CACHE_DTYPE.value == "same" else f"_{CACHE_DTYPE.value}"
+                label = f"paged{beside}/{self.paged_kernel}"
             elif branch == "dense":
                 label = key.removeprefix("dense_")
             self._add(key, branch, label, found)
@@ -211,12 +217,16 @@ class Case:
         return self.cached.step(branch), checker, {}
 
     def _paged(self):
-        paged = self.cached.paged(None if PAGED.value == "auto" else PAGED.value)
+        fp8 = CACHE_DTYPE.value == "fp8"
+        paged = self.cached.paged(None if PAGED.value == "auto" else PAGED.value, fp8)
         self.paged_kernel, chosen = paged.name, paged.chosen()
-        checker = self.frozen
+        checker, inputs = self.frozen, self.frozen.inputs
         if chosen is not None:
-            inputs = dataclasses.replace(self.inputs, block_indices=chosen)
-            checker = Checker(self.settings, inputs, backward=False)
+            inputs = dataclasses.replace(inputs, block_indices=chosen)
+        if chosen is not None or fp8:
+            if fp8:
+                inputs = dataclasses.replace(inputs, **paged.stored())
+            checker = Checker(self.settings, inputs, backward=False, pools=not fp8)
         return paged.step(), checker, {}
 
     def _dense(self, name: str):
@@ -267,6 +277,7 @@ class Case:
         cells: dict[str, Any] = {
             "S": whole.S,
             "q_len": whole.T,
+            "cache_dtype": CACHE_DTYPE.value,
             "reads_expected": expected * rows,
             "reads_expected_decode": expected,
             "kernel": self.kernel,

@@ -375,18 +375,20 @@ def decode(device: str) -> str:
     """The newest steps from pages, beside dense attention to the same keys."""
     newest: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records.read(DEVICE.parent / device / "decode.jsonl"):
-        if record.implementation.startswith("paged/"):
-            newest.setdefault((shape_of(record), record.S), {})["paged"] = record
+        kind, _, kernel = record.implementation.partition("/")
+        if kernel and kind.startswith("paged"):
+            newest.setdefault((shape_of(record), record.S), {})[kind] = record
         elif record.branch == "dense":
             newest.setdefault((shape_of(record), record.S), {})[record.implementation] = record
-    rows = []
+    rows, eight = [], ["paged_fp8"] if any("paged_fp8" in x for x in newest.values()) else []
     for (shape, tokens), found in newest.items():
         new, *sizes, _ = described(shape)
-        cells = [found.get(name) for name in ("paged", *USUAL)]
+        cells = [found.get(name) for name in ("paged", *eight, *USUAL)]
         times = [x.time_ms if x is not None else None for x in cells]
         shown = [MISSING if time is None else f"{time:.3f}" for time in times]
         rows.append([new, length(tokens), *sizes, *shown, commits(cells[:1])])
     head = ["new tokens", "tokens of a row", *SHAPE_HEAD[1:3], "NSA from pages"]
+    head += ["in fp8"] * len(eight)
     return table([*head, *map(kernel_name, USUAL), "commit"], rows)
 
 

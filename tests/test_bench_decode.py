@@ -307,3 +307,18 @@ def test_decode_on_a_gpu(framework, tmp_path):
     status, _, (row,) = run(decode, tmp_path, *given)
     assert status == 0 and row["status"] == "ok", row["reason"]
     assert np.isfinite(float(row["ms_total"])) and row["graph"]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_cache_in_fp8_is_judged_by_what_it_has(framework, tmp_path, monkeypatch):
+    given = (f"--framework={framework}", "--B=2", "--S_list=61", *SMALL, "--cache_dtype=fp8")
+    status, found, (row,) = run(decode, tmp_path, *given)
+    assert status == 0, [(r.branch, r.reason) for r in found if r.status != "ok"]
+    (paged,) = [r for r in found if r.implementation == "paged_fp8/gathered"]
+    assert paged.status == "ok" and row["cache_dtype"] == "fp8" and float(row["ms_paged"]) > 0
+    if framework == "jax":
+        return
+    monkeypatch.setattr(decode_steps.Paged, "stored", lambda self: {})
+    _, found, _ = run(decode, tmp_path / "whole", *given)
+    (paged,) = [r for r in found if r.implementation == "paged_fp8/gathered"]
+    assert paged.status == "wrong"  # judged by tokens that were not rounded

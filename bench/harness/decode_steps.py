@@ -128,9 +128,9 @@ class Cached:
 
         return Step(self.runner, run_donating)
 
-    def paged(self, implementation: str | None) -> "Paged":
-        """The step on a paged cache of the same tokens."""
-        return Paged(self, implementation)
+    def paged(self, implementation: str | None, fp8: bool = False) -> "Paged":
+        """The step on a paged cache of the same tokens, perhaps in fp8."""
+        return Paged(self, implementation, fp8)
 
     def chosen(self) -> jax.Array:
         """The blocks that the step selects, int32 `[B, tokens, Hkv, n]`."""
@@ -154,7 +154,7 @@ class Cached:
 class Paged:
     """A paged cache of the tokens of a `Cached`, its pages in no order, and the same step."""
 
-    def __init__(self, cached: Cached, implementation: str | None):
+    def __init__(self, cached: Cached, implementation: str | None, fp8: bool):
         self.cached, self.implementation = cached, implementation
         self.runner, self.api, page = cached.runner, cached.api, cached.config.select_block
         full, batch = cached.full, cached.query.shape[0]
@@ -166,6 +166,9 @@ class Paged:
         options: dict[str, Any] = {"config": cached.config, "dtype": cached.query.dtype}
         if cached.torch:
             options["device"] = cached.query.device
+        if fp8:
+            options |= {"compressed_dtype": options["dtype"], "max_rows": batch}
+            options["dtype"] = (cached.runner.torch if cached.torch else jnp).float8_e4m3fn
         sizes = *full.selected_key.shape[2:], full.selected_value.shape[3]
         self.cache = self.api.PagedCache(batch * pages, *sizes, separate=True, **options)
         key, value = cached.all_tokens
@@ -178,6 +181,33 @@ class Paged:
     def _append(self, cache, key, value):
         after = self.api.append(cache, self._flat(key), self._flat(value), *self.at)
         return cache if self.cached.torch else after
+
+    def stored(self) -> dict[str, Any]:
+        """What a cache in fp8 has of the tokens, by the names of `problems.Inputs`, float32."""
+        config, (table, _) = self.cached.config, (self.runner.numpy(x) for x in self.at)
+
+        def array(x):
+            wide = x.float() if self.cached.torch else x.astype(jnp.float32)
+            return self.runner.numpy(wide)
+
+        def tokens(name, first=0, count=self.cached.tokens):
+            pages, scale = (getattr(self.cache, x, None) for x in (name, f"{name}_scale"))
+            found = array(pages)[table]
+            if scale is not None:
+                found = found * array(scale).swapaxes(1, 2)[table][..., None]
+            return jnp.asarray(
+                found.reshape(len(table), -1, *found.shape[3:])[:, first:][:, :count]
+            )
+
+        lead = config.compress_block // config.compress_stride - 1
+        slots = lead, config.num_compressed(self.cached.tokens)
+        found: dict[str, Any] = {
+            f"compressed_{x}": tokens(f"compressed_{x}", *slots) for x in ("key", "value")
+        }
+        for kind in ("key", "value"):
+            pair = (tokens(f"{branch}_{kind}") for branch in ("selected", "sliding"))
+            found[kind] = Branches(None, *pair)
+        return found
 
     @property
     def name(self) -> str:

@@ -24,8 +24,12 @@ class Checker:
         *,
         backward: bool,
         most_rows: int | None = None,
+        pools: bool = True,
     ):
-        """`most_rows`: query positions of each sequence that are looked at, at the most."""
+        """`most_rows`: query positions of each sequence that are looked at, at the most; `pools`:
+        whether compressed tokens of the whole are means of its tokens, else they are the inputs'.
+        """
+        self.pools = pools
         self.config, self.inputs, self.backward = settings.nsa, inputs, backward
         (batch, queries, heads, _), self.keys = inputs.query.shape, inputs.num_keys
         self.slabs = oracle.Slabs.of(
@@ -56,6 +60,8 @@ class Checker:
         known = self.inputs.arguments(branch)
         if branch == "all":
             known |= {"block_indices": self.inputs.block_indices}
+            if not self.pools:
+                known["compressed"] = self.inputs.compressed_key, self.inputs.compressed_value
         exact, low = self._expected(branch, known)
         return parity.merge(self._compare(runner, result, exact, low, branch == "selected"))
 

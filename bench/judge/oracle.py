@@ -117,9 +117,11 @@ def dense(branch: str, arguments: Mapping[str, Any], config, kv_len, dtype=None)
     return {"out": out, "lse": lse}
 
 
-def _whole(query, key, value, gates, block_indices, where):
+def _whole(query, key, value, gates, block_indices, where, compressed=None):
     config = where["config"]
-    pooled = [reference.compress(x.compressed, config=config) for x in (key, value)]
+    pooled = compressed or [
+        reference.compress(x.compressed, config=config) for x in (key, value)
+    ]
     selected = (query, key.selected, value.selected, block_indices)
     parts = Branches(
         reference.compressed_attention(query, *pooled, **where),
