@@ -3,6 +3,9 @@
 Source: arXiv 2502.11089 v2, Eqs. 8-12. Everything here is float32 and carries no gradient.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce
@@ -22,16 +25,32 @@ def select_blocks(
     return operators.call(KIND, query.detach(), compressed_key.detach(), False, *place)[0]
 
 
-@torch.no_grad()
 def _select_blocks(query, compressed_key, assume_finite, *place) -> list[Tensor]:
-    config, kv_len, cu_seqlens, scale = operators.lengths(*place).values()
+    place = operators.lengths(*place)
+    rule = functools.partial(select_from_scores, config=place["config"])
+    return [blocks_by(rule, query, compressed_key, **place)]
+
+
+@torch.no_grad()
+def blocks_by(
+    rule: Callable[[Tensor, Tensor], Tensor],
+    query: Tensor,
+    compressed_key: Tensor,
+    *,
+    config: NSAConfig,
+    kv_len,
+    cu_seqlens=None,
+    scale=None,
+) -> Tensor:
+    """int32 `[B, T, Hkv, n]` of a rule of scores `[B, Q, Hkv, N]` and own blocks `[B, Q, 1]`."""
     where, num_blocks = _where(query, compressed_key, config, kv_len, cu_seqlens)
-    (indices,) = operators.index_shapes(query, compressed_key, *place)
+    shape = *query.shape[:2], compressed_key.shape[2], config.num_selected
+    indices = query.new_empty(shape, dtype=torch.int32)
     for part in _parts(query, compressed_key):
         scores = _scores(query, compressed_key, where, part, num_blocks, config, scale)
         own = where.position[:, part, None].div(config.select_block, rounding_mode="floor")
-        indices[:, part] = select_from_scores(scores, own, config)
-    return [indices]
+        indices[:, part] = rule(scores, own)
+    return indices
 
 
 KIND = "select_blocks/sdpa"

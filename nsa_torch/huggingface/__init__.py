@@ -12,6 +12,8 @@ the configuration says. Importing this module registers `model_type="nsa"` with 
   `to_safetensors`, `from_safetensors`  weights for `nsa_bench.train`'s models, and back
   `register_block_attention`            kernels for released models that choose key blocks, by
                                         `attn_implementation="nsa_blocks"` (`block_selection`)
+  `LlamaNSAForCausalLM`                 the layout of zen-E/NSA-1B, with its own selection or the
+                                        exact one (`llama_nsa`)
 
 Rows of a batch may be padded on the left or on the right. A row's positions and its block grid
 start at its first real token, so that it computes what it would alone.
@@ -27,12 +29,15 @@ from nsa_torch.huggingface.block_selection import register_block_attention
 from nsa_torch.huggingface.cache import NSAModelCache
 from nsa_torch.huggingface.configuration import NSAModelConfig
 from nsa_torch.huggingface.continuous import continuous_batching_config
+from nsa_torch.huggingface.llama_nsa import LlamaNSAConfig, LlamaNSAForCausalLM
 from nsa_torch.huggingface.model import NSAForCausalLM, NSAModel
 from nsa_torch.huggingface.paged_cache import NSAPagedModelCache
 from nsa_torch.huggingface.step_graph import StepGraph
 from nsa_torch.huggingface.training_weights import from_safetensors, to_safetensors
 
 __all__ = [
+    "LlamaNSAConfig",
+    "LlamaNSAForCausalLM",
     "NSAForCausalLM",
     "NSAModel",
     "NSAModelCache",

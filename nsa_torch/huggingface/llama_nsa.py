@@ -1,0 +1,180 @@
+"""Llama with NSA as github.com/zhenyi4/ssa trains it (model type `llama-nsa`): zen-E/NSA-1B.
+
+A layer is Llama's, with a projection of gates besides: `sigmoid(x g_proj^T)`, rows (head, branch),
+branches compressed, selected, sliding. All branches read the same rotated keys and the values;
+compressed ones are means of `block_size` tokens; a query's own block is always selected, no other
+by force. So one `nsa_torch.attention` is the layer, but for its selection:
+
+  selection="exact"     the `block_counts` best blocks (arXiv 2502.11089, Eq. 11)
+  selection="trained"   those that fla-org's kernel finds with as many places as a chunk has blocks:
+                        after each chunk of 16 blocks the places hold the best half of what they
+                        held and the best half of the chunk. So half of the blocks are the best
+                        before the last chunk, and up to half are of the last chunk, whatever their
+                        score
+
+The checkpoint was trained by the second, if by the file that its README has put into place.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import nsa_torch
+from nsa_core.config import NSAConfig
+from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.select import blocks_by
+
+SELECTIONS = "trained", "exact"
+
+
+class LlamaNSAConfig(LlamaConfig):
+    """Llama's, and the sizes of NSA.
+
+    Attributes:
+      block_size: tokens of a compressed token and of a selection block.
+      block_counts: blocks of a query.
+      window_size: keys of the sliding branch, the query's own included.
+      selection: of `SELECTIONS`.
+
+    Raises:
+      ValueError: a size that NSA refuses, another selection, or a trained one whose chunk of
+        `block_size` blocks is not `block_counts`.
+    """
+
+    model_type = "llama-nsa"
+
+    block_size: int = 16
+    block_counts: int = 16
+    window_size: int = 128
+    selection: str = "trained"
+
+    def __post_init__(self, **given: Any) -> None:
+        super().__post_init__(**given)
+        _ = self.sizes
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"selection must be one of {SELECTIONS}, got {self.selection!r}")
+        if self.selection == "trained" and self.block_size != self.block_counts:
+            raise ValueError(
+                "selection='trained' needs as many blocks of a query as a chunk has, "
+                f"block_counts={self.block_counts}, got block_size={self.block_size}"
+            )
+
+    @property
+    def sizes(self) -> NSAConfig:
+        """Of NSA."""
+        block = self.block_size
+        return NSAConfig(block, block, block, self.block_counts, 0, 1, self.window_size)
+
+
+class LlamaNSAAttention(nn.Module):
+    """The attention of a layer, in place of Llama's and under its names."""
+
+    def __init__(self, config: LlamaNSAConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        heads, kv_heads = config.num_attention_heads, int(config.num_key_value_heads or 0)
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.g_proj = nn.Linear(width, heads * 3, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **rest: Any
+    ) -> tuple[Tensor, None]:
+        """out `[B, T, E]`, and None for the weights; `rest`: a cache by its name, and what Llama's
+        layers are given besides.
+        """
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        gates = self.g_proj(hidden_states).unflatten(-1, (-1, 3)).sigmoid()
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=2)
+        cache = rest.get(CACHE)
+        if cache is not None:
+            pair = cache.update(key.transpose(1, 2), value.transpose(1, 2), self.layer_idx)
+            key, value = (x.transpose(1, 2).contiguous() for x in pair)
+        config, chosen = self.config.sizes, None
+        if self.config.selection == "trained":
+            chosen = trained_blocks(query, key, config)
+        out = nsa_torch.attention(query, key, value, gates, config=config, block_indices=chosen)
+        return self.o_proj(out.flatten(-2)), None
+
+
+def trained_blocks(query: Tensor, key: Tensor, config: NSAConfig) -> Tensor:
+    """int32 `[B, T, Hkv, n]`: see `selection="trained"` above."""
+    group = query.shape[2] // key.shape[2]
+    with torch.no_grad():
+        compressed = nsa_torch.compress(key, config=config)
+
+        def rule(scores: Tensor, own: Tensor) -> Tensor:
+            block = torch.arange(scores.shape[-1], device=scores.device)
+            own = own[..., None]
+            # All scores of a group's heads add to no more: the own block is the best.
+            ranked = scores.masked_fill(block == own, group).masked_fill(block > own, -1.0)
+            return best_by_halves(ranked, config.num_selected)
+
+        return blocks_by(rule, query, compressed, config=config, kv_len=key.shape[1])
+
+
+def best_by_halves(scores: Tensor, places: int) -> Tensor:
+    """int32 `[..., places]` of scores `[..., N]`, negative: no candidate; ascending, -1 at the end.
+
+    Chunks of `places` blocks one after the other, up to the last one with a candidate.
+    """
+    blocks, half = scores.shape[-1], places // 2
+    scores = F.pad(scores, (0, -blocks % places), value=-1.0)
+    held, worth = None, scores[..., :0]
+    for first in range(0, scores.shape[-1], places):
+        part, order = scores[..., first : first + places].sort(
+            dim=-1, descending=True, stable=True
+        )
+        if held is None:
+            held, worth = order, part
+            continue
+        reached = part[..., :1] >= 0
+        both = torch.cat([worth[..., :half], part[..., :half]], -1)
+        both, place = both.sort(dim=-1, descending=True, stable=True)
+        named = torch.cat([held[..., :half], order[..., :half] + first], -1).gather(-1, place)
+        held, worth = torch.where(reached, named, held), torch.where(reached, both, worth)
+    assert held is not None
+    found = held.masked_fill(worth < 0, blocks).sort(-1).values
+    return found.masked_fill(found == blocks, -1).to(torch.int32)
+
+
+class LlamaNSAForCausalLM(LlamaForCausalLM):
+    """`from_pretrained(path, selection="exact")` or `"trained"`; no remote code is involved.
+
+    Raises:
+      NotImplementedError: padding. Caches are transformers' dynamic ones.
+    """
+
+    config_class = LlamaNSAConfig
+
+    def __init__(self, config: LlamaNSAConfig):
+        super().__init__(config)
+        for i, layer in enumerate(self.model.layers):
+            layer.self_attn = LlamaNSAAttention(config, i)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **rest: Any
+    ) -> Any:
+        """As Llama's."""
+        if attention_mask is not None and not bool(attention_mask.bool().all()):
+            raise NotImplementedError(
+                "attention_mask must be None or all ones: LlamaNSAForCausalLM takes no padding"
+            )
+        return super().forward(input_ids, **rest)
+
+
+transformers.AutoConfig.register(LlamaNSAConfig.model_type, LlamaNSAConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(LlamaNSAConfig, LlamaNSAForCausalLM, exist_ok=True)

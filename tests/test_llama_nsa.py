@@ -1,0 +1,176 @@
+"""The layout of zen-E/NSA-1B on tiny weights: loops over tokens, both selections, caches, files."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import nsa_torch.huggingface
+from nsa_torch.huggingface import LlamaNSAConfig, LlamaNSAForCausalLM
+from nsa_torch.huggingface.compatibility import CACHE
+from nsa_torch.huggingface.llama_nsa import best_by_halves
+
+BLOCK, PLACES, WINDOW, HEADS, KV_HEADS, WIDTH = 4, 4, 11, 4, 2, 8
+SIZES = dict(
+    vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=WIDTH, rms_norm_eps=1e-5,
+    block_size=BLOCK, block_counts=PLACES, window_size=WINDOW, tie_word_embeddings=True,
+    max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+def model(selection, **changed):
+    torch.manual_seed(0)
+    config = LlamaNSAConfig(**SIZES | changed, selection=selection)
+    made = LlamaNSAForCausalLM(config).eval().double()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if "proj" in name:
+                weight.normal_(std=0.3)
+    return made
+
+
+def rotated(x, theta=10000.0):
+    """`[T, heads, WIDTH]`, in halves."""
+    angle = torch.arange(len(x))[:, None, None].double()
+    angle = angle * theta ** (-torch.arange(0, WIDTH, 2).double() / WIDTH)
+    one, two = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
+    turned = one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()
+    return torch.cat(turned, -1)
+
+
+def chosen_by_loops(scores, selection):
+    """Blocks of one query from a list of its candidates' scores, the last its own."""
+    ranked = lambda pairs: sorted(pairs, key=lambda pair: -pair[0])
+    pairs = [(score, j) for j, score in enumerate(scores)]
+    if selection == "exact":
+        return [j for _, j in ranked(pairs)[:PLACES]]
+    held = []
+    for first in range(0, len(pairs), PLACES):
+        chunk = ranked(pairs[first : first + PLACES])
+        half = PLACES // 2
+        held = ranked(held[:half] + chunk[:half]) if first else chunk
+    return [j for _, j in held]
+
+
+def attention_by_loops(layer, x, selection):
+    """The layer's output `[T, E]` for one row of hidden states."""
+    project = lambda name: (x @ getattr(layer, name).weight.T).unflatten(-1, (-1, WIDTH))
+    query, key = rotated(project("q_proj")), rotated(project("k_proj"))
+    value, group = project("v_proj"), HEADS // KV_HEADS
+    gates = (x @ layer.g_proj.weight.T).sigmoid().unflatten(-1, (HEADS, 3))
+    out = torch.zeros_like(query)
+    for t in range(len(x)):
+        whole = (t + 1) // BLOCK
+        for kv in range(KV_HEADS):
+            means = [
+                y[: whole * BLOCK, kv].unflatten(0, (whole, BLOCK)).mean(1)
+                for y in (key, value)
+            ]
+            logits = [means[0] @ query[t, kv * group + g] * WIDTH**-0.5 for g in range(group)]
+            own = t // BLOCK
+            scores = sum(x.softmax(0) for x in logits)[:own].tolist() if whole else []
+            names = chosen_by_loops([*scores, float(group)], selection)
+            tokens = [j for b in names for j in range(b * BLOCK, min((b + 1) * BLOCK, t + 1))]
+            recent = slice(max(t - WINDOW + 1, 0), t + 1)
+            for g in range(group):
+                head = kv * group + g
+                branches = [
+                    means if whole else None,
+                    (key[tokens, kv], value[tokens, kv]),
+                    (key[recent, kv], value[recent, kv]),
+                ]
+                for c, pair in enumerate(branches):
+                    if pair is not None:
+                        p = (pair[0] @ query[t, head] * WIDTH**-0.5).softmax(0)
+                        out[t, head] += gates[t, head, c] * (p @ pair[1])
+    return out.flatten(1) @ layer.o_proj.weight.T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("selection", ["exact", "trained"])
+def test_a_layer_is_the_loops(selection):
+    made, seen = model(selection), {}
+    layer = made.model.layers[1].self_attn
+    keep = lambda module, given, named, out: seen.update(named, out=out[0])
+    layer.register_forward_hook(keep, with_kwargs=True)
+    made(torch.arange(59)[None] % 40)
+    want = attention_by_loops(layer, seen["hidden_states"][0], selection)
+    torch.testing.assert_close(seen["out"][0], want, rtol=0, atol=1e-6)
+    other = {"exact": "trained", "trained": "exact"}[selection]
+    assert (
+        attention_by_loops(layer, seen["hidden_states"][0], other) - want
+    ).abs().max() > 1e-3
+
+
+def test_the_trained_selection_is_no_top_n():
+    """Of equal scores the lower block; half the places are the last chunk's."""
+    scores = torch.tensor([9.0, 8, 7, 6, 1, 1, 1, 1, 5, 2, 2, -1])
+    assert best_by_halves(scores, 4).tolist() == [0, 1, 8, 9]
+    assert best_by_halves(scores[:8], 4).tolist() == [0, 1, 4, 5]
+    assert best_by_halves(scores[:3], 4).tolist() == [0, 1, 2, -1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("selection", ["exact", "trained"])
+def test_cached_is_uncached(selection):
+    made, ids = model(selection), torch.arange(47)[None] * 7 % 40
+    want = made(ids).logits
+    cache, parts = None, []
+    for part in ids.split([21, 9, 1, 1, 15], dim=1):
+        out = made(part, use_cache=True, **{CACHE: cache})
+        cache = out[CACHE]
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0, atol=1e-6)
+    tokens = made.generate(ids, max_new_tokens=4, do_sample=False)
+    assert tokens[0, 47] == want[0, -1].argmax()
+
+
+def test_files(tmp_path):
+    """Names of the weights and of config.json as the checkpoint has them; either selection."""
+    made = model("trained")
+    names = {f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkvog"}
+    assert names < made.state_dict().keys()
+    made.save_pretrained(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    assert about["model_type"] == "llama-nsa" and about["block_counts"] == PLACES
+    for name in ("selection", "rope_parameters", "dtype"):
+        about.pop(name, None)
+    about |= {"rope_theta": 500000.0, "architectures": ["LlamaNSAForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, LlamaNSAForCausalLM) and loaded.config.selection == "trained"
+    assert loaded.config.rope_parameters["rope_theta"] == 500000.0
+    exact = LlamaNSAForCausalLM.from_pretrained(tmp_path, selection="exact")
+    assert exact.config.selection == "exact"
+    for name, weight in made.state_dict().items():
+        assert torch.equal(exact.state_dict()[name].double(), weight), name
+
+
+def test_gradients_reach_every_weight():
+    made, ids = model("trained"), torch.arange(40)[None]
+    made(ids, labels=ids).loss.backward()
+    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in made.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(selection="best"), "selection must be one of"),
+        (dict(block_counts=3), "as many blocks of a query as a chunk has"),
+        (dict(block_size=0, selection="exact"), "compress_stride must be >= 1"),
+        (dict(window_size=-1), "window must be >= 0"),
+    ],
+)
+def test_bad_configurations(changed, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaNSAConfig(**SIZES | changed)
+
+
+def test_padding_is_refused():
+    mask = torch.ones(1, 9, dtype=torch.long)
+    mask[0, 0] = 0
+    with pytest.raises(NotImplementedError, match="takes no padding"):
+        model("exact")(torch.arange(9)[None], attention_mask=mask)
+    assert nsa_torch.huggingface.LlamaNSAForCausalLM is LlamaNSAForCausalLM
