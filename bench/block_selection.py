@@ -10,11 +10,16 @@ is drawn anew with that probability less than 1. A row of JSON each in `--out`:
   nsa_blocks    `nsa_torch.block_attention` on the blocks
   sdpa, eager   transformers' functions of these names, on a mask `[B, H, S, S]` that the model
                 makes of the blocks at every layer: its time counts
-  ms            median, p20, p80; forward, and with the gradients of query, key and value
+  flex          torch's FlexAttention on the unions of the blocks of 128 queries, and a mask of
+                each pair; what it reads of the blocks is made before, and does not count
+  ms            median, p20, p80; forward, and with the gradients of query, key and value. Mode
+                `indexer`: the blocks themselves, from 256 columns of a hidden state, by the model's
+                indexer (`eager`) and on `index_blocks` (`nsa_blocks`)
   peak_gib      the most that was allocated, arguments included
   error_rms     distance from `eager` in float32, over the size of its results, as are sdpa's and
                 eager's own: of the last `--checked` queries and all keys. Ours is `wrong` beyond
-                twice sdpa's and one rounding
+                twice sdpa's and one rounding. Of an indexer, the share of lists that are not those
+                of float32 scores: 2 % at most
 
 Needs the extra `hf`.
 """
@@ -30,11 +35,21 @@ from torch import Tensor
 
 from nsa_core import extras
 
-from .harness import cli, command, exit_status, heartbeat, records, runners, timing
+from .harness import (
+    cli,
+    command,
+    exit_status,
+    flex_blocks,
+    heartbeat,
+    records,
+    runners,
+    timing,
+)
 
 FLAGS = flags.FlagValues()
 at = {"flag_values": FLAGS}
-IMPLEMENTATIONS, MODES = ("nsa_blocks", "sdpa", "eager"), ("forward", "fwdbwd")
+IMPLEMENTATIONS = "nsa_blocks", "sdpa", "eager", "flex"
+MODES = "forward", "fwdbwd", "indexer"
 LENGTHS = flags.DEFINE_list("lengths", ["8192", "32768"], "Tokens.", **at)
 BATCH = flags.DEFINE_integer("B", 1, "Sequences.", lower_bound=1, **at)
 HEADS = flags.DEFINE_integer("heads", 64, "Query heads.", lower_bound=1, **at)
@@ -59,6 +74,8 @@ OUT = flags.DEFINE_string("out", None, "A JSON file to append the rows to.", **a
 COMMIT = cli.define_commit(FLAGS)
 RESULTS = ("out", "query", "key", "value")
 TIMES_SDPA = 2.0
+INDEXED = "nsa_blocks", "eager"  # what has an indexer
+HIDDEN, LISTS_APART = 256, 0.02
 
 
 def layer_of(heads: int, kv_heads: int, block: int, chosen: int) -> Any:
@@ -75,7 +92,13 @@ def layer_of(heads: int, kv_heads: int, block: int, chosen: int) -> Any:
 
 
 def attend(
-    name: str, of: Any, query: Tensor, key: Tensor, value: Tensor, indices: Tensor
+    name: str,
+    of: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    mask: Any = None,
 ) -> Tensor:
     """The output `[B, Sq, H, Dv]` of an implementation; arguments as the model hands them to it.
 
@@ -84,6 +107,7 @@ def attend(
       query, key, value: `[B, H, Sq, D]`, `[B, Hkv, Sk, D]`, `[B, Hkv, Sk, Dv]`; the queries are
         the last tokens.
       indices: int64 `[B, Hkv, Sq, n]`, -1 in empty slots.
+      mask: of `flex`, what `flex_blocks.mask_of` makes of the indices.
     """
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import eager_attention_forward
 
@@ -92,6 +116,8 @@ def attend(
 
     if name == "nsa_blocks":
         return block_attention(of, query, key, value, None, block_indices=indices)[0]
+    if name == "flex":
+        return flex_blocks.attend(query, key, value, mask)
     queries, keys = query.shape[2], key.shape[2]
     positions = torch.arange(keys - queries, keys, device=query.device)
     positions = positions.expand(query.shape[0], -1)
@@ -162,19 +188,29 @@ class Problem:
             return similar_blocks(*sizes, device(), OVERLAP.value)
         return random_blocks(*sizes, device())
 
-    def results(self, name: str, tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
+    def results(
+        self, name: str, tensors: Sequence[Tensor], indices: Tensor, mask: Any = None
+    ) -> list[Tensor]:
         """The output, and with gradients those for it as its own."""
         of = layer_of(HEADS.value, KV_HEADS.value, BLOCK.value, CHOSEN.value)
         query, key, value = tensors
-        out = attend(name, of, query, key, value, indices)
+        out = attend(name, of, query, key, value, indices, mask)
         if self.mode == "forward":
             return [out]
         return [out, *torch.autograd.grad(out, tensors, out.detach())]
 
     def row(self, name: str) -> dict[str, Any]:
         """What an implementation takes."""
-        tensors, indices = self.tensors(), self.blocks()
-        call = lambda _=0: self.results(name, tensors, indices)
+        if not _runs(name):
+            reason = "torch has gradients of FlexAttention on a GPU alone"
+            return {"status": "unsupported", "reason": reason}
+        if self.mode == "indexer":
+            indexer = Indexer(self.length)
+            call: Callable[..., Any] = lambda _=0: indexer.blocks(name)
+        else:
+            tensors, indices = self.tensors(), self.blocks()
+            mask = self.mask(name, indices)
+            call = lambda _=0: self.results(name, tensors, indices, mask)
         try:
             return {"status": "ok"} | _timed(call)
         except RuntimeError as error:
@@ -182,18 +218,85 @@ class Problem:
                 raise
             return {"status": "oom", "reason": str(error).partition(". GPU")[0]}
 
+    def mask(self, name: str, indices: Tensor) -> Any:
+        """What `flex` reads."""
+        if name != "flex":
+            return None
+        return flex_blocks.mask_of(indices, self.length, BLOCK.value, HEADS.value)
+
     def errors(self) -> Mapping[str, Mapping[str, float]]:
         """Of each implementation's results for the last queries, from `eager` in float32."""
+        if self.mode == "indexer":
+            return {name: Indexer(self.length).errors() for name in INDEXED}
         (query, *rest), indices = self.tensors(), self.blocks()[:, :, -CHECKED.value :]
         query = query.detach()[:, :, -CHECKED.value :].requires_grad_(query.requires_grad)
         tensors = [query, *rest]
         wide = [x.detach().float().requires_grad_(x.requires_grad) for x in tensors]
         expected = self.results("eager", wide, indices)
-        found = {}
-        for name in dict.fromkeys((*NAMES.value, "sdpa")):
-            pairs = zip(RESULTS, self.results(name, tensors, indices), expected, strict=False)
+        found = {name: {} for name in NAMES.value}
+        for name in filter(_runs, dict.fromkeys((*NAMES.value, "sdpa"))):
+            results = self.results(name, tensors, indices, self.mask(name, indices))
+            pairs = zip(RESULTS, results, expected, strict=False)
             found[name] = {n: _distance(x, y) for n, x, y in pairs}
         return found
+
+
+def _runs(name: str) -> bool:
+    return name != "flex" or device() != "cpu"
+
+
+class Indexer:
+    """MiniMax-M3's, with random weights, on `length` hidden states."""
+
+    def __init__(self, length: int):
+        from transformers import MiniMaxM3VLTextConfig
+        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+
+        from nsa_torch.huggingface import block_indexer, block_selection
+
+        block_indexer.take_over(block_selection.NAMES)
+        config: Any = MiniMaxM3VLTextConfig(
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS.value,
+            num_key_value_heads=KV_HEADS.value,
+            index_n_heads=KV_HEADS.value,
+            index_head_dim=WIDTH.value,
+            index_block_size=BLOCK.value,
+            index_topk_blocks=CHOSEN.value,
+        )
+        torch.manual_seed(0)
+        dtype = getattr(torch, DTYPE.value)
+        self.module = MiniMaxM3VLIndexer(config, 0).to(device(), dtype)
+        self.hidden = torch.randn(BATCH.value, length, HIDDEN, device=device(), dtype=dtype)
+        ones = torch.ones(1, length, WIDTH.value, device=device(), dtype=dtype)
+        self.embedding = ones, torch.zeros_like(ones)
+        self.position = torch.arange(length, device=device()).expand(BATCH.value, -1)
+
+    @torch.no_grad()
+    def blocks(self, name: str) -> Tensor:
+        self.module.config._attn_implementation = name
+        return self.module(self.hidden, self.embedding, None, self.position)
+
+    @torch.no_grad()
+    def errors(self) -> dict[str, float]:
+        """The share of lists of ours that float32 scores do not give."""
+        import nsa_torch
+
+        checked = slice(-CHECKED.value, None)
+        found = self.blocks("nsa_blocks").transpose(1, 2)[:, checked]
+        made = self.module
+        project = lambda norm, to: norm(
+            to(self.hidden).unflatten(-1, (-1, WIDTH.value))
+        ).float()
+        query, key = project(made.q_norm, made.q_proj), project(made.k_norm, made.k_proj)
+        want = nsa_torch.index_blocks(
+            query[:, checked],
+            key.squeeze(2),
+            pool=BLOCK.value,
+            num_selected=CHOSEN.value,
+            implementation="torch",
+        )
+        return {"lists": (found != want).any(dim=-1).double().mean().item()}
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
@@ -254,11 +357,15 @@ def main(argv: Sequence[str]) -> int:
         for mode in MODE.value:
             problem = Problem(length, mode)
             errors = problem.errors()
-            for name in NAMES.value:
+            names = [x for x in NAMES.value if mode != "indexer" or x in INDEXED]
+            for name in names:
                 heartbeat.say(f"{mode} {length} {name}")
                 row = {"S": length, "mode": mode, "implementation": name, **sizes}
                 row |= {"error_rms": errors[name]} | problem.row(name)
-                if name == "nsa_blocks" and row["status"] == "ok":
+                if name == "nsa_blocks" and row["status"] == "ok" and mode == "indexer":
+                    if errors[name]["lists"] > LISTS_APART:
+                        row |= {"status": "wrong", "reason": f"other lists: {errors[name]}"}
+                elif name == "nsa_blocks" and row["status"] == "ok":
                     near, eps = errors["sdpa"], torch.finfo(getattr(torch, DTYPE.value)).eps
                     most = {n: TIMES_SDPA * x + eps for n, x in near.items()}
                     far = {n: x for n, x in errors[name].items() if not x <= most[n]}

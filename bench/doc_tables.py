@@ -492,6 +492,8 @@ def block_selection(device: str) -> str:
     """A released model's attention over blocks: ours beside transformers' own, the newest."""
     newest: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
     for line in lines_of("kernel_log/block_selection.jsonl", device):
+        if line.get("overlap") or line["mode"] == "indexer":
+            continue
         newest.setdefault((line["S"], line["mode"]), {})[line["implementation"]] = line
     names = ("nsa_blocks", "sdpa", "eager")
 

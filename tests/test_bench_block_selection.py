@@ -8,7 +8,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from bench import block_selection
-from bench.harness import exit_status
+from bench.harness import exit_status, flex_blocks
 from nsa_torch.huggingface import block_selection as ours
 
 SMALL = "--lengths=48,64 --heads=4 --kv_heads=2 --dk=16 --block=8 --n_sel=3 --device=cpu"
@@ -29,18 +29,46 @@ def run(path, *arguments):
 
 def test_rows(tmp_path):
     status, rows = run(tmp_path / "rows.jsonl", "--checked=20", "--dtype=float32")
-    assert status == exit_status.OK and len(rows) == 12
+    assert status == exit_status.OK and len(rows) == 20
     assert {(x["S"], x["mode"], x["implementation"]) for x in rows} == {
         (length, mode, name)
         for length in (48, 64)
         for mode in block_selection.MODES
         for name in block_selection.IMPLEMENTATIONS
+        if mode != "indexer" or name in block_selection.INDEXED
     }
     for row in rows:
+        if row["implementation"] == "flex":  # on a CPU
+            assert row["status"] == "unsupported"
+            continue
         assert row["status"] == "ok" and row["ms"] > 0 and row["peak_gib"] is None
+        if row["mode"] == "indexer":
+            assert row["error_rms"] == {"lists": 0}
+            continue
         wanted = block_selection.RESULTS[: 1 if row["mode"] == "forward" else 4]
         assert list(row["error_rms"]) == list(wanted)
         assert all(error < 1e-5 for error in row["error_rms"].values())
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "block"), [(300, 300, 64), (70, 290, 128), (200, 500, 256)]
+)
+def test_what_flex_attention_reads(queries, keys, block):
+    """Each pair that is seen lies in a tile that is read; few others do."""
+    make = torch.Generator().manual_seed(0)
+    blocks = -(-keys // block)
+    at = torch.arange(keys - queries, keys)
+    indices = torch.rand(1, 2, queries, blocks, generator=make).argsort(-1)[..., :2]
+    indices[..., 1].masked_fill_(at % 3 == 0, -1)
+    mask = flex_blocks.mask_of(indices, keys, block, 4)
+    key = torch.arange(keys)
+    named = (indices[..., None] == key // block).any(3) & (key <= at[:, None])
+    grid = torch.meshgrid(torch.arange(4), torch.arange(queries), key, indexing="ij")
+    assert torch.equal(mask.mask_mod(torch.tensor(0), *grid), named[0].repeat_interleave(2, 0))
+    pad = torch.nn.functional.pad(named, (0, -keys % 128, 0, -queries % 128))
+    tiles = pad.unflatten(3, (-1, 128)).unflatten(2, (-1, 128)).any(-1).any(3)
+    read = mask.to_dense()[0].bool()
+    assert (read >= tiles[0].repeat_interleave(2, 0)).all()
 
 
 def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
