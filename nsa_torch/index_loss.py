@@ -5,13 +5,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels_pallas.triton import index_descriptions
+from kernels_pallas.triton.index_descriptions import LossSizes
 from nsa_core import block_lists, index_loss, validate
 from nsa_core.index_loss import Teacher
+from nsa_core.steps import triton_index
+from nsa_core.steps.triton_index import Kept
 from nsa_torch import checks
 from nsa_torch.chunks import chunks, wide
 from nsa_torch.first_order import first_order
 from nsa_torch.functional import as_given
 from nsa_torch.geometry import Geometry, geometry
+from nsa_torch.indexer import device_why_not
+
+IMPLEMENTATIONS = "triton", "torch"
 
 
 def indexer_kl(
@@ -27,6 +34,7 @@ def indexer_kl(
     index_scale: float | None = None,
     kv_len: int | None = None,
     cu_seqlens: Tensor | None = None,
+    implementation: str | None = None,
 ) -> Tensor:
     """KL(attention || indexer) of each query and index head, over the keys `j` that it attends to:
 
@@ -36,8 +44,8 @@ def indexer_kl(
 
     With `block_indices` these are the keys of the named blocks (the sparse stage), else all up to
     the query (dense warm-up). Gradients reach `index_query` and `index_key` alone; values and the
-    output's gradient are not needed, so it works where the attention is frozen. Work goes by chunks
-    of queries, forward and backward; no array of queries times keys. Sums have a fixed order.
+    output's gradient are not needed, so it works where the attention is frozen. There is no array
+    of queries times keys, forward or backward. Sums have a fixed order.
 
     Source: DeepSeek-V3.2's indexer loss, with MiniMax-M3's mean over the heads of a group.
 
@@ -52,6 +60,9 @@ def indexer_kl(
       scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
       kv_len: number of keys; None: `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
+      implementation: `triton` (kernels: GPUs from Ampere on; named blocks, no packed rows, an index
+        head for each key/value head or more; keeps a number of 16 bits for each listed key and
+        query), `torch` (a chunk of queries at a time), or None: the first that can.
 
     Returns:
       float32 `[B, T, Hi]`, not negative where `lse` is that of the same keys; 0 for padding. Take
@@ -59,7 +70,7 @@ def indexer_kl(
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
-      NotImplementedError: a second derivative.
+      NotImplementedError: a second derivative; the named implementation cannot run this.
     """
     given = dict(query=query, key=key, lse=lse, index_query=index_query, index_key=index_key)
     if block_indices is not None:
@@ -84,8 +95,33 @@ def indexer_kl(
     )
     tensors = query.detach(), key.detach(), lse.detach()
     work = _Work(*tensors, block_indices, block_size or 1, where, teacher, *scales)
+    run = (
+        _Loss if _implementation(implementation, work, index_query) == "torch" else _KernelLoss
+    )
     with as_given(query):
-        return _Loss.apply(index_query, index_key, work)
+        return run.apply(index_query, index_key, work)
+
+
+def _implementation(asked: str | None, work: "_Work", index_query: Tensor) -> str:
+    """The name of what runs.
+
+    Raises:
+      ValueError: there is none of the name that was asked for.
+      NotImplementedError: the one that was asked for cannot.
+    """
+    if asked not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {asked!r}")
+    if asked == "torch":
+        return "torch"
+    reason = "takes named blocks, got all keys"
+    if work.block_indices is not None:
+        reason = index_descriptions.loss_why_not(work.sizes(index_query))
+    if work.where.cu_seqlens is not None:
+        reason = "takes no packed rows"
+    reason = reason or device_why_not(work.query)
+    if asked == "triton" and reason is not None:
+        raise NotImplementedError(f"implementation 'triton' {reason}")
+    return "torch" if reason is not None else "triton"
 
 
 class _Work(NamedTuple):
@@ -100,6 +136,12 @@ class _Work(NamedTuple):
     teacher: Teacher
     scale: float
     index_scale: float
+
+    def sizes(self, index_query: Tensor) -> LossSizes:
+        """Of the kernels."""
+        scales = self.scale, self.index_scale
+        given = self.query, self.key, index_query, self.block_indices, self.block_size
+        return triton_index.sizes_of(*given, scales)
 
     def parts(self):
         batch, _, heads, width = self.query.shape
@@ -186,6 +228,32 @@ class _Work(NamedTuple):
             dq[:, part] = torch.einsum("bqhk,bkd->bqhd", ds, index_key.to(dtype))
             dk += torch.einsum("bqhk,bqhd->bkd", ds, index_query[:, part].to(dtype))
         return dq, dk.to(index_key.dtype)
+
+
+class _KernelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, index_query, index_key, work: _Work):
+        from nsa_torch.triton_ops import TRITON_OPS as ops
+
+        sizes = work.sizes(index_query)
+        lists = triton_index.lists_for(ops, work.block_indices, sizes)
+        position = work.where.position.to(torch.int32).contiguous()
+        arrays = work.query, work.key, work.lse.float(), index_query, index_key
+        gradient = any(ctx.needs_input_grad[:2])
+        loss, kept = triton_index.loss(ops, sizes, arrays, lists, position, gradient)
+        ctx.sizes = sizes
+        ctx.save_for_backward(index_query, lists, position, *kept)
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        from nsa_torch.triton_ops import TRITON_OPS as ops
+
+        index_query, lists, position, *kept = ctx.saved_tensors
+        given = ctx.sizes, index_query, lists, position, Kept(*kept)
+        dq, dk = triton_index.gradients(ops, *given, grad)
+        return dq.to(index_query.dtype), dk, None
 
 
 class _Loss(torch.autograd.Function):

@@ -126,13 +126,13 @@ def _implementation(asked: str | None, index: Index, query, key, cu_seqlens) -> 
         reason = "takes no packed rows"
     if reason is None and not (query.is_contiguous() and key.is_contiguous()):
         reason = "needs contiguous tensors: pass copies"
-    reason = reason or _device_why_not(query)
+    reason = reason or device_why_not(query)
     if asked == "triton" and reason is not None:
         raise NotImplementedError(f"implementation 'triton' {reason}")
     return "torch" if reason is not None else "triton"
 
 
-def _device_why_not(query: Tensor) -> str | None:
+def device_why_not(query: Tensor) -> str | None:
     if query.device.type != "cuda":
         return f"needs an NVIDIA GPU, got {query.device.type}"
     return capability.copies_why_not(capability_of(query.device.index), query.dtype)

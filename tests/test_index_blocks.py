@@ -182,7 +182,7 @@ IN_TRITON = (
 @pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
 def test_triton(case, monkeypatch):
     if INTERPRETED:  # it takes tensors on the CPU
-        monkeypatch.setattr(indexer, "_device_why_not", lambda query: None)
+        monkeypatch.setattr(indexer, "device_why_not", lambda query: None)
     judge(case, on_torch(case, "triton", DEVICE))
 
 

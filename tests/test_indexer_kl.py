@@ -13,6 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import nsa_jax
 import nsa_torch
+from kernels_pallas.triton import descriptions, index_descriptions
+from nsa_torch import index_loss
+from tests import interpreted_triton
+from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
 
 
@@ -285,6 +289,59 @@ def test_an_indexer_learns_the_blocks_of_an_attention():
     assert recall(*index(held_out), blocks) >= 0.9
 
 
+IN_TRITON = (
+    Case(block=16, n=3, T=5, S=45, B=1),
+    Case(block=16, G=1, Hi=4, Hkv=2, n=2, T=4, S=60, other_lse=True),
+)
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@kernel
+@pytest.mark.parametrize("case", IN_TRITON, ids=range(len(IN_TRITON)))
+def test_triton(case, monkeypatch):
+    if INTERPRETED:  # it takes tensors on the CPU
+        monkeypatch.setattr(index_loss, "device_why_not", lambda query: None)
+        monkeypatch.setattr(index_descriptions, "SEGMENT", 8)
+        monkeypatch.setattr(descriptions, "SEGMENT", 8)
+    runs = [on_triton(case, torch.float32) for _ in range(2)]
+    for got, again, exact in zip(*runs, expected(case)[1:], strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=2e-5)
+        assert torch.equal(got, again)
+
+
+def on_triton(case, dtype):
+    """Loss and gradients on `DEVICE`, brought back."""
+    query, key, iq, ik, grad, lists = inputs(case)
+    lse = expected(case)[0]
+    query, key, iq, ik = (x.to(DEVICE, dtype) for x in (query, key, iq, ik))
+    leaves = [x.requires_grad_() for x in (iq, ik)]
+    given = query, key, lse.to(DEVICE).float(), *leaves, lists.to(DEVICE)
+    options = options_of(case) | {"implementation": "triton"}
+    with torch.no_grad():
+        alone = nsa_torch.indexer_kl(*given, **options)
+    loss = nsa_torch.indexer_kl(*given, **options)
+    assert torch.equal(alone, loss)
+    grads = torch.autograd.grad(loss, leaves, grad.to(DEVICE).float())
+    return [x.detach().cpu() for x in (loss, *grads)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs once more there")
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+def test_triton_in_its_interpreter():
+    interpreted_triton.run_again(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton")
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_gpu(block):
+    case = Case(block=block, n=4, T=300, S=700, H=32, Hkv=2, Hi=2)
+    first, second = (on_triton(case, torch.bfloat16) for _ in range(2))
+    for got, again, exact in zip(first, second, expected(case)[1:], strict=True):
+        assert (got.double() - exact).norm() / exact.norm() < 0.02
+        assert torch.equal(got, again)
+
+
 BAD = (
     (dict(lse=torch.zeros(1, 20, 4).half()), "lse must have dtype"),
     (dict(lse=torch.zeros(1, 20, 3)), r"lse must have shape \(1, 20, 4\)"),
@@ -297,6 +354,20 @@ BAD = (
     (dict(index_scale=-1.0), "index_scale must be a positive number"),
     (dict(query=torch.zeros(1, 41, 4, 8)), "query must not be longer than key"),
 )
+IMPLEMENTATIONS = (
+    ("mosaic", {}, ValueError, "implementation must be one of"),
+    ("triton", {}, NotImplementedError, "takes named blocks"),
+    ("triton", dict(block_size=24), NotImplementedError, "takes blocks of 16, 32, 64"),
+    ("triton", dict(block_size=16), NotImplementedError, "needs an NVIDIA GPU"),
+)
+
+
+@pytest.mark.parametrize(("name", "blocks", "error", "message"), IMPLEMENTATIONS)
+def test_named_implementations(name, blocks, error, message):
+    x, y = torch.zeros(1, 20, 2, 8), torch.zeros(1, 20, 8)
+    lists = torch.zeros(1, 20, 1, 1).int() if blocks else None
+    with pytest.raises(error, match=message):
+        nsa_torch.indexer_kl(x, x, x[..., 0], x, y, lists, **blocks, implementation=name)
 
 
 @pytest.mark.parametrize(("changed", "message"), BAD)

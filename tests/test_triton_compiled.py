@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kernels_pallas.triton.index_descriptions import IndexSizes
+from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from kernels_pallas.triton.tiling import smem_of
 from tests.inputs import PAPER, Case
 from tests.interpreted_triton import INTERPRETED, TRITON
@@ -35,12 +35,17 @@ DECODE = {
 INDEX = {
     "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
     "many": IndexSizes(1, 32768, 32768, 6, 64, "float16", 64, 1, 64, 1, 2),
+    "loss": LossSizes(
+        1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1
+    ),
     "index32": IndexSizes(1, 4096, 4096, 4, 128, "float32", 128, 1, 16, 0, 1),
 }
 COMPILED = (
     ("m3", 90, "index:index_blocks"),
     ("m3", 86, "index:index_blocks"),
     ("many", 80, "index:index_blocks"),
+    ("loss", 90, "index_kl:kl_rows"),
+    ("loss", 80, "index_kl:index_key_partials"),
     ("index32", 89, "index:index_blocks"),
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),

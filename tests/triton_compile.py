@@ -20,7 +20,7 @@ import torch
 
 from kernels_pallas.kernel import Array
 from kernels_pallas.triton import decode_descriptions, descriptions, index_descriptions
-from kernels_pallas.triton.index_descriptions import IndexSizes
+from kernels_pallas.triton.index_descriptions import IndexSizes, LossSizes
 from kernels_pallas.triton.kernel import TritonKernel
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
@@ -193,7 +193,19 @@ def index_launches(sizes: IndexSizes, capability: tuple[int, int]) -> list[Launc
     return [Launch(kernel, (sizes.dtype, sizes.dtype, "int32"))]
 
 
-NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches}
+def loss_launches(sizes: LossSizes, capability: tuple[int, int]) -> list[Launch]:
+    """The kernels of an indexer's loss."""
+    main, index, lists = sizes.dtype, sizes.index_dtype, ["int32"] * 4
+    rows = index_descriptions.kl_rows(sizes, True)
+    partials = index_descriptions.index_key_partials(sizes)
+    return [
+        Launch(rows, (main, main, "float32", index, index, "int32", "int32")),
+        Launch(partials, (index, sizes.ds_dtype, "float32", *lists)),
+        Launch(index_descriptions.index_key_merge(sizes), ("float32", "int32")),
+    ]
+
+
+NOTES = {DecodeCase: decode_launches, IndexSizes: index_launches, LossSizes: loss_launches}
 
 
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:

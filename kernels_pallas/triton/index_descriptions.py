@@ -1,14 +1,16 @@
-"""The Triton kernel of an indexer's blocks, described: no Triton is imported."""
+"""The Triton kernels of an indexer, its blocks and its loss, described: no Triton is imported."""
 
 from typing import Any, NamedTuple
 
 from kernels_pallas.kernel import Array
+from kernels_pallas.triton.descriptions import LOG2E, MERGED_ROWS, SEGMENT, cdiv
 from kernels_pallas.triton.kernel import TritonKernel
 from kernels_pallas.triton.tiling import LEAST, SPARE, WIDE, Tiling, power, smem_of
 
 POOLS = (16, 32, 64, 128, 256)
 SELECTED = 64  # blocks of a query
 WIDTH = 256
+LISTED = 4096  # keys of a query whose scores stay in registers
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -93,3 +95,153 @@ def _tiles(sizes: IndexSizes, capability: tuple[int, int], best: int) -> Tiling:
         if rows == LEAST and keys == LEAST:
             return Tiling(rows, keys, 4, 1)
         rows, keys = max(rows // 2, LEAST), max(keys // 2, LEAST)
+
+
+class LossSizes(NamedTuple):
+    """Of the kernels of `indexer_kl` over listed blocks."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hkv: int
+    D: int
+    index_heads: int
+    index_width: int
+    n: int
+    block: int
+    dtype: str  # of queries and keys
+    index_dtype: str
+    scale: float
+    index_scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of an index head."""
+        return self.H // self.index_heads
+
+    @property
+    def queries(self) -> int:
+        """Of a batch row, those of each index head one after the other."""
+        return self.T * self.index_heads
+
+    @property
+    def tiles(self) -> int:
+        return cdiv(self.S, self.block)
+
+    @property
+    def entries(self) -> int:
+        return self.queries * self.n
+
+    @property
+    def items(self) -> int:
+        """Of a batch row, at most; every block has one."""
+        return self.tiles + self.entries // SEGMENT
+
+    @property
+    def ds_dtype(self) -> str:
+        """Differences of probabilities are too small for float16."""
+        return "float32" if self.index_dtype == "float32" else "bfloat16"
+
+
+def loss_why_not(sizes: LossSizes) -> str | None:
+    """Why the kernels of the loss cannot run a problem, or None."""
+    if sizes.dtype not in DTYPES or sizes.index_dtype != sizes.dtype:
+        return (
+            f"computes in {', '.join(DTYPES)}, the same of both, "
+            f"got {sizes.dtype} and {sizes.index_dtype}"
+        )
+    if sizes.block not in (16, 32, 64, 128):
+        return f"takes blocks of 16, 32, 64 and 128 keys, got {sizes.block}"
+    if sizes.index_heads % sizes.Hkv:
+        return (
+            "takes index heads of one key/value head each, "
+            f"got {sizes.index_heads} and Hkv={sizes.Hkv}"
+        )
+    if sizes.group > 64 or max(sizes.D, sizes.index_width) > 128:
+        return (
+            "takes up to 64 query heads of an index head and widths up to 128, "
+            f"got {sizes.group}, D={sizes.D} and Di={sizes.index_width}"
+        )
+    if sizes.n * sizes.block > LISTED:
+        return f"takes up to {LISTED} listed keys, got {sizes.n * sizes.block}"
+    if sizes.entries >= 2**31:
+        return f"takes T Hi n < 2**31, got {sizes.entries}"
+    return None
+
+
+def kl_rows(sizes: LossSizes, gradient: bool) -> TritonKernel:
+    """Arrays: query, key, lse, index_query, index_key, indices, position; results: loss, index_dq,
+    ds, the last two empty without a `gradient`.
+    """
+    keys = min(sizes.block, 64 if sizes.dtype != "float32" else 32)
+    steps = sizes.n * (sizes.block // keys)
+    rows = sizes.B, sizes.T, sizes.index_heads
+    kept = (*rows, sizes.index_width), (*rows, sizes.n * sizes.block)
+    kept = kept if gradient else ((1,), (1,))
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:kl_rows",
+        sizes.B * sizes.queries,
+        (sizes.T, sizes.S, sizes.scale * LOG2E, sizes.index_scale),
+        (
+            Array(rows, "float32"),
+            Array(kept[0], "float32"),
+            Array(kept[1], sizes.ds_dtype),
+        ),
+        {
+            "INDEX_HEADS": sizes.index_heads,
+            "HEADS": sizes.Hkv,
+            "GROUP": sizes.group,
+            "ROWS": power(sizes.group),
+            "WIDTH": sizes.D,
+            "COLUMNS": power(sizes.D),
+            "INDEX_WIDTH": sizes.index_width,
+            "INDEX_COLUMNS": power(sizes.index_width),
+            "N": sizes.n,
+            "BLOCK": sizes.block,
+            "KEYS": keys,
+            "STEPS": 1 << (steps - 1).bit_length(),
+            "GRADIENT": gradient,
+            "PRECISION": "ieee" if sizes.dtype == "float32" else "tf32",
+        },
+        4,
+        2 if sizes.dtype != "float32" else 1,
+    )
+
+
+def index_key_partials(sizes: LossSizes) -> TritonKernel:
+    """Arrays: index_query, ds, grad, order, starts, ends, tile_of; result: partials."""
+    shape = sizes.B * sizes.items, sizes.block, sizes.index_width
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:index_key_partials",
+        sizes.B * sizes.items,
+        (sizes.queries, sizes.tiles, sizes.items, sizes.entries),
+        (Array(shape, "float32"),),
+        {
+            "WIDTH": sizes.index_width,
+            "COLUMNS": power(sizes.index_width),
+            "N": sizes.n,
+            "BLOCK": sizes.block,
+            "SEGMENT": SEGMENT,
+            "ROWS": 32 if sizes.index_dtype == "float32" else 64,
+            "PRECISION": "ieee" if sizes.index_dtype == "float32" else "tf32",
+        },
+        8,
+        1 if sizes.index_dtype == "float32" else 2,
+    )
+
+
+def index_key_merge(sizes: LossSizes) -> TritonKernel:
+    """Arrays: the partials and the item after each block's; result: the gradient of the keys."""
+    return TritonKernel(
+        "kernels_pallas.triton.index_kl:index_key_merge",
+        sizes.B * sizes.tiles * (sizes.block // MERGED_ROWS),
+        (sizes.S, sizes.tiles, sizes.items),
+        (Array((sizes.B, sizes.S, sizes.index_width), sizes.index_dtype),),
+        {
+            "WIDTH": sizes.index_width,
+            "COLUMNS": power(sizes.index_width),
+            "BLOCK": sizes.block,
+            "PART": MERGED_ROWS,
+        },
+    )

@@ -1,0 +1,60 @@
+"""The loss of an indexer over listed blocks on Triton kernels, for either framework."""
+
+from typing import Any, NamedTuple
+
+from kernels_pallas.triton import index_descriptions
+from kernels_pallas.triton.index_descriptions import LossSizes
+from nsa_core.array_ops import ArrayOps
+from nsa_core.steps import triton_backward
+from nsa_core.steps.triton_backward import ListSizes
+from nsa_core.validate import dtype_name
+
+
+class Kept(NamedTuple):
+    """For a gradient of the loss: sum_j dS_j ik_j `[B, T, Hi, Di]` in float32, and dS
+    `[B, T, Hi, n * block]`, both of a loss whose gradient is 1.
+    """
+
+    index_dq: Any
+    ds: Any
+
+
+def sizes_of(query, key, index_query, lists, block: int, scales) -> LossSizes:
+    """`lists`: `[B, T, ., n]`; `scales`: of the attention, of the indexer."""
+    (batch, length, heads, width), (keys, kv_heads) = query.shape, key.shape[1:3]
+    dtypes = dtype_name(query), dtype_name(index_query)
+    sizes = batch, length, keys, heads, kv_heads, width, *index_query.shape[2:]
+    return LossSizes(*sizes, lists.shape[-1], block, *dtypes, *map(float, scales))
+
+
+def lists_for(ops: ArrayOps, lists, sizes: LossSizes):
+    """`lists` `[B, T, Hi, n]`, one an index head; -1 for what is no block of the keys."""
+    xp = ops.xp
+    found = xp.where((lists >= 0) & (lists < sizes.tiles), lists, -1)
+    shape = sizes.B, sizes.T, sizes.index_heads, sizes.n
+    return ops.contiguous(xp.broadcast_to(found, shape))
+
+
+def loss(ops: ArrayOps, sizes: LossSizes, arrays, lists, position, gradient: bool):
+    """The loss `[B, T, Hi]`, and a `Kept`; `arrays`: query, key, lse, index_query, index_key."""
+    kernel = index_descriptions.kl_rows(sizes, gradient)
+    found, *kept = ops.run(kernel, *arrays, lists, position)
+    return found, Kept(*kept)
+
+
+def gradients(ops: ArrayOps, sizes: LossSizes, index_query, lists, position, kept: Kept, grad):
+    """Of index_query and index_key, from that of the loss, `[B, T, Hi]`; the first in float32."""
+    grad = ops.to_float32(grad)
+    rows = sizes.B, sizes.queries
+    of_rows = ops.xp.broadcast_to(position[:, :, None], (*position.shape, sizes.index_heads))
+    of_rows = of_rows.reshape(rows)
+    entries = lists.reshape(*rows, 1, sizes.n)
+    about = ListSizes(sizes.tiles, sizes.entries, sizes.items, sizes.block, False)
+    found = ops.derive(
+        triton_backward.block_query_lists, entries, of_rows, of_rows * 0, sizes=about
+    )
+    kernel = index_descriptions.index_key_partials(sizes)
+    (partials,) = ops.run(kernel, index_query, kept.ds, grad, *found)
+    _, _, ends, _ = found
+    (dk,) = ops.run(index_descriptions.index_key_merge(sizes), partials, ends)
+    return kept.index_dq * grad[..., None], dk
