@@ -22,9 +22,13 @@ class Kept(NamedTuple):
 def sizes_of(query, key, index_query, lists, block: int, scales) -> LossSizes:
     """`lists`: `[B, T, ., n]`; `scales`: of the attention, of the indexer."""
     (batch, length, heads, width), (keys, kv_heads) = query.shape, key.shape[1:3]
-    dtypes = dtype_name(query), dtype_name(index_query)
-    sizes = batch, length, keys, heads, kv_heads, width, *index_query.shape[2:]
-    return LossSizes(*sizes, lists.shape[-1], block, *dtypes, *map(float, scales))
+    index_heads, index_width = index_query.shape[2:]
+    sizes = batch, length, keys, heads, kv_heads, width, index_heads, index_width
+    dtypes, scale, index_scale = (
+        (dtype_name(query), dtype_name(index_query)),
+        *map(float, scales),
+    )
+    return LossSizes(*sizes, lists.shape[-1], block, *dtypes, scale, index_scale)
 
 
 def lists_for(ops: ArrayOps, lists, sizes: LossSizes):
