@@ -39,7 +39,7 @@ class TritonOps(JaxOps):
         return _triton_call()(
             *arrays,
             *kernel.scalars,
-            kernel=kernel.load(),
+            kernel=kernel.jitted,
             grid=(kernel.programs,),
             name=kernel.name,
             num_warps=kernel.warps,

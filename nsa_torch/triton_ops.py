@@ -33,14 +33,18 @@ def launch(kernel: TritonKernel, *tensors: Tensor) -> list[Tensor]:
     # Newer versions of Triton warn where fusing is not asked for; JAX's calls do it too.
     options |= {**kernel.constants, "enable_fp_fusion": True}
     arguments: Any = *tensors, *kernel.scalars, *outputs
-    run(kernel.load(), (kernel.programs,), *arguments, **options)
+    run(kernel.jitted, (kernel.programs,), *arguments, **options)
     return outputs
 
 
 def run(kernel, grid, x: Tensor, *arguments, **options) -> None:
     """Launches a Triton kernel on the device of its first argument."""
-    with torch.cuda.device_of(x):  # not the current device, perhaps
+    index = x.get_device()
+    if index < 0 or index == torch.cuda.current_device():
         kernel[grid](x, *arguments, **options)
+    else:  # Triton launches on the current one
+        with torch.cuda.device(index):
+            kernel[grid](x, *arguments, **options)
 
 
 TRITON_OPS = TritonOps()

@@ -213,7 +213,7 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     from triton.compiler import ASTSource
 
     kernel = launch.kernel
-    function = kernel.load()
+    function = kernel.jitted
     scalars = ["i32" if isinstance(x, int) else "fp32" for x in kernel.scalars]
     pointers = [f"*{SHORT[x]}" for x in launch.dtypes]
     types = pointers + scalars + [f"*{SHORT[x.dtype]}" for x in kernel.outputs]

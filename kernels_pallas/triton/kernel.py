@@ -5,6 +5,7 @@ described here on its own arrays.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -35,8 +36,9 @@ class TritonKernel:
     warps: int = 4
     stages: int = 1
 
-    def load(self) -> Any:
-        """The `triton.jit` function."""
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The `triton.jit` function, which imports Triton."""
         module, name = self.function.split(":")
         return getattr(importlib.import_module(module), name)
 
