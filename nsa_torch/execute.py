@@ -28,35 +28,45 @@ NOTHING = Kept()
 
 
 class BoundPlan:
-    """A plan on a device; any thread may call it."""
+    """A plan on a device; any thread may call it.
+
+    A call has two lists: `tensors`, by the number of a buffer, and `addresses`, where the parts of
+    buffers that kernels read or write have slots of their own, behind those of all buffers.
+
+    Attributes:
+      launched: arguments that kernels read, by number and parts: they lie as kernels want them, or
+        are copied.
+      in_workspace: slots of what lies there, and where in it.
+      constants, batch: numbers of what no call makes; `constant_parts`, `batch_parts`: their parts.
+      read_by_torch: the constants that a step of torch reads, by place and number.
+      known: the constants of the last call, and a list of addresses in which theirs are.
+    """
 
     def __init__(self, plan: Plan, device: torch.device):
         self.plan, self.device, self.key = plan, device, object()
         buffers = plan.buffers
         slots = _Slots(len(buffers))
         read = [x for step in plan.steps for x in step.reads]
-        by_kernels = [x for s in plan.steps if isinstance(s, Launch) for x in s.reads]
         self.constants, self.batch = (
             sorted({x.buffer for x in read if buffers[x.buffer].place is place})
             for place in (Place.CONSTANT, Place.BATCH)
         )
         self.recipes = recipes_of(plan)
         self.batch_recipes = [self.recipes[n] for n in self.batch]
-        launched = {x.buffer for x in by_kernels}
+        launched = {x.buffer for s in plan.steps if isinstance(s, Launch) for x in s.reads}
         self.steps = _bound(plan, device, slots, launched)
-        self.places = [
+        self.in_workspace = [
             (slot, buffers[n].offset + offset)
             for n, buffer in enumerate(buffers)
             if buffer.place is Place.WORKSPACE
             for slot, offset in [(n, 0), *slots.parts_of(n)]
         ]
-        self.aligned = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
+        self.launched = [(n, slots.parts_of(n)) for n in range(plan.arguments) if n in launched]
         self.constant_parts = [slots.parts_of(n) for n in self.constants]
         by_torch = {x.buffer for s in plan.steps if not by_address(s) for x in s.reads}
         self.read_by_torch = [(i, n) for i, n in enumerate(self.constants) if n in by_torch]
         self.batch_parts = [slots.parts_of(n) for n in self.batch]
         self.blank = [None] * (len(buffers) - plan.arguments)
-        # Constants, and the addresses that follow from them.
         self.known: tuple[Any, list[int]] = lambda: None, [0] * slots.count
         self.results = [x.buffer for x in plan.results]
         self.launches = bool(plan.kernels)  # Triton finds the stream itself
@@ -67,7 +77,7 @@ class BoundPlan:
         constants, addresses = self._constants()
         for i, number in self.read_by_torch:
             tensors[number] = constants[i]
-        for number, parts in self.aligned:
+        for number, parts in self.launched:
             x = tensors[number]
             address = x.data_ptr()
             if address % launch.ALIGNMENT or not x.is_contiguous():
@@ -87,7 +97,7 @@ class BoundPlan:
             size = self.plan.workspace_bytes
             workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
             start = workspace.data_ptr()
-            for slot, offset in self.places:
+            for slot, offset in self.in_workspace:
                 addresses[slot] = start + offset
         x = None  # no name stays with what a step drops
         stream = launch.current_stream(self.device) if self.launches else 0
