@@ -58,7 +58,7 @@ class KernelPath:
     Attributes:
       planned: functions of all steps, by input mode and what they keep: `FORWARD` nothing, `SAVING`
         what a gradient needs, `RECOMPUTING` what one needs that computes the branches again.
-      joined: by input mode, `FORWARD` of gates `[B, T, H, 3]`.
+      joined: by input mode, `FORWARD` of gates `[B, T, H, 3]`, where kernels read them together.
     """
 
     def __init__(
@@ -250,7 +250,8 @@ class KernelPath:
             *([SEPARATE_KV, SHARED_KV] if self.steps.compression else []),
             PRECOMPRESSED,
         ):
-            self.joined[mode] = Planned(functools.partial(self._forward_joined, mode))
+            if self.steps.gates_together:
+                self.joined[mode] = Planned(functools.partial(self._forward_joined, mode))
             for keep, (forward, backward) in whole.items():
                 pull_back = (
                     None if backward is None else Planned(functools.partial(backward, mode))
@@ -406,7 +407,8 @@ class Again:
         each = [gates] if isinstance(gates, Tensor) else gates
         keep = _keep(recompute, query, *key, *value, *each, *(compressed or ()))
         self.call = operators.call_of(path._kind(self.mode, keep))
-        self.joined = keep == FORWARD and isinstance(gates, Tensor)
+        joined = keep == FORWARD and isinstance(gates, Tensor)
+        self.joined = joined and self.mode in path.joined
         self.unbinds = isinstance(gates, Tensor) and not self.joined
         place = operators.arguments(config, key.selected.shape[1], cu_seqlens, scale)
         self.before, self.after = (False, *place[:2]), place[3:]

@@ -128,6 +128,7 @@ def test_a_workspace_of_any_size(most, path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["rows", "packed"])
+@pytest.mark.parametrize("path", ["mosaic"], indirect=True)
 def test_gates_in_one_tensor(dtype, where, path):
     arguments = call(PRECOMPRESSED, ROWS, gate_dtype=dtype, **WHERE[where])
     check_all(path, PRECOMPRESSED, arguments)
@@ -135,6 +136,23 @@ def test_gates_in_one_tensor(dtype, where, path):
     joined = [*before, torch.stack([a, b, c], -1), *arguments[PRECOMPRESSED.count :]]
     (out,) = both_ways(path.joined[PRECOMPRESSED], joined)
     assert torch.equal(out, path.planned[PRECOMPRESSED, FORWARD](*arguments)[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "most"), [(triton, 1), (mosaic, 3)], ids=["triton", "mosaic"]
+)
+def test_gates_in_float32_at_a_time(module, most):
+    """To make one more is nothing beside a launch of Triton; Mosaic's launches stay together."""
+    layer = {"heads": 8, "kv_heads": 2, "key_width": 64, "value_width": 64}
+    arguments = planned.described(PRECOMPRESSED, 2, 512, **layer, config=NSAConfig())
+    (plan,) = module.PATH.planned[PRECOMPRESSED, FORWARD].plans(arguments, None)
+    gates = {x.buffer for s in plan.steps if "float32" in s.name for x in s.writes}
+    alive, found = set(), []
+    for begins, ends in zip(plan.begins, plan.ends, strict=True):
+        alive |= gates.intersection(begins)
+        found.append(sum(plan.buffers[n].bytes for n in alive))
+        alive -= set(ends)
+    assert max(found) == most * 4 * 2 * 512 * 8
 
 
 def test_a_first_call_of_another_length_holds_no_tensor(monkeypatch):

@@ -269,7 +269,10 @@ class PlanOps(ArrayOps):
     def _in_order(self, steps: list[Any]) -> list[Any]:
         """What is derived of arguments and constants comes before the first launch where it is
         small, so that launches stay together, and where it is large right before it is read.
+        Launches that take tensors are one by one anyway.
         """
+        if not any(map(by_address, steps)):
+            return steps
         given = Place.ARGUMENT, Place.CONSTANT, Place.BATCH
         ready = {n for n, x in enumerate(self._buffers) if x.place in given}
         first, rest, waiting = [], [], dict[int, Any]()

@@ -29,6 +29,8 @@ class Steps(NamedTuple):
         width, where its log-sum-exp is all that is wanted.
       compression: a module with the functions of `mosaic_compress`; None: compressed tokens are
         made elsewhere.
+      gates_together: whether gates become float32 at once, which is one launch; else each when a
+        kernel reads it, which takes the memory of one.
     """
 
     forward: Any
@@ -36,6 +38,11 @@ class Steps(NamedTuple):
     lists: tuple[str, ...]
     narrowest: Callable[[int], int]
     compression: Any = None
+    gates_together: bool = False
+
+    def float32_gates(self, ops: ArrayOps, gates) -> Branches:
+        """Those of a pass whose kernels read one each."""
+        return Branches(*(ops.all_float32(gates) if self.gates_together else gates))
 
 
 class Inputs(NamedTuple):
@@ -126,7 +133,7 @@ def forward(
     """
     query, key, value, gates = inputs
     query, *gates = padding_zeroed(ops, layout, query, *gates)
-    gates, rest = Branches(*ops.all_float32(gates)), (layout, config, scale)
+    gates, rest = steps.float32_gates(ops, gates), (layout, config, scale)
     out, lse = steps.forward.compressed(
         ops, query, key.compressed, value.compressed, *rest, gates.compressed
     )
@@ -193,7 +200,7 @@ def backward(
     """
     query, key, value, gates = inputs
     query, do, *gates = padding_zeroed(ops, layout, query, do, *gates)
-    gates = Branches(*ops.all_float32(gates))
+    gates = steps.float32_gates(ops, gates)
     block_indices, block_lists, outputs, lses = residuals
     rest = layout, config, scale
     compressed = query, key.compressed, value.compressed

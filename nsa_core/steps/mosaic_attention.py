@@ -14,6 +14,7 @@ STEPS = Steps(
     lists=("starts", "members", "counts"),
     narrowest=slab_width,
     compression=mosaic_compress,
+    gates_together=True,
 )
 
 forward = functools.partial(fused.forward, STEPS)
