@@ -15,7 +15,7 @@ type Layout = Literal["zigzag", "contiguous"]
 
 # Of keys and values that are gathered at once. One head at a time hides the transport of the next
 # behind its own work; where that work is short, its launches cost more than transport.
-UNIT_BYTES = 2**26
+UNIT_BYTES = 2**27
 
 LAYOUTS: tuple[str, ...] = get_args(Layout.__value__)
 

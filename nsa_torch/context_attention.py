@@ -224,16 +224,17 @@ class _Attention(torch.autograd.Function):
             for unit, wait in call.units(given):
                 whole, heads, row = wait(), call.query_heads(given, unit), unit.row
                 count = unit.heads.stop - unit.heads.start
-                total = query.new_zeros(call.shards.length, count, sum(widths), dtype=dtype)
+                total = query.new_empty(call.shards.length, count, sum(widths), dtype=dtype)
                 columns = total.split(widths, dim=-1)
-                for tokens, end in call.shards.calls:
+                done = [None if call.recompute else next(graphs) for _ in call.shards.calls]
+                # The longest first: its gradients are written, those of others added.
+                for i, (tokens, end) in reversed([*enumerate(call.shards.calls)]):
                     leaves = call.leaves(given, unit, tokens, end, whole)
-                    if call.recompute:
-                        again: list[Tensor] = []
+                    graph, again, adds = done[i], kept, i + 1 < len(done)
+                    if graph is None:
+                        again = []
                         graph = LocalGraph(call.local(given, unit, tokens), leaves, again)
                         graph.results.clear()
-                    else:
-                        graph, again = next(graphs), kept
                     grads = graph.gradients(
                         leaves, again, do[row : row + 1, tokens, heads].contiguous()
                     )
@@ -243,8 +244,11 @@ class _Attention(torch.autograd.Function):
                         if grad is not None:
                             target[row, : grad.shape[1], unit.heads] += grad[0]
                     for target, grad in zip(columns, grads[6:], strict=True):
-                        if grad is not None:
+                        if adds and grad is not None:
                             target[:end] += grad[0]
+                        elif not adds:
+                            target[:end] = 0 if grad is None else grad[0]
+                            target[end:] = 0
                 shares = call.shards.by_rank(total)
                 sums.append(call.ranks.scatter_sum(shares, "gradients of keys and values"))
         ctx.graphs = []

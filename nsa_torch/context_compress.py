@@ -8,6 +8,7 @@ every rank must take part in each step, whether or not its own tokens depend on 
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,16 +53,23 @@ class _Compress(torch.autograd.Function):
         shards, ranks = windows.shards, ctx.ranks
         parts = windows.split(grad.to(wide(grad.dtype)))
         share = ranks.scatter_sum(shards.by_rank(parts, windows.most), "compressed gradients")()
-        leaves = [t.detach().requires_grad_() for t in (x, following, *params)]
-        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            made = windows.make(*leaves[:2], ctx.kind and ctx.kind(*leaves[2:]))
-            if made.requires_grad:
-                options = {"allow_unused": True, "materialize_grads": True}
-                grads = torch.autograd.grad(made, leaves, share.to(made.dtype), **options)
-            else:  # no window starts among this rank's tokens
-                grads = [torch.zeros_like(t) for t in leaves]
+        if ctx.kind is None and isinstance(windows, PackedWindows):
+            grads = windows.gradients_of_tokens(share, x.dtype)
+        else:
+            grads = _again(windows, ctx.kind, [x, following, *params], share)
         grad_x = grads[0] + _halo_gradient(ranks, shards, grads[1], windows.halo).to(x.dtype)
         return None, None, None, grad_x, *grads[2:]
+
+
+def _again(windows, kind, tensors, grad) -> Sequence[Tensor]:
+    """Gradients of tokens, halo and parameters by making the windows once more."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        made = windows.make(*leaves[:2], kind and kind(*leaves[2:]))
+        if not made.requires_grad:  # no window starts among this rank's tokens
+            return [torch.zeros_like(t) for t in leaves]
+        options = {"allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(made, leaves, grad.to(made.dtype), **options)
 
 
 # The halo of a chunk is cut from the heads of the chunks behind it: one, or more where chunks
@@ -160,7 +168,7 @@ class PackedWindows:
         self.shards, self.halo = shards, config.compress_block - 1
         self.most = -(-shards.chunk // config.compress_stride)
         found = batch_tables.made(_packed_windows, cu_seqlens, shards=shards, config=config)
-        self.taps, self.unused, self.first, self.at = found
+        self.taps, self.unused, self.first, self.at, self.covering = found
 
     def make(self, x, following, params) -> Tensor:
         made = []
@@ -169,6 +177,19 @@ class PackedWindows:
             found = apply_phi(tokens[:, self.taps[place]], params, self.first[place, None])
             made.append(found.masked_fill(self.unused[place], 0))
         return torch.cat(made, dim=1).transpose(0, 1)
+
+    def gradients_of_tokens(self, grad, dtype) -> list[Tensor]:
+        """Of the chunks `[B, T, Hkv, D]` and of their halos, from those of means: what the windows
+        over a token have, without the scattered sum that an index has for its gradient.
+        """
+        found = []
+        for covering, means in zip(self.covering, grad.split(self.most), strict=True):
+            means = F.pad(means / self.taps.shape[-1], (0, 0) * (grad.ndim - 1) + (0, 1))
+            found.append(means[covering].sum(dim=0).to(dtype).transpose(0, 1))
+        tokens, halos = zip(
+            *(x.tensor_split([self.shards.chunk], 1) for x in found), strict=True
+        )
+        return [torch.cat(tokens, dim=1), torch.stack(halos, dim=1)]
 
     def joined(self, found) -> Tensor:
         spare = found.new_zeros(1, *found.shape[1:])
@@ -185,7 +206,8 @@ def _packed_windows(ops, cu_seqlens, *, shards: Shards, config: NSAConfig):
     """Of the `most` slots of each chunk of this rank the tokens `[chunks, most, l]`, of the chunk
     and its halo; whether there is no window `[chunks, most, 1, 1]`; the position of the first
     token `[chunks, most]`. Of each window of the sequence its slot among those of all chunks
-    `[C]`, the one behind them where there is none.
+    `[C]`, the one behind them where there is none. Of each token of a chunk and its halo the slots
+    whose windows it is in `[chunks, l/d, tokens]`, `most` for none.
     """
     length, chunk, device = shards.length, shards.chunk, cu_seqlens.device
     most = -(-chunk // config.compress_stride)
@@ -210,4 +232,14 @@ def _packed_windows(ops, cu_seqlens, *, shards: Shards, config: NSAConfig):
         config.compress_block, device=device
     )
     position = where.position[0, begin.clamp(max=length - 1)]
-    return taps, (local >= chunk)[..., None, None], position, at
+    block = config.compress_block
+    token = torch.arange(chunk + block - 1, device=device).expand(len(shards.own), -1)
+    last = torch.searchsorted(local, token.contiguous(), right=True) - 1
+    covering = []
+    for back in range(block // config.compress_stride):
+        slot = (last - back).clamp(min=0)
+        start = local.gather(1, slot)
+        inside = (last >= back) & (token < start + block) & (start < chunk)
+        covering.append(torch.where(inside, slot, most))
+    unused = (local >= chunk)[..., None, None]
+    return taps, unused, position, at, torch.stack(covering, dim=1)

@@ -57,6 +57,7 @@ CASES = {
     "short-chunks": Case(40, learned=True),  # of 5, where the halo is 7
     "packed": Case(96, lengths=(20, 1, 43, 8, 14), separate=True, learned=True, rope=True),
     "packed-odd": Case(101, layout="contiguous", lengths=(0, 61, 3, 30), learned=True),
+    "packed-short": Case(40, lengths=(25, 1, 14)),  # chunks of 5
     "reference": Case(52, lengths=(31, 17), implementation="reference"),
     "tiny": Case(6),
 }

@@ -180,10 +180,10 @@ def test_a_rank_that_is_gone(several):
 
 @pytest.mark.parametrize(
     ("kv_heads", "head_mib", "together"),
-    [(4, 16, 4), (4, 17, 2), (4, 32, 2), (4, 33, 1), (4, 1000, 1), (6, 20, 3), (1, 1, 1)],
+    [(4, 32, 4), (4, 33, 2), (4, 64, 2), (4, 65, 1), (4, 1000, 1), (6, 40, 3), (1, 1, 1)],
 )
 def test_short_heads_are_gathered_together(kv_heads, head_mib, together):
-    """As many as have 64 MB, in equal groups; a long one goes by itself."""
+    """As many as have 128 MiB, in equal groups; a long one goes by itself."""
     groups = layouts.head_groups(kv_heads, head_mib * 2**20)
     assert [x.stop - x.start for x in groups] == [together] * (kv_heads // together)
     assert [i for x in groups for i in range(x.start, x.stop)] == list(range(kv_heads))
