@@ -43,7 +43,7 @@ Exit status: 0, 1 where a table differs, 2 for a marker that cannot be understoo
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,21 +163,26 @@ def summary(device: str = "nvidia-h200") -> str:
             cells = [f"{which}, ms", what, ms(ours), ms(fastest), f"**{said}**"]
             rows.append([*cells, commits([ours, fastest])])
     rows.sort(key=lambda row: list(SUMMARY).index(row[1]))
-    rows += _packed_summary()
+    rows.append(_packed_summary())
     return table(["", "of", "NSA", "dense attention", "NSA is", "commit"], rows)
 
 
-def _packed_summary() -> Iterator[list[str]]:
-    """A row of the first shape of `bench.packed` in each mode, beside the same rows."""
+def _packed_summary() -> list[str]:
+    """The row of the first shape of `bench.packed`, beside the same rows."""
     newest = _of_packed(DEVICE.name, "mosaic")
     documents, _ = next(iter(newest))
-    for mode, which in PASSES.items():
-        rows, varlen = (newest[documents, mode].get(form) for form in ("rows", "varlen"))
-        assert rows is not None and varlen is not None
-        assert rows.time_ms is not None and varlen.time_ms is not None
-        what = f"packed: {_documents(documents)} in one row, 64 / 4 heads, on an H100"
-        said = f"**{varlen.time_ms / rows.time_ms - 1:+.1%}** of rows' {ms(rows)}"
-        yield [f"{which}, ms", what, ms(varlen), MISSING, said, commits([rows, varlen])]
+    found = [newest[documents, mode] for mode in PASSES]
+    ours, rows = ([forms[name] for forms in found] for name in ("varlen", "rows"))
+    changes = [(x.time_ms or 0) / (y.time_ms or 1) - 1 for x, y in zip(ours, rows, strict=True)]
+    said = "; ".join(f"{change:+.1%}" for change in changes)
+    return [
+        f"{'; '.join(PASSES.values())}, ms",
+        f"packed: {_documents(documents)} in one row, 64 / 4 heads, on an H100",
+        "; ".join(map(ms, ours)),
+        MISSING,
+        f"**{said}** of rows' {'; '.join(map(ms, rows))}",
+        commits([*ours, *rows]),
+    ]
 
 
 type _Forms = dict[str, Record]  # rows, varlen, cu_seqlens
