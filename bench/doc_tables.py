@@ -23,6 +23,7 @@ A document names a table between two comments, and this command fills what stand
 | `host` | what a call takes of the host (`bench.host_time`) | `device`, `implementation` |
 | `first_call` | what a first call costs (`bench.first_call`) | `device` |
 | `quality` | NSA against dense attention over seeds (`bench.lm.quality`) | `part` |
+| `gates` | a training step by the kind of gates, each measured twice in turn | `device` |
 | `experiments` | questions of `bench.lm.experiments`, and which runs have a record | |
 | `converted` | converted models beside their dense one (`bench.lm.converted`) | `device` |
 | `installed` | what the first calls of an installed wheel cost (`nsa_torch.installed`) | `device` |
@@ -633,7 +634,7 @@ def showcase(device: str = DEVICE.name) -> str:
 
 
 def _quality_groups() -> list[quality.Group]:
-    """Kinds of attention over seeds; the runs of a seed were on the same device."""
+    """Kinds of attention over seeds."""
     paths = sorted(DEVICE.parent.glob("*/quality/**/*.jsonl"), key=lambda path: path.name)
     return quality.groups({str(path): train_log.read(path) for path in paths})
 
@@ -647,6 +648,19 @@ def quality_over_seeds(part: str = "kinds") -> str:
         "places": (quality.PART_HEAD, quality.part_rows),
     }[part]
     return table(head, (cells for group in _quality_groups() for cells in rows(group)))
+
+
+def gates(device: str) -> str:
+    """A training step of the 124 M model by the kind of its gates."""
+    times: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines_of("kernel_log/gates.jsonl", device):
+        _, _, kind = line["model"].partition("-")
+        times.setdefault(kind.removesuffix("-gates") or "sigmoid", []).append(line)
+    rows = []
+    for kind, lines in times.items():
+        shown = (f"{x['time_ms']:.1f} ({x['p20_ms']:.1f} to {x['p80_ms']:.1f})" for x in lines)
+        rows.append([f"`{kind}`", "; ".join(shown), f"{lines[0]['commit']:.7}"])
+    return table(["gates", "ms a step (p20 to p80), in turn", "commit"], rows)
 
 
 def experiments() -> str:
@@ -753,6 +767,7 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "parallel_training": parallel_training,
     "quality": quality_over_seeds,
     "experiments": experiments,
+    "gates": gates,
     "showcase": showcase,
     "converted": converted,
     "selection": selection,

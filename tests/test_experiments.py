@@ -82,7 +82,7 @@ def test_runs_of_a_seed_are_pairs_and_those_that_are_there_stay(command, tmp_pat
         (header,) = (x for x in lines if isinstance(x, log.Header))
         assert header.epochs == pytest.approx(3 * 300 / 4500)
     (group,) = quality.groups(found)
-    assert [kind.label for kind in group.kinds] == ["dense", "nsa"]
+    assert [kind.label for kind in group.kinds] == ["dense", "nsa gate=sigmoid"]
     assert command("--seeds=1,2") == 0 and "all runs are in" in capsys.readouterr().out
 
 
@@ -300,5 +300,5 @@ def test_runs_on_a_gpu(command, tmp_path):
     """By 16-bit tokens, in bfloat16, steps as CUDA graphs."""
     assert command("--seeds=1") == 0
     (group,) = quality.groups({x.stem: log.read(x) for x in (tmp_path / "runs/tiny").iterdir()})
-    assert [kind.label for kind in group.kinds] == ["dense", "nsa"]
+    assert [kind.label for kind in group.kinds] == ["dense", "nsa gate=sigmoid"]
     assert {x.header.dtype for kind in group.kinds for x in kind.runs.values()} == {"bfloat16"}

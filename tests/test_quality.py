@@ -254,7 +254,11 @@ def test_no_recall_of_short_rows():
 
 
 def test_kinds_are_named_by_what_differs():
-    """Gates of dense attention make no kind; the first dense one is what others are beside."""
+    """Gates of dense attention make no kind; the first dense one is what others are beside. Gates
+    and keys of NSA are named where all runs have the same, too."""
+    alike = pair(0, (1.1, 1.0), (1.0, 1.0), gate="head", kv="shared")
+    (group,) = quality.groups({"a": alike})
+    assert [kind.label for kind in group.kinds] == ["dense", "nsa gate=head kv=shared"]
     found = {
         "a": lines("dense", 0, 1.0, 1.0, gate="head", hidden=8),
         "b": lines("dense", 0, 0.9, 1.0, gate="sigmoid", hidden=9),
@@ -351,14 +355,14 @@ BETTER = ["2.50, -0.100 ± 0.001", "1.00, -0.100 ± 0.001"]
 def test_a_row_of_the_summary(runs, cells):
     (group,) = quality.groups(runs)
     (row,) = quality.summary_rows(group)
-    assert row == ["10M, 10 x 2 x 2k", "default gates", "10.0; 10.0", *cells]
+    assert row == ["10M, 10 x 2 x 2k", "-", "10.0; 10.0", *cells]
 
 
 def test_the_summary_leaves_out_what_says_nothing():
     """Fewer pairs than another kind, a single pair, and models that recall nothing yet."""
     few = lines("nsa", 0, 1.0, 1.0, gate="sigmoid")
     (group,) = quality.groups({"few": few, **five(0.0)})
-    assert [row[1] for row in quality.summary_rows(group)] == ["default gates"]
+    assert [row[1] for row in quality.summary_rows(group)] == ["-"]
     (group,) = quality.groups({"a": RUNS["a"]})
     assert quality.summary_rows(group) == []
     early = {str(seed): pair(seed, (1.0, 0.09), (1.0, 0.05)) for seed in range(2)}

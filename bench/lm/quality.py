@@ -60,9 +60,9 @@ OF_DENSE = (
     *("layers", "hidden", "vocabulary", "norm_eps", "key_taps"),
 )
 OWN = ("seed", "lr", "warmup")
-USUAL = {
-    name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w")
-}  # unnamed
+NAMED = ("gate", "kv")  # of NSA, always
+# Unnamed.
+USUAL = {name: getattr(LayerSpec, name) for name in ("l", "d", "l_sel", "n_sel", "w", "kv")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +220,8 @@ def _group(runs: Sequence[tuple[str, Ended]]) -> Group:
     kinds: dict[str, dict[int, Ended]] = {}
     for (name, run), own in zip(runs, settings, strict=True):
         names = differ[own["attention"]]
+        if own["attention"] == "nsa":
+            names = dict.fromkeys([*NAMED, *names])
         stated = [f"{x}={own[x]}" for x in names if own.get(x) not in (None, USUAL.get(x))]
         label = " ".join([own["attention"], *stated])
         if run.seed in kinds.setdefault(label, {}):
@@ -370,7 +372,7 @@ def summary_rows(group: Group) -> list[list[str]]:
             "-" if x is None else f"{x.dense:.2f}, {x.mean:+.3f} ± {x.half:.3f}"
             for x in of.values()
         )
-        label = kind.label.removeprefix("nsa").strip() or "default gates"
+        label = kind.label.removeprefix("nsa").strip() or "-"
         decided = _decided(group, kind)
         found.append([group.name, label, "; ".join(sizes), *cells, str(pairs), decided])
     return found
