@@ -2,7 +2,8 @@
 
     python examples/train.py --out model                                    # minutes on a CPU
     python examples/train.py --out model --layers 12 --hidden 768 --heads 12 --row_tokens 16384 \
-        --steps 2000 --lr 6e-4 --texts 'texts/*.txt'                        # a GPU
+        --document_tokens 4096 --num_selected 16 --window 512 --steps 2000 --lr 6e-4 \
+        --texts 'texts/*.txt'                                               # a GPU
 
 Documents are bytes of the files, cut to `--document_tokens`; a row packs as many as `Trainer`'s
 batch has, each attends to itself alone. The model is saved to --out. Needs the extra `hf`.
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         "heads": 4,
         "kv_heads": 2,
         "steps": 50,
+        "num_selected": 4,
+        "window": 128,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--row_tokens", type=int, default=1024, help="of a packed row, at most")
@@ -53,7 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     held_out = min(len(texts) // 16, 32)  # documents
     sizes = {"hidden_size": flags.hidden, "intermediate_size": 3 * flags.hidden}
     heads = {"num_attention_heads": flags.heads, "num_key_value_heads": flags.kv_heads}
-    config = NSAModelConfig(vocab_size=256, num_hidden_layers=flags.layers, **sizes, **heads)
+    nsa = {"num_selected": flags.num_selected, "window": flags.window}
+    config = NSAModelConfig(
+        vocab_size=256, num_hidden_layers=flags.layers, **sizes, **heads, **nsa
+    )
     how = TrainingArguments(
         flags.out, max_steps=flags.steps, learning_rate=flags.lr, warmup_steps=flags.steps // 10,
         per_device_train_batch_size=flags.row_tokens // flags.document_tokens,
