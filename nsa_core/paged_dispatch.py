@@ -115,14 +115,14 @@ def choose(
     own: Registry, attention: Registry, problem: Problem, name: str | None
 ) -> tuple[Choice, str | None]:
     """What runs a paged call, and the implementation of `attention` that is named where it
-    gathers.
+    gathers. A name of both is that of kernels on pages where rows have few queries.
 
     Raises:
       ValueError: no implementation has this name.
       NotImplementedError: the named one cannot run the problem.
     """
-    asked = name
-    if name is not None and name not in own.names():
+    asked, few = name, not problem.packed and problem.T <= QUERIES
+    if name is not None and (name not in own.names() or (name != GATHERED and not few)):
         if name not in attention.names():
             known = tuple(dict.fromkeys((*own.names(), *attention.names())))
             raise ValueError(f"implementation must be one of {known} or None, got {name!r}")

@@ -47,8 +47,8 @@ def paged_attention(
       scale: of the logits; None: `D**-0.5`.
       max_seqlen_q: no row of `cu_seqlens_q` is longer; None: `N`. Up to 8, rows are padded to it
         and run on kernels that read pages.
-      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for 1 to 8 queries a row),
-        or one of `attention`, which then runs on gathered pages; None: automatic.
+      implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
+        queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.

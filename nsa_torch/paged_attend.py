@@ -69,8 +69,8 @@ def paged_attention(
         are padded to it and run on kernels that read pages; a row's bits follow from it too.
       runs: of `plan_runs`, from the host's copies of `cu_seqlens_q` and `lengths`: the rows of
         each run are attended together, and nothing is read from the device. None: all rows are.
-      implementation: a name of `REGISTRY` (`triton`: kernels on pages, for 1 to 8 queries a row),
-        or one of `attention`, which then runs on gathered pages; None: automatic.
+      implementation: a name of `REGISTRY` (`mosaic`, `triton`: kernels on pages, for rows of 1 to 8
+        queries), or one of `attention`, which then runs on gathered pages; None: automatic.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or `runs` without `cu_seqlens_q`.

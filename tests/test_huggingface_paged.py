@@ -588,6 +588,11 @@ def test_generate_is_on_pages_by_default(kv, monkeypatch):
         ]
         assert torch.equal(*texts)
     assert seen == [(2, 711)] * 2
+    made.set_nsa_implementation("triton")  # of prompts and of steps
+    assert torch.equal(made.generate(ids * mask, **options), texts[0]) and len(seen) == 3
+    made.set_nsa_implementation("sdpa")  # which would gather all pages each step
+    made.generate(ids * mask, **options)
+    assert len(seen) == 3
 
 
 @pytest.mark.gpu

@@ -571,6 +571,25 @@ def test_gradients_and_kernels_are_refused():
         nsa_torch.paged_attention(*(found[x] for x in ATTEND), implementation="triton")
 
 
+@pytest.mark.parametrize("name", ["mosaic", "triton"])
+def test_a_name_is_that_of_kernels_on_pages_where_rows_have_few_queries(name):
+    """A layer has one name, for prompts and for steps: prompts run by it on gathered pages."""
+    found, more = arguments(), torch.tensor([0, 9, 18], dtype=torch.int32)
+    for count, starts, decode in ((1, None, True), (8, None, True), (9, None, False)) + (
+        (9, more, False),
+    ):
+        query, gates = torch.zeros(2 * count, 4, 8), torch.zeros(2 * count, 4, 3)
+        given = found | {"query": query, "gates": gates}
+        call = functools.partial(
+            paged_attend.explain, *(given[x] for x in ATTEND), starts, implementation=name
+        )
+        if decode:
+            with pytest.raises(NotImplementedError, match=f"decode: {name}: needs a"):
+                call()
+        else:
+            assert call().implementation == "gathered"
+
+
 def test_cache_of_bad_sizes():
     for module in (nsa_torch, nsa_jax):
         with pytest.raises(ValueError, match="num_pages must be an int >= 1, got 0"):

@@ -39,10 +39,10 @@ class Layer:
         generator = torch.Generator().manual_seed(3)
 
         def draw(*shape):
-            tables = torch.randn(2, 512, *shape, generator=generator)
-            return lambda token, position: (tables[0][token] + tables[1][position]).to(
-                device, dtype
-            )
+            tables = torch.randn(2, 512, *shape, generator=generator).to(device)
+            return lambda token, position: (
+                tables[0, token.to(device)] + tables[1, position.to(device)]
+            ).to(dtype)
 
         self.spec, self.blocks = spec, 16
         heads = spec.n_kv_groups
@@ -60,7 +60,7 @@ class Layer:
         position = torch.arange(length)
         token = self.tokens[torch.tensor(table)].flatten()[:length]
         query, gates, key, value = (
-            draw(token, position).float().cpu()
+            draw(token, position).float()
             for draw in (self.query, self.gates, self.key, self.value)
         )
         key, value = (
@@ -117,7 +117,9 @@ def play(case, layer, device, atol):
         given = query, key.transpose(0, 1), value.transpose(0, 1), gates, out
         planned.attend(layer.pages, layer.spec, None, *given)
         want = torch.cat([layer.expected(*x[:3]) for x in rows])
-        torch.testing.assert_close(out[:-padding].float().cpu(), want, rtol=0, atol=atol)
+        # Sums are rounded once.
+        rtol = float(torch.finfo(out.dtype).eps)
+        torch.testing.assert_close(out[:-padding].float(), want, rtol=rtol, atol=atol)
         assert (out[-padding:] == 0).all()
         yield planned
 
@@ -134,7 +136,7 @@ def test_the_engines_steps_give_whole_rows(case, kv):
 @pytest.mark.parametrize("kv", ["separate", "shared"])
 def test_the_engines_steps_on_a_gpu(case, kv):
     spec = spec_of(32, 2, 64, kv=kv, n_sel=16, w=512)
-    found = list(play(case, Layer(spec, torch.bfloat16, "cuda"), "cuda", 0.1))
+    found = list(play(case, Layer(spec, torch.bfloat16, "cuda"), "cuda", 0.05))
     assert len(found) == len(STEPS[case])
 
 

@@ -143,7 +143,8 @@ def goes_on_pages(model: Any, given: Any, mode: Any, rows: int, capacity: int) -
 def _has_kernels_and_room(model: Any, rows: int, capacity: int) -> bool:
     """Whether kernels read the pages, and these take no more than half of the free memory."""
     config, device = model.config, model.device
-    if not decodes_on_pages(config.layer_spec, model.dtype, device):
+    alike = {layer.self_attn.implementation: layer.self_attn for layer in model.model.layers}
+    if not all(decodes_on_pages(x, model.dtype, device) for x in alike.values()):
         return False
     blocks = rows * -(-capacity // config.select_block)
     free, _ = torch.cuda.mem_get_info(device)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kernels_pallas.triton.decode_descriptions import QUERIES
-from nsa_core.layer import LayerSpec
 from nsa_core.paged_dispatch import GATHERED
 from nsa_core.paged_runs import Run
 from nsa_core.types import Branches
@@ -285,16 +284,20 @@ def attend_pages(
     return attention.out(out.reshape(*x.shape[:2], -1))
 
 
-def decodes_on_pages(spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether steps of one token a row run on kernels that read the pages of such a layer."""
+def decodes_on_pages(attention: NSAAttention, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether its steps of one token a row run on kernels that read pages."""
+    spec = attention.spec
     heads, widths = spec.n_kv_groups, (spec.d_k, spec.d_v)
-    place: Any = {"dtype": dtype, "device": device}
-    cache = PagedCache(
-        1, heads, *widths, config=spec.config, separate=spec.kv == "separate", **place
-    )
-    query, gates = (torch.empty(1, spec.n_heads, n, **place) for n in (spec.d_k, 3))
+    options: Any = {"dtype": dtype, "device": device}
+    cache = PagedCache(1, heads, *widths, config=spec.config, separate=spec.separate, **options)
+    query, gates = (torch.empty(1, spec.n_heads, n, **options) for n in (spec.d_k, 3))
     table, lengths = (torch.zeros(x, dtype=torch.int32, device=device) for x in ((1, 1), 1))
-    return explain(query, gates, cache, table, lengths).implementation != GATHERED
+    try:
+        at = query, gates, cache, table, lengths
+        found = explain(*at, implementation=one_name(attention.implementation))
+    except NotImplementedError:
+        return False
+    return found.implementation != GATHERED
 
 
 def one_name(implementation: str | Branches[str | None] | None) -> str | None:
