@@ -14,7 +14,7 @@ import nsa_torch
 from bench.judge.parity import FLOAT32_MAX
 from nsa_core import paged_layout
 from nsa_core.config import NSAConfig
-from nsa_core.paged_runs import plan_runs
+from nsa_core.paged_runs import GATHERED_KEYS, plan_runs
 from nsa_core.types import Branches
 from nsa_torch import gathered_rows, paged_attend
 from tests.paged_rows import SMALL, Rows, Sizes, bounds, tables
@@ -393,6 +393,26 @@ def test_runs_of_a_step():
         plan_runs([0, 5, 3], [9, 9], 16)
     with pytest.raises(ValueError, match="page_size must be at least 1, got 0"):
         plan_runs([0, 1], [1], 0)
+
+
+def test_a_prompt_does_not_gather_the_rows_beside_it():
+    """71 rows that decode and one prompt of 512 tokens, at 131072 tokens each, with 4 heads of 128:
+    39 GB of keys and values of two branches, were all rows copied; and whatever a step is, no run
+    copies more than one row of the longest, or 2^17 keys.
+    """
+    rows, length, page = 72, 131072, 64
+    copied = lambda run: 0 if run.few else (run.rows.stop - run.rows.start) * run.columns * page
+    runs = plan_runs(bounds([1] * 71 + [512]).tolist(), [length] * rows, page)
+    key = 4 * (128 + 128) * 2 * 2
+    assert rows * length * key > 38e9
+    assert sum(map(copied, runs)) * key == length * key < 0.6e9
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        counts = rng.choice([0, 1, 1, 4, 30, 900], size=20)
+        lengths = (counts + rng.integers(0, 1 << 16, 20)) * (counts > 0)
+        runs = plan_runs(bounds(counts).tolist(), lengths.tolist(), page)
+        assert sum(run.tokens.stop - run.tokens.start for run in runs) == counts.sum()
+        assert max(map(copied, runs)) <= max(GATHERED_KEYS, lengths.max() + page)
 
 
 def test_runs_change_nothing_but_what_is_gathered(monkeypatch):
