@@ -218,6 +218,16 @@ class PagedCache(PagedArrays):
             if x is not None:
                 x[target] = x[source]
 
+    def first_slots(self, rows: int) -> Tensor:
+        """int32 `[rows]`, `0 ..`: the rings of the rows of a call that does not name them."""
+        found = getattr(self, "_slots", None)
+        if found is None:
+            ring = self.recent_key
+            found = torch.arange(ring.shape[0], dtype=torch.int32, device=ring.device)
+            if not (ring.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._slots = found
+        return found[:rows]
+
     def read(self, name: str, at: Any) -> Tensor:
         """What pages hold `at` `(page, offset)`, or `(page,)`: of one array, in its dtype."""
         pages, scale = getattr(self, name), getattr(self, f"{name}_scale", None)
@@ -354,6 +364,8 @@ def checked_tokens(
     if cu_seqlens_q is not None:
         checks.borders(cu_seqlens_q, count, "cu_seqlens_q")
     checks.page_numbers(page_table, lengths, cache, read=False)
+    if slots is not None:
+        checks.devices(key.selected, {"slots": slots})
     if requires_grad(*key, *value):
         raise NotImplementedError("append: a paged cache passes no gradient on: use no_grad")
     return NewTokens(key, value, params, contents)

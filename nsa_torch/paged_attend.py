@@ -79,7 +79,9 @@ def paged_attention(
     validate_paged.same_config(cache, config)
     step = None
     if cu_seqlens_q is None and isinstance(gates, Tensor) and (key is None or params is None):
-        step = _Step(query, gates, cache, page_table, lengths, key, value, scale, made_with)
+        step = _Step(
+            query, gates, cache, page_table, lengths, key, value, scale, made_with, slots
+        )
         if (known := step.known(implementation)) is not None:
             return known
     new = None
@@ -106,7 +108,7 @@ def paged_attention(
         return _in_runs(inputs, runs or (), implementation, new)
     if not is_mosaic:
         return decided.run()
-    out, _ = with_indices("mosaic", inputs, together)
+    out, _ = with_indices("mosaic", inputs, together, slots)
     return out if step is None else step.keep(implementation, inputs, out)
 
 
@@ -184,8 +186,10 @@ class _Step:
     A step that was checked and decided before is launched as it was then.
     """
 
-    def __init__(self, query, gates, cache, page_table, lengths, key, value, scale, made_with):
-        self.cache, self.scale, self.made_with = cache, scale, made_with
+    def __init__(
+        self, query, gates, cache, page_table, lengths, key, value, scale, made_with, slots
+    ):
+        self.cache, self.scale, self.made_with, self.slots = cache, scale, made_with, slots
         self.new = None
         if key is not None and value is not None:
             self.new = Branches.each(key), Branches.each(value)
@@ -201,7 +205,9 @@ class _Step:
         device = self.given[0].device
         query, gates, page_table, lengths = map(readable, self.given)
         new = self.new and tuple(Branches(*map(readable, each)) for each in self.new)
-        arrays = mosaic_decode.step_arrays(query, gates, self.cache, page_table, lengths, new)
+        slots = _slots(self.cache, page_table, self.slots) if new else None
+        at = page_table, lengths, new, slots
+        arrays = mosaic_decode.step_arrays(query, gates, self.cache, *at)
         results = [torch.empty(shape, dtype=x, device=device) for shape, x in found.outputs]
         addresses = [x.data_ptr() for x in (*arrays, *results)]
         found.start(launch.current_stream(device), addresses)
@@ -209,7 +215,7 @@ class _Step:
         return results[0]
 
     def _key(self, implementation: str | None) -> Hashable | None:
-        given = *self.given, *self.cache.tensors().values(), *(self.new or ())
+        given = *self.given, *self.cache.tensors().values(), *(self.new or ()), self.slots
         config = self.cache.config
         known = signature.signature_of(given, implementation, None, config, self.scale, False)
         return known and (
@@ -237,7 +243,7 @@ class _Step:
 
 def _appends(inputs: Inputs, new: NewTokens) -> bool:
     """Whether the step's kernel appends the tokens too."""
-    if not new.are_means or inputs.cache.is_fp8:
+    if not new.are_means:
         return False
     there = loaded.on_disk(mosaic_decode.kernel_of(_problem(inputs), append=True))
     return dispatch.jax_has_cuda() or there or inputs.query.device.type != "cuda"
@@ -306,18 +312,29 @@ def on_mosaic(inputs: Inputs, max_seqlen_q: int | None = None, implementation=No
 
 
 def with_indices(
-    name: str, inputs: Inputs, new: tuple[Branches, Branches] | None = None
+    name: str,
+    inputs: Inputs,
+    new: tuple[Branches, Branches] | None = None,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output on these kernels, and the blocks that each query chose: int32 `[N, Hkv, n]`.
 
-    `new`: keys and values that `mosaic` appends first.
+    `new`, `slots`: keys and values that `mosaic` appends first, and the rings of their rows.
     """
     arguments = inputs.query, inputs.gates, inputs.cache, inputs.page_table, inputs.lengths
     if name == "mosaic":
-        return mosaic_decode.attention(OPS, *arguments, inputs.scale, new)
+        slots = _slots(inputs.cache, inputs.page_table, slots) if new else None
+        return mosaic_decode.attention(OPS, *arguments, inputs.scale, new, slots)
     from nsa_torch.triton_ops import TRITON_OPS
 
     return triton_decode.attention(TRITON_OPS, *arguments, inputs.scale)
+
+
+def _slots(cache: PagedCache, page_table: Tensor, slots: Tensor | None) -> Tensor | None:
+    """Which ring each row has, of a cache in fp8."""
+    if not cache.is_fp8:
+        return None
+    return cache.first_slots(page_table.shape[0]) if slots is None else readable(slots)
 
 
 def gathered(

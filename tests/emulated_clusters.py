@@ -59,6 +59,13 @@ class ClusterWarps(Warps):
     def quotient(self, a, b):
         return self.word(a) / self.word(b)
 
+    def divided(self, a, b):
+        return self.word(a) / self.word(b)
+
+    def codes(self, x):
+        four = np.stack([np.clip(self.word(y), -448, 448) for y in x], -1)
+        return np.ascontiguousarray(four.astype(ml_dtypes.float8_e4m3fn)).view(np.int32)[..., 0]
+
     def multiply_add(self, a, b, c):
         return self.word(a) * self.word(b) + self.word(c)
 
@@ -250,9 +257,12 @@ class ClusterWarps(Warps):
             marks[marks >= LANES_OF] -= LANES_OF - WARP
 
     def sync_cta(self):
-        self._must_be_all("sync_cta")
-        self.writer[self.writer > PUBLIC] = PUBLIC
-        self.reader[:] = PUBLIC
+        here = np.unique(self.cta[self.active])
+        if not self.active[np.isin(self.cta, here)].all():
+            raise RuntimeError("sync_cta must be reached by all warps of a CTA")
+        writer = self.writer[here]
+        self.writer[here] = np.where(writer > PUBLIC, PUBLIC, writer)
+        self.reader[here] = PUBLIC
 
     def open_barriers(self, address, bytes_, publish=False):
         del address

@@ -28,6 +28,8 @@ COMPILED = [
     {"variant": [4, 4, 2, 128], "fp8": True},
     {"variant": [3, 8, 3, 1024], "fp8": True},
     {"variant": [4, 8, 2, 512], "D": 192, "fp8": True},
+    {"variant": [3, 8, 3, 1024], "fp8": True, "append": True},
+    {"variant": [4, 4, 2, 128], "fp8": True, "append": True},
     {
         "variant": [2, 4, 2, 128],
         "H": 16,
@@ -39,7 +41,11 @@ COMPILED = [
 OTHERS = [
     *({"variant": list(dataclasses.astuple(x))} for x in specs.VARIANTS),
     *({"variant": list(dataclasses.astuple(x)), "append": True} for x in specs.VARIANTS),
-    *({"variant": list(dataclasses.astuple(x)), "fp8": True} for x in specs.VARIANTS),
+    *(
+        {"variant": list(dataclasses.astuple(x)), "fp8": True, "append": append}
+        for x in specs.VARIANTS
+        for append in (False, True)
+    ),
     {"variant": [4, 8, 4, 512], "block": 128, "compress_block": 64},
     {"variant": [16, 8, 4, 1024]},
 ]

@@ -272,6 +272,127 @@ APPENDS = {
 }
 
 
+def rounded_tokens(x):
+    """Codes and scales of tokens."""
+    x = x.astype(np.float32)
+    largest = np.maximum(np.abs(x).max(-1), np.float32(1e-30))
+    codes = (x * (np.float32(448) / largest)[..., None]).clip(-448, 448).astype(oracle.E4M3)
+    return codes, largest * np.float32(1 / 448)
+
+
+def before_append_in_fp8(made, seed=5):
+    """`before_append` of pages in fp8. What a ring has of a row's older tokens is what was rounded,
+    but for some, of which it has anything.
+    """
+    rings = made.spec.B + 2
+    spec = dataclasses.replace(made.spec, append=True, rings=rings)
+    rng, half = np.random.default_rng(seed), made.arrays["query"].dtype
+    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(half)
+    after = {k: x.copy() for k, x in made.arrays.items() if "_key" in k or "_value" in k}
+    slots = rng.permutation(rings)[: spec.B].astype(np.int32)
+    rows = [{k: [x.copy() for x in v] for k, v in row.items()} for row in made.rows]
+    new = {}
+    for number, (kind, width) in enumerate((("key", spec.D), ("value", spec.Dv))):
+        raw = normal(spec.pages, spec.block, spec.Hkv, width)
+        after[f"raw_{kind}"], scale = rounded_tokens(raw)
+        after[f"raw_{kind}_scale"] = np.ascontiguousarray(scale.swapaxes(1, 2))
+        ring = normal(rings, spec.ring, spec.Hkv, width)
+        for branch in ("raw", "selected", "sliding"):
+            new[f"new_{branch}_{kind}"] = normal(spec.tokens, spec.Hkv, width)
+        stored = (after[f"raw_{kind}"].astype(np.float32) * scale[..., None]).astype(half)
+        given = {}  # by row and position, what counts of raw tokens
+        for b, length in enumerate(made.lengths):
+            table, first = made.arrays["page_table"][b], length - spec.q_len
+            for p in range(max(first - spec.ring, 0), max(first, 0)):
+                at = table[p // spec.block], p % spec.block
+                given[b, p] = stored[at]
+                if p % 7 != 2 and p < first:
+                    given[b, p] = raw[at]
+                    ring[slots[b], p % spec.ring] = raw[at]
+        after[f"recent_{kind}"] = ring.copy()
+        if number == 0:
+            before_rings = {}
+        before_rings[f"recent_{kind}"] = ring
+        for b, i in np.ndindex(spec.B, spec.q_len):
+            length, token = made.lengths[b], spec.q_len * b + i
+            p = length - spec.q_len + i
+            if p < 0:
+                continue
+            table = made.arrays["page_table"][b]
+            page, place = table[p // spec.block], p % spec.block
+            for branch in ("raw", "selected", "sliding"):
+                codes, scale = rounded_tokens(new[f"new_{branch}_{kind}"][token])
+                after[f"{branch}_{kind}"][page, place] = codes
+                after[f"{branch}_{kind}_scale"][page, :, place] = scale
+                if branch != "raw":
+                    exact = codes.astype(np.float64) * scale[..., None]
+                    rows[b][branch][number][p] = exact
+            given[b, p] = new[f"new_raw_{kind}"][token]
+            after[f"recent_{kind}"][slots[b], p % spec.ring] = given[b, p]
+            begin = p - spec.compress_block + 1
+            if begin < 0 or begin % spec.stride:
+                continue
+            window = [given[b, q].astype(np.float32) for q in range(begin, p + 1)]
+            mean = np.mean(window, 0).astype(half)
+            at, exact = place // spec.stride, mean.astype(np.float64)
+            if kind == "key":
+                after["compressed_key"][page, at] = mean
+            else:
+                codes, scale = rounded_tokens(mean)
+                after["compressed_value"][page, at] = codes
+                after["compressed_value_scale"][page, :, at] = scale
+                exact = codes.astype(np.float64) * scale[..., None]
+            rows[b]["compressed"][number][begin // spec.stride] = exact
+    before = {name: x.copy() for name, x in after.items()} | before_rings
+    for b, i in np.ndindex(spec.B, spec.q_len):  # what the step writes is NaN
+        p = made.lengths[b] - spec.q_len + i
+        if p < 0:
+            continue
+        page, place = made.arrays["page_table"][b][p // spec.block], p % spec.block
+        ends = (p - spec.compress_block + 1) % spec.stride == 0 and p >= spec.compress_block - 1
+        for name, x in before.items():
+            if name.startswith("recent") or (name.startswith("compressed") and not ends):
+                continue
+            at = place // spec.stride if name.startswith("compressed") else place
+            x[(page, slice(None), at) if name.endswith("scale") else (page, at)] = np.nan
+    names = "query", "gates", "page_table", "lengths"
+    pages = [x for x in made.arrays if x in before]
+    kept = {x: made.arrays[x] for x in names} | {x: before[x] for x in pages}
+    branches = "raw", "selected", "sliding"
+    kept |= {x: new[x] for b in branches for x in (f"new_{b}_key", f"new_{b}_value")}
+    rest = [f"{x}_{kind}" for x in ("raw", "recent") for kind in ("key", "value")]
+    rest[2:2] = ["raw_key_scale", "raw_value_scale"]
+    kept |= {x: before[x] for x in rest} | {"slots": slots}
+    rows = [{k: tuple(v) for k, v in row.items()} for row in rows]
+    return dataclasses.replace(made, spec=spec, arrays=kept, rows=rows), after
+
+
+APPENDS_IN_FP8 = {
+    "fp8, borders": ([0, 1, 31, 32, 47, 48, 64, 65, 1023, 1025, 1024], {"pages": 120}),
+    "fp8, three queries": ([2, 1090, 64, 66, 33], CASES["three queries"][1]),
+    "fp8, wide, several heads": ([1296, 1300], {"D": 192, "H": 6, "Hkv": 2}),
+    "fp8, other blocks": ([3008, 40], CASES["long blocks"][1]),
+    "fp8, cluster of 3": CASES["fp8, cluster of 3"],
+}
+
+
+@pytest.mark.parametrize("name", APPENDS_IN_FP8)
+def test_a_step_rounds_its_tokens_and_puts_them_in_pages_and_rings(name):
+    """Means are of tokens that were not rounded, where the row's ring has them."""
+    lengths, sizes = APPENDS_IN_FP8[name]
+    assert check_append_in_fp8(lengths, **sizes | {"fp8": True}) > 0.9
+
+
+def check_append_in_fp8(lengths, seed=0, **sizes):
+    spec = dataclasses.replace(PAPER, B=len(lengths), **sizes)
+    made, after = before_append_in_fp8(oracle.problem(spec, lengths, seed))
+    found = run(made.spec, made)
+    for name, wanted in after.items():
+        mine, theirs = (x.astype(np.float32) for x in (made.arrays[name], wanted))
+        np.testing.assert_array_equal(mine, theirs, name)
+    return compare(made, *found)
+
+
 @pytest.mark.parametrize("name", APPENDS)
 def test_a_step_puts_its_tokens_in_the_pages(name):
     """And the means that they finish, and attends to them; other memory is not touched."""
@@ -457,6 +578,36 @@ APPEND_MUTANTS = {
 }
 
 
+NEW = decode_append.NewTokens
+FP8_APPEND_MUTANTS = {
+    "a ring is believed whatever it has": (
+        NEW,
+        "_token",
+        lambda self, old, low, high, scale, kept: self._numbers(kept),
+    ),
+    "a ring is never believed": (decode_append, "LEAST_NEAR", -1.0),
+    "rings are not kept": (NEW, "_keep_row", lambda self, *rest: None),
+    "a mean lacks a share": (
+        NEW,
+        "_put_shares",
+        lambda self, kind, page, slot, put=NEW._put_shares: put(self, "key", page, slot),
+    ),
+    "the largest is that of a lane": (ClusterWarps, "largest", lambda self, x: x),
+    "a scale is a power of two": (decode_append, "LARGEST", 256.0),
+}
+
+
+@pytest.mark.parametrize("name", [None, *FP8_APPEND_MUTANTS])
+def test_mutants_that_append_to_fp8_are_caught(monkeypatch, name):
+    given = dict(lengths=[2, 641, 611, 656], q_len=3, n=6, window=130, table_pages=12, fp8=True)
+    if name is None:
+        check_append_in_fp8(**given)
+        return
+    monkeypatch.setattr(*FP8_APPEND_MUTANTS[name])
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check_append_in_fp8(**given)
+
+
 @pytest.mark.parametrize("name", APPEND_MUTANTS)
 def test_mutants_that_append_are_caught(monkeypatch, name):
     monkeypatch.setattr(*APPEND_MUTANTS[name])
@@ -491,7 +642,6 @@ def test_the_mutants_case_is_right(zero_query):
         ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
         ({"fp8": True, "dtype": "float16"}, "bfloat16 beside pages in fp8, got float16"),
         ({"fp8": True, "D": 96}, "D of 64, 128 or 192 of pages in fp8, got 96"),
-        ({"fp8": True, "append": True}, "appends no tokens to pages in fp8"),
         ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
         ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
     ],

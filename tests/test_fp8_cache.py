@@ -515,8 +515,10 @@ def test_the_oracle_tells_rounding_from_none():
 # On a GPU.
 
 
-def filled(seed, batch=4, pages=20, kv_heads=2, width=64, around=1):
-    """A cache whose pages lie within memory of others, and that memory, all of it random."""
+def filled(seed, batch=4, pages=20, kv_heads=2, width=64, around=8):
+    """A cache whose pages lie within memory of others, and that memory, all of it random. Kernels
+    take what begins at a multiple of 256 bytes, which 8 pages' scales are.
+    """
     make = torch.Generator("cuda").manual_seed(seed)
     pool = batch * pages
 
@@ -584,7 +586,7 @@ def test_one_graph_over_500_steps(implementation):
     bits = lambda x: x.view(torch.uint8)
     for name, x in captured.tensors().items():
         assert torch.equal(bits(x), bits(eager.tensors()[name])), name
-        for part in (slice(1), slice(-1, None)):
+        for part in (slice(8), slice(-8, None)):
             assert torch.equal(bits(around[name][part]), bits(before[name][part])), name
 
 

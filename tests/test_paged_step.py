@@ -23,6 +23,8 @@ def array(x):
     """A tensor's memory in NumPy."""
     if x.dtype is torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.float8_e4m3fn:
+        return x.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return x.numpy()
 
 
@@ -50,10 +52,13 @@ def draw(generator, count, heads, *width):
 class Rows:
     """Two rows with `lengths` tokens in pages."""
 
-    def __init__(self, lengths, separate=False, seed=0):
+    def __init__(self, lengths, separate=False, seed=0, dtype=torch.bfloat16):
         self.generator = torch.Generator().manual_seed(seed)
-        sizes = POOL, KV_HEADS, WIDTH, WIDTH
-        self.cache = nsa_torch.PagedCache(*sizes, config=CONFIG, separate=separate)
+        sizes, options = (
+            (POOL, KV_HEADS, WIDTH, WIDTH),
+            {"config": CONFIG, "separate": separate},
+        )
+        self.cache = nsa_torch.PagedCache(*sizes, **options, dtype=dtype)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
         self.append(self.tokens(sum(lengths)), cu_seqlens_q=starts)
@@ -90,13 +95,14 @@ def pages_equal(one, other):
         assert x.view(torch.int16).equal(other.cache.tensors()[name].view(torch.int16)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["", "fp8"])
 @pytest.mark.parametrize("separate", [False, True], ids=["shared", "separate"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_step_appends_and_attends(ran, separate, count):
+def test_a_step_appends_and_attends(ran, separate, count, dtype):
     """As `append` and then `paged_attention`: pages bit for bit; the second row's token finishes
     a compressed one. Twice, the second time by what is known of the first.
     """
-    rows = Rows([70, 79 - count], separate)
+    rows = Rows([70, 79 - count], separate, dtype=dtype)
     for _ in range(2):
         rows.lengths += count
         new, asked = rows.tokens(2 * count), rows.queries(2 * count)
@@ -113,6 +119,23 @@ def test_a_step_appends_and_attends(ran, separate, count):
         assert not ran[-1].spec.append
         pages_equal(rows, apart)
     assert len(paged_attend._LAUNCHES._values) == 2
+
+
+def test_rows_of_a_cache_in_fp8_say_which_ring_they_have(ran):
+    """By slots, in steps that are known too; pages and means are those of `append`."""
+    rows = Rows([77, 61], dtype=torch.float8_e4m3fn)
+    apart = rows.copy()
+    for slots in (torch.tensor([1, 0]).int(), torch.tensor([5, 63]).int(), None):
+        for _ in range(2):
+            rows.lengths += 1
+            apart.lengths += 1
+            new, asked = rows.tokens(2), rows.queries(2)
+            rows.attend(*asked, key=new[0], value=new[1], slots=slots)
+            apart.append(new, slots=slots, implementation="torch")
+            pages_equal(rows, apart)
+    assert all(x.spec.keeps for x in ran) and len(paged_attend._LAUNCHES._values) == 2
+    with pytest.raises(ValueError, match=r"slots must have shape \(2,\)"):
+        rows.attend(*asked, key=new[0], value=new[1], slots=torch.zeros(3).int())
 
 
 def test_steps_that_are_known_are_neither_checked_nor_decided_anew(ran, monkeypatch):

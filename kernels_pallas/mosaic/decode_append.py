@@ -6,6 +6,9 @@ Those of later tokens of the row put the same bits there once more.
 
     token p           every branch's key and value, at p % block of its page
     p = i d + l - 1   the mean of the last l tokens too: new ones from the call, others from pages
+
+To pages in fp8 a warp rounds a row; all warps of the CTA add up shares of a mean, and of each token
+look whether its row's ring has it as it was.
 """
 
 import math
@@ -17,6 +20,9 @@ from kernels_pallas.specs.decode import RAW
 COLUMNS = 8  # of a row that a lane has, 16 bytes
 ROWS = 8  # of a mean that are under way together
 KINDS = "key", "value"
+# As in `nsa_core.rounding`.
+LARGEST, LEAST = 448.0, 1e-30
+NEAR, LEAST_NEAR = 2.0**-4 + 2.0**-7, 2.0**-9
 
 
 class NewTokens:
@@ -31,6 +37,9 @@ class NewTokens:
         self.row, self.count = token // spec.q_len, token % spec.q_len + 1
         self.length = m.fetch(m.element(arrays.lengths, (self.row, 4)))
         self.first = self.length - spec.q_len  # the position of the row's first
+        if spec.fp8:
+            self.ring = m.fetch(m.element(arrays.slots, (self.row, 4)))
+            self.rings = m.word(sizes.rings)
 
     def put(self) -> None:
         m = self.lane.m
@@ -59,8 +68,20 @@ class NewTokens:
         begin = position - (spec.compress_block - 1)
         ends = there & (begin >= 0) & m.same(m.larger(begin, 0) % spec.stride, 0)
         slot = inside // spec.stride
+        if not spec.fp8:
+            for number, kind in enumerate(KINDS):
+                self._by_warp(number, ends, lambda k=kind: self._put_mean(k, begin, page, slot))
+            return
+        kept = there & (self.ring >= 0) & (self.ring < self.rings)
+        for number, kind in enumerate(KINDS, len(RAW) * len(KINDS)):
+            self._by_warp(number, kept, lambda k=kind: self._keep_row(k, new, position))
         for number, kind in enumerate(KINDS):
-            self._by_warp(number, ends, lambda k=kind: self._put_mean(k, begin, page, slot))
+            mine = ends & m.same(self.lane.warp % 2, number)
+            m.when(mine, lambda k=kind: self._add_share(k, begin))
+        m.sync_cta()
+        for number, kind in enumerate(KINDS):
+            self._by_warp(number, ends, lambda k=kind: self._put_shares(k, page, slot))
+        m.sync_cta()  # the shares have been read
 
     def _by_warp(self, number: int, condition: Any, body: Any) -> None:
         lane = self.lane
@@ -82,46 +103,171 @@ class NewTokens:
             places = []
             for j in range(together):
                 position = begin + i * together + j
-                old = position < self.first
-                entry = m.where(old, position, 0)
-                number = m.read(self.lane.place("table") + entry // spec.block * 4)
-                at = m.beyond(
-                    base, number, spec.block * row_bytes, entry % spec.block * row_bytes
-                )
+                old, number, inside = self._old(position)
+                at = m.beyond(base, number, spec.block * row_bytes, inside * row_bytes)
                 new = self.row * spec.q_len + m.larger(position - self.first, 0)
                 places.append(m.where(old, at, self._new("raw", kind, new)))
-            for words in [m.fetch_words(place) for place in places]:
-                parts = [x for word in words for x in m.unpack(word, spec.dtype)]
-                sums = [a + b for a, b in zip(sums, parts, strict=True)]
-            return sums
+            return self._with(sums, [self._numbers(m.fetch_words(place)) for place in places])
 
         zeros = [m.word(0.0)] * COLUMNS
         sums = m.repeat(spec.compress_block // together, rows, zeros, unrolled=False)
-        mean = [x * (1 / spec.compress_block) for x in sums]
-        words = [m.pack(mean[i], mean[i + 1], spec.dtype) for i in range(0, COLUMNS, 2)]
+        self._put_sum(kind, page, slot, sums)
+
+    def _old(self, position: Any) -> tuple[Any, Any, Any]:
+        """Whether a token was there before the call; then its page, and where it lies in it."""
+        m, block = self.lane.m, self.lane.spec.block
+        old = position < self.first
+        entry = m.where(old, position, 0)
+        return old, m.read(self.lane.place("table") + entry // block * 4), entry % block
+
+    def _numbers(self, words: list) -> list:
+        return [x for word in words for x in self.lane.m.unpack(word, self.lane.spec.dtype)]
+
+    @staticmethod
+    def _with(sums: list, rows: list) -> list:
+        for row in rows:
+            sums = [a + b for a, b in zip(sums, row, strict=True)]
+        return sums
+
+    def _put_sum(self, kind: str, page: Any, slot: Any, sums: list) -> None:
+        spec = self.lane.spec
+        words = self._packed([x * (1 / spec.compress_block) for x in sums])
         self._put(f"compressed_{kind}", spec.per_page, kind, page, slot, words)
 
+    def _packed(self, x: list) -> list:
+        m, dtype = self.lane.m, self.lane.spec.dtype
+        return [m.pack(x[i], x[i + 1], dtype) for i in range(0, COLUMNS, 2)]
+
+    # Pages in fp8.
+
+    def _add_share(self, kind: str, begin: Any) -> None:
+        """Adds up a warp's share of the window in its part of the ring of strips: of the call's
+        tokens as they are, of older ones from their ring, where these may be what the pages' were
+        rounded from, else from the pages (`nsa_core.rounding.is_of`).
+        """
+        m, spec, lane = self.lane.m, self.lane.spec, self.lane
+        apart = spec.variant.warps // 2
+        share = spec.compress_block // apart
+        together = math.gcd(share, ROWS // 2)
+        codes = self._head(getattr(self.arrays, f"raw_{kind}"), kind, 1)
+        scales = self._scales(f"raw_{kind}", spec.block)
+        code_bytes, scale_bytes = self._row_bytes(kind, 1), 4 * spec.Hkv * spec.block
+
+        def rows(i, sums):
+            found = []
+            for j in range(together):
+                position = begin + (lane.warp >> 1) + (i * together + j) * apart
+                old, number, inside = self._old(position)
+                at = m.beyond(codes, number, spec.block * code_bytes, inside * code_bytes)
+                scale = m.fetch(m.beyond(scales, number, scale_bytes, inside * 4))
+                new = self.row * spec.q_len + m.larger(position - self.first, 0)
+                kept = m.where(old, self._in_ring(kind, position), self._new("raw", kind, new))
+                found.append((old, m.fetch(at), m.fetch(at, 4), scale, m.fetch_words(kept)))
+            return self._with(sums, [self._token(*each) for each in found])
+
+        zeros = [m.word(0.0)] * COLUMNS
+        sums = m.repeat(share // together, rows, zeros, unrolled=False)
+        for i in range(0, COLUMNS, 4):
+            m.write_words(self._share(lane.warp), sums[i : i + 4], 4 * i)
+
+    def _token(self, old: Any, low: Any, high: Any, scale: Any, kept: list) -> list:
+        """A lane's columns of a token of the window."""
+        m, x = self.lane.m, self._numbers(kept)
+        scale = m.real(scale)
+        stored = [y * scale for word in (low, high) for y in self._numbers(m.widened(word))]
+        stored = self._numbers(self._packed(stored))
+        near = self.lane.lane >= 0
+        for a, b in zip(x, stored, strict=True):
+            most = m.multiply_add(self._size(b), NEAR, scale * LEAST_NEAR)
+            near = near & (self._size(a - b) <= most)
+        rounded = old & m.different(m.votes(near), -1)
+        return [m.where(rounded, b, a) for a, b in zip(x, stored, strict=True)]
+
+    def _share(self, warp: Any) -> Any:
+        """Where a lane of a warp keeps its columns of a share."""
+        lane = self.lane
+        return lane.place("ring") + warp * lane.spec.ring_bytes + lane.lane * (4 * COLUMNS)
+
+    def _put_shares(self, kind: str, page: Any, slot: Any) -> None:
+        m, warps = self.lane.m, self.lane.spec.variant.warps
+        sums = [m.word(0.0)] * COLUMNS
+        for warp in range(KINDS.index(kind), warps, 2):
+            at = self._share(m.word(warp))
+            words = [x for i in range(0, COLUMNS, 4) for x in m.read_words(at, 4, 4 * i)]
+            sums = self._with(sums, [[m.real(x) for x in words]])
+        self._put_sum(kind, page, slot, sums)
+
+    def _keep_row(self, kind: str, new: Any, position: Any) -> None:
+        words = self.lane.m.fetch_words(self._new("raw", kind, new))
+        self._put_words(self._in_ring(kind, position), kind, words)
+
+    def _in_ring(self, kind: str, position: Any) -> Any:
+        """The lane's columns of a token of the row's ring; of a row that has none, of another's."""
+        m, ring = self.lane.m, self.lane.spec.ring
+        base = self._head(getattr(self.arrays, f"recent_{kind}"), kind)
+        slot = m.smaller(m.larger(self.ring, 0), self.rings - 1)
+        row_bytes = self._row_bytes(kind)
+        return m.beyond(base, slot, ring * row_bytes, m.larger(position, 0) % ring * row_bytes)
+
+    def _rounded(self, words: list) -> tuple[list, Any]:
+        """Codes of a lane's columns and the scale of the row, as `nsa_core.rounding.rounded`."""
+        m, x = self.lane.m, self._numbers(words)
+        largest = self._size(x[0])
+        for y in x[1:]:
+            largest = m.larger(largest, self._size(y))
+        # Sizes are ordered as their bits are, NaN above infinity.
+        largest = m.larger(m.real(m.largest(m.bits(largest))), LEAST)
+        factor = m.divided(LARGEST, largest)
+        x = [y * factor for y in x]
+        return [m.codes(x[i : i + 4]) for i in (0, 4)], largest * (1 / LARGEST)
+
+    def _size(self, x: Any) -> Any:
+        m = self.lane.m
+        return m.real(m.bits(x) & 0x7FFFFFFF)
+
+    # Where things lie.
+
     def _put(self, name: str, rows: int, kind: str, page: Any, row: Any, words: list) -> None:
-        m, row_bytes = self.lane.m, self._row_bytes(kind)
-        base = self._head(getattr(self.arrays, name), kind)
-        place = m.beyond(base, page, rows * row_bytes, row * row_bytes)
+        m, spec, array = self.lane.m, self.lane.spec, getattr(self.arrays, name)
+        if not spec.fp8 or name == "compressed_key":
+            row_bytes = self._row_bytes(kind)
+            base = self._head(array, kind)
+            at = m.beyond(base, page, rows * row_bytes, row * row_bytes)
+            self._put_words(at, kind, words)
+            return
+        codes, scale = self._rounded(words)
+        row_bytes = self._row_bytes(kind, 1)
+        base = self._head(array, kind, 1)
+        at = m.beyond(base, page, rows * row_bytes, row * row_bytes)
+        self._put_words(at, kind, codes)
+        base = self._scales(name, rows)
+        at = m.beyond(base, page, 4 * rows * spec.Hkv, row * 4)
+        m.put(at, m.bits(scale), m.same(self.lane.lane, 0))
+
+    def _put_words(self, place: Any, kind: str, words: list) -> None:
+        m = self.lane.m
         only = self.lane.lane < self._width(kind) // COLUMNS
-        for i in (0, 2):
+        for i in range(0, len(words), 2):
             m.put_words(m.beyond(place, m.word(0), 0, m.word(4 * i)), words[i : i + 2], only)
+
+    def _scales(self, name: str, rows: int) -> Any:
+        """Of the first page, which has `rows` tokens."""
+        array = getattr(self.arrays, f"{name}_scale")
+        return self.lane.m.element(array, (self.kv_head, 4 * rows))
 
     def _new(self, branch: str, kind: str, row: Any) -> Any:
         base = self._head(getattr(self.arrays, f"new_{branch}_{kind}"), kind)
         return self.lane.m.beyond(base, row, self._row_bytes(kind), self.lane.m.word(0))
 
-    def _head(self, array: Any, kind: str) -> Any:
+    def _head(self, array: Any, kind: str, size: int = 2) -> Any:
         """The lane's columns of the first row; lanes beyond the width read the last ones."""
         m, width = self.lane.m, self._width(kind)
         column = m.smaller(self.lane.lane, width // COLUMNS - 1)
-        return m.element(array, (self.kv_head, 2 * width), (column, 2 * COLUMNS))
+        return m.element(array, (self.kv_head, size * width), (column, size * COLUMNS))
 
     def _width(self, kind: str) -> int:
         return self.lane.spec.D if kind == "key" else self.lane.spec.Dv
 
-    def _row_bytes(self, kind: str) -> int:
+    def _row_bytes(self, kind: str, size: int = 2) -> int:
         """Of all heads."""
-        return 2 * self._width(kind) * self.lane.spec.Hkv
+        return size * self._width(kind) * self.lane.spec.Hkv

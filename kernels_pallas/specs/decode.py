@@ -85,6 +85,7 @@ class Decode:
       variant: cluster, warps, stages and capacity.
       append: whether the step puts its new tokens in their pages.
       fp8: whether all pages but those of compressed keys are in 8 bits, with scales.
+      rings: of the newest tokens of rows, where a step appends to such pages.
     """
 
     B: int
@@ -108,12 +109,14 @@ class Decode:
     gate_dtype: str = "float32"
     append: bool = False
     fp8: bool = False
+    rings: int = 0
     interpret: bool | object = False
     any_length: bool = False
 
     def for_any_length(self) -> Self:
         """The same with a nominal batch, pool and table."""
         lengths = dict.fromkeys(("B", "pages", "table_pages"), NOMINAL_LENGTH)
+        lengths["rings"] = NOMINAL_LENGTH if self.keeps else 0
         return dataclasses.replace(self, any_length=True, **lengths)
 
     @property
@@ -139,6 +142,16 @@ class Decode:
     def free(self) -> int:
         """Blocks that are chosen by score."""
         return self.n - self.num_initial - self.num_local
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the step puts its tokens in rings too."""
+        return self.append and self.fp8
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a ring."""
+        return 2 * self.compress_block
 
     @property
     def token_bytes(self) -> int:
@@ -260,8 +273,11 @@ def why_not(spec: Decode) -> str | None:
             return f"the decode kernel takes bfloat16 beside pages in fp8, got {spec.dtype}"
         if spec.D % 64:
             return f"the decode kernel takes D of 64, 128 or 192 of pages in fp8, got {spec.D}"
-        if spec.append:
-            return "the decode kernel appends no tokens to pages in fp8"
+        if spec.append and spec.compress_block % (spec.variant.warps // 2):
+            return (
+                f"the decode kernel appends to pages in fp8 with compress_block of a multiple of "
+                f"{spec.variant.warps // 2}, got {spec.compress_block}"
+            )
     if spec.table_pages > spec.variant.capacity and not spec.any_length:
         most, got = spec.variant.capacity, spec.table_pages
         return f"the decode kernel takes page tables of up to {most} columns, got {got}"
@@ -290,7 +306,8 @@ def decode(spec: Decode) -> Kernel:
     - of a step that appends: `new_raw_key`, `new_raw_value`, `new_selected_key`, .. `[tokens, Hkv,
       .]`, which it writes to the pages, with the means of raw ones that they finish; `raw_key` and
       `raw_value`, pages of these, which may be the selected ones. A token without a page is not
-      written.
+      written. To pages in `fp8`: also `raw_key_scale` and `raw_value_scale`, and of the rings
+      `recent_key`, `recent_value` `[rings, 2 l, Hkv, .]` and int32 `slots` `[B]`.
 
     Outputs: `out` `[tokens, H, Dv]`, and int32 `indices` `[tokens, Hkv, n]`: the blocks that
     each token selected, ascending, -1 in empty places. A token before position 0 has zeros and
@@ -318,7 +335,16 @@ def decode(spec: Decode) -> Kernel:
     if spec.append:
         for name, rows, width in _appended(spec):
             places = (spec.pages, rows) if rows else (spec.tokens,)
-            pages[name] = Array((*places, spec.Hkv, width), spec.dtype)
+            dtype = FP8 if rows and spec.fp8 else spec.dtype
+            pages[name] = Array((*places, spec.Hkv, width), dtype)
+    if spec.keeps:
+        shape = spec.pages, spec.Hkv, spec.block
+        pages |= {f"raw_{kind}_scale": Array(shape, "float32") for kind in ("key", "value")}
+        for kind, width in (("key", spec.D), ("value", spec.Dv)):
+            pages[f"recent_{kind}"] = Array(
+                (spec.rings, spec.ring, spec.Hkv, width), spec.dtype
+            )
+        pages["slots"] = Array((spec.B,), "int32")
     return Kernel.named(
         "decode",
         spec,
@@ -334,7 +360,8 @@ def decode(spec: Decode) -> Kernel:
             "out": Array((*heads, spec.Dv), spec.dtype),
             "indices": Array((spec.tokens, spec.Hkv, spec.n), "int32"),
         },
-        sizes={"pages": spec.pages, "table_pages": spec.table_pages},
+        sizes={"pages": spec.pages, "table_pages": spec.table_pages}
+        | ({"rings": spec.rings} if spec.keeps else {}),
         grid=(spec.tokens * spec.Hkv * spec.variant.cluster,),
         cluster=spec.variant.cluster,
         source="kernels_pallas.specs.decode:decode",

@@ -23,17 +23,18 @@ def attention(
     lengths,
     scale: float | None,
     new: tuple[Branches, Branches] | None = None,
+    slots: Any = None,
 ):
     """`(out, indices)`: `[N, H, Dv]` and int32 `[N, Hkv, n]` of `N / B` queries a row.
 
     Args as of `nsa_torch.paged_attention`; `new`: keys and values that the step appends first, of
-    a framework whose arrays are memory.
+    a framework whose arrays are memory; `slots`: then which ring of a cache in fp8 each row has.
 
     Raises:
       NotImplementedError: there is no such kernel (`specs.decode.why_not`).
     """
     kernel = step_kernel(query, gates, cache, page_table, scale, new is not None)
-    arrays = step_arrays(query, gates, cache, page_table, lengths, new)
+    arrays = step_arrays(query, gates, cache, page_table, lengths, new, slots)
     out, indices = ops.run(kernel, *arrays)
     return out, indices
 
@@ -59,12 +60,19 @@ def step_kernel(
         gate_dtype=dtype_name(gates),
         append=append,
         fp8=cache.is_fp8,
+        rings=cache.recent_key.shape[0] if cache.is_fp8 and append else 0,
     )
     return decode(spec)
 
 
 def step_arrays(
-    query, gates, cache: PagedArrays, page_table, lengths, new: tuple[Branches, Branches] | None
+    query,
+    gates,
+    cache: PagedArrays,
+    page_table,
+    lengths,
+    new: tuple[Branches, Branches] | None,
+    slots: Any = None,
 ) -> list[Any]:
     """The inputs of `step_kernel`."""
     compressed = cache.compressed_key, cache.compressed_value
@@ -85,6 +93,10 @@ def step_arrays(
         for branch in ("compressed", "selected", "sliding"):
             found += [getattr(key, branch), getattr(value, branch)]
         found += cache.raw
+        if cache.is_fp8:
+            raw = "raw" if cache.separate else "selected"
+            found += [getattr(cache, f"{raw}_{kind}_scale") for kind in ("key", "value")]
+            found += [cache.recent_key, cache.recent_value, slots]
     return found
 
 
@@ -135,6 +147,7 @@ def _posed(problem: Any, gate_dtype: str, append: bool = False) -> Decode:
     names = "B", "T", "H", "Hkv", "D", "Dv", "dtype", "config"
     sizes = {name: getattr(problem, name) for name in names}
     rest = {"pool": pages, "table_pages": pages, "gate_dtype": gate_dtype, "append": append}
+    rest["rings"] = int(problem.is_fp8 and append)
     return _described(**sizes, **rest, scale=problem.D**-0.5, fp8=problem.is_fp8)
 
 
@@ -154,6 +167,7 @@ def _described(
     gate_dtype,
     append=False,
     fp8=False,
+    rings=0,
 ) -> Decode:
     return with_variant(
         Decode(
@@ -177,6 +191,7 @@ def _described(
             gate_dtype=gate_dtype,
             append=append,
             fp8=fp8,
+            rings=rings,
             interpret=interpret.get(),
         )
     )
