@@ -76,10 +76,17 @@ class ClusterWarps(Warps):
 
     def widened(self, codes):
         """As `warp_cluster.widened`, by a table of numbers."""
+        four = self._numbers_of(codes)
+        return [self.pack(four[..., i], four[..., i + 1], "bfloat16") for i in (0, 2)]
+
+    def widened_pair(self, a, b, place):
+        pair = (self._numbers_of(x)[..., place] for x in (a, b))
+        return self.pack(*pair, "bfloat16")
+
+    def _numbers_of(self, codes):
         codes = np.ascontiguousarray(codes)[..., None].view(ml_dtypes.float8_e4m3fn)
         exact = codes.astype(np.float32)
-        exact = np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
-        return [self.pack(exact[..., i], exact[..., i + 1], "bfloat16") for i in (0, 2)]
+        return np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
 
     def multiply(self, acc, a, b, dtype):
         row, column = LANES // 4, 2 * (LANES % 4)

@@ -240,11 +240,9 @@ class Queue:
             column = (part * PART + lane.row * 8) ^ (lane.pair << 5) if wide else lane.row * 8
             at = stage + (lane.pair * (2 * row_bytes) + column)
             v = [m.read_words(at, 2, key * row_bytes) for key in (0, 1, 8, 9)]
-            wider = [[x for word in codes for x in m.widened(word)] for codes in v]
             for e in range(8):
-                pairs = [
-                    m.halves(wider[i][e // 2], wider[i + 1][e // 2], e % 2) for i in (0, 2)
-                ]
+                word, place = divmod(e, 4)
+                pairs = [m.widened_pair(v[i][word], v[i + 1][word], place) for i in (0, 2)]
                 tile = part * 8 + e
                 acc[tile] = m.multiply(acc[tile], words, pairs, spec.dtype)
         return acc

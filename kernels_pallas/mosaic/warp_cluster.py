@@ -82,20 +82,27 @@ def halves(a: Word, b: Word, high: int) -> Word:
 
 
 def widened(codes: Word) -> list[Word]:
-    """Four numbers of e4m3 as bfloat16, two in a word; NaN is read as 480.
+    """Four numbers of e4m3 as bfloat16, two in a word; NaN is read as 480."""
+    return [_widened(codes, codes, i, i + 1) for i in (0, 2)]
+
+
+def widened_pair(a: Word, b: Word, place: int) -> Word:
+    """The numbers of e4m3 at a place of `a` and of `b`, from 0 to 3, as `widened`."""
+    return _widened(a, b, place, 4 + place)
+
+
+def _widened(a: Word, b: Word, low: int, high: int) -> Word:
+    """The bytes `low` and `high` of `a` and `b`.
 
     A code's exponent and bits after the point are the last ones of those of a bfloat16, 2^120 times
     less. Its sign goes four places higher: `prmt` repeats it, and it is shifted in. Numbers below
     2^-6 are right too: they have no leading bit in either.
     """
-    found = []
-    for select in ("0x1804", "0x3a24"):
-        text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {select}; shr.s32 t, t, 4; "
-        text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }"
-        found.append(
-            Word(utils.inline_ptx(text, codes.value, _scale(), result_types=_i32(1)[0]))
-        )
-    return found
+    select = hex(high << 12 | (8 | low) << 8 | low << 4 | low)
+    text = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, {select}; shr.s32 t, t, 4; "
+    text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $3; }"
+    values = a.value, b.value, word(0x7B807B80).value  # 2^120, twice
+    return Word(utils.inline_ptx(text, *values, result_types=_i32(1)[0]))
 
 
 def codes(x: Sequence[Word]) -> Word:
@@ -105,11 +112,6 @@ def codes(x: Sequence[Word]) -> Word:
     text += "mov.b32 $0, {h0, h1}; }"
     values = [word(y).value for y in x]
     return Word(utils.inline_ptx(text, *values, result_types=_i32(1)[0]))
-
-
-def _scale() -> Any:
-    """2^120, twice in bfloat16."""
-    return word(0x7B807B80).value
 
 
 def multiply(acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word], dtype: str) -> list:
