@@ -65,20 +65,16 @@ def _copy(
 ) -> Tensor:
     rows, width = page_table.shape
     count, pages = entries.count(width), getattr(cache, name)
-    scaled = getattr(cache, f"{name}_scale", None) is not None
-    if (
-        count > 0
-        and not scaled
-        and pages.is_contiguous()
-        and paged.append_why_not(cache) is None
-    ):
+    scale = getattr(cache, f"{name}_scale", None)
+    if count > 0 and pages.is_contiguous() and paged.append_why_not(cache) is None:
         from nsa_torch.triton_ops import TRITON_OPS
 
-        dtype = str(pages.dtype).removeprefix("torch.")
+        fp8 = scale is not None
+        dtype = str(cache.dtype if fp8 else pages.dtype).removeprefix("torch.")
         pool, _, heads, columns = pages.shape
         sizes = rows, width, pool, heads, columns
-        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach)
-        (out,) = TRITON_OPS.run(kernel, pages, page_table, lengths)
+        kernel = decode_descriptions.gather(*sizes, dtype, entries, reach, fp8)
+        (out,) = TRITON_OPS.run(kernel, pages, scale if fp8 else lengths, page_table, lengths)
         return out
     found = cache.read(name, (page_table.clamp(0, cache.num_pages - 1),))
     found = found.flatten(1, 2)[:, entries.first :]

@@ -70,6 +70,7 @@ COMPILED = (
     ("verify", 90, "paged_gather:gather"),
     ("decode fp8", 90, "decode:partials"),
     ("decode fp8", 89, "decode:finish"),
+    ("decode fp8", 90, "paged_gather:gather"),
     ("decode fp8", 90, "paged_append:append"),
 )
 # Bytes that a thread may keep in local memory: registers of loops with masks.

@@ -130,15 +130,16 @@ def test_decode_equals_whole_sequences(name):
 
 
 @kernel
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 @pytest.mark.parametrize(
     "sizes", [Sizes(separate=True), Sizes(2, 1, 24, 40, ODD)], ids=["own keys", "odd"]
 )
-def test_rows_are_copied_side_by_side(sizes, monkeypatch):
+def test_rows_are_copied_side_by_side(sizes, fp8, monkeypatch):
     """One launch an array gives what torch's indexing gives, bit for bit; of the NaN that stand
     behind rows and before the windows of the last 20 queries there is none.
     """
     block = sizes.config.select_block
-    given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4).inputs()
+    given = Call(Rows(sizes, [0, 1, block, 4 * block]), 1, width=4, fp8=fp8).inputs()
     monkeypatch.setattr(decode_descriptions, "GATHERED", 512)  # several programs a row
     if INTERPRETED:
         monkeypatch.setattr(paged, "append_why_not", lambda cache: None)

@@ -172,10 +172,13 @@ def gather(
     dtype: str,
     entries: Any,
     reach: int,
+    fp8: bool = False,
 ) -> TritonKernel:
-    """Arrays: pages, page_table, lengths; result: `[rows, S, heads, width]`.
+    """Arrays: pages, their scales (where there are none: any), page_table, lengths; result:
+    `[rows, S, heads, width]`.
 
     Args:
+      dtype: of the result, and of pages but those in `fp8`.
       pages: of a row's table; pool: pages that there are.
       entries: `nsa_core.paged_layout.Entries` of a page.
       reach: the last tokens of a row, whose entries are copied; others are zeros.
@@ -195,6 +198,8 @@ def gather(
             "ELEMENTS": heads * width,
             "COLUMNS": columns,
             "ENTRIES": together,
+            "HEADS": heads,
+            "FP8": fp8,
         },
     )
 

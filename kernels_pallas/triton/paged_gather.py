@@ -2,7 +2,7 @@
 
 A program has some entries of one row, all heads. Entries that no query looks at are zeros, so that
 what stands in their pages is neither read nor multiplied. What bounds it is the memory's
-bandwidth: each entry is read once and written once.
+bandwidth: each entry is read once and written once. Entries in fp8 are written as 16 bits or 32.
 """
 
 import triton
@@ -15,6 +15,7 @@ from kernels_pallas.triton.rows import load_rows, store_rows
 @triton.jit(do_not_specialize=["M", "P", "S", "reach"])
 def gather(
     pages,
+    scale,
     page_table,
     lengths,
     M,
@@ -29,11 +30,14 @@ def gather(
     ELEMENTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Programs: B * cdiv(S, ENTRIES).
 
     Args:
-      pages: `[P, PER_PAGE, ELEMENTS]`; page_table: int32 `[B, M]`; lengths: int32 `[B]`.
+      pages: `[P, PER_PAGE, ELEMENTS]`; scale: float32 `[P, HEADS, PER_PAGE]`, read if `FP8`.
+      page_table: int32 `[B, M]`; lengths: int32 `[B]`.
       S: entries of a row; entry `i` stands at place `FIRST + i` of the row's pages and is of the
         tokens `i STRIDE .. i STRIDE + BLOCK - 1`.
       reach: the last tokens of a row, which are looked at.
@@ -48,4 +52,10 @@ def gather(
     seen = inside & (token + BLOCK <= length) & (token >= length - reach)
     place = entry_place(page_table + row * M, entry + FIRST, seen, P, PER_PAGE)
     found = load_rows(pages, place, seen, ELEMENTS, COLUMNS)
+    if FP8:
+        head = tl.arange(0, COLUMNS) // (ELEMENTS // HEADS)
+        at = place // PER_PAGE * (HEADS * PER_PAGE) + place % PER_PAGE
+        mask = seen[:, None] & (head < HEADS)[None, :]
+        scales = tl.load(scale + at[:, None] + head[None, :] * PER_PAGE, mask=mask, other=0.0)
+        found = found.to(tl.float32) * scales
     store_rows(out, row * S + entry, found, inside, ELEMENTS, COLUMNS)
