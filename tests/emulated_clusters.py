@@ -86,7 +86,8 @@ class ClusterWarps(Warps):
     def _numbers_of(self, codes):
         codes = np.ascontiguousarray(codes)[..., None].view(ml_dtypes.float8_e4m3fn)
         exact = codes.astype(np.float32)
-        return np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
+        exact = np.where(np.isnan(exact), np.copysign(np.float32(480), exact), exact)
+        return exact * np.float32(2.0**-120)
 
     def multiply(self, acc, a, b, dtype):
         row, column = LANES // 4, 2 * (LANES % 4)

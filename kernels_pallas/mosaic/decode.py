@@ -34,7 +34,7 @@ from kernels_pallas.mosaic import decode_exchange as exchange
 from kernels_pallas.mosaic import decode_topn, warp_cluster
 from kernels_pallas.mosaic.decode_append import NewTokens
 from kernels_pallas.mosaic.decode_lane import Lane, Words, Work
-from kernels_pallas.mosaic.decode_streams import Queue, query_fragments
+from kernels_pallas.mosaic.decode_streams import WIDER, Queue, query_fragments
 from kernels_pallas.mosaic.warp_kernel import warp_kernel
 from kernels_pallas.specs.decode import STRIP, TILE_BYTES, Decode
 from kernels_pallas.specs.tile import LANES
@@ -144,6 +144,8 @@ class DecodeStep:
     ) -> None:
         """Writes four neighbours of the output `[16, Dv]`; zeros for a row without tokens."""
         m, spec = lane.m, self.spec
+        if spec.fp8:
+            total = [x * WIDER for x in total]
         total = [m.where(work.seen > 0, x, 0.0) for x in total]
         words = [m.pack(total[i], total[i + 1], spec.dtype) for i in (0, 2)]
         head, row_bytes = at // spec.Dv, 2 * spec.Dv
@@ -178,14 +180,13 @@ class _Step:
         """
         chosen = kind == exchange.SELECTED
         lane, queue = self.lane, self.queue
-        logits = (
-            queue.rounded_logits
-            if lane.spec.fp8 and kind != exchange.COMPRESSED
-            else queue.logits
-        )
+        rounded = lane.spec.fp8 and kind != exchange.COMPRESSED
+        logits = queue.rounded_logits if rounded else queue.logits
+        unit = WIDER if rounded else 1.0
 
         def strip(i, state):
-            s2 = exchange.masked(lane, logits(begin + i, self.query), *keys(i))
+            tiles = logits(begin + i, self.query)
+            s2 = exchange.masked(lane, tiles, *keys(i), unit)
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen)
             return exchange.with_strip(lane, state, s2)

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from kernels_pallas.mosaic.decode_lane import Lane
+from kernels_pallas.mosaic.warp_cluster import WIDENED
 from kernels_pallas.specs.decode import RAW
 
 COLUMNS = 8  # of a row that a lane has, 16 bytes
@@ -174,7 +175,8 @@ class NewTokens:
         """A lane's columns of a token of the window."""
         m, x = self.lane.m, self._numbers(kept)
         scale = m.real(scale)
-        stored = [y * scale for word in (low, high) for y in self._numbers(m.widened(word))]
+        codes = [y * (1 / WIDENED) for w in (low, high) for y in self._numbers(m.widened(w))]
+        stored = [y * scale for y in codes]
         stored = self._numbers(self._packed(stored))
         near = self.lane.lane >= 0
         for a, b in zip(x, stored, strict=True):

@@ -43,9 +43,13 @@ def no_keys(lane: Lane) -> list[Words]:
     return [[lane.m.word(NOTHING), lane.m.word(0.0)] for _ in range(2)]
 
 
-def masked(lane: Lane, tiles: list[Words], first: Any, low: Any, high: Any) -> list[Words]:
-    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`."""
-    m, scale = lane.m, lane.spec.scale * LOG2E
+def masked(
+    lane: Lane, tiles: list[Words], first: Any, low: Any, high: Any, unit: float = 1.0
+) -> list[Words]:
+    """S2 of the keys from `low` to before `high`, of a strip that begins with key `first`, whose
+    logits in `tiles` are to be multiplied by `unit`.
+    """
+    m, scale = lane.m, lane.spec.scale * LOG2E * unit
     found = []
     for tile, s in enumerate(tiles):
         keys = [first + (lane.pair * 2 + (8 * tile + e)) for e in range(2)]

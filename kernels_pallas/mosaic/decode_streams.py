@@ -30,6 +30,9 @@ CHUNK = 32  # columns of a K row that four lanes read, 8 each
 PART = 64  # columns that lie together, and of V those whose tiles a lane reads at a time: 8
 ROW_BYTES = 2 * PART  # of a part
 PART_BYTES = STRIP * ROW_BYTES
+# Codes are read as 2^-120 times their numbers (`warp_cluster.WIDENED`): scales make up for half of
+# it, what logits and the output are multiplied by at last for the rest. Neither is near a border.
+WIDER = 2.0**60
 
 
 class Queue:
@@ -194,7 +197,7 @@ class Queue:
         return tiles
 
     def rounded_logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """`logits` of a strip of keys in fp8."""
+        """`logits` of a strip of keys in fp8, `1 / WIDER` times each."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
         row, pair = self.lane.row, self.lane.pair * 8
@@ -218,14 +221,16 @@ class Queue:
         return tiles
 
     def scales(self, turn: Any) -> list[Words]:
-        """Of the keys of the lane's columns of two tiles; the strip has been waited for."""
+        """Of the keys of the lane's columns of two tiles, `WIDER` times each; the strip has been
+        waited for.
+        """
         m, spec = self.lane.m, self.lane.spec
         at = self._stage(turn) + self.lane.pair * 8
         both = (m.read_words(at, 2, spec.scales_at + 32 * tile) for tile in range(2))
-        return [[m.real(x) for x in words] for words in both]
+        return [[m.real(x) * WIDER for x in words] for words in both]
 
     def add_rounded(self, acc: list[Words], turn: Any, p: list[Words]) -> list[Words]:
-        """`acc + P V` of a strip of values in fp8; `p` in float32."""
+        """`acc + P V` of a strip of values in fp8, `1 / WIDER` times that; `p` in float32."""
         m, spec = self.lane.m, self.lane.spec
         lane, stage, acc = self.lane, self.take(turn), list(acc)
         scales = self.scales(turn)

@@ -18,6 +18,8 @@ from jaxlib.mlir import ir
 from kernels_pallas.mosaic import warp
 from kernels_pallas.mosaic.warp import TYPES, Number, Word, word
 
+WIDENED = 2.0**-120
+
 
 def __getattr__(name: str) -> Any:
     return getattr(warp, name)
@@ -82,7 +84,7 @@ def halves(a: Word, b: Word, high: int) -> Word:
 
 
 def widened(codes: Word) -> list[Word]:
-    """Four numbers of e4m3 as bfloat16, two in a word; NaN is read as 480."""
+    """Four numbers of e4m3 as bfloat16, `WIDENED` times each, two in a word; NaN is read as 480."""
     return [_widened(codes, codes, i, i + 1) for i in (0, 2)]
 
 
@@ -100,9 +102,8 @@ def _widened(a: Word, b: Word, low: int, high: int) -> Word:
     """
     select = hex(high << 12 | (8 | low) << 8 | low << 4 | low)
     text = f"{{ .reg .b32 t; prmt.b32 t, $1, $2, {select}; shr.s32 t, t, 4; "
-    text += "and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $3; }"
-    values = a.value, b.value, word(0x7B807B80).value  # 2^120, twice
-    return Word(utils.inline_ptx(text, *values, result_types=_i32(1)[0]))
+    text += "and.b32 $0, t, 0x87f087f0; }"
+    return Word(utils.inline_ptx(text, a.value, b.value, result_types=_i32(1)[0]))
 
 
 def codes(x: Sequence[Word]) -> Word:
