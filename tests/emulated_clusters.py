@@ -229,11 +229,8 @@ class ClusterWarps(Warps):
             if not allowed[here].all():
                 raise RuntimeError("written over before others were waited for")
 
-    def copy(self, to, address, to_offset, offset):
-        self._copy(self.word(to) + to_offset, self._fetched(address + offset, 4), True)
-
-    def copy_word(self, to, address, only):
-        self._copy(self.word(to), self._fetched(address, 1), only)
+    def copy(self, to, address, to_offset, offset, only=True):
+        self._copy(self.word(to) + to_offset, self._fetched(address + offset, 4), only)
 
     def _copy(self, to, words, only):
         for i in range(len(words)):  # it may arrive at once

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+import nsa_jax
 import nsa_torch
 from bench.judge.parity import SCORE_SLACK, check_parity
 from kernels_pallas.mosaic import decode as body
@@ -200,6 +202,21 @@ def test_the_step_runs_on_a_paged_cache_in_fp8():
     out, _ = kernel.call(*plain)
     want = paged_attend.gathered(inputs, None, "sdpa").float().numpy()
     np.testing.assert_allclose(out.astype(np.float32), want, rtol=0, atol=0.02)
+
+
+def test_jax_runs_the_step_on_a_cache_in_fp8(rng):
+    config = NSAConfig(num_selected=6, window=130)
+    cache = nsa_jax.PagedCache(14, 1, 128, 128, config=config, dtype=jnp.float8_e4m3fn)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    table = jnp.asarray(rng.permutation(14)[:13][None], jnp.int32)
+    at = table, jnp.asarray([652], jnp.int32)
+    cache = nsa_jax.append(cache, draw(652, 1, 128), draw(652, 1, 128), *at)
+    asked = draw(1, 16, 128), jnp.asarray(rng.random((1, 16, 3), np.float32)), cache, *at
+    with interpreted(True):
+        out = nsa_jax.paged_attention(*asked, implementation="mosaic")
+    want = nsa_jax.paged_attention(*asked, implementation="gathered")
+    close = np.abs(np.asarray(out, np.float32) - np.asarray(want, np.float32)).max()
+    assert 0 < close < 0.02
 
 
 # New tokens.
@@ -461,18 +478,25 @@ def refilled_at_once(self, turn, chosen):
 
 
 def of_the_next_row(self, to, scales, copy=decode_streams._Rows.copy_scales):
-    self.first = self.first + 1
+    self.first = self.first + 4
     copy(self, to, scales)
-    self.first = self.first - 1
+    self.first = self.first - 4
 
 
 FP8_MUTANTS = {
-    "scales of the next row": (decode_streams._Rows, "copy_scales", of_the_next_row),
+    "strips begin at a multiple of four": (
+        decode_streams.Queue,
+        "scales",
+        lambda self, turn, begin, scales=decode_streams.Queue.scales: scales(
+            self, turn, begin * 0
+        ),
+    ),
+    "scales of the next rows": (decode_streams._Rows, "copy_scales", of_the_next_row),
     "a lane's scales are its neighbour's": (
         decode_streams.Queue,
         "scales",
-        lambda self, turn, scales=decode_streams.Queue.scales: [
-            x[::-1] for x in scales(self, turn)
+        lambda self, *at, scales=decode_streams.Queue.scales: [
+            x[::-1] for x in scales(self, *at)
         ],
     ),
     "codes are 2 % too large": (
@@ -639,6 +663,7 @@ def test_the_mutants_case_is_right(zero_query):
         ({"dtype": "float32"}, "dtype of bfloat16 or float16, got float32"),
         ({"fp8": True, "dtype": "float16"}, "bfloat16 beside pages in fp8, got float16"),
         ({"fp8": True, "D": 96}, "D of 64, 128 or 192 of pages in fp8, got 96"),
+        ({"fp8": True, "stride": 32}, "4, 8 or 16 of pages in fp8, got 2"),
         ({"table_pages": 129}, "page tables of up to 128 columns, got 129"),
         ({"D": 192, "variant": EIGHT_WARPS}, "of shared memory, needs"),
     ],

@@ -181,12 +181,14 @@ class _Step:
         chosen = kind == exchange.SELECTED
         lane, queue = self.lane, self.queue
         rounded = lane.spec.fp8 and kind != exchange.COMPRESSED
-        logits = queue.rounded_logits if rounded else queue.logits
-        unit = WIDER if rounded else 1.0
 
         def strip(i, state):
-            tiles = logits(begin + i, self.query)
-            s2 = exchange.masked(lane, tiles, *keys(i), unit)
+            seen = keys(i)
+            if rounded:
+                tiles, unit = queue.rounded_logits(begin + i, self.query, seen[0]), WIDER
+            else:
+                tiles, unit = queue.logits(begin + i, self.query), 1.0
+            s2 = exchange.masked(lane, tiles, *seen, unit=unit)
             exchange.keep(lane, place + i * TILE_BYTES, s2)
             queue.refill(begin + i + self.stages, chosen)
             return exchange.with_strip(lane, state, s2)
@@ -263,12 +265,14 @@ class _Step:
         acc = [[m.word(0.0)] * 4 for _ in range(lane.spec.Dv // 8)]
         if lane.spec.fp8:  # p is multiplied by scales before it is rounded
             norms, gate = self.compressed_norms, self.gates[0]
-            acc = self._add(acc, work.mine, queue.near, self.compressed_s2, norms, gate)
+            at = queue.near, self.compressed_s2
+            acc = self._add(acc, work.mine, *at, norms, gate, m.word(0))
         else:
             acc = self._repeat(work.mine, compressed, acc)
         norms = exchange.told(lane, exchange.SLIDING)
         begin = queue.near + work.mine
-        return self._add(acc, self.sliding, begin, self.sliding_s2, norms, self.gates[2])
+        at = begin, self.sliding_s2
+        return self._add(acc, self.sliding, *at, norms, self.gates[2], work.window_start)
 
     def score_selected(self) -> None:
         lane, work, m = self.lane, self.work, self.lane.m
@@ -287,10 +291,12 @@ class _Step:
         norms = exchange.told(self.lane, exchange.SELECTED)
         begin = self.queue.limit + self.selected
         times, place = self.selected, self.compressed_s2
-        return self._add(acc, times, begin, place, norms, self.gates[1])
+        return self._add(acc, times, begin, place, norms, self.gates[1], self.lane.m.word(0))
 
-    def _add(self, acc, times, begin, place, norms, gate) -> list[Words]:
-        """`acc + g P V` of strips at turns from `begin` on, of which `place` has S2."""
+    def _add(self, acc, times, begin, place, norms, gate, first) -> list[Words]:
+        """`acc + g P V` of strips at turns from `begin` on, of which `place` has S2; `first`: a key
+        that some strip begins with.
+        """
         lane, queue = self.lane, self.queue
         norms = exchange.gated(norms, gate)
 
@@ -298,7 +304,7 @@ class _Step:
             s2 = exchange.kept(lane, place + i * TILE_BYTES)
             p = exchange.probabilities(lane, s2, norms)
             if lane.spec.fp8:
-                acc = queue.add_rounded(acc, begin + i, p)
+                acc = queue.add_rounded(acc, begin + i, p, first)
             else:
                 acc = queue.add(acc, begin + i, exchange.left_operand(lane, p))
             queue.refill(begin + i + self.stages, True)

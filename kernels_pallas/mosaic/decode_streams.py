@@ -196,15 +196,15 @@ class Queue:
             tiles.append(acc)
         return tiles
 
-    def rounded_logits(self, turn: Any, query: list[Words]) -> list[Words]:
-        """`logits` of a strip of keys in fp8, `1 / WIDER` times each."""
+    def rounded_logits(self, turn: Any, query: list[Words], begin: Any) -> list[Words]:
+        """`logits` of a strip of keys in fp8 from `begin` on, `1 / WIDER` times each."""
         m, spec = self.lane.m, self.lane.spec
         stage, tiles = self.take(turn), []
         row, pair = self.lane.row, self.lane.pair * 8
         # Of 128 bytes of a row its four parts of 32 are exchanged; a lane has 8 bytes of each.
         whole = [stage + (row * ROW_BYTES + ((row & 3) << 5 ^ 32 * i) + pair) for i in range(4)]
         rest = stage + (row * (ROW_BYTES // 2) + pair)
-        scales = self.scales(turn)
+        scales = self.scales(turn, begin)
         for tile in range(2):
             acc = [m.word(0.0)] * 4
             for chunk in range(spec.D // CHUNK):
@@ -220,21 +220,28 @@ class Queue:
             tiles.append([x * scales[tile][i % 2] for i, x in enumerate(acc)])
         return tiles
 
-    def scales(self, turn: Any) -> list[Words]:
-        """Of the keys of the lane's columns of two tiles, `WIDER` times each; the strip has been
-        waited for.
+    def scales(self, turn: Any, begin: Any) -> list[Words]:
+        """Of the keys of the lane's columns of two tiles, `WIDER` times each, of a strip that has
+        been waited for; `begin`: its first key.
         """
         m, spec = self.lane.m, self.lane.spec
-        at = self._stage(turn) + self.lane.pair * 8
-        both = (m.read_words(at, 2, spec.scales_at + 32 * tile) for tile in range(2))
-        return [[m.real(x) * WIDER for x in words] for words in both]
+        at = self._stage(turn) + ((begin & 3) + self.lane.pair * 2 << 2)
+        keys = [[8 * tile + e for e in range(2)] for tile in range(2)]
+        return [[m.real(m.read(at, spec.scales_at + 4 * x)) * WIDER for x in y] for y in keys]
 
-    def add_rounded(self, acc: list[Words], turn: Any, p: list[Words]) -> list[Words]:
-        """`acc + P V` of a strip of values in fp8, `1 / WIDER` times that; `p` in float32."""
+    def add_rounded(
+        self, acc: list[Words], turn: Any, p: list[Words], begin: Any
+    ) -> list[Words]:
+        """`acc + P V` of a strip of values in fp8 from key `begin` on, `1 / WIDER` times that; `p`
+        in float32, 0 where a scale may be anything.
+        """
         m, spec = self.lane.m, self.lane.spec
         lane, stage, acc = self.lane, self.take(turn), list(acc)
-        scales = self.scales(turn)
-        p = [[x * scales[t][i % 2] for i, x in enumerate(tile)] for t, tile in enumerate(p)]
+        scales = self.scales(turn, begin)
+        p = [
+            [m.where(m.same(x, 0.0), 0.0, x * scales[t][i % 2]) for i, x in enumerate(tile)]
+            for t, tile in enumerate(p)
+        ]
         words = [
             m.pack(p[t][2 * r], p[t][2 * r + 1], spec.dtype) for t in range(2) for r in (0, 1)
         ]
@@ -303,11 +310,13 @@ class _Rows:
         return self.m.beyond(pages, page, self.page_rows * row_bytes, inside)
 
     def copy_scales(self, to: Any, scales: Any) -> None:
-        """A lane a row."""
+        """A lane four rows: those of the strip, from a multiple of four on. Rows past the last one
+        that is seen may be anything.
+        """
         lane, m = self.lane, self.m
-        page, row = self._place(lane.lane & (STRIP - 1))
-        at = m.beyond(scales, page, self.page_rows * 4, row * 4)
-        m.copy_word(to + (lane.spec.scales_at + lane.lane * 4), at, lane.lane < STRIP)
+        page, row = self._place(((self.first >> 2) + lane.lane << 2) - self.first)
+        at = m.beyond(scales, page, self.page_rows * 4, (row >> 2) * 16)
+        m.copy(to + lane.lane * 16, at, lane.spec.scales_at, 0, lane.lane < STRIP // 4 + 1)
 
     def copy_keys(self, to: Any, pages: Any, size: int) -> None:
         """The lowest bit of a row's number exchanges the halves of its parts; in fp8 (`size` 1) the

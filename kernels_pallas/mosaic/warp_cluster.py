@@ -181,15 +181,14 @@ def beyond(address: Word, steps: Word, size: Number, more: Word) -> Word:
     return Word(utils.inline_ptx(text, *values, result_types=i64))
 
 
-def copy(to: Word, address: Word, to_offset: int, offset: int) -> None:
-    """Starts a copy of 16 bytes of global memory to shared memory."""
+def copy(
+    to: Word, address: Word, to_offset: int, offset: int, only: Word | None = None
+) -> None:
+    """Starts a copy of 16 bytes of global memory to shared memory, where `only` holds; past the L1
+    cache, so that what another multiprocessor has put there is read.
+    """
     text = "cp.async.cg.shared.global.L2::128B"
-    _do(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address)
-
-
-def copy_word(to: Word, address: Word, only: Word) -> None:
-    """Starts a copy of 4 bytes of global memory to shared memory, where `only` holds."""
-    _only("cp.async.ca.shared.global [$0], [$1], 4;", to, address, only=only)
+    _only(f"{text} [$0+{to_offset}], [$1+{offset}], 16;", to, address, only=only)
 
 
 def end_copies() -> None:

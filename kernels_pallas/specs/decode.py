@@ -273,6 +273,11 @@ def why_not(spec: Decode) -> str | None:
             return f"the decode kernel takes bfloat16 beside pages in fp8, got {spec.dtype}"
         if spec.D % 64:
             return f"the decode kernel takes D of 64, 128 or 192 of pages in fp8, got {spec.D}"
+        if spec.per_page % 4:  # scales are copied four at a time
+            return (
+                "the decode kernel takes select_block / compress_stride of 4, 8 or 16 of pages in "
+                f"fp8, got {spec.per_page}"
+            )
         if spec.append and spec.compress_block % (spec.variant.warps // 2):
             return (
                 f"the decode kernel appends to pages in fp8 with compress_block of a multiple of "
