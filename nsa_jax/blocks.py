@@ -9,7 +9,7 @@ from nsa_core import block_lists, debug, paged_layout, validate
 from nsa_jax import geometry, jax_debug
 from nsa_jax.api import OutLse, selected_attention
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.jax_ops import JAX_OPS as OPS
 from nsa_jax.numerics import precision_of, scale_of, softmax, wide
 
@@ -101,8 +101,8 @@ def block_attention(
     if debug.on and not jax_debug.JAX.traced([block_indices]):
         block_lists.refuse_repeated(np.asarray(block_indices))
     parts = block_lists.parts_of(block_size, entries)
-    part = jnp.arange(parts, dtype=jnp.int32)
-    found = block_lists.for_kernels(jnp, block_indices, part, keys, block_size, kv_heads)
+    sizes = {"parts": parts, "keys": keys, "block_size": block_size, "kv_heads": kv_heads}
+    found = compiled(_for_kernels)(block_indices, **sizes)
     repeats = found.shape[2] // kv_heads
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
@@ -118,6 +118,10 @@ def block_attention(
         implementation=implementation,
     )
     return (out, lse) if return_residual else out
+
+
+def _for_kernels(lists, *, parts: int, **sizes):
+    return block_lists.for_kernels(jnp, lists, jnp.arange(parts, dtype=jnp.int32), **sizes)
 
 
 @any_rank
@@ -154,13 +158,30 @@ def paged_block_attention(
     """
     arrays = query, key_pages, value_pages, page_table, lengths, block_indices
     block_lists.check_paged(*arrays, block_size, cu_seqlens_q, scale)
+    found = compiled(_paged)(
+        *arrays, block_size=block_size, scale=scale, cu_seqlens_q=cu_seqlens_q
+    )
+    return found if return_residual else found[0]
+
+
+def _paged(
+    query,
+    key_pages,
+    value_pages,
+    page_table,
+    lengths,
+    block_indices,
+    *,
+    block_size,
+    scale,
+    cu_seqlens_q,
+):
     (count, heads, _), kv_heads = query.shape, key_pages.shape[2]
     capacity = page_table.shape[1] * key_pages.shape[1]
     lengths = jnp.minimum(lengths, capacity)
     tokens = paged_layout.tokens_of(OPS, lengths, cu_seqlens_q, count)
-    part = jnp.zeros(1, jnp.int32)
-    sizes = capacity, block_size, kv_heads
-    lists = block_lists.for_kernels(jnp, block_indices[None], part, *sizes)[0]
+    sizes = {"keys": capacity, "block_size": block_size, "kv_heads": kv_heads}
+    lists = _for_kernels(block_indices[None], parts=1, **sizes)[0]
     number = lists.shape[1]
     head = jnp.arange(number, dtype=jnp.int32) * kv_heads // number
 
@@ -188,4 +209,4 @@ def paged_block_attention(
     shared = [jax.lax.stop_gradient(x) for x in (page_table, key_pages, value_pages)]
     found = over_queries(chunk, per_token, shared, row_bytes * 4)
     out, lse = (x[0] for x in found)
-    return (out, lse) if return_residual else out
+    return out, lse

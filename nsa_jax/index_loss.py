@@ -7,9 +7,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from nsa_core import block_lists, index_loss, validate
+from nsa_core.index_loss import Teacher
 from nsa_jax import geometry
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.numerics import precision_of, wide
 
 
@@ -67,10 +68,31 @@ def indexer_kl(
         validate.positive("index_scale", index_scale, " or None")
     validate.segments(segment_ids, *key.shape[:2])
     validate.length(kv_len, query, segment_ids, key.shape[1])
+    scales = {
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+        "index_scale": index_query.shape[-1] ** -0.5 if index_scale is None else index_scale,
+    }
+    at = {"kv_len": kv_len, "segment_ids": segment_ids}
+    return compiled(_loss)(*given, teacher=teacher, block=block_size or 1, **scales, **at)
+
+
+def _loss(
+    query,
+    key,
+    lse,
+    index_query,
+    index_key,
+    block_indices,
+    *,
+    teacher: Teacher,
+    block: int,
+    scale: float,
+    index_scale: float,
+    kv_len,
+    segment_ids,
+):
     batch, length, _, width = query.shape
-    keys, block = key.shape[1], block_size or 1
-    scale = width**-0.5 if scale is None else scale
-    index_scale = index_query.shape[-1] ** -0.5 if index_scale is None else index_scale
+    keys = key.shape[1]
     at = {"kv_len": keys if kv_len is None else kv_len, "segment_ids": segment_ids}
     where = geometry.query_layout(batch, length, **at, config=block_lists.config_of(block, 1))
     repeats, listed = teacher.pairs // teacher.kv_heads, block_indices is not None

@@ -11,7 +11,7 @@ from nsa_core import validate
 from nsa_core.index import Index
 from nsa_jax import geometry, jax_problem
 from nsa_jax.chunks import over_queries
-from nsa_jax.eager import any_rank
+from nsa_jax.eager import any_rank, compiled
 from nsa_jax.numerics import precision_of, wide
 from nsa_jax.select import choose
 
@@ -78,17 +78,10 @@ def index_blocks(
     else:
         tokens = length
     index_query, index_key = lax.stop_gradient((index_query, index_key))
-    options = {"kv_len": tokens, "segment_ids": segment_ids, "config": index.config}
-    where = geometry.query_layout(batch, length, **options)
     name = _implementation(implementation, index, index_query, index_key, segment_ids)
-    if name == "triton":
-        from nsa_jax.triton_ops import TRITON_OPS
-
-        sizes = index.sizes(index_query, index_key)
-        kernel = index_descriptions.index_blocks(sizes, TRITON_OPS.capability(index_query))
-        position = jnp.asarray(where.position, jnp.int32)
-        return TRITON_OPS.run(kernel, index_query, index_key, position)[0]
-    return _in_chunks(index_query, index_key, where, index, segment_ids is not None)
+    run = compiled(_on_triton if name == "triton" else _in_chunks)
+    at = {"kv_len": tokens, "segment_ids": segment_ids}
+    return run(index_query, index_key, index=index, **at)
 
 
 def _implementation(asked: str | None, index: Index, query, key, segment_ids) -> str:
@@ -118,9 +111,22 @@ def _device_why_not(query) -> str | None:
     return capability.copies_why_not(found, query.dtype, "jax")
 
 
-def _in_chunks(query, key, where, index: Index, packed: bool):
-    batch, _, heads, _ = query.shape
+def _on_triton(query, key, *, index: Index, **at):
+    from nsa_jax.triton_ops import TRITON_OPS
+
+    where = geometry.query_layout(*query.shape[:2], **at, config=index.config)
+    kernel = index_descriptions.index_blocks(
+        index.sizes(query, key), TRITON_OPS.capability(query)
+    )
+    position = jnp.asarray(where.position, jnp.int32)
+    return TRITON_OPS.run(kernel, query, key, position)[0]
+
+
+def _in_chunks(query, key, *, index: Index, **at):
+    batch, length, heads, _ = query.shape
     rows, config = key.shape[1], index.config
+    where = geometry.query_layout(batch, length, **at, config=config)
+    packed = at["segment_ids"] is not None
     # A block of the query's own may have no key yet.
     blocks = index.num_blocks(rows) + (index.entry > 1)
 

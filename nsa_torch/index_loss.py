@@ -60,8 +60,8 @@ def indexer_kl(
       scale: of the attention's logits; None: `D**-0.5`. index_scale: None: `Di**-0.5`.
       kv_len: number of keys; None: `S`.
       cu_seqlens: `[num_seqs + 1]`, a packed batch (see `nsa_torch.functional`).
-      implementation: `torch` or None (a chunk of queries at a time), or `triton` (kernels: GPUs from
-        Ampere on; named blocks, no packed rows, an index head for each key/value head or more;
+      implementation: `torch` or None (a chunk of queries at a time), or `triton` (kernels: GPUs
+        from Ampere on; named blocks, no packed rows, an index head for each key/value head or more;
         keeps a number of 16 bits for each query, index head and listed key).
 
     Returns:
