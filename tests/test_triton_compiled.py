@@ -34,7 +34,6 @@ DECODE = {
 }
 INDEX = {
     "m3": IndexSizes(1, 32768, 32768, 4, 128, "bfloat16", 128, 1, 16, 0, 1),
-    "many": IndexSizes(1, 32768, 32768, 6, 64, "float16", 64, 1, 64, 1, 2),
     "loss": LossSizes(
         1, 32768, 32768, 64, 4, 128, 4, 128, 16, 128, "bfloat16", "bfloat16", 0.1, 0.1
     ),
@@ -42,10 +41,7 @@ INDEX = {
 }
 COMPILED = (
     ("m3", 90, "index:index_blocks"),
-    ("m3", 86, "index:index_blocks"),
-    ("many", 80, "index:index_blocks"),
     ("loss", 90, "index_kl:kl_rows"),
-    ("loss", 80, "index_kl:index_key_partials"),
     ("index32", 89, "index:index_blocks"),
     ("paper", 80, "interval:forward"),
     ("paper", 89, "selected:dq"),
