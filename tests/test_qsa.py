@@ -1,0 +1,125 @@
+"""QSA, the sparse attention of `qwen4_exp`, by `index_blocks` and `block_attention` with a tail:
+transformers' own layer, which loops over queries, gives the same outputs.
+"""
+
+import pytest
+import torch
+from transformers import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4
+
+import nsa_torch
+
+B, T, EMBED, HEADS, KV_HEADS, WIDTH = 2, 61, 64, 6, 2, 16
+INDEX_HEADS, INDEX_WIDTH, RATIO, BUDGET = 2, 16, 4, 20
+
+
+def layer():
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = Qwen4ExpTextConfig(
+        vocab_size=64,
+        hidden_size=EMBED,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=WIDTH,
+        layer_types=["full_attention"] * 2,  # whose name the configuration changes
+        indexer_n_heads=INDEX_HEADS,
+        indexer_kv_heads=1,
+        indexer_head_dim=INDEX_WIDTH,
+        indexer_budget=BUDGET,
+        indexer_compress_ratio=RATIO,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        eos_token_id=2,
+        rope_parameters=rope | {"mrope_section": [2, 1, 1]},
+    )
+    config._attn_implementation = "eager"
+    module = qwen4.Qwen4ExpTextAttention(config, 0)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return module, qwen4.Qwen4ExpTextRotaryEmbedding(config)
+
+
+def normed(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+
+
+def rotated(x, cos, sin):
+    """`[B, T, heads, D]`: the first channels, in halves."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    one, two = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
+    return torch.cat([turned, rest], -1)
+
+
+def on_blocks(weights, x, cos, sin):
+    """The layer's output, and the scores of complete blocks `[B, T, N]`."""
+    heads = lambda name, n: (x @ weights[f"{name}.weight"].T).unflatten(-1, (n, -1))
+    of = lambda name, y, *at: rotated(normed(y, weights[f"{name}.weight"]), *(at or (cos, sin)))
+    query, gate = heads("q_proj", HEADS).chunk(2, -1)
+    query, key = of("q_norm", query), of("k_norm", heads("k_proj", KV_HEADS))
+    both = heads("indexer.index_qk_proj", INDEX_HEADS + 1)
+    index_query = of("indexer.q_layernorm", both[:, :, :INDEX_HEADS])
+    blocks = T // RATIO
+    pooled = both[:, : blocks * RATIO, INDEX_HEADS:].unflatten(1, (blocks, RATIO)).mean(2)
+    first = torch.arange(blocks) * RATIO
+    index_key = of("indexer.k_layernorm", pooled, cos[first], sin[first]).squeeze(2)
+    lists = nsa_torch.index_blocks(
+        index_query,
+        index_key,
+        entry=RATIO,
+        pool=1,
+        num_selected=BUDGET // RATIO,
+        num_local=0,
+        activation="relu",
+        reduce="sum",
+    )
+    value = heads("v_proj", KV_HEADS)
+    out = nsa_torch.block_attention(query, key, value, lists, block_size=RATIO, include="tail")
+    gated = out.flatten(2) * torch.sigmoid(gate.flatten(2))
+    scores = torch.einsum("bthd,bsd->bths", index_query, index_key).relu().sum(2)
+    return gated @ weights["o_proj.weight"].T, scores
+
+
+@torch.no_grad()
+def test_a_layer_is_transformers():
+    """But for queries whose last block and the next one have the same score, zero as a rule."""
+    module, embedding = layer()
+    x, position = torch.randn(B, T, EMBED), torch.arange(T)
+    hidden = torch.finfo(torch.float32).min
+    causal = torch.zeros(T, T).masked_fill(position > position[:, None], hidden)
+    cos, sin = embedding(x, position[None, None].expand(3, B, -1))
+    want, _ = module(x, (cos, sin), causal.expand(B, 1, T, T))
+    got, scores = on_blocks(module.state_dict(), x, cos[0], sin[0])
+    n, complete = (
+        BUDGET // RATIO,
+        torch.arange(1, T // RATIO + 1) * RATIO - 1 <= position[:, None],
+    )
+    best = scores.masked_fill(~complete, -1).sort(-1, descending=True).values
+    tied = (best[..., n - 1] == best[..., n]) & (best[..., n] >= 0)
+    assert 0 < tied.sum() < B * T / 8
+    torch.testing.assert_close(got[~tied], want[~tied], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_the_first_tokens_see_all(length):
+    """The tail alone, then a complete block without one."""
+    make = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, length, n, 8, generator=make) for n in (2, 1))
+    lists = nsa_torch.index_blocks(
+        query, key[:, :: RATIO, 0][:, : length // RATIO], entry=RATIO, pool=1, num_selected=2,
+        num_local=0, activation="relu", reduce="sum", kv_len=length,
+    )  # fmt: skip
+    got = nsa_torch.block_attention(query, key, key, lists, block_size=RATIO, include="tail")
+    pair = (x.transpose(1, 2) for x in (query, key, key))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *pair, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(got, want.transpose(1, 2), rtol=0, atol=1e-5)
