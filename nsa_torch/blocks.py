@@ -43,7 +43,8 @@ def block_attention(
         for which keys and values are repeated. In any order; negative entries are empty, and
         blocks after the query's own, or beyond the keys, are not seen. A block must not be named
         twice: it would count twice.
-      block_size: tokens of a block. Kernels take multiples of 16 up to 128.
+      block_size: tokens of a block. Kernels take multiples of 16 up to 128, larger multiples of 64
+        where these cut into 64 make up to 64 entries.
       scale: of the logits; None: `D**-0.5`.
       include: `selected`; `tail`: also the query's own block where the query is not its last
         token, which must not be named then.

@@ -88,6 +88,7 @@ CASES = (
     Case(T=61, S=61, B=1, segments=(20, 0, 1, 33)),
     Case(lengths=(52, 70)),
     Case(block=64, n=40, T=9, S=200, H=2, G=1),  # more entries than blocks
+    Case(block=192, n=2, T=30, S=500, H=2, G=1, B=1),  # three of 64
 )
 by_case = pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 
@@ -325,6 +326,7 @@ def test_valid_queries_come_first():
 
 def test_a_block_of_128_is_two_of_64():
     assert block_lists.parts_of(128, 16) == 2 and block_lists.parts_of(128, 32) == 2
+    assert block_lists.parts_of(192, 21) == 3 and block_lists.parts_of(256, 17) == 1
     assert block_lists.parts_of(128, 33) == block_lists.parts_of(64, 16) == 1
 
 
