@@ -21,8 +21,8 @@ What follows from them is made anew in each call, or once a batch: `varlen_metad
 All functions return gradients for floating tensors, through the log-sum-exp too, where `fa2`
 alone has none and raises; none flows through the block indices. `reference` alone has second
 derivatives: of the others a backward pass that autograd records (`create_graph=True`) raises.
-Bad input raises `ValueError`
-(argument, expected, got); what an implementation cannot do raises `NotImplementedError`.
+Bad input raises `ValueError` (argument, expected, got); what an implementation cannot do raises
+`NotImplementedError`.
 """
 
 import contextlib
