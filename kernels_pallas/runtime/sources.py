@@ -63,9 +63,12 @@ class Sources:
         key = frozenset(roots)
         if (found := self._digests.get(key)) is None:
             parts = {name: self.module(name).digest for name in self.closure(key)}
-            recorder = plain_c((self.folder / RECORDER).read_text())
-            found = self._digests[key] = _hash([parts, recorder])
+            found = self._digests[key] = _hash([parts, self._recorder])
         return found
+
+    @functools.cached_property
+    def _recorder(self) -> str:
+        return plain_c((self.folder / RECORDER).read_text())
 
     def closure(self, roots: Iterable[str]) -> list[str]:
         """The names of the modules that `digest` reads."""
