@@ -270,6 +270,21 @@ def test_a_graph_serves_any_number_of_documents_that_there_is_room_for(tmp_path,
         assert (learner.room, len(captures), len(learner.captured)) == (room, count, 1)
 
 
+def test_a_program_serves_any_number_of_documents_that_there_is_room_for(tmp_path, monkeypatch):
+    """In JAX, of a row of any process."""
+    run = run_of(tmp_path, "jax", task("nsa"))
+    learner = variants.learner(run.variant, run.task, tmp_path)
+    tokens = run.batches.train(0).tokens
+    others = [1]
+    monkeypatch.setattr(learner.ranks, "gather", lambda value: [value, [0, others[0]]])
+    for n, others[0], room in ((2, 1, 8), (20, 1, 32), (3, 1, 32), (2, 70, 128)):
+        ids = np.sort(np.arange(tokens.size).reshape(tokens.shape) % n, axis=1)
+        before, learner.compiled = learner.program, "a program"
+        learner._rows(Batch(tokens, ids.astype(np.int32)))
+        assert learner.program.max_segments == room
+        assert (learner.compiled is None) == (learner.program != before)
+
+
 def test_the_time_of_a_step_holds_what_comes_before_it(tmp_path):
     """Drawing of batches, but no checkpoint; before a checkpoint no following batch is given."""
     told = []

@@ -25,6 +25,8 @@ from .parallel import Parallel
 from .ranks import Ranks
 from .spec import DivergedError, Task, Training
 
+FEWEST_SEGMENTS = 8  # of a row that a program has room for
+
 
 class Rows(NamedTuple):
     """Micro-batches, on the devices."""
@@ -71,6 +73,7 @@ class Program(NamedTuple):
     training: Training
     dtype: jnp.dtype
     layout: Layout | None  # None: one device
+    max_segments: int | None = None  # documents of a row at most; None: rows have none
 
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """AdamW without the learning rate and the clipping."""
@@ -105,7 +108,8 @@ def _losses(program: Program, params, tokens, segment_ids) -> jax.Array:
     tokens = tokens.astype(jnp.int32)
     inputs = None if segment_ids is None else segment_ids[:, :-1]
     again = layout is not None and layout.mesh.shape[jax_parallel.FSDP] > 1
-    logits = nnx.merge(program.graphdef, params)(tokens[:, :-1], inputs, prepare, again)
+    model, limit = nnx.merge(program.graphdef, params), program.max_segments
+    logits = model(tokens[:, :-1], inputs, prepare, again, limit)
     losses = optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), tokens[:, 1:]
     )
@@ -408,9 +412,20 @@ class Learner:
         if batch.segment_ids is None:
             total *= self.ranks.size
         else:
-            total = max(1, sum(self.ranks.gather(total)))
+            told = self.ranks.gather([total, int(share.documents(batch).max())])
+            total = max(1, sum(tokens for tokens, _ in told))
+            self._make_room(max(documents for _, documents in told))
         ids = None if batch.segment_ids is None else self._placed(batch.segment_ids)
         return Rows(self._placed(batch.tokens), np.float32(total), ids)
+
+    def _make_room(self, documents: int) -> None:
+        """For so many in a row, the same in all processes, which run one program. It never
+        shrinks: a program serves fewer of them.
+        """
+        if documents > (self.program.max_segments or 0):
+            power = 1 << (documents - 1).bit_length()
+            self.program = self.program._replace(max_segments=max(FEWEST_SEGMENTS, power))
+            self.compiled = None
 
     def _placed(self, x: np.ndarray) -> jax.Array:
         """Rows as micro-batches, on the devices."""

@@ -140,15 +140,25 @@ class LM(nnx.Module):
     def hyper_parameters(self) -> dict[str, Any]:
         return self.spec.as_dict()
 
-    def __call__(self, tokens, segment_ids=None, prepare=None, again: bool = False):
+    def __call__(
+        self,
+        tokens,
+        segment_ids=None,
+        prepare=None,
+        again: bool = False,
+        max_segments: int | None = None,
+    ):
         """`prepare` makes the weights of a block of those that are stored, where it runs; for
-        the backward pass `again`, or they are kept."""
+        the backward pass `again`, or they are kept. `max_segments`: as of `varlen_metadata`."""
         x = self.embedding[...][tokens].astype(self.dtype)
         graphs, states = zip(*map(nnx.split, self.blocks), strict=True)
         packed: dict[str, Any] = {}
         if segment_ids is not None and self.spec.attention == "nsa":
             # Here, so that no block makes it, nor a backward pass.
-            packed["varlen"] = varlen_metadata(segment_ids, config=self.spec.layer.config)
+            limit = {"max_segments": max_segments}
+            packed["varlen"] = varlen_metadata(
+                segment_ids, config=self.spec.layer.config, **limit
+            )
         elif segment_ids is not None:
             packed["segment_ids"] = segment_ids
 

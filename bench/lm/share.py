@@ -80,11 +80,11 @@ def count(batch: Batch) -> int:
     return rows * (width - 1) if which is None else int(which.sum())
 
 
-def documents(batch: Batch) -> int:
-    """How many the rows of its inputs have, padding among them."""
+def documents(batch: Batch) -> np.ndarray:
+    """How many each row of its inputs has, padding among them, `[rows]`."""
     assert batch.segment_ids is not None
     ids = batch.segment_ids[:, :-1]
-    return len(ids) + int((ids[:, 1:] != ids[:, :-1]).sum())
+    return 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)
 
 
 def check_vocabulary(batch: Batch, vocabulary: int) -> None:

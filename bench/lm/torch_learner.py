@@ -248,7 +248,8 @@ class Learner:
         """
         parts, count = share.split(batch, self.accumulate), share.count(batch)
         if batch.segment_ids is not None:
-            told = self.ranks.gather([count, max(map(share.documents, parts))])
+            most = max(int(share.documents(part).sum()) for part in parts)
+            told = self.ranks.gather([count, most])
             count = sum(tokens for tokens, _ in told) / self.ranks.size
             self._make_room(max(documents for _, documents in told))
         total, found = torch.tensor(max(1.0, count), device=self.place), []
