@@ -91,7 +91,7 @@ def test_train_jax_learns(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--attention", "fast"], "--attention must be of nsa, dense, got 'fast'"),
+        (["--serve", "fast"], "--serve must be of nsa, dense, vllm, got 'fast'"),
         (["--gpu_time", "--device", "cpu"], "--gpu_time needs a GPU, got --device cpu"),
         (["--requests", "0"], "--requests must be at least 1, got 0"),
     ],

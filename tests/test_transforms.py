@@ -126,6 +126,7 @@ IMPORTS = {
     r"os\.environ|getenv": [
         "bench/__init__.py",
         "bench/harness/seed_env.py",
+        "bench/lm/experiments.py",  # which GPUs there are: each run sees one of them
         "bench/harness/launchers.py",  # those of torchrun, srun, mpirun
         "kernels_pallas/triton/capability.py",  # CC, as Triton reads it
         # These hand a changed copy to a child:

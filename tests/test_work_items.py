@@ -205,7 +205,7 @@ def sum_of_all(self, warp, x):
     return warp.word(x.sum(axis=1, keepdims=True)) - x
 
 
-def one_less(self, capacities=WorkItems.capacities.fget):
+def one_less(self, capacities=WorkItems.capacities.func):
     return tuple(max(capacity - 1, 0) for capacity in capacities(self))
 
 
