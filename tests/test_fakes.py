@@ -4,6 +4,9 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels_pallas.mosaic import capability
 from nsa_core.config import NSAConfig
@@ -76,3 +79,27 @@ def test_fakes_are_what_plans_make(kind):
             grad, kept = torch.empty_like(fakes[0]), fakes[call.kept]
             grads = gradient(kind, grad, kept, tensors, *rest)
             check(grads, call.backward.plan([grad, *kept, *tensors, *rest], None))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fakes_of_sizes_without_numbers(kind):
+    """As `torch.compile(dynamic=True)` asks: sizes are symbols, which nobody can hash."""
+    operator = getattr(torch.ops.nsa, kind.partition("/")[0])
+    for seed in range(3):
+        tensors, rest = arguments(kind, random.Random(f"{kind} {seed}"))
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+
+        def symbolic(values, mode=mode):
+            return [
+                mode.from_tensor(x, source=ConstantSource(f"{len(values)}_{i}"))
+                if isinstance(x, torch.Tensor)
+                else x
+                for i, x in enumerate(values)
+            ]
+
+        with capability.interpreted(True):
+            want = operator(kind, tensors, *rest)
+            with mode:
+                found = operator(kind, symbolic(tensors), *symbolic(rest))
+        for x, y in zip(found, want, strict=True):
+            assert tuple(map(int, x.shape)) == tuple(y.shape) and x.dtype == y.dtype

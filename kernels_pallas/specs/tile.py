@@ -64,7 +64,6 @@ def warp_grid(rows: int, warps: int) -> tuple[int, int]:
     return rows, cdiv(warps, WARPS)
 
 
-@functools.cache
 def slab_width(*widths: int) -> int:
     """Columns of a slab: all `widths`, which are multiples of 16, are multiples of it."""
     common = math.gcd(*widths)
