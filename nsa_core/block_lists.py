@@ -15,7 +15,7 @@ INCLUDES = ("selected", "tail")
 ANY = NSAConfig()  # what is asked of shapes alone is the same for all
 # A block of 128 as two of 64 is the same function: kernels of 64 keep more CTAs on an SM, and store
 # dS. Beyond so many entries no kernel takes a list.
-WHOLE_BLOCK, MOST_ENTRIES = 64, 64
+WHOLE_BLOCK, MAX_ENTRIES = 64, 64
 
 
 def config_of(block_size: int, entries: int) -> NSAConfig:
@@ -26,7 +26,7 @@ def config_of(block_size: int, entries: int) -> NSAConfig:
 def parts_of(block_size: int, entries: int) -> int:
     """Into how many blocks one is cut for the kernels, lists of so many `entries`."""
     parts = block_size // WHOLE_BLOCK
-    cut = block_size % WHOLE_BLOCK == 0 and entries * parts <= MOST_ENTRIES
+    cut = block_size % WHOLE_BLOCK == 0 and entries * parts <= MAX_ENTRIES
     return parts if cut else 1
 
 

@@ -17,7 +17,7 @@ from nsa_core.steps import key_bounds, mosaic_backward, mosaic_forward
 from nsa_torch import triton_ops
 from nsa_torch.torch_ops import capability_of
 
-MOST = 2**14  # numbers that one program adds up
+MAX_NUMBERS = 2**14  # numbers that one program adds up
 PITCH = 64  # of rows that kernels read: 256 bytes
 
 type Made = Sequence[Tensor] | None  # None: by torch
@@ -60,7 +60,7 @@ def _search(count: int, numbers: int, size: int = 256) -> tuple[int, dict[str, i
 
 
 def _sequences(borders, *, capacity):
-    if capacity.B != 1 or capacity.sequences > MOST:
+    if capacity.B != 1 or capacity.sequences > MAX_NUMBERS:
         return None
     config, room = capacity.config, 1 << (capacity.sequences - 1).bit_length()
     out, rows = _rows(borders, 5, capacity.sequences)
@@ -106,7 +106,7 @@ def _places_of_keys(start, place, *, capacity):
 
 def _query_tiles(start, end, *, capacity, tokens):
     count, tiles = capacity.sequences, capacity.query_tiles(tokens)
-    if capacity.B != 1 or count > MOST:
+    if capacity.B != 1 or count > MAX_NUMBERS:
         return None
     runs, _ = _rows(start, 3, count)
     room = {"ROOM": max(1 << (count - 1).bit_length(), 2)}
@@ -152,7 +152,7 @@ def _by_row(*arrays, tile, tiles):
 def _interval_items(first, last, *, spec, split):
     parts, heads = spec.key_tiles * spec.consumers, spec.B * spec.Hkv
     columns = spec.consumers * len(work_items.PART_COLUMNS)
-    if spec.key_tiles > MOST or first.dtype != torch.int32 or last.dtype != torch.int32:
+    if spec.key_tiles > MAX_NUMBERS or first.dtype != torch.int32 or last.dtype != torch.int32:
         return None
     tokens, tiles = spec.query_tile.tokens, spec.key_tiles
     span = -(-spec.query_tiles // split.segments)

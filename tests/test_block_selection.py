@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLTextConfig,
@@ -23,6 +21,7 @@ from nsa_torch.huggingface import register_block_attention
 from nsa_torch.huggingface.block_selection import NAME, block_attention, key_states
 from nsa_torch.huggingface.compatibility import CACHE, causal_mask_function
 from tests.limits import set_limits
+from tests.torch_sizes import Sizes
 
 BLOCK, TOPK = 8, 3
 SIZES = dict(
@@ -261,18 +260,6 @@ def limited_chunks(size):
     with pytest.MonkeyPatch.context() as patch:
         set_limits(patch, torch_chunk_bytes=size)
         yield
-
-
-class Sizes(TorchDispatchMode):
-    """The most elements that an operator has returned."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        found = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.most = max(self.most, *found, 0)
-        return out
 
 
 def test_no_array_of_all_pairs():

@@ -100,6 +100,16 @@ def test_fakes_of_sizes_without_numbers(kind):
         with capability.interpreted(True):
             want = operator(kind, tensors, *rest)
             with mode:
-                found = operator(kind, symbolic(tensors), *symbolic(rest))
+                given, place = symbolic(tensors), symbolic(rest)
+                found = operator(kind, given, *place)
+            if (call := operators.call_of(kind)).backward is not None:
+                gradient = getattr(torch.ops.nsa, f"{kind.partition('/')[0]}_backward")
+                grad = torch.empty_like(want[0])
+                with mode:
+                    grads = gradient(
+                        kind, torch.empty_like(found[0]), found[call.kept], given, *place
+                    )
+                want = [*want, *gradient(kind, grad, want[call.kept], tensors, *rest)]
+                found = [*found, *grads]
         for x, y in zip(found, want, strict=True):
             assert tuple(map(int, x.shape)) == tuple(y.shape) and x.dtype == y.dtype

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import nsa_jax
 import nsa_torch
@@ -18,6 +16,7 @@ from nsa_torch import index_loss
 from tests import interpreted_triton
 from tests.interpreted_triton import DEVICE, INTERPRETED, TRITON, kernel
 from tests.limits import set_limits
+from tests.torch_sizes import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,18 +193,6 @@ def test_the_main_weights_get_no_gradient():
     with pytest.raises(NotImplementedError, match="second derivatives"):
         loss = nsa_torch.indexer_kl(*main, iq, ik, lists, **options_of(CASES[0]))
         torch.autograd.grad(loss.square().sum(), iq, create_graph=True)
-
-
-class Sizes(TorchDispatchMode):
-    """The most elements that an operator has returned."""
-
-    most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        found = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        self.most = max(self.most, *found, 0)
-        return out
 
 
 @pytest.mark.parametrize("sparse", [True, False])

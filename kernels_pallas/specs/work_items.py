@@ -170,13 +170,12 @@ def interval_work_items(ops: Any, bounds, spec: Any, split: IntervalSplit):
     # The query tiles that see some of each 64 keys, and those that see all: `[B, tiles, .]`.
     parts = tiles * spec.consumers
     start = xp.broadcast_to(ops.arange(first, parts) * ROWS, (spec.B, parts))
-    token_after = ops.searchsorted
-    begin = token_after(last, start, "right")
+    begin = ops.searchsorted(last, start, "right")
     # A tile behind all that is seen has no queries, not the last one's.
     begin = xp.where(begin < spec.T, begin // tokens, spec.query_tiles)
-    unmasked_begin = (token_after(last, start + ROWS, "left") + (tokens - 1)) // tokens
-    unmasked_end = token_after(first, start, "right") // tokens
-    end = (token_after(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
+    unmasked_begin = (ops.searchsorted(last, start + ROWS, "left") + (tokens - 1)) // tokens
+    unmasked_end = ops.searchsorted(first, start, "right") // tokens
+    end = (ops.searchsorted(first, start + (ROWS - 1), "right") + (tokens - 1)) // tokens
     bounds = xp.stack([begin, unmasked_begin, unmasked_end, xp.maximum(begin, end)], -1)
     bounds = bounds.reshape(spec.B, tiles, spec.consumers * len(PART_COLUMNS))
     begin = bounds[..., 0]
